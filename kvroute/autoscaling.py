@@ -18,7 +18,7 @@ SAMPLE_S = 2.0  # seconds between two reports of a replica
 LOOK_BACK_S = 60.0  # seconds for which reports are kept
 WAIT_SAMPLES = 5  # number of samples (10 s) in a mean wait: over a minute, growth would come late
 LARGER = 1.25  # size of the larger cache in Report.missed, as a multiple of the real cache
-MOST_GROWTH = 2.0  # largest factor by which the fleet grows in one step
+MAX_GROWTH = 2.0  # largest factor by which the fleet grows in one step
 ROOMY = 0.6  # highest occupancy that the fleet may have after the removal of a replica
 TARGET_SHARE = 0.5  # longest predicted wait after a removal, as a share of the target wait
 
@@ -53,7 +53,7 @@ def desired_replicas(
     waits_s = sorted([report.wait_s for report in reports] + [0.0] * (running - len(reports)))
     wait_s = waits_s[(running - 1) // 4] if waits_s else 0.0
     if wait_s > target_wait_s or has_queue:
-        growth = min(MOST_GROWTH, wait_s / target_wait_s)
+        growth = min(MAX_GROWTH, wait_s / target_wait_s)
         return max(target, running + 1, math.ceil(running * growth))
     is_known = len(reports) == running
     if is_known and target > 1 and is_enough(reports, target - 1, target_wait_s):

@@ -46,7 +46,7 @@ class Changes:
         self.removed.clear()
 
 
-class _Group:
+class _CacheGroup:
     """The blocks of one of the engine's KV cache groups.
 
     The engine's groups with the same kind of attention form one entry of the published layout.
@@ -56,7 +56,7 @@ class _Group:
         self.entry = entry  # number of the layout's entry
         # Published blocks of the entry: all its groups hold them. The groups share this object.
         self.announced = announced
-        self.others: list[_Group] = []  # the other groups of the entry
+        self.others: list[_CacheGroup] = []  # the other groups of the entry
         # Number of cached blocks under each hash. vLLM does not deduplicate blocks: several blocks
         # can have one hash, and each is removed by an event of its own.
         self.copies: dict[BlockHash, int] = {}
@@ -116,7 +116,7 @@ class BlockTable:
             members: For each of the engine's groups, the number of its entry in the layout, or
                 None if the group takes no part in prefix caching.
         """
-        entries: dict[int, list[_Group]] = {}
+        entries: dict[int, list[_CacheGroup]] = {}
         self._groups = [None if entry is None else _grouped(entry, entries) for entry in members]
         self._has_host = any(entry >= HOST_GROUPS for entry in entries)
         self._announced = [groups[0].announced for groups in entries.values()]
@@ -181,10 +181,10 @@ class BlockTable:
         changes.clear()
 
 
-def _grouped(entry: int, entries: dict[int, list[_Group]]) -> _Group:
+def _grouped(entry: int, entries: dict[int, list[_CacheGroup]]) -> _CacheGroup:
     """Return a new group of the entry, linked with the entry's other groups."""
     others = entries.setdefault(entry, [])
-    group = _Group(entry, others[0].announced if others else {})
+    group = _CacheGroup(entry, others[0].announced if others else {})
     for other in others:
         other.others.append(group)
         group.others.append(other)

@@ -15,10 +15,10 @@ from ray import serve
 
 from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
-from kvroute.contract.http_call import call_in, encode_part, encode_rendered, joined_parts
+from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
 from kvroute.contract.ranks import rank_ids
-from kvroute.contract.records import Description, Whereabouts
+from kvroute.contract.records import Description, ProcessLocation
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
@@ -102,11 +102,11 @@ class Replica:
 
     async def _render(self, call: bytes, rank: int) -> bytes:
         """Return the prompt of an HTTP request that the router cannot render itself."""
-        return encode_rendered(await self._ranks[rank].engine.render(call_in(call)))
+        return encode_rendered(await self._ranks[rank].engine.render(decode_call(call)))
 
     async def _http(self, call: bytes, rank: int) -> bytes:
         """Return the whole response to an HTTP request that generates no tokens."""
-        http = call_in(call)
+        http = decode_call(call)
         request = GenerateRequest(
             f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http, rank=rank
         )
@@ -195,9 +195,9 @@ class Replica:
             for rank_id, engine in zip(rank_ids(self.id, len(engines)), engines, strict=True)
         ]
 
-    def _whereabouts(self) -> Whereabouts:
+    def _whereabouts(self) -> ProcessLocation:
         metrics = self._exposition.address if self._exposition else None
-        return Whereabouts(ray.util.get_node_ip_address(), os.getpid(), metrics)
+        return ProcessLocation(ray.util.get_node_ip_address(), os.getpid(), metrics)
 
     async def _keep_index(self) -> None:
         """Keep the replica in the index until it drains; then it gets no new requests."""

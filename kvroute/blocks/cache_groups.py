@@ -24,7 +24,7 @@ WINDOW = frozenset({"sliding_window", "sliding_window_mla"})  # the blocks in th
 CHUNK = frozenset({"chunked_local_attention"})  # the blocks from the start of L's chunk to L
 STATE = frozenset({"mamba"})  # only the block that ends at L
 
-UNTOLD = "hits cannot be predicted for its engine: "  # prefix of a reason to be DEGRADED
+UNKNOWN_LAYOUT = "hits cannot be predicted for its engine: "  # prefix of a reason to be DEGRADED
 
 HOST_GROUPS = GROUPS * HOST.number  # group number HOST_GROUPS + g: copies in host memory
 

@@ -42,7 +42,7 @@ def read_adapter(given: str) -> Adapter:
     return adapter
 
 
-def room_for_rank(adapters: Iterable[Adapter]) -> int:
+def sufficient_rank(adapters: Iterable[Adapter]) -> int:
     """Return the smallest of vLLM's ranks that is enough for all adapters."""
     highest = max(map(_rank, adapters), default=0)
     return next(rank for rank in RANKS if rank >= highest)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvroute.blocks.chain import Scope
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 
 TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
@@ -37,7 +37,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     # engine, since hosts' clocks differ. Negative: the request has waited elsewhere.
     order_s: float = 0.0
     waited_s: float = 0.0  # seconds in the router's queue because no replica had capacity
-    keep: Keep | None = None  # how long the blocks stay in the KV cache; None: by age only
+    keep: RetentionHint | None = None  # how long the blocks stay in the KV cache; None: by age only
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps them in host memory, not in the engine's own
 

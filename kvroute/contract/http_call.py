@@ -71,7 +71,7 @@ def encode_call(call: HttpCall) -> bytes:
     return msgspec.msgpack.encode(call)
 
 
-def call_in(packed: bytes) -> HttpCall:
+def decode_call(packed: bytes) -> HttpCall:
     return msgspec.msgpack.decode(packed, type=HttpCall)
 
 
@@ -79,7 +79,7 @@ def encode_part(part: HttpPart) -> bytes:
     return msgspec.msgpack.encode(part)
 
 
-def part_in(packed: bytes) -> HttpPart:
+def decode_part(packed: bytes) -> HttpPart:
     return msgspec.msgpack.decode(packed, type=HttpPart)
 
 
@@ -87,5 +87,5 @@ def encode_rendered(rendered: Rendered) -> bytes:
     return msgspec.msgpack.encode(rendered)
 
 
-def rendered_in(packed: bytes) -> Rendered:
+def decode_rendered(packed: bytes) -> Rendered:
     return msgspec.msgpack.decode(packed, type=Rendered)

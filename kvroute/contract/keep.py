@@ -10,13 +10,13 @@ from kvroute.blocks.fingerprint import Fingerprint
 
 NO_BLOCK = Fingerprint(0)
 SESSION_BITS = 63  # size of a session's number, in bits
-MOST_TURNS = 1_000_000  # the highest number of a turn; all later turns have this number
+MAX_TURNS = 1_000_000  # the highest number of a turn; all later turns have this number
 
 Session = Annotated[int, Meta(ge=0, le=2**SESSION_BITS - 1)]
 Block = Annotated[Fingerprint, Meta(ge=0)]
 
 
-def number_of(text: str, *, bits: int) -> int:
+def hash_number(text: str, *, bits: int) -> int:
     """Hash a text to a number from 1 on: equal in every process, for equal texts."""
     digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits) or 1
@@ -24,7 +24,7 @@ def number_of(text: str, *, bits: int) -> int:
 
 def tenant_number(name: str) -> int:
     """Return the number of a tenant; 0 for the empty name."""
-    return number_of(name, bits=31) if name else 0
+    return hash_number(name, bits=31) if name else 0
 
 
 class Order(IntEnum):
@@ -35,7 +35,7 @@ class Order(IntEnum):
     USUAL = 2
 
 
-class Keep(Struct, frozen=True, array_like=True):
+class RetentionHint(Struct, frozen=True, array_like=True):
     """The retention hint for the blocks of a prompt and its answer. The default is no hint."""
 
     order: Order = Order.USUAL
@@ -47,7 +47,7 @@ class SessionTurn(NamedTuple):
 
     end: Block  # the prompt's last reusable block; NO_BLOCK: it has none
     session: Session
-    number: Annotated[int, Meta(ge=1, le=MOST_TURNS)]  # position in the conversation, from 1
+    number: Annotated[int, Meta(ge=1, le=MAX_TURNS)]  # position in the conversation, from 1
     before: Block = NO_BLOCK  # `end` of the previous turn
     is_named: bool = False  # whether the client sent an id of the session
     is_last: bool = False  # whether the client declared this turn as the last one

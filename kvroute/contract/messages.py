@@ -10,10 +10,10 @@ from kvroute.blocks.fingerprint import Fingerprint, pack, unpack
 from kvroute.contract.keep import Session, SessionTurn
 from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
 
-FEW = 64  # most positions of its queue that a router publishes
-Places = Annotated[list[Count], Meta(max_length=FEW)]
-Turns = Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], Meta(max_length=FEW)]
-Work = Annotated[list[Seconds], Meta(max_length=FEW)]
+MAX_POSITIONS = 64  # most positions of its queue that a router publishes
+Places = Annotated[list[Count], Meta(max_length=MAX_POSITIONS)]
+Turns = Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], Meta(max_length=MAX_POSITIONS)]
+Work = Annotated[list[Seconds], Meta(max_length=MAX_POSITIONS)]
 
 
 class Fingerprints:
@@ -52,7 +52,7 @@ class FirstToken(Struct, tag="f", array_like=True):
     request_id: Name
 
 
-class Ended(Struct, tag="e", array_like=True):
+class RequestEnded(Struct, tag="e", array_like=True):
     """A prompt has ended at its replica."""
 
     request_id: Name
@@ -69,13 +69,13 @@ class SessionEnded(Struct, tag="d", array_like=True):
     session: Session
 
 
-class Blamed(Struct, tag="b", array_like=True):
+class PoisonedRequest(Struct, tag="b", array_like=True):
     """A request has crashed a replica: no router sends it for some minutes."""
 
     digest: Annotated[bytes, Meta(max_length=16)]
 
 
-Event = Blamed | Dispatch | FirstToken | Ended | Restarted | SessionEnded
+Event = PoisonedRequest | Dispatch | FirstToken | RequestEnded | Restarted | SessionEnded
 
 
 class TenantCounts(Struct, array_like=True):
@@ -115,7 +115,7 @@ class LearnedScale(Struct, array_like=True, frozen=True):
     requests: Count  # number of requests in these means
 
 
-class Message(Struct, array_like=True):
+class RouterMessage(Struct, array_like=True):
     """One message of a router to all others."""
 
     version: Annotated[int, Meta(ge=0)]
@@ -143,11 +143,11 @@ def _unpacked(_: type, packed: object) -> Fingerprints:
 
 
 encode = msgspec.msgpack.Encoder(enc_hook=_packed).encode
-_messages = msgspec.msgpack.Decoder(Message, dec_hook=_unpacked)
+_messages = msgspec.msgpack.Decoder(RouterMessage, dec_hook=_unpacked)
 _versions = msgspec.msgpack.Decoder(_Versioned)
 
 
-def decode(payload: bytes) -> Message:
+def decode(payload: bytes) -> RouterMessage:
     """Decode a router's message. Raises one of unreadable.DECODE_ERRORS."""
     try:
         message = _messages.decode(payload)

@@ -11,10 +11,12 @@ def _name(value: object) -> object:
     return value
 
 
-OF = "␟"  # separates a tenant from its prefix's name; names that clients send cannot have it
+TENANT_SEPARATOR = (
+    "␟"  # separates a tenant from its prefix's name; names that clients send cannot have it
+)
 
 PrefixId = Annotated[
     str,
     BeforeValidator(_name),  # the number 1 and the string "1" are the same id
-    Field(min_length=1, max_length=128, pattern=f"^[^{OF}]+$"),
+    Field(min_length=1, max_length=128, pattern=f"^[^{TENANT_SEPARATOR}]+$"),
 ]

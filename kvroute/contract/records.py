@@ -22,8 +22,8 @@ from kvroute.contract.unreadable import UnreadableError
 
 VERSION = 1
 
-MOST_COUNT = 2**48
-Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+MAX_COUNT = 2**48
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**48)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(gt=0, le=1e15)]
@@ -93,7 +93,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
         return facts.pin_blocks if facts else 0
 
 
-class Whereabouts(Struct, frozen=True):
+class ProcessLocation(Struct, frozen=True):
     """The node and process id of a process."""
 
     node: Name = ""  # address of the node
@@ -128,7 +128,7 @@ class Description(Struct, frozen=True):
 
     facts: EngineFacts
     identity: Identity | None = None  # None: unknown, and treated as equal to the router's
-    whereabouts: Whereabouts = Whereabouts()
+    whereabouts: ProcessLocation = ProcessLocation()
     model: Name = ""  # name of the model, as clients send it
     version: int = VERSION
 
@@ -136,7 +136,7 @@ class Description(Struct, frozen=True):
 class RouterDescription(Struct, frozen=True):
     """A router's entry in the index."""
 
-    whereabouts: Whereabouts
+    whereabouts: ProcessLocation
     version: int = VERSION
 
 
@@ -150,7 +150,7 @@ class ReplicaRecord(Struct, frozen=True):
     load: Load
     pins: Pins = NO_PINS
     identity: Identity | None = None
-    whereabouts: Whereabouts = Whereabouts()
+    whereabouts: ProcessLocation = ProcessLocation()
 
 
 class Versioned(Struct):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvroute.blocks.cache_groups import UNTOLD
+from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.ranks import replicas_of
 from kvroute.deployments import last_line
 from kvroute.local.ports import is_local
@@ -69,7 +69,7 @@ def handshake(health: Facts) -> Iterator[Check]:
     if not degraded:
         yield Check("handshake", "ok", "all replicas are compatible with the router")
     for replica_id, reason in degraded.items():
-        remedy = BY_LOAD if reason.startswith(UNTOLD) else RESTART
+        remedy = BY_LOAD if reason.startswith(UNKNOWN_LAYOUT) else RESTART
         yield Check("handshake", "wrong", f"replica {replica_id}: {reason}", remedy)
 
 

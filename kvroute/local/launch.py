@@ -26,7 +26,7 @@ from kvroute.local.haproxy.health import fail_health_checks
 from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.last_answers import finish_answers
-from kvroute.local.ports import free_port, is_local, why_not
+from kvroute.local.ports import free_port, is_local, listen_error
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.ray_cluster import WILDCARD_ADDRESSES, deploy, gpu_count, local_ray
@@ -35,7 +35,7 @@ from kvroute.local.vllm_check import vllm_errors
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
 from kvroute.process.metrics_port import NoMetricsError, read_token
 from kvroute.settings.checked_options import CheckedOptions
-from kvroute.settings.model_settings import Found, ModelSettings
+from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.serve import ServeSettings
 
 POLL_S = 0.2  # seconds between two checks of the head service, or of /health
@@ -107,7 +107,7 @@ def _start(
     progress.step("Ray is up")
     gpus = gpus_per_replica(settings.each, gpu_count())
     models = settings.decided(
-        [Found(path, count) for path, count in zip(paths, gpus, strict=True)],
+        [Detected(path, count) for path, count in zip(paths, gpus, strict=True)],
         redis_url=redis_url,
         cluster=cluster_id(socket.gethostname(), settings.port),
         local_only=is_local_only(settings),
@@ -128,7 +128,7 @@ def _start(
 
 def check_port(host: str, port: int) -> None:
     """Raise StartError if the port is taken or the address does not exist."""
-    if (error := why_not(host, port)) is not None:
+    if (error := listen_error(host, port)) is not None:
         raise StartError(
             f"cannot listen on port {port} of {host} ({os.strerror(error.errno or 0)}); "
             f"try --port {free_port()}, or another --host"

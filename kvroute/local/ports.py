@@ -10,7 +10,7 @@ from ipaddress import ip_address
 # none of Ray's many servers takes a chosen port in the seconds until its server binds it.
 QUIET = range(20_000, 30_000)
 
-MOST_CLAIMS = 64  # ports that a process reserves at a time; the oldest reservation is released
+MAX_CLAIMS = 64  # ports that a process reserves at a time; the oldest reservation is released
 _claims = deque[int]()  # file descriptors of the sockets that hold this process's reservations
 
 
@@ -18,11 +18,11 @@ def free_port() -> int:
     """Return a port that is free on all addresses, and reserve it.
 
     No other call on this computer returns the port until this process ends or has reserved
-    MOST_CLAIMS more ports.
+    MAX_CLAIMS more ports.
     """
     while True:
         port = random.choice(QUIET)
-        if why_not("", port) is None and _claim(port):
+        if listen_error("", port) is None and _claim(port):
             return port
 
 
@@ -46,13 +46,13 @@ def _claim(port: int) -> bool:
     except OSError:
         claim.close()
         return False
-    if len(_claims) == MOST_CLAIMS:
+    if len(_claims) == MAX_CLAIMS:
         os.close(_claims.popleft())
     _claims.append(claim.detach())
     return True
 
 
-def why_not(host: str, port: int) -> OSError | None:
+def listen_error(host: str, port: int) -> OSError | None:
     """Return the error of an attempt to listen on the port, or None if the port is free."""
     try:
         socket.create_server((host, port)).close()

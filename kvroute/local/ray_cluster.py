@@ -12,7 +12,7 @@ from typing import Any
 from kvroute.deployments import APPLICATION, final_error, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy.health import ADMIN_SOCKET
-from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MOST_REQUESTS, TLS_CERT, TLS_KEY
+from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MAX_REQUESTS, TLS_CERT, TLS_KEY
 from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress, StartError
@@ -192,7 +192,7 @@ def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
-        MOST_REQUESTS: str(settings.max_requests),
+        MAX_REQUESTS: str(settings.max_requests),
         IDLE_TIMEOUT_S: str(settings.idle_timeout_s),
         METRICS_HOST: "" if host in WILDCARD_ADDRESSES else host,
         REPLICA_HOST: LOOPBACK,

@@ -14,7 +14,7 @@ from kvroute.prefill.speed import PrefillSpeed
 
 # Relative tolerance: a backlog must fall this share below a limit to count as below it, so that
 # rounding errors do not matter.
-JUST = 1e-6
+TOLERANCE = 1e-6
 
 
 class Prefill(Protocol):
@@ -102,7 +102,7 @@ class PrefillQueue(Generic[P]):
         slowness = self.speed.slowness
         excess_s = self.backlog_s(slowness, now_s) - backlog_s
         left_s = slowness * self.head_s - max(0.0, now_s - self.busy_since_s)
-        after_s = excess_s + JUST * backlog_s
+        after_s = excess_s + TOLERANCE * backlog_s
         return max(0.0, after_s) if after_s < left_s else math.inf
 
     def _begun_s(self) -> float:

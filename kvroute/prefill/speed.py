@@ -6,15 +6,15 @@ from functools import lru_cache
 # Weights are in observations of mean length, that is of the mean predicted time.
 PRIOR = 1.5  # weight of the engine's own estimate before the first observation
 FADE = 0.8  # factor on the weight of that estimate after each observation
-LEAST_BELIEF = 0.05  # if that estimate's weight is lower, the speed counts as learned
-LEAST_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
+MIN_BELIEF = 0.05  # if that estimate's weight is lower, the speed counts as learned
+MIN_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
 MEMORY = 120.0  # after new observations of this total weight, an older observation counts 1/e
 TYPICAL = 200  # an expected mean length has the weight of this many observations in the mean
 RECENT = 6.0  # like MEMORY, for the sums of recent observations that detect a change of speed
 CHANGED = 2.0  # ratio of recent to learned slowness, or its inverse, that is a change of speed
-MOST_WEIGHT = 2.0  # most weight of one observation among the recent observations
+MAX_WEIGHT = 2.0  # most weight of one observation among the recent observations
 MEAN_OF = 500  # number of latest observations in the mean length
-MOST_OFF = 4.0  # an observation counts as this multiple of the expected time at most
+MAX_OFF = 4.0  # an observation counts as this multiple of the expected time at most
 LATEST_SHORTER = 1 / 4  # weight of a new step in the moving average of steps, if it is shorter
 LATEST = 1 / 16  # weight of a new value in the moving averages of the fixed part and of steps
 
@@ -78,8 +78,8 @@ class Speed:
 
     def _learn_recent(self, predicted_s: float, observed_s: float) -> None:
         """Forget older observations if the speed has changed, for example because a GPU is hot."""
-        share = min(1.0, MOST_WEIGHT * self._mean_s / predicted_s)
-        keep = 1.0 - share * predicted_s / ((RECENT + MOST_WEIGHT) * self._mean_s)
+        share = min(1.0, MAX_WEIGHT * self._mean_s / predicted_s)
+        keep = 1.0 - share * predicted_s / ((RECENT + MAX_WEIGHT) * self._mean_s)
         recent_s, seen_s = self._recent
         recent_s, seen_s = keep * recent_s + share * predicted_s, keep * seen_s + share * observed_s
         self._recent = recent_s, seen_s
@@ -91,7 +91,7 @@ class Speed:
     @property
     def is_new(self) -> bool:
         """Return whether the assumed slowness still counts beside the observations."""
-        return self._belief > LEAST_BELIEF
+        return self._belief > MIN_BELIEF
 
     def assume(self, slowness: float) -> None:
         """Replace the slowness that was assumed before the first observation."""
@@ -112,7 +112,7 @@ class Speed:
         if not total_s:
             return self.prior
         seen_s = belief_s * self.prior + self.observed_s + observed_s
-        return max(LEAST_SLOWNESS, seen_s / total_s)
+        return max(MIN_SLOWNESS, seen_s / total_s)
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class PrefillSpeed(Speed):
     ) -> None:
         """Record the time to a first token.
 
-        The time is cut to MOST_OFF times the expected time: a longer delay has another cause than
+        The time is cut to MAX_OFF times the expected time: a longer delay has another cause than
         the prompts.
 
         Args:
@@ -152,10 +152,10 @@ class PrefillSpeed(Speed):
             is_alone: whether the engine had only this prompt.
         """
         if self.slowness * predicted_s >= self.step_s:
-            most_s = MOST_OFF * self.slowness * max(queued_s, predicted_s)
+            most_s = MAX_OFF * self.slowness * max(queued_s, predicted_s)
             computed_s = max(0.0, observed_s - self.fixed_s)
             self.learn(predicted_s, min(computed_s, most_s))
         elif is_alone:
             expected_s = self.fixed_s or self.step_s
-            observed_s = min(observed_s, MOST_OFF * expected_s)
+            observed_s = min(observed_s, MAX_OFF * expected_s)
             self.fixed_s = expected_s + LATEST * (observed_s - expected_s)

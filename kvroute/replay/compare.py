@@ -26,7 +26,7 @@ OVERLOAD_STEPS = 4  # number of runs with ever smaller overload until it is OVER
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PolicyRun:
     """The results of one policy on the trace."""
 
     outcome: Outcome
@@ -42,7 +42,7 @@ def compare(
     progress: Progress,
     loop: Loop = OPEN_LOOP,
     jobs: int = 1,
-) -> list[Run]:
+) -> list[PolicyRun]:
     """Return one run for each policy, in their order; `jobs` of them run in parallel processes."""
     if jobs == 1:
         return [_watched(name, requests, cluster, seed, loop, progress) for name in policies]
@@ -107,7 +107,7 @@ def _watched(
     seed: int,
     loop: Loop,
     progress: Progress,
-) -> Run:
+) -> PolicyRun:
     task = progress.add_task(policy, total=len(requests))
     return _run(policy, requests, cluster, seed, loop, lambda: progress.advance(task))
 
@@ -119,7 +119,7 @@ def _run(
     seed: int,
     loop: Loop,
     on_first_token: Callable[[], None] = lambda: None,
-) -> Run:
+) -> PolicyRun:
     outcome = simulate(
         requests,
         cluster,
@@ -129,4 +129,4 @@ def _run(
         queued=loop.queued,
         on_first_token=on_first_token,
     )
-    return Run(outcome, summarise(policy, requests, outcome, loop))
+    return PolicyRun(outcome, summarise(policy, requests, outcome, loop))

@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import Load, TierFacts
 from kvroute.replay.hardware.model import EngineModel
-from kvroute.replay.policies.protocol import Report
+from kvroute.replay.policies.protocol import LoadReport
 from kvroute.replay.tier_memory import TierMemory
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
@@ -29,7 +29,7 @@ class Running:
     request: Request
     computed: int  # number of prompt tokens in the cache, hits included
     blocks: list[int]  # cache blocks of the prompt and its answer
-    keep: Keep
+    keep: RetentionHint
 
 
 @dataclass(slots=True)
@@ -71,13 +71,15 @@ class Plan:
         return min(self.steps, max(1, math.ceil(root)))
 
 
-Waiting = tuple[float, int, Request, Keep]  # order time, number of arrival, request, its hint
+Waiting = tuple[
+    float, int, Request, RetentionHint
+]  # order time, number of arrival, request, its hint
 
 
 NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
 
 
-class Replica:
+class ModelledReplica:
     """A modelled replica, which the caller drives.
 
     The caller calls `arrive` at any time, `end_step` at the end of the plan, and `end_reload` at
@@ -120,7 +122,7 @@ class Replica:
         now_s: float,
         order_s: float = 0.0,
         new_tokens: int | None = None,
-        keep: Keep | None = None,
+        keep: RetentionHint | None = None,
     ) -> None:
         """Queue a request, and shorten planned decode steps so that it can be admitted.
 
@@ -132,7 +134,9 @@ class Replica:
             keep: Retention hint for its blocks.
         """
         self._now_s = now_s
-        heappush(self._waiting, (now_s + order_s, next(self._arrivals), request, keep or Keep()))
+        heappush(
+            self._waiting, (now_s + order_s, next(self._arrivals), request, keep or RetentionHint())
+        )
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )
@@ -189,9 +193,9 @@ class Replica:
             self._release(sequence)
             result.finished.append(request)
 
-    def report(self) -> Report:
+    def report(self) -> LoadReport:
         used_blocks = self._capacity_blocks - len(self.cache.free)
-        return Report(
+        return LoadReport(
             Load(running=self._running, waiting=self._queued, used_blocks=used_blocks),
             pending_tokens=sum(self._pending_tokens.values()),
         )
@@ -294,7 +298,7 @@ class Replica:
         chunks.append((sequence, tokens))
         return tokens
 
-    def _admit(self, request: Request, keep: Keep) -> Running | None:
+    def _admit(self, request: Request, keep: RetentionHint) -> Running | None:
         """Reserve blocks for prompt and response; return None if too few are free."""
         needed = blocks_needed(request)
         hits = self.cache.admit(request.reusable, needed)

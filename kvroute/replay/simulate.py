@@ -10,12 +10,12 @@ from itertools import count, pairwise
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, Tier
-from kvroute.contract.messages import Message
+from kvroute.contract.messages import RouterMessage
 from kvroute.contract.records import TierFacts
 from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
-from kvroute.replay.modelled_engine import Replica, StepResult, blocks_needed
+from kvroute.replay.modelled_engine import ModelledReplica, StepResult, blocks_needed
 from kvroute.replay.policies.production import POLICIES
-from kvroute.replay.policies.protocol import Policy, Report, Setup
+from kvroute.replay.policies.protocol import LoadReport, Policy, Setup
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, FollowUp
 from kvroute.replay.workload.trace import Request, TraceError
 
@@ -92,11 +92,11 @@ class IndexChange:
 @dataclass(frozen=True, slots=True)
 class PeerMessage:
     router: int
-    message: Message
+    message: RouterMessage
 
 
 @dataclass(frozen=True, slots=True)
-class Wake:
+class RouterWake:
     router: int
 
 
@@ -110,10 +110,10 @@ class Poll:
 @dataclass(frozen=True, slots=True)
 class Reports:
     router: int
-    reports: Sequence[Report]  # in the replicas' order
+    reports: Sequence[LoadReport]  # in the replicas' order
 
 
-Event = Arrival | StepEnd | ReloadEnd | IndexChange | PeerMessage | Wake | Poll | Reports
+Event = Arrival | StepEnd | ReloadEnd | IndexChange | PeerMessage | RouterWake | Poll | Reports
 
 
 def simulate(
@@ -171,7 +171,7 @@ class _Simulation:
             POLICIES[policy](setup, random.Random(f"{seed}/{i}")) for i in range(cluster.routers)
         ]
         self._replicas = [
-            Replica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.tiers)
+            ModelledReplica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.tiers)
             for speed in cluster.speeds
         ]
         self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
@@ -216,7 +216,7 @@ class _Simulation:
                         if number != sender:
                             router.receive(message, now_s)
                             self._send(number, now_s)
-                case Wake(number):
+                case RouterWake(number):
                     if (
                         self._wakes_s.get(number) == now_s
                     ):  # else an earlier wake-up has replaced it
@@ -252,7 +252,7 @@ class _Simulation:
         after_s = policy.wakes_s()
         if after_s and now_s + after_s < self._wakes_s.get(router, math.inf):
             self._wakes_s[router] = now_s + after_s
-            self._push(now_s + after_s, Wake(router))
+            self._push(now_s + after_s, RouterWake(router))
 
     def _begin_polls(self) -> None:
         """Start the polls for reports. A single router needs none: it knows of all requests."""
@@ -295,7 +295,7 @@ class _Simulation:
         }:
             self._send(router, at_s)
 
-    def _record_first_token(self, index: int, replica: Replica, at_s: float) -> None:
+    def _record_first_token(self, index: int, replica: ModelledReplica, at_s: float) -> None:
         outcome = self._outcome
         outcome.first_token_s[index] = at_s
         outcome.hit_tokens[index] = replica.hit_tokens.pop(index)

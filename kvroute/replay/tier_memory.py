@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
@@ -17,7 +17,7 @@ T = TypeVar("T")  # type of the engine's sequences
 
 
 @dataclass(frozen=True, slots=True)
-class Reload(Generic[T]):
+class PendingReload(Generic[T]):
     """A copy of blocks from host memory to the engine."""
 
     end: int  # number of the prompt's blocks in the engine after the copy
@@ -35,7 +35,7 @@ class TierMemory(Generic[T]):
         self._tier = tier
         self._facts = facts
         self._prefill = prefill
-        self._reloads = Copies[Reload[T]]()
+        self._reloads = Copies[PendingReload[T]]()
         self._coming = set[Fingerprint]()
         self._added: dict[Fingerprint, None] = {}  # blocks stored since the last take_changes()
         self._dropped: dict[Fingerprint, None] = {}
@@ -65,14 +65,14 @@ class TierMemory(Generic[T]):
         """Start a copy after all earlier copies, and return the time of its end."""
         copy_s = self._facts.reload_s(blocks)
         end, hashes = hits + blocks, request.blocks[hits : hits + blocks]
-        ends_s = self._reloads.begin(Reload(end, hashes, sequence), copy_s, now_s)
+        ends_s = self._reloads.begin(PendingReload(end, hashes, sequence), copy_s, now_s)
         self._coming.update(hashes)
         self._cache.use(request.blocks[:end])
         self.begun_s.append(ends_s)
         self.reload_s += copy_s
         return ends_s
 
-    def end_reload(self) -> Reload[T]:
+    def end_reload(self) -> PendingReload[T]:
         """Remove and return the first copy, which has ended."""
         reload = self._reloads.pop()
         self._coming.difference_update(reload.hashes)
@@ -84,7 +84,7 @@ class TierMemory(Generic[T]):
         _change(self._added, self._dropped, new)
         _change(self._dropped, self._added, dropped)
 
-    def release(self, blocks: Sequence[Fingerprint], keep: Keep) -> None:
+    def release(self, blocks: Sequence[Fingerprint], keep: RetentionHint) -> None:
         """Apply the retention hint of a request that has ended to its blocks."""
         self._cache.use(blocks, keep)
 

@@ -6,7 +6,7 @@ from kvroute.settings.options import CPU_BLOCK_SIZE, CommonOptions
 from kvroute.store.keys import DEFAULT_CLUSTER
 
 
-class Decided(CommonOptions):
+class CommonSettings(CommonOptions):
     """The common settings. `model` is what an engine loads: a folder or a hub name."""
 
     served_model_name: str

@@ -16,7 +16,7 @@ from kvroute.settings.router import RouterSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Detected:
     """The facts about a model that depend on the machine."""
 
     model: str  # what an engine loads: a folder or a hub name
@@ -40,7 +40,7 @@ class ModelSettings(ReplicaSettings, RouterSettings, DeploymentOptions):
 
 def decide(
     options: CheckedOptions,
-    found: Found,
+    found: Detected,
     *,
     redis_url: str,
     cluster: str,

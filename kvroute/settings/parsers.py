@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-MOST_SESSIONS = 1_000_000  # highest number for --max-sessions
+MAX_SESSIONS = 1_000_000  # highest number for --max-sessions
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 
 
@@ -109,10 +109,10 @@ def session_limit(given: object) -> object:
     if given in ("auto", "off"):
         return given
     text = str(given)
-    if text.isdecimal() and 1 <= int(text[:10]) <= MOST_SESSIONS:
+    if text.isdecimal() and 1 <= int(text[:10]) <= MAX_SESSIONS:
         return int(text)
     raise PydanticCustomError(
-        "sessions", f"expected auto, off, or a number of sessions from 1 to {MOST_SESSIONS:,}"
+        "sessions", f"expected auto, off, or a number of sessions from 1 to {MAX_SESSIONS:,}"
     )
 
 

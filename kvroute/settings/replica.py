@@ -1,11 +1,11 @@
 """The settings that a replica receives at its start; they are equal in all replicas of a model."""
 
 from kvroute.settings import parsers
-from kvroute.settings.decided import Decided
+from kvroute.settings.decided import CommonSettings
 from kvroute.settings.options import ReplicaOptions
 
 
-class ReplicaSettings(Decided, ReplicaOptions):
+class ReplicaSettings(CommonSettings, ReplicaOptions):
     tensor_parallel_size: int = 1
     cores: int = 1  # CPU cores for the engine of one replica, if it has no GPU
     declared: tuple[str, ...] = ()  # ids of the named prefixes to start with

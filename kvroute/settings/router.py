@@ -1,11 +1,11 @@
 """The settings that a router receives for one model at its start."""
 
-from kvroute.settings.decided import Decided
+from kvroute.settings.decided import CommonSettings
 from kvroute.settings.multi_task import Task
 from kvroute.settings.options import RouterOptions
 
 
-class RouterSettings(Decided, RouterOptions):
+class RouterSettings(CommonSettings, RouterOptions):
     tensor_parallel_size: int = 1  # GPUs of a rank; 1 on CPUs too
     drain_timeout_s: float = 600.0  # value of the option of that name
     tasks: tuple[Task, ...] = ()  # named prefixes to start with

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.help import Environment, SettingsError, explain
-from kvroute.settings.model_settings import Found, ModelSettings, decide
+from kvroute.settings.model_settings import Detected, ModelSettings, decide
 from kvroute.settings.options import PER_MODEL, ModelOptions, Options, in_order
 from kvroute.store.keys import DEFAULT_CLUSTER
 
@@ -53,7 +53,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
 
     def decided(
         self,
-        found: Sequence[Found] | None = None,
+        found: Sequence[Detected] | None = None,
         *,
         redis_url: str | None = None,
         cluster: str = DEFAULT_CLUSTER,
@@ -74,7 +74,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         if redis_url is None:
             raise SettingsError("redis_url is missing; set it, such as redis://127.0.0.1:6379")
         models = self.each
-        found = found or [Found(model.model, model.gpus_per_replica or 0) for model in models]
+        found = found or [Detected(model.model, model.gpus_per_replica or 0) for model in models]
         replicas = sum(model.replicas for model in models)
         return tuple(
             decide(

@@ -18,11 +18,11 @@ import redis.asyncio as redis
 from kvroute.contract.records import Count, Name
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
 from kvroute.keys.limits import OTHER
-from kvroute.store.connection import answered
+from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 KEPT_DAYS = 400  # days after which an account expires
-MOST_TENANTS = 1000  # tenants with their own account in one day; all later ones are OTHER
+MAX_TENANTS = 1000  # tenants with their own account in one day; all later ones are OTHER
 
 # ARGV router, number, msgpack of the batch, most tenants, name for later ones, expires at (s)
 _ADD = r"""
@@ -72,7 +72,7 @@ class DailyAccounts:
         self._unreadable = unreadable or Unreadable()
         self._add = client.register_script(_ADD)
 
-    @answered
+    @with_timeout
     async def add(self, day: datetime.date, router_id: str, number: int, batch: bytes) -> None:
         """Add a batch, unless it was added already.
 
@@ -84,11 +84,11 @@ class DailyAccounts:
         """
         ends = datetime.datetime.combine(day, datetime.time(), datetime.UTC)
         expires_at = ends + datetime.timedelta(days=KEPT_DAYS + 1)
-        most, expires_s = MOST_TENANTS, int(expires_at.timestamp())
+        most, expires_s = MAX_TENANTS, int(expires_at.timestamp())
         args: list[Any] = [router_id, number, batch, most, OTHER, expires_s]
         await self._add(keys=[self._key(day)], args=args)
 
-    @answered
+    @with_timeout
     async def read(self, day: datetime.date) -> dict[str, Account]:
         """Return the account of each tenant; unreadable accounts are left out."""
         if await self._redis.type(self._key(day)) != b"hash":

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvroute.contract.records import Name, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
-from kvroute.store.connection import answered
+from kvroute.store.connection import with_timeout
 
 KEY = "kvroute:clusters"
 SILENCE_S = 30.0  # seconds without a refresh after which an entry expires
@@ -26,7 +26,7 @@ redis.call('EXPIRE', KEYS[1], ARGV[4])
 """
 
 
-class Tenant(Struct, frozen=True, order=True):
+class ClusterModel(Struct, frozen=True, order=True):
     """One model of one cluster."""
 
     cluster: Name  # id of the cluster
@@ -34,7 +34,7 @@ class Tenant(Struct, frozen=True, order=True):
     ray_address: Name
     application: Name  # name of the application in Ray Serve
 
-    def is_twin_of(self, other: "Tenant") -> bool:
+    def is_twin_of(self, other: "ClusterModel") -> bool:
         """Return whether the other one is different, but uses the same Redis keys."""
         return self != other and (self.cluster, self.model) == (other.cluster, other.model)
 
@@ -46,22 +46,22 @@ class Clusters:
         self._redis: Any = client
         self._unreadable = unreadable
         self._announce = client.register_script(_ANNOUNCE)
-        self._decode = msgspec.json.Decoder(Tenant).decode
+        self._decode = msgspec.json.Decoder(ClusterModel).decode
 
-    @answered
-    async def announce(self, own: Tenant) -> None:
+    @with_timeout
+    async def announce(self, own: ClusterModel) -> None:
         """Refresh the entry; it expires after SILENCE_S."""
         now_s = await self._now_s()
         limit_s, lease_s = f"({now_s - SILENCE_S}", round(SILENCE_S)
         await self._announce(keys=[KEY], args=[encode(own), now_s, limit_s, lease_s])
 
-    @answered
-    async def withdraw(self, own: Tenant) -> None:
+    @with_timeout
+    async def withdraw(self, own: ClusterModel) -> None:
         """Remove the entry; another router of the same cluster and model adds it again."""
         await self._redis.zrem(KEY, encode(own))
 
-    @answered
-    async def all(self) -> list[Tenant]:
+    @with_timeout
+    async def all(self) -> list[ClusterModel]:
         """Return all entries that have not expired."""
         oldest_s = await self._now_s() - SILENCE_S
         members = await self._redis.zrevrangebyscore(KEY, "+inf", oldest_s, start=0, num=MOST)

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 import redis.asyncio as redis
 
 OLDEST_REDIS = (6, 2)  # oldest version of Redis that has the commands of the scripts
-ANSWER_S = 5.0  # timeout of one call to Redis, in seconds
+TIMEOUT_S = 5.0  # timeout of one call to Redis, in seconds
 
 
 def connect(url: str) -> "redis.Redis":
@@ -16,8 +16,8 @@ def connect(url: str) -> "redis.Redis":
     return redis.from_url(
         url,
         protocol=2,  # every version of the server then sends the same types of replies
-        socket_connect_timeout=ANSWER_S,
-        # `answered` below limits every call instead: with a timeout here, redis-py writes under
+        socket_connect_timeout=TIMEOUT_S,
+        # `with_timeout` below limits every call instead: with a timeout here, redis-py writes under
         # asyncio.wait_for, which before Python 3.12 can lose a cancellation.
         socket_timeout=None,
     )
@@ -27,12 +27,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def answered(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+def with_timeout(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Limit a call to ANSWER_S. The call then raises TimeoutError, which is an OSError."""
 
     @functools.wraps(call)
     async def bounded(*args: P.args, **kwargs: P.kwargs) -> T:
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(TIMEOUT_S):
             return await call(*args, **kwargs)
 
     return bounded

@@ -54,7 +54,7 @@ from kvroute.contract.records import (
 )
 from kvroute.contract.unreadable import DECODE_ERRORS, Kind, Unreadable, UnreadableError, text
 from kvroute.store import scripts
-from kvroute.store.connection import answered
+from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 BATCH_BLOCKS = 5000  # most fingerprints in one change, to limit the time of one script in Redis
@@ -170,7 +170,7 @@ class Index:
 
     # The write path: methods for one replica.
 
-    @answered
+    @with_timeout
     async def register(
         self,
         replica_id: str,
@@ -194,7 +194,7 @@ class Index:
         await self._write(self._register, writer_state, lease_s, arguments)
         return writer_state
 
-    @answered
+    @with_timeout
     async def change(
         self,
         writer_state: WriterState,
@@ -209,7 +209,7 @@ class Index:
         blocks = await self._write(self._change, writer_state, lease_s, arguments)
         return replace(writer_state, seq=writer_state.seq + 1, blocks=blocks)
 
-    @answered
+    @with_timeout
     async def renew(
         self,
         writer_state: WriterState,
@@ -222,7 +222,7 @@ class Index:
         arguments = [encode(load), encode_pins(pins), writer_state.described]
         await self._write(self._renew, writer_state, lease_s, arguments)
 
-    @answered
+    @with_timeout
     async def leave(self, replica_id: str, incarnation: str) -> None:
         """Remove this incarnation, with or without a valid lease."""
         await self._leave(
@@ -232,7 +232,7 @@ class Index:
 
     # The read path: methods for a router.
 
-    @answered
+    @with_timeout
     async def check_writes(self) -> None:
         """Raise RedisError if Redis accepts no writes.
 
@@ -241,17 +241,17 @@ class Index:
         """
         await self._redis.setrange(f"{self._prefix}:probe", 0, "")
 
-    @answered
+    @with_timeout
     async def position(self) -> Position:
         """Return the stream's end: `follow` from here returns every later change."""
         return _end(await self._redis.xrevrange(self._changes, count=1))
 
-    @answered
+    @with_timeout
     async def records(self) -> list[ReplicaRecord]:
         """Return the replicas with a valid lease and a readable record."""
         return (await self.all_records()).readable
 
-    @answered
+    @with_timeout
     async def all_records(self) -> "Records":
         """Return the replicas with a valid lease; prune the ids of all others."""
         ids = await self._ids(self._replicas, "replica")
@@ -271,13 +271,13 @@ class Index:
             await self._redis.srem(self._replicas, *gone)  # a live replica's renewal adds it again
         return Records(readable, reasons)
 
-    @answered
+    @with_timeout
     async def replica_status(self) -> tuple[list[ReplicaRecord], dict[str, int]]:
         """Return the live replicas, and the number of blocks of each one in the index."""
         records = await self.records()
         return records, await self.counts(records)
 
-    @answered
+    @with_timeout
     async def counts(self, records: Sequence[ReplicaRecord]) -> dict[str, int]:
         """Return the number of blocks of each of these replicas in the index."""
         pipeline = self._redis.pipeline(transaction=False)
@@ -287,14 +287,14 @@ class Index:
         pairs = zip(records, counts, strict=True)
         return {record.id: count for record, count in pairs if isinstance(count, int)}
 
-    @answered
+    @with_timeout
     async def record(self, replica_id: str) -> ReplicaRecord | None:
         """Return the record of a replica; None without a readable one."""
         (fields,) = await self._read(keys=[self._record_key(replica_id)])
         record = self._record(replica_id, fields)
         return None if isinstance(record, str) else record
 
-    @answered
+    @with_timeout
     async def blocks(self, record: ReplicaRecord) -> Snapshot:
         """Return a replica's current set. Raises FencedError if the record is outdated."""
         keys = self._keys(record.id, record.incarnation)
@@ -310,7 +310,7 @@ class Index:
         except UnreadableError as error:
             raise FencedError(f"replica {record.id} has no readable record: {error}") from None
 
-    @answered
+    @with_timeout
     async def held(self, record: ReplicaRecord, fingerprints: Sequence[Fingerprint]) -> int:
         """Return how many of these fingerprints are in the replica's set."""
         packed = [pack([fingerprint]) for fingerprint in fingerprints]
@@ -318,7 +318,7 @@ class Index:
             await self._redis.smismember(self._blocks_key(record.id, record.incarnation), packed)
         )
 
-    @answered
+    @with_timeout
     async def leases_s(self) -> dict[str, float]:
         """Return the remaining seconds of each live replica's lease."""
         ids = [record.id for record in await self.records()]
@@ -328,7 +328,7 @@ class Index:
         left = zip(ids, await pipeline.execute(), strict=True)
         return {replica_id: left_ms / 1000 for replica_id, left_ms in left if left_ms >= 0}
 
-    @answered
+    @with_timeout
     async def follow(
         self, position: Position, *, block_ms: int
     ) -> Iterator[tuple[Position, Change | None]]:
@@ -345,7 +345,7 @@ class Index:
 
     # Methods for routers about each other.
 
-    @answered
+    @with_timeout
     async def announce_router(
         self, router_id: str, description: RouterDescription, *, lease_s: float
     ) -> None:
@@ -355,11 +355,11 @@ class Index:
             args=[router_id, encode(description), _milliseconds(lease_s)],
         )
 
-    @answered
+    @with_timeout
     async def withdraw_router(self, router_id: str) -> None:
         await self._redis.delete(self._router_key(router_id))
 
-    @answered
+    @with_timeout
     async def routers(self) -> dict[str, RouterDescription]:
         """Return the routers with a valid lease, by id; prune the ids of all others."""
         ids = await self._ids(self._router_ids, "router")
@@ -377,7 +377,7 @@ class Index:
             await self._redis.srem(self._router_ids, *gone)
         return descriptions
 
-    @answered
+    @with_timeout
     async def publish_to_routers(self, payload: bytes) -> None:
         """Send a message to all subscribed routers; it is not stored."""
         await self._redis.publish(self._routers, payload)

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.tiers import GPU, HOST, Tier
-from kvroute.contract.prefix_id import OF
+from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError, text
-from kvroute.store.connection import answered
+from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 TOKEN_BYTES = 4  # bytes of one token id
@@ -64,7 +64,7 @@ class Prefix:
     @property
     def label(self) -> str:
         """Return the name that its tenant's clients use."""
-        return self.id.rpartition(OF)[2]
+        return self.id.rpartition(TENANT_SEPARATOR)[2]
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Prefix:
         return self.expires_at_s is not None and self.expires_at_s <= now_s
 
 
-class Message(msgspec.Struct):
+class PrefixMessage(msgspec.Struct):
     """The fields that every chat message has."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -93,10 +93,10 @@ class Source(msgspec.Struct):
     """The source of a declaration: exactly one of these fields."""
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[PrefixMessage] | None = None
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class PrefixTerms(msgspec.Struct, frozen=True, kw_only=True):
     """A declaration without its tokens."""
 
     order: Annotated[int, msgspec.Meta(ge=0, le=2**60)]  # position among all declarations
@@ -111,14 +111,14 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     version: int = VERSION
 
 
-class Key(NamedTuple):
+class PrefixKey(NamedTuple):
     """The parts of a prefix's name."""
 
     id: str
     version: int
 
     @classmethod
-    def parse(cls, name: bytes) -> "Key":
+    def parse(cls, name: bytes) -> "PrefixKey":
         """Split ID@VERSION. Raises UnreadableError."""
         id_, _, version = text(name).rpartition("@")
         if not (id_ and version.isdecimal() and version.isascii() and len(version) < 10):
@@ -126,13 +126,13 @@ class Key(NamedTuple):
         return cls(id_, int(version))
 
 
-_terms = msgspec.json.Decoder(Terms)
+_terms = msgspec.json.Decoder(PrefixTerms)
 _versions = msgspec.json.Decoder(Versioned)
 
 
 def own_id(tenant: str, name: str) -> str:
     """Return the id of a prefix that only this tenant can use, so that tenants can reuse names."""
-    return f"{tenant}{OF}{name}"
+    return f"{tenant}{TENANT_SEPARATOR}{name}"
 
 
 def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
@@ -193,7 +193,7 @@ class Prefixes:
         self._saved = f"{self._declared}:saved"
         self._revision = f"{self._declared}:revision"
 
-    @answered
+    @with_timeout
     async def declare(
         self,
         id: str,  # noqa: A002  # as in Prefix
@@ -234,7 +234,7 @@ class Prefixes:
         prefix: Prefix = await self._transaction(change)
         return prefix
 
-    @answered
+    @with_timeout
     async def all(self) -> list[Prefix]:
         """Return every version that is not dropped, oldest first; drop expired versions."""
         pipeline = self._redis.pipeline(transaction=True)
@@ -253,17 +253,17 @@ class Prefixes:
             await self._remove(lambda _, terms: terms is not None and _is_expired(terms, now_s))
         return [prefix for prefix in readable if not prefix.is_expired(now_s)]
 
-    @answered
+    @with_timeout
     async def drop(self, id: str) -> bool:  # noqa: A002
         """Remove all versions of the id and its counters; return False if there was none."""
         return await self._remove(lambda key, _: key.id == id)
 
-    @answered
+    @with_timeout
     async def retire(self, id: str, version: int) -> None:  # noqa: A002
         """Remove this version; later versions stay."""
         await self._remove(lambda key, _: key == (id, version))
 
-    @answered
+    @with_timeout
     async def revision(self) -> int:
         """Return a number that is new after every change.
 
@@ -271,7 +271,7 @@ class Prefixes:
         """
         return _number(await self._redis.get(self._revision))
 
-    @answered
+    @with_timeout
     async def restore(self, prefixes: Sequence[Prefix]) -> None:
         """Write the prefixes again if Redis has lost its data, that is, if it has no revision."""
 
@@ -281,7 +281,7 @@ class Prefixes:
 
         await self._transaction(change)
 
-    @answered
+    @with_timeout
     async def count(self, uses: Mapping[str, tuple[int, int]]) -> None:
         """Add to the counters.
 
@@ -307,7 +307,7 @@ class Prefixes:
 
         await self._transaction(change)
 
-    @answered
+    @with_timeout
     async def uses(self) -> Mapping[str, tuple[int, int]]:
         """Return id -> (hits, tokens saved) since its first declaration, for ids with hits."""
         pipeline = self._redis.pipeline(transaction=True)
@@ -337,30 +337,30 @@ class Prefixes:
         keys = [self._key(name) for name in await pipe.hkeys(self._declared)]
         return max((key.version for key in keys if key and key.id == id_), default=0)
 
-    def _key(self, name: bytes) -> Key | None:
+    def _key(self, name: bytes) -> PrefixKey | None:
         """Parse a name; None if it is unreadable."""
         try:
-            return Key.parse(name)
+            return PrefixKey.parse(name)
         except UnreadableError as error:
             self.unreadable.add("prefix", name, error)
             return None
 
-    def _terms(self, name: bytes, packed: bytes) -> Terms | None:
+    def _terms(self, name: bytes, packed: bytes) -> PrefixTerms | None:
         """Decode a declaration; None if it is unreadable."""
         try:
-            Key.parse(name)
+            PrefixKey.parse(name)
             return _decode_terms(packed)
         except DECODE_ERRORS as error:
             self.unreadable.add("prefix", name, error)
             return None
 
-    def _prefix(self, name: bytes, terms: Terms, packed: bytes | None) -> Prefix | None:
+    def _prefix(self, name: bytes, terms: PrefixTerms, packed: bytes | None) -> Prefix | None:
         """Return a prefix; None if its tokens are missing or unreadable."""
         if not packed or len(packed) % TOKEN_BYTES:
             reason = f"the size of its tokens is {len(packed or b'')} bytes"
             self.unreadable.add("prefix", name, f"{reason}, which is 0 or no multiple of 4")
             return None
-        id_, version = Key.parse(name)
+        id_, version = PrefixKey.parse(name)
         return Prefix(
             id_,
             version,
@@ -388,7 +388,7 @@ class Prefixes:
             pipe.hset(self._tokens, prefix.name, prefix.token_ids.astype("<u4").tobytes())
             pipe.hset(self._versions, prefix.id, prefix.version)
 
-    async def _remove(self, is_removed: Callable[[Key, Terms | None], bool]) -> bool:
+    async def _remove(self, is_removed: Callable[[PrefixKey, PrefixTerms | None], bool]) -> bool:
         """Remove the matching prefixes; return False if there are none.
 
         Unreadable terms are None.
@@ -436,8 +436,8 @@ def is_same(first: Prefix, second: Prefix) -> bool:
     )
 
 
-def _terms_of(prefix: Prefix, *, order: int) -> Terms:
-    return Terms(
+def _terms_of(prefix: Prefix, *, order: int) -> PrefixTerms:
+    return PrefixTerms(
         order=order,
         source=dict(prefix.source),
         replicas=prefix.replicas,
@@ -450,7 +450,7 @@ def _terms_of(prefix: Prefix, *, order: int) -> Terms:
     )
 
 
-def _decode_terms(packed: bytes) -> Terms:
+def _decode_terms(packed: bytes) -> PrefixTerms:
     """Decode a declaration. Raises one of DECODE_ERRORS."""
     check_version(_versions, packed)
     terms = _terms.decode(packed)
@@ -460,7 +460,7 @@ def _decode_terms(packed: bytes) -> Terms:
     return terms
 
 
-def _is_expired(terms: Terms, now_s: float) -> bool:
+def _is_expired(terms: PrefixTerms, now_s: float) -> bool:
     return terms.expires_at_s is not None and terms.expires_at_s <= now_s
 
 

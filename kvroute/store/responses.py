@@ -25,16 +25,16 @@ import redis.asyncio as redis
 
 from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
-from kvroute.store.connection import answered
+from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 from kvroute.store.response_scripts import DELETE, GET, PUT, READ
 
 KEY_BYTES = 16
 ROOT = bytes(KEY_BYTES)  # stands for the missing key before the first response of a conversation
 OVERHEAD = 320  # bytes that Redis needs for a response in addition to its values
-MOST_LINKS = 1000  # most responses in one conversation
+MAX_LINKS = 1000  # most responses in one conversation
 LARGEST_SHARE = 16  # a response takes at most 1/16 of the limit
-MOST_REMOVED = 1000  # most responses that one script removes, which takes some milliseconds
+MAX_REMOVED = 1000  # most responses that one script removes, which takes some milliseconds
 CONNECTIONS = 16  # most of the router's 100 connections that these scripts use at once
 INLINE_BYTES = 32 << 10  # most bytes to compress outside of a thread, which takes about 1 ms
 LARGEST_RESPONSES = 4  # a response may be 4 times as large as a body, since it has logprobs
@@ -48,10 +48,10 @@ T = TypeVar("T")
 
 
 class TooLongError(Exception):
-    """The conversation has more than MOST_LINKS responses, or too many bytes."""
+    """The conversation has more than MAX_LINKS responses, or too many bytes."""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class StoredTurn(msgspec.Struct, frozen=True):
     """The items that one response adds to its conversation."""
 
     items: msgspec.Raw  # JSON array: the response's input, then its output as input of the next one
@@ -61,7 +61,7 @@ class Turn(msgspec.Struct, frozen=True):
     version: int = VERSION
 
 
-_turns = msgspec.json.Decoder(Turn)
+_turns = msgspec.json.Decoder(StoredTurn)
 _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _versions = msgspec.json.Decoder(Versioned)
 
@@ -110,13 +110,13 @@ class Responses:
         self._get: Any = client.register_script(GET)
         self._delete: Any = client.register_script(DELETE)
 
-    @answered
+    @with_timeout
     async def put(
         self,
         id: str,  # noqa: A002
         salt: str,
         previous_id: str | None,
-        turn: Turn,
+        turn: StoredTurn,
         response: bytes,
     ) -> Outcome:
         """Store a response and count the outcome.
@@ -137,14 +137,14 @@ class Responses:
         self.counts[outcome] += 1
         return outcome
 
-    @answered
-    async def conversation(self, id: str, salt: str) -> list[Turn]:  # noqa: A002
+    @with_timeout
+    async def conversation(self, id: str, salt: str) -> list[StoredTurn]:  # noqa: A002
         """Return the turns up to this response, the first one first.
 
         The list is empty if a turn is missing, expired or unreadable. The lease of all these
         responses is extended to `ttl_s` from now. Raises TooLongError.
         """
-        args = [key(id, salt), self._ttl_ms, OVERHEAD, MOST_LINKS, self._most_bytes]
+        args = [key(id, salt), self._ttl_ms, OVERHEAD, MAX_LINKS, self._most_bytes]
         values = await self._run(self._read, args)
         if values == b"long":
             raise TooLongError
@@ -154,7 +154,7 @@ class Responses:
             self._unreadable.add("response", id, error)
             return []
 
-    @answered
+    @with_timeout
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
         """Return the JSON of a response; None if it is missing, expired or unreadable.
 
@@ -169,7 +169,7 @@ class Responses:
             self._unreadable.add("response", id, error)
             return None
 
-    @answered
+    @with_timeout
     async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
         """Delete a response; return whether there was one."""
         return bool(await self._run(self._delete, [key(id, salt), 0, OVERHEAD]))
@@ -177,7 +177,7 @@ class Responses:
     async def _written(self, key: bytes, value: bytes, response: bytes) -> Outcome:
         if (len(value) + len(response) + OVERHEAD) * LARGEST_SHARE > self._limit:
             return "too_large"
-        args = [key, self._ttl_ms, OVERHEAD, value, response, self._limit, MOST_REMOVED]
+        args = [key, self._ttl_ms, OVERHEAD, value, response, self._limit, MAX_REMOVED]
         while True:
             outcome, self.bytes, evicted = await self._run(self._put, args)
             self.evicted += evicted
@@ -213,7 +213,7 @@ async def _unpacked(
     return await asyncio.to_thread(unpack, values, most_bytes)
 
 
-def _turns_in(values: Sequence[bytes], most_bytes: int) -> list[Turn]:
+def _turns_in(values: Sequence[bytes], most_bytes: int) -> list[StoredTurn]:
     turns, left = [], most_bytes
     for value in values:
         packed = _decompressed(value[KEY_BYTES:], left)

@@ -7,7 +7,7 @@ import socket
 from typing import cast
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.wire.framing import Kind, Reader, frames
+from kvroute.wire.framing import MessageKind, Reader, frames
 
 log = logging.getLogger("kvroute.wire")
 
@@ -45,7 +45,7 @@ class Connection(asyncio.Protocol):
         """Handle a message. One of DECODE_ERRORS ends the connection."""
         raise NotImplementedError
 
-    def send(self, kind: Kind, payload: bytes) -> None:
+    def send(self, kind: MessageKind, payload: bytes) -> None:
         """Send a message; do nothing if the connection has ended."""
         if self.transport is None or self.transport.is_closing():
             return

@@ -14,7 +14,7 @@ LARGEST_MESSAGE = 64_000_000  # most bytes of one message; a million token ids t
 MORE = 0x80
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """The kinds of messages. Unknown kinds, from a later version, are ignored."""
 
     CHALLENGE = 1
@@ -34,7 +34,7 @@ class FramingError(ValueError):
     """A message is too long, or the bytes are not frames."""
 
 
-def frames(kind: Kind, payload: bytes) -> Iterator[bytes]:
+def frames(kind: MessageKind, payload: bytes) -> Iterator[bytes]:
     """Yield the frames of a message."""
     begin = 0
     while len(payload) - begin > LARGEST_FRAME:

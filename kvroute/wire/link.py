@@ -15,11 +15,11 @@ from kvroute.contract.generation import (
 )
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
-from kvroute.wire.framing import Kind
-from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, encode
+from kvroute.wire.framing import MessageKind
+from kvroute.wire.structs import NONCE_BYTES, VERSION, StreamEnded, encode
 
 SLICE = 32  # chunks that are delivered in one iteration of the event loop
-MOST_UNSENT = 64_000_000  # bytes in the write buffer above which a replica gets no more requests
+MAX_UNSENT = 64_000_000  # bytes in the write buffer above which a replica gets no more requests
 
 
 OnPending = Callable[[Sequence[int]], object]  # receives the prompt tokens to compute of each rank
@@ -156,15 +156,15 @@ class Link(Connection):
         self._numbers = count()
         self._streams: dict[int, Stream] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
-        self._undelivered: deque[tuple[int, Chunk] | Ended] = deque()
+        self._undelivered: deque[tuple[int, Chunk] | StreamEnded] = deque()
         self._receive: dict[int, Callable[[bytes], None]] = {
-            Kind.CHALLENGE: self._prove,
-            Kind.WELCOME: self._welcome,
-            Kind.DELTAS: self._deltas,
-            Kind.REPLY: self._reply,
-            Kind.PENDING: self._pending,
-            Kind.TAKEN: self._taken,
-            Kind.PREPARED: self._prepared,
+            MessageKind.CHALLENGE: self._prove,
+            MessageKind.WELCOME: self._welcome,
+            MessageKind.DELTAS: self._deltas,
+            MessageKind.REPLY: self._reply,
+            MessageKind.PENDING: self._pending,
+            MessageKind.TAKEN: self._taken,
+            MessageKind.PREPARED: self._prepared,
         }
 
     def __str__(self) -> str:
@@ -188,7 +188,7 @@ class Link(Connection):
     def open(self, request: GenerateRequest, *, most_waiting: int) -> Stream:
         """Send a request. Raises LostError, or RefusedError if the replica does not read."""
         stream = Stream(self, next(self._numbers), most_waiting)
-        self._send(Kind.BEGIN, structs.encode_begin(stream._number, request))
+        self._send(MessageKind.BEGIN, structs.encode_begin(stream._number, request))
         self._streams[stream._number] = stream
         return stream
 
@@ -201,18 +201,18 @@ class Link(Connection):
         """Call a method of one rank, and return the answer. Raises the errors of Stream.next."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = self.loop.create_future()
-        self._send(Kind.CALL, encode(structs.Call(number, method, body, rank)))
+        self._send(MessageKind.CALL, encode(structs.MethodCall(number, method, body, rank)))
         self._calls[number] = answer
         try:
             return await answer
         finally:
             self._calls.pop(number, None)
             if answer.cancelled():
-                self.send(Kind.CANCEL, encode(structs.Cancel(number)))
+                self.send(MessageKind.CANCEL, encode(structs.Cancel(number)))
 
     def cancel(self, number: int) -> None:
         if self._streams.pop(number, None):
-            self.send(Kind.CANCEL, encode(structs.Cancel(number)))
+            self.send(MessageKind.CANCEL, encode(structs.Cancel(number)))
 
     def lose(self, error: Exception) -> None:
         """End the connection, and all its streams and calls with this error."""
@@ -242,11 +242,11 @@ class Link(Connection):
         if receive := self._receive.get(kind):
             receive(payload)
 
-    def _send(self, kind: Kind, payload: bytes) -> None:
+    def _send(self, kind: MessageKind, payload: bytes) -> None:
         if self.transport is None or not self.is_open:
             raise LostError("the connection is closed")
-        if self.transport.get_write_buffer_size() > MOST_UNSENT:
-            raise RefusedError(f"the replica has not read {MOST_UNSENT} bytes")
+        if self.transport.get_write_buffer_size() > MAX_UNSENT:
+            raise RefusedError(f"the replica has not read {MAX_UNSENT} bytes")
         self.send(kind, payload)
 
     def _prove(self, payload: bytes) -> None:
@@ -257,7 +257,7 @@ class Link(Connection):
             )
             return
         own = proof(self._secret, b"router", challenge.nonce)
-        self.send(Kind.PROOF, encode(structs.Proof(VERSION, own, self._nonce)))
+        self.send(MessageKind.PROOF, encode(structs.Proof(VERSION, own, self._nonce)))
 
     def _welcome(self, payload: bytes) -> None:
         given = structs.decode_welcome(payload).proof
@@ -285,14 +285,14 @@ class Link(Connection):
             if not undelivered:
                 return
             item = undelivered.popleft()
-            if isinstance(item, Ended):
+            if isinstance(item, StreamEnded):
                 self._ended(item)
             elif stream := streams.get(item[0]):
                 stream.push(item[1])
         if undelivered:
             self.loop.call_soon(self._deliver)
 
-    def _ended(self, ended: Ended) -> None:
+    def _ended(self, ended: StreamEnded) -> None:
         error = _error(ended)
         if stream := self._streams.pop(ended.stream, None):
             stream.end(error)
@@ -350,7 +350,7 @@ async def connect(
     return link
 
 
-def _error(ended: Ended) -> Exception:
+def _error(ended: StreamEnded) -> Exception:
     match ended.outcome:
         case "done":
             return _Done()

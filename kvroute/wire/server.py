@@ -18,8 +18,8 @@ from kvroute.contract.generation import (
 from kvroute.contract.preparation import on_prepared
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
-from kvroute.wire.framing import LARGEST_MESSAGE, Kind
-from kvroute.wire.structs import NONCE_BYTES, VERSION, Ended, Outcome, encode
+from kvroute.wire.framing import LARGEST_MESSAGE, MessageKind
+from kvroute.wire.structs import NONCE_BYTES, VERSION, Outcome, StreamEnded, encode
 
 log = logging.getLogger("kvroute.wire")
 
@@ -27,9 +27,9 @@ HOST = "KVROUTE_REPLICA_HOST"  # environment variable: address on which replicas
 
 PROOF_S = 5.0  # most seconds to wait for a router's proof
 LARGEST_UNPROVEN = 1024  # most bytes in a message of a peer without a proof
-MOST_UNPROVEN = 256  # most connections of peers without a proof
+MAX_UNPROVEN = 256  # most connections of peers without a proof
 IDLE_REPORTS = 4  # reports without pending tokens in a row, after which no more are sent
-MOST_UNSENT = 4_000_000  # most tokens that wait for a router that does not read, by `weight`
+MAX_UNSENT = 4_000_000  # most tokens that wait for a router that does not read, by `weight`
 
 Method = Callable[[bytes, int], Awaitable[bytes]]  # called with the body and the rank's number
 
@@ -138,7 +138,7 @@ class Peer(Connection):
         self._reader.largest = LARGEST_UNPROVEN
         self._tasks: dict[int, asyncio.Task[None]] = {}  # running requests and calls, by stream
         self._chunks: list[tuple[int, Chunk]] = []  # chunks to send
-        self._ended: list[Ended] = []  # ends of streams to send after _chunks
+        self._ended: list[StreamEnded] = []  # ends of streams to send after _chunks
         self._unsent = 0  # weight of _chunks
         self._is_flush_due = False
         self._is_paused = False  # the transport's write buffer is above HIGH_WATER
@@ -151,10 +151,10 @@ class Peer(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._server.peers.add(self)
-        if sum(not peer._is_proven for peer in self._server.peers) > MOST_UNPROVEN:
-            self._send_away(f"{MOST_UNPROVEN} other connections wait for a proof")
+        if sum(not peer._is_proven for peer in self._server.peers) > MAX_UNPROVEN:
+            self._send_away(f"{MAX_UNPROVEN} other connections wait for a proof")
             return
-        self.send(Kind.CHALLENGE, encode(structs.Challenge(VERSION, self._nonce)))
+        self.send(MessageKind.CHALLENGE, encode(structs.Challenge(VERSION, self._nonce)))
         self._loop.call_later(PROOF_S, self._expect_proof)
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -175,18 +175,18 @@ class Peer(Connection):
             self._prove(kind, payload)
             return
         match kind:
-            case Kind.BEGIN:
+            case MessageKind.BEGIN:
                 self._begin(payload)
-            case Kind.CANCEL:
+            case MessageKind.CANCEL:
                 self._cancel(structs.decode_cancel(payload).stream)
-            case Kind.CALL:
+            case MessageKind.CALL:
                 call = structs.decode_call(payload)
                 self._run(call.stream, self._answer(call))
 
     def tell(self, pending_tokens: Sequence[int]) -> None:
         """Report pending tokens to the router, unless it does not read."""
         if self._is_proven and not self._is_paused:
-            self.send(Kind.PENDING, encode(structs.Pending([*pending_tokens])))
+            self.send(MessageKind.PENDING, encode(structs.Pending([*pending_tokens])))
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -205,13 +205,15 @@ class Peer(Connection):
 
     def _prove(self, kind: int, payload: bytes) -> None:
         secret = self._server.secret
-        given = structs.decode_proof(payload) if kind == Kind.PROOF else None
+        given = structs.decode_proof(payload) if kind == MessageKind.PROOF else None
         if given is None or not is_proof(given.proof, secret, b"router", self._nonce):
             self._send_away("the peer does not know the secret")
             return
         self._is_proven = True
         self._reader.largest = LARGEST_MESSAGE
-        self.send(Kind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", given.nonce))))
+        self.send(
+            MessageKind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", given.nonce)))
+        )
         self.tell(self._server.told)
 
     def _begin(self, payload: bytes) -> None:
@@ -241,15 +243,15 @@ class Peer(Connection):
 
     async def _stream(self, stream: int, request: GenerateRequest) -> None:
         try:
-            self.send(Kind.TAKEN, encode(structs.Preparing(stream)))
-            on_prepared(lambda: self.send(Kind.PREPARED, encode(structs.Preparing(stream))))
+            self.send(MessageKind.TAKEN, encode(structs.Preparing(stream)))
+            on_prepared(lambda: self.send(MessageKind.PREPARED, encode(structs.Preparing(stream))))
             await self._server.generate(request, partial(self._push, stream))
         except Exception as error:  # any error of the engine
             self._fail(stream, error)
         else:
             self._end(stream, "done")
 
-    async def _answer(self, call: structs.Call) -> None:
+    async def _answer(self, call: structs.MethodCall) -> None:
         try:
             if (method := self._server.methods.get(call.method)) is None:
                 raise ValueError(f"this replica has no method {call.method!r}")
@@ -257,7 +259,7 @@ class Peer(Connection):
         except Exception as error:  # any error of the method
             self._fail(call.stream, error)
         else:
-            self.send(Kind.REPLY, encode(structs.Reply(call.stream, body)))
+            self.send(MessageKind.REPLY, encode(structs.MethodReply(call.stream, body)))
 
     def _push(self, stream: int, chunk: Chunk) -> None:
         """Send the chunk in one frame with all other chunks of this engine step."""
@@ -266,7 +268,7 @@ class Peer(Connection):
         self._flush_soon()
 
     def _end(self, stream: int, outcome: Outcome, message: str = "") -> None:
-        self._ended.append(Ended(stream, outcome, message))
+        self._ended.append(StreamEnded(stream, outcome, message))
         self._flush_soon()
 
     def _fail(self, stream: int, error: Exception) -> None:
@@ -283,12 +285,12 @@ class Peer(Connection):
     def _flush(self) -> None:
         self._is_flush_due = False
         if self._is_paused:
-            if self._unsent > MOST_UNSENT:
+            if self._unsent > MAX_UNSENT:
                 self._chunks, self._unsent = [], 0
-                self.abort(f"the router has not read more than {MOST_UNSENT} tokens")
+                self.abort(f"the router has not read more than {MAX_UNSENT} tokens")
             return  # resume_writing calls this again
         if self._chunks or self._ended:
-            self.send(Kind.DELTAS, encode(structs.Deltas(self._chunks, self._ended)))
+            self.send(MessageKind.DELTAS, encode(structs.Deltas(self._chunks, self._ended)))
             self._chunks, self._ended, self._unsent = [], [], 0
 
 

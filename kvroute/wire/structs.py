@@ -17,7 +17,7 @@ from kvroute.contract.records import Count
 
 VERSION = 3
 NONCE_BYTES = 16
-MOST_ORDER_S = 1e6  # limit of times in both directions, in seconds: longer than any request waits
+MAX_ORDER_S = 1e6  # limit of times in both directions, in seconds: longer than any request waits
 
 # How a request ends. refused: the replica runs as many requests as it may, or is stopping. invalid:
 # the request can never run. dead: the engine has died. failed: any other error.
@@ -55,7 +55,7 @@ class Preparing(Struct, array_like=True):
     stream: int
 
 
-class Call(Struct, array_like=True):
+class MethodCall(Struct, array_like=True):
     """A call of a method of the replica; the answer is Reply, or Ended after an error."""
 
     stream: int
@@ -64,12 +64,12 @@ class Call(Struct, array_like=True):
     rank: int = 0  # the rank whose method is called
 
 
-class Reply(Struct, array_like=True):
+class MethodReply(Struct, array_like=True):
     stream: int
     body: bytes
 
 
-class Ended(Struct, array_like=True, gc=False):
+class StreamEnded(Struct, array_like=True, gc=False):
     stream: int
     outcome: Outcome
     message: str = ""
@@ -85,7 +85,7 @@ class Deltas(Struct, array_like=True):
     """The output of one engine step for all streams of a connection."""
 
     chunks: list[tuple[int, Chunk]]  # number of a stream, and its next chunk
-    ended: list[Ended]  # streams that end after these chunks
+    ended: list[StreamEnded]  # streams that end after these chunks
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -95,8 +95,8 @@ decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
 _decode_begin = msgspec.msgpack.Decoder(tuple[Any, ...]).decode
 decode_cancel = msgspec.msgpack.Decoder(Cancel).decode
 decode_preparing = msgspec.msgpack.Decoder(Preparing).decode
-decode_call = msgspec.msgpack.Decoder(Call).decode
-decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_call = msgspec.msgpack.Decoder(MethodCall).decode
+decode_reply = msgspec.msgpack.Decoder(MethodReply).decode
 decode_pending = msgspec.msgpack.Decoder(Pending).decode
 decode_deltas = msgspec.msgpack.Decoder(Deltas).decode
 
@@ -127,10 +127,10 @@ def decode_begin(packed: bytes) -> tuple[int, GenerateRequest]:
 
 
 def bounded(given_s: float) -> float:
-    """Limit a time to MOST_ORDER_S in both directions; 0 for infinity and NaN."""
+    """Limit a time to MAX_ORDER_S in both directions; 0 for infinity and NaN."""
     if not math.isfinite(given_s):
         return 0.0
-    return max(-MOST_ORDER_S, min(MOST_ORDER_S, given_s))
+    return max(-MAX_ORDER_S, min(MAX_ORDER_S, given_s))
 
 
 def token_ids_of(packed: bytes) -> TokenIds:

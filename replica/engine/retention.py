@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain, islice
 
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 
 NOBODY, SHARED = 0, -1  # in place of a block's session: nobody has named one; several use the block
 
@@ -38,7 +38,7 @@ class IdleBlocks:
         """Return the idle blocks, the next to go first."""
         return chain.from_iterable(self._queues)
 
-    def label(self, blocks: Sequence[int], keep: Keep) -> None:
+    def label(self, blocks: Sequence[int], keep: RetentionHint) -> None:
         """Record what a request says of its blocks, in the prompt's order, while it holds them.
 
         A session's own block is kept as the session said last. A block that others use too, or that

@@ -10,7 +10,7 @@ import numpy as np
 from kvroute.blocks.chain import Scope, Space
 from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import TierFacts
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
@@ -169,7 +169,7 @@ class BlockPool:
         self._cache.forget(table.blocks[first : table.cached])
         table.cached = min(table.cached, first)
 
-    def free(self, table: Table, keep: Keep | None = None) -> None:
+    def free(self, table: Table, keep: RetentionHint | None = None) -> None:
         """Release all blocks of the table; `keep` is their retention if the request has ended."""
         self._cache.release(table.blocks, keep)
         if self._host is not None and keep is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.replica.engine.pins import PinnedKeys
 from kvroute.replica.engine.retention import IdleBlocks
 
@@ -53,7 +53,7 @@ class HostCache:
         self._put(slots)
         return new, dropped
 
-    def use(self, hashes: Sequence[Fingerprint], keep: Keep | None = None) -> None:
+    def use(self, hashes: Sequence[Fingerprint], keep: RetentionHint | None = None) -> None:
         """Record that a request used these blocks, and set their retention if it is given.
 
         The hashes are in the prompt's order; hashes without a stored block are ignored.

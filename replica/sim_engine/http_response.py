@@ -15,14 +15,14 @@ from kvroute.replica.sim_engine.sampling import (
     Body,
     Chat,
     Completion,
-    RefusedError,
     Sampling,
+    UnsupportedRequestError,
     check,
     read,
 )
-from kvroute.replica.sim_engine.shapes import JSON, ChatReply, CompletionReply, Reply
+from kvroute.replica.sim_engine.shapes import JSON, ChatReply, CompletionReply, SimulatedResponse
 
-ROUTES: dict[str, tuple[type[Body], type[Reply]]] = {
+ROUTES: dict[str, tuple[type[Body], type[SimulatedResponse]]] = {
     "/v1/chat/completions": (Chat, ChatReply),
     "/v1/completions": (Completion, CompletionReply),
 }
@@ -56,7 +56,7 @@ async def respond(
         kind, shape = _route(call)
         prompt_tokens = len(request.prompt_ids)
         sampling = read(kind, call.body, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
-    except RefusedError as error:
+    except UnsupportedRequestError as error:
         emit(Chunk((), 0, is_last=True, http=_part(error, call.path)))
         return
     reply = shape(
@@ -94,19 +94,21 @@ def rendered(call: HttpCall) -> Rendered:
     return Rendered(refusal=_part(_refusal(call), call.path))
 
 
-def _refusal(call: HttpCall) -> RefusedError:
+def _refusal(call: HttpCall) -> UnsupportedRequestError:
     try:
         kind, _ = _route(call)
         check(kind, call.body)
-    except RefusedError as error:
+    except UnsupportedRequestError as error:
         return error
     param = "messages" if kind is Chat else "prompt"
-    return RefusedError(f"the simulated engine cannot render this body: {call.problem}", param)
+    return UnsupportedRequestError(
+        f"the simulated engine cannot render this body: {call.problem}", param
+    )
 
 
-def _route(call: HttpCall) -> tuple[type[Body], type[Reply]]:
+def _route(call: HttpCall) -> tuple[type[Body], type[SimulatedResponse]]:
     if call.path not in ROUTES:
-        raise RefusedError(
+        raise UnsupportedRequestError(
             f"POST {call.path}: the simulated engine does not have this route; to use it, start "
             "with --engine vllm",
             code="not_found",
@@ -115,12 +117,12 @@ def _route(call: HttpCall) -> tuple[type[Body], type[Reply]]:
     return ROUTES[call.path]
 
 
-def _part(error: RefusedError, path: str) -> HttpPart:
+def _part(error: UnsupportedRequestError, path: str) -> HttpPart:
     body = _anthropic(error) if path.startswith(ANTHROPIC) else error.body
     return HttpPart(body, error.status, JSON)
 
 
-def _anthropic(error: RefusedError) -> bytes:
+def _anthropic(error: UnsupportedRequestError) -> bytes:
     """Return an error in Anthropic's format: the engine has none of Anthropic's routes."""
     not_found = {"type": "not_found_error", "message": str(error)}
     return msgspec.json.encode({"type": "error", "error": not_found})

@@ -7,11 +7,11 @@ use it.
 from collections.abc import Callable, Iterator, Sequence
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.replica.engine.retention import IdleBlocks
 
 
-class FreeQueue:
+class FreeBlocks:
     """Blocks that no sequence holds, in the order in which they are used again.
 
     Blocks without a hash come first, then cached blocks in the order of engine/retention.py.
@@ -51,7 +51,7 @@ class PagedCache:
 
     def __init__(self, capacity_blocks: int, on_evict: Callable[[Fingerprint], None]) -> None:
         """Create an empty cache; `on_evict` gets each evicted block's hash after its removal."""
-        self.free = FreeQueue(capacity_blocks)
+        self.free = FreeBlocks(capacity_blocks)
         self._on_evict = on_evict
         self._holders = [0] * capacity_blocks  # for each block, the number of its holders
         self._hash_of: dict[int, Fingerprint] = {}  # block -> hash
@@ -109,7 +109,7 @@ class PagedCache:
         for block in blocks:
             self._forget(block)
 
-    def release(self, blocks: Sequence[int], keep: Keep | None = None) -> None:
+    def release(self, blocks: Sequence[int], keep: RetentionHint | None = None) -> None:
         """Remove a holder from the blocks, and set their retention if it is given.
 
         Of blocks with the same retention, the last are evicted first, so that shared prefixes stay

@@ -11,7 +11,7 @@ from msgspec import Meta, Raw, Struct, ValidationError
 COMPLETION_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API
 GREEDY_BELOW = 1e-5  # below this temperature vLLM samples greedily and rejects n > 1
 MAX_STOP_CHARACTERS = 4096  # maximum number of characters of all stop strings together
-MOST_SHOWN = 80  # maximum number of characters of a wrong value that an error shows
+MAX_SHOWN = 80  # maximum number of characters of a wrong value that an error shows
 
 # Fields that the simulated engine does not support, with the values that have no effect and are
 # therefore accepted. Tools are accepted too, but they are never called.
@@ -71,7 +71,7 @@ class Sampling:
         return self.n == 1
 
 
-class RefusedError(Exception):
+class UnsupportedRequestError(Exception):
     """The simulated engine does not support the request, or the request is wrong."""
 
     def __init__(
@@ -139,7 +139,7 @@ class Chat(Body):
 
     def alternatives(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
-            raise RefusedError(
+            raise UnsupportedRequestError(
                 f"top_logprobs is {self.top_logprobs} without logprobs; set logprobs to true",
                 "top_logprobs",
             )
@@ -152,7 +152,7 @@ def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int
     requested = body.most_tokens(0)
     room_tokens = max_model_len - prompt_tokens
     if room_tokens < max(1, requested):
-        raise RefusedError(
+        raise UnsupportedRequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, you sent "
             f"{prompt_tokens} tokens, and requested {requested} more. Please send or request less.",
             "messages" if kind is Chat else "prompt",
@@ -182,7 +182,9 @@ def _checked(kind: type[Body], raw: bytes) -> Body:
     try:
         given = msgspec.json.decode(raw, type=dict[str, Raw])
     except msgspec.MsgspecError as error:
-        raise RefusedError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+        raise UnsupportedRequestError(
+            f"the body is not valid JSON: {error}", code="invalid_json"
+        ) from None
     for name, harmless in UNSUPPORTED.items():
         value = msgspec.json.decode(given[name]) if name in given else None
         if value is not None and value not in harmless:
@@ -196,37 +198,37 @@ def _checked(kind: type[Body], raw: bytes) -> Body:
 def _check(sampling: Sampling) -> None:
     """Raise RefusedError for fields that contradict each other."""
     if sampling.n > 1 and sampling.temperature < GREEDY_BELOW:
-        raise RefusedError(
+        raise UnsupportedRequestError(
             f"n is {sampling.n} and temperature is {sampling.temperature:g}, so every choice would "
             "be the same; set n to 1, or a higher temperature",
             "n",
         )
     if sampling.min_tokens > sampling.max_tokens:
-        raise RefusedError(
+        raise UnsupportedRequestError(
             f"min_tokens is {sampling.min_tokens}, above the limit of {sampling.max_tokens} tokens "
             "on the answer; lower it, or raise max_tokens",
             "min_tokens",
         )
     if sum(map(len, sampling.stop)) > MAX_STOP_CHARACTERS:
-        raise RefusedError(
+        raise UnsupportedRequestError(
             f"stop is too long; use at most {MAX_STOP_CHARACTERS} characters in all strings", "stop"
         )
 
 
-def _invalid(problem: str, given: Mapping[str, Raw]) -> RefusedError:
+def _invalid(problem: str, given: Mapping[str, Raw]) -> UnsupportedRequestError:
     """Return msgspec's error with the field's name and value."""
     reason, _, path = problem.partition(" - at `$")
     param = path.strip("`.")
     name = re.split(r"[.\[]", param)[0]
     if name not in given:
-        return RefusedError(problem)
-    return RefusedError(
+        return UnsupportedRequestError(problem)
+    return UnsupportedRequestError(
         f"{name} is {_shown(given[name])}; {reason[:1].lower() + reason[1:]}", param or None
     )
 
 
-def _unsupported(name: str, shown: str) -> RefusedError:
-    return RefusedError(
+def _unsupported(name: str, shown: str) -> UnsupportedRequestError:
+    return UnsupportedRequestError(
         f"{name} is {shown}, which the simulated engine does not support; leave {name} out",
         name,
         "unsupported_parameter",
@@ -234,5 +236,5 @@ def _unsupported(name: str, shown: str) -> RefusedError:
 
 
 def _shown(value: Raw) -> str:
-    text = bytes(value)[: 4 * MOST_SHOWN].decode(errors="replace")
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
+    text = bytes(value)[: 4 * MAX_SHOWN].decode(errors="replace")
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"

@@ -17,7 +17,7 @@ encode = msgspec.json.encode
 
 
 @dataclass(slots=True)
-class _Choice:
+class _ChoiceOutput:
     """The output of one choice so far."""
 
     texts: list[str] = field(default_factory=list)
@@ -26,7 +26,7 @@ class _Choice:
     finish_reason: str | None = None
 
 
-class Reply(ABC):
+class SimulatedResponse(ABC):
     """The response to one prompt: `add` returns the bytes of an output, `end` those of the end."""
 
     id_prefix: ClassVar[str]
@@ -49,7 +49,7 @@ class Reply(ABC):
         self._prompt_tokens = prompt_tokens
         self._tokens = 0
         self._cached_tokens = cached_tokens
-        self._choices = [_Choice() for _ in range(sampling.n)]
+        self._choices = [_ChoiceOutput() for _ in range(sampling.n)]
         self._unfinished = sampling.n  # number of choices that have not finished
         self._is_open = False
         # The events of a stream differ only in their choice; the bytes around it are encoded once.
@@ -110,7 +110,7 @@ class Reply(ABC):
         last = self._object(self.event_object, choices=[], usage=self._usage())
         return b"data: " + last + b"\n\n" + DONE
 
-    def _whole(self, index: int, choice: _Choice) -> dict[str, object]:
+    def _whole(self, index: int, choice: _ChoiceOutput) -> dict[str, object]:
         has_logprobs = self._sampling.logprobs is not None
         return {
             "index": index,
@@ -147,7 +147,7 @@ class Reply(ABC):
         """Return the log-probabilities of tokens that follow `offset` characters."""
 
 
-class ChatReply(Reply):
+class ChatReply(SimulatedResponse):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
@@ -172,7 +172,7 @@ class ChatReply(Reply):
         return {"content": content, "refusal": None}
 
 
-class CompletionReply(Reply):
+class CompletionReply(SimulatedResponse):
     id_prefix = "cmpl"
     whole_object = event_object = "text_completion"
 

@@ -15,7 +15,7 @@ from kvroute.blocks.cache_groups import HOST_GROUPS
 from kvroute.contract.adapters import LOAD_S, Residents
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
@@ -75,7 +75,7 @@ class _Job:
 
 
 @dataclass(slots=True, eq=False)
-class _Choice:
+class _RunningChoice:
     """One of a job's sequences, waiting or in the batch."""
 
     job: _Job
@@ -97,8 +97,8 @@ class _Choice:
         return self.job.request.lora
 
     @property
-    def keep(self) -> Keep:
-        return self.job.request.keep or Keep()
+    def keep(self) -> RetentionHint:
+        return self.job.request.keep or RetentionHint()
 
     @property
     def missing(self) -> int:
@@ -110,7 +110,7 @@ class _Choice:
         return self.generated > 0 and self.missing == 1
 
 
-Batch = dict[_Choice, int]  # choice -> number of its tokens that a step computes
+Batch = dict[_RunningChoice, int]  # choice -> number of its tokens that a step computes
 ORDER = attrgetter("order")
 
 
@@ -168,9 +168,11 @@ class SimulatedEngine(Engine):
         self._host_pins: dict[str, int] = {}
         self._jobs: set[_Job] = set()
         self._arrivals = count()
-        self._waiting: list[_Choice] = []  # sorted by `order`
-        self._running: list[_Choice] = []  # in the order of admission
-        self._reloads = Copies[_Choice]()  # admitted choices that wait for copies from host memory
+        self._waiting: list[_RunningChoice] = []  # sorted by `order`
+        self._running: list[_RunningChoice] = []  # in the order of admission
+        self._reloads = Copies[
+            _RunningChoice
+        ]()  # admitted choices that wait for copies from host memory
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
         self._has_work = asyncio.Event()
@@ -287,7 +289,7 @@ class SimulatedEngine(Engine):
     async def end_session(self, session: int) -> None:
         for job in self._jobs:  # blocks of running requests are evicted first, too
             if job.request.keep and job.request.keep.session == session:
-                job.request = replace(job.request, keep=Keep(Order.ENDED, session))
+                job.request = replace(job.request, keep=RetentionHint(Order.ENDED, session))
         self._pool.end_session(session)
 
     async def emit_held(self) -> None:
@@ -335,7 +337,7 @@ class SimulatedEngine(Engine):
         self._queue(self._choice(job, 0))
         self._has_work.set()
 
-    def _queue(self, choice: _Choice) -> None:
+    def _queue(self, choice: _RunningChoice) -> None:
         insort(self._waiting, choice, key=ORDER)
 
     def _end_streams(self, scheduler: asyncio.Task[None]) -> None:
@@ -343,16 +345,16 @@ class SimulatedEngine(Engine):
         for job in self._jobs:
             job.outputs.put_nowait(None)
 
-    def _choice(self, job: _Job, index: int) -> _Choice:
+    def _choice(self, job: _Job, index: int) -> _RunningChoice:
         """Return a choice that continues where another engine has stopped."""
         choice = self._new_choice(job, index)
         for token_id in job.request.answered_ids.tolist():
             self._output(choice, token_id)  # already delivered; a stop string may begin in it
         return choice
 
-    def _new_choice(self, job: _Job, index: int) -> _Choice:
+    def _new_choice(self, job: _Job, index: int) -> _RunningChoice:
         request, sampling = job.request, job.sampling
-        return _Choice(
+        return _RunningChoice(
             job,
             index,
             self._pool.table(request.token_ids, request.scope),
@@ -374,7 +376,7 @@ class SimulatedEngine(Engine):
             self._reloads.drop(choice)
             self._pool.drop_reload(choice.table)
 
-    def _leave(self, choice: _Choice, keep: Keep | None = None) -> None:
+    def _leave(self, choice: _RunningChoice, keep: RetentionHint | None = None) -> None:
         """Remove a choice from the batch; `keep` is its blocks' retention if it has ended."""
         self._running.remove(choice)
         self._pool.free(choice.table, keep)
@@ -444,7 +446,7 @@ class SimulatedEngine(Engine):
             budget -= tokens
         return batch, budget
 
-    def _preempt_latest(self) -> _Choice:
+    def _preempt_latest(self) -> _RunningChoice:
         victim = max(self._running, key=ORDER)
         self._pool.forget(victim.table, victim.computed)
         self._leave(victim)
@@ -475,7 +477,7 @@ class SimulatedEngine(Engine):
             budget -= tokens
         return batch
 
-    def _reload(self, choice: _Choice) -> int:
+    def _reload(self, choice: _RunningChoice) -> int:
         """Copy blocks after the choice's hits from host memory, if this is faster than computing.
 
         Returns the number of tokens of these blocks.
@@ -490,7 +492,7 @@ class SimulatedEngine(Engine):
         self._reloads.begin(choice, copy_s, asyncio.get_running_loop().time())
         return tokens
 
-    def _next_waiting(self) -> _Choice | None:
+    def _next_waiting(self) -> _RunningChoice | None:
         """Return the first waiting choice that can be admitted.
 
         Its adapter must have a place in the batch. If its blocks are just being copied for another
@@ -535,7 +537,7 @@ class SimulatedEngine(Engine):
             if not choice.missing:
                 self._generate_token(choice)
 
-    def _generate_token(self, choice: _Choice) -> None:
+    def _generate_token(self, choice: _RunningChoice) -> None:
         """Draw the choice's next token, and deliver it if a chunk is complete."""
         job = choice.job
         token_id = choice.generator.next_token()
@@ -565,7 +567,7 @@ class SimulatedEngine(Engine):
         if replaced:
             self._pool.free(replaced)
 
-    def _output(self, choice: _Choice, token_id: int) -> Output:
+    def _output(self, choice: _RunningChoice, token_id: int) -> Output:
         """Add a token to the choice, and return its output."""
         choice.generated += 1
         text, finish_reason = self._text(choice, token_id)
@@ -578,7 +580,7 @@ class SimulatedEngine(Engine):
             finish_reason,
         )
 
-    def _text(self, choice: _Choice, token_id: int) -> tuple[str, str | None]:
+    def _text(self, choice: _RunningChoice, token_id: int) -> tuple[str, str | None]:
         """Return the text to send after this token, and the finish reason if it is the last."""
         text = self._vocabulary.words[token_id]
         if choice.generated > choice.job.sampling.min_tokens:

@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvroute.contract.adapters import room_for_rank
+from kvroute.contract.adapters import sufficient_rank
 from kvroute.contract.generation import (
     CannotRunError,
     Chunk,
@@ -59,7 +59,7 @@ from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_par
 from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
-from kvroute.replica.vllm_engine.process.last_words import LastWords
+from kvroute.replica.vllm_engine.process.last_words import CrashLog
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
@@ -82,7 +82,7 @@ class VllmEngine:
         stats: "_Stats",
         adapters: Adapters,
         http: HttpApp,
-        words: LastWords,
+        words: CrashLog,
     ) -> None:
         self.facts = facts
         self.members = members
@@ -112,7 +112,7 @@ class VllmEngine:
         Raises:
             CannotRunError: vLLM rejects the model, or crashes while it generates the first tokens.
         """
-        words, ranks = LastWords(), range(settings.data_parallel_size)
+        words, ranks = CrashLog(), range(settings.data_parallel_size)
         subscriptions, stats = [Subscription() for _ in ranks], [_Stats() for _ in ranks]
         try:
             args = engine_args(settings, model, subscriptions)
@@ -324,7 +324,7 @@ def engine_args(
         ours["enable_lora"] = True
         ours["max_loras"] = settings.max_loras
         ours["max_cpu_loras"] = settings.kept_loras
-        ours["max_lora_rank"] = room_for_rank(settings.adapters)
+        ours["max_lora_rank"] = sufficient_rank(settings.adapters)
     ours |= host_args(settings, node_bytes=memory_bytes(), on_cpu=on_cpu)
     on_cpus = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
@@ -395,7 +395,7 @@ async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
     return division
 
 
-async def _smoke_test(core: RankCore, words: LastWords) -> None:
+async def _smoke_test(core: RankCore, words: CrashLog) -> None:
     """Generate two tokens: vLLM's start does not run every kernel that a request needs."""
     llm = core.llm
     if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:

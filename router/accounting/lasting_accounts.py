@@ -1,6 +1,6 @@
 """A router adds what tenants use to Redis every few seconds, each day's to that day's account.
 
-While Redis is away it waits here: at most MOST_TENANTS and one batch for each of KEPT_DAYS. A batch
+While Redis is away it waits here: at most MAX_TENANTS and one batch for each of KEPT_DAYS. A batch
 whose answer was lost is sent again as it is, and counts once. A router that is killed loses what it
 has not sent: FLUSH_S of what had ended.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from redis.exceptions import RedisError
 
 from kvroute.router.accounting.accounts import bounded
-from kvroute.store.accounts import KEPT_DAYS, MOST_TENANTS, Account, DailyAccounts, encode
+from kvroute.store.accounts import KEPT_DAYS, MAX_TENANTS, Account, DailyAccounts, encode
 
 FLUSH_S = 2.0
 DAY_S = 86_400
@@ -49,7 +49,7 @@ class LastingAccounts:
             self._days[today] = Day()
             if len(self._days) > KEPT_DAYS:
                 del self._days[min(self._days)]
-        bounded(self._days[today].accounts, tenant, most=MOST_TENANTS).update(used)
+        bounded(self._days[today].accounts, tenant, most=MAX_TENANTS).update(used)
 
     async def run(self) -> None:
         """Sends what waits, until cancelled."""

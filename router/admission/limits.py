@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Literal
 
 from kvroute.contract.messages import TenantCounts
-from kvroute.contract.records import MOST_COUNT
+from kvroute.contract.records import MAX_COUNT
 from kvroute.keys.limits import TenantLimits
 
 MINUTE_S = 60.0
@@ -20,7 +20,7 @@ AGAIN_S = 1.0  # to come again, where it is unknown when a request ends
 COMPLETE_S = 0.9  # between two reports of all tenants; each heartbeat (peers.ALIVE_S) is one
 BUSY_TENANTS = 10_000  # that one other router may tell of; further ones are not counted
 
-MOST_TOLD_MINUTES = 10  # of a tenant's tokens, that other routers can make it owe
+MAX_TOLD_MINUTES = 10  # of a tenant's tokens, that other routers can make it owe
 
 NO_LIMITS = TenantLimits()
 
@@ -189,7 +189,7 @@ class Limits:
         if before is None and not is_complete:
             return
         known = before if before and not is_complete else dict[str, TenantCounts]()
-        told = {each.tenant: each for each in counts}
+        told = {count.tenant: count for count in counts}
         room = BUSY_TENANTS - len(known)
         new = [*islice((tenant for tenant in told if tenant not in known), room)]
         told = {tenant: told[tenant] for tenant in [*new, *(told.keys() & known.keys())]}
@@ -232,13 +232,13 @@ class Limits:
             return
         usage = self._usage(told.tenant, now_s)
         debt = max(usage.debt, told.debt) if is_first else usage.debt + spent
-        usage.debt = min(max(0.0, debt), max(usage.debt, MOST_TOLD_MINUTES * each_minute))
+        usage.debt = min(max(0.0, debt), max(usage.debt, MAX_TOLD_MINUTES * each_minute))
 
     def _counts(self, tenant: str, now_s: float) -> TenantCounts:
         usage = self._usages.get(tenant) or Usage()
         debt = int(self._debt(tenant, now_s))
         counts = (usage.requests, usage.prompt_tokens, usage.spent, debt)
-        return TenantCounts(tenant, *(min(count, MOST_COUNT) for count in counts))
+        return TenantCounts(tenant, *(min(count, MAX_COUNT) for count in counts))
 
     def _forget_idle(self, now_s: float) -> None:
         for tenant in [*self._usages]:

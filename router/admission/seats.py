@@ -27,12 +27,12 @@ from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import WaitingSessions
 
 CACHE_SHARE = 0.9  # of the fleet's KV cache that seats take; .7 and 1.1 served a sixth fewer turns
-LEAST_PRESSURE = 1.0  # evicted tokens that are computed again for each new token
-LEAST_BUSY = 0.5  # share of recent requests that found every replica busy
+MIN_PRESSURE = 1.0  # evicted tokens that are computed again for each new token
+MIN_BUSY = 0.5  # share of recent requests that found every replica busy
 BUSY_WEIGHT = 0.01  # of the latest request in that share
 IDLE_S = 60.0  # a session that has sent nothing for so long is not active; 30 s served a sixth less
-MOST_SESSIONS = 50_000  # that are active, and whose shared prefixes are remembered, at most
-MOST_CONTEXTS = 64  # conversations of one session whose tokens count, the latest ones
+MAX_SESSIONS = 50_000  # that are active, and whose shared prefixes are remembered, at most
+MAX_CONTEXTS = 64  # conversations of one session whose tokens count, the latest ones
 INTERVAL_WEIGHT = 0.1  # of the latest interval between two seats in their mean
 PATIENCE_S = 1.0  # another router's session comes first for so long while there is room
 
@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 @dataclass(slots=True)
-class Session:
+class ActiveSession:
     """An active session."""
 
     tenant: int
@@ -57,7 +57,7 @@ class Session:
             self.tokens -= self.contexts.pop(block, 0)
         self.contexts[turn.end] = max(0, tokens - self.shared_tokens)
         self.tokens += self.contexts[turn.end]
-        while len(self.contexts) > MOST_CONTEXTS:
+        while len(self.contexts) > MAX_CONTEXTS:
             self.tokens -= self.contexts.popitem(last=False)[1]
 
 
@@ -107,7 +107,7 @@ class Seats(Generic[R]):
         self._capacity_tokens = capacity_tokens
         self._most = most
         self._is_limited = most is not None
-        self._active = OrderedDict[int, Session]()  # the one idle for the longest first
+        self._active = OrderedDict[int, ActiveSession]()  # the one idle for the longest first
         self._shared = OrderedDict[int, int]()  # by session: tokens of its shared prefix
         self._starts = OrderedDict[Fingerprint, None]()  # last blocks with which sessions began
         self._tokens = 0  # of all active sessions
@@ -155,7 +155,7 @@ class Seats(Generic[R]):
         session = self._active.get(turn.session)
         if session is None:
             shared = self._shared_tokens(turn, *known)
-            session = self._active[turn.session] = Session(tenant, now_s, shared)
+            session = self._active[turn.session] = ActiveSession(tenant, now_s, shared)
         before = session.tokens
         session.turn(turn, tokens)
         self._count(session, session.tokens - before)
@@ -269,7 +269,7 @@ class Seats(Generic[R]):
 
     def _drop_idle(self, now_s: float) -> None:
         """Take back the seats of idle sessions, and of the oldest where there are too many."""
-        while len(self._active) > MOST_SESSIONS:
+        while len(self._active) > MAX_SESSIONS:
             self._drop(next(iter(self._active)))
         while self._active:
             number, session = next(iter(self._active.items()))
@@ -288,7 +288,7 @@ class Seats(Generic[R]):
         fits = self._tokens <= self._limit_tokens()
         if self._is_limited:
             self._is_limited = not fits
-        elif not fits and self._pressure >= LEAST_PRESSURE and self._busy_share >= LEAST_BUSY:
+        elif not fits and self._pressure >= MIN_PRESSURE and self._busy_share >= MIN_BUSY:
             self._is_limited = True
             self._take_back(now_s)
 
@@ -319,12 +319,12 @@ class Seats(Generic[R]):
         """Give its session a seat before the request is sent: it may have to wait for a replica."""
         self._seat(self._session_of(waiter, now_s), now_s)
 
-    def _session_of(self, waiter: Waiter[R], now_s: float) -> Session:
+    def _session_of(self, waiter: Waiter[R], now_s: float) -> ActiveSession:
         """Return the active session of a request, with the tokens that it will need."""
         session = self._active.get(waiter.session)
         if session is None:
             shared = self._shared.get(waiter.session, 0)
-            session = self._active[waiter.session] = Session(waiter.tenant, now_s, shared)
+            session = self._active[waiter.session] = ActiveSession(waiter.tenant, now_s, shared)
         context = max(0, waiter.tokens - session.shared_tokens - session.tokens)
         session.contexts[waiter.turn.end] = session.contexts.get(waiter.turn.end, 0) + context
         session.tokens += context
@@ -366,7 +366,7 @@ class Seats(Generic[R]):
 
     # Sums.
 
-    def _use(self, number: int, session: Session, now_s: float) -> None:
+    def _use(self, number: int, session: ActiveSession, now_s: float) -> None:
         session.used_s = now_s
         self._active.move_to_end(number)
 
@@ -379,22 +379,22 @@ class Seats(Generic[R]):
         if turn.number == 1 and block != NO_BLOCK:
             self._starts[block] = None
         for table in (self._shared, self._starts):
-            if len(table) > MOST_SESSIONS:
+            if len(table) > MAX_SESSIONS:
                 table.popitem(last=False)
         return self._shared[turn.session]
 
-    def _count(self, session: Session, tokens: int) -> None:
+    def _count(self, session: ActiveSession, tokens: int) -> None:
         self._tokens += tokens
         if session.seated_s is not None:
             self._seat_tokens[session.tenant] += tokens
 
-    def _seat(self, session: Session, now_s: float) -> None:
+    def _seat(self, session: ActiveSession, now_s: float) -> None:
         session.seated_s = now_s
         self._has_new_seats = True
         self._seats += 1
         self._seat_tokens[session.tenant] += session.tokens
 
-    def _unseat(self, session: Session) -> None:
+    def _unseat(self, session: ActiveSession) -> None:
         session.seated_s = None
         self._seats -= 1
         self._seat_tokens[session.tenant] -= session.tokens

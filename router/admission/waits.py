@@ -18,7 +18,7 @@ Reason = Literal["none", "busy", "order", "seat"]
 Refusal = Literal["forecast", "deadline", "full", "no_replica", "no_seat"]
 
 
-LEAST_S = 0.001  # that is left of a deadline
+MIN_S = 0.001  # that is left of a deadline
 
 
 class Urgency(Struct, frozen=True):
@@ -48,7 +48,7 @@ class Urgency(Struct, frozen=True):
         left_s = self.deadline_s - waited_s
         if left_s >= self.most_s:
             return self
-        left_s = max(LEAST_S, left_s)
+        left_s = max(MIN_S, left_s)
         return replace(self, most_s=left_s, own_s=left_s)
 
 

@@ -60,7 +60,7 @@ SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2
 # Largest number of items of a field. The replica's event loop compares every output token with
 # every stop string, and tokenizes every bad word. vLLM's GPU engines have room for 128 stop ids and
 # 1024 ids in the last two fields, and crash if there are more.
-MOST_ITEMS = {
+MAX_ITEMS = {
     "messages": MAX_MESSAGES,
     **dict.fromkeys(("input", *SCORED), 4096),
     "tools": 1024,
@@ -351,9 +351,9 @@ def _check_count(name: str, value: object, limit: int) -> None:
 def _check_lengths(path: str, body: Mapping[str, Any]) -> None:
     for name, items in body.items():
         if isinstance(items, dict):
-            limit = MOST_ITEMS.get(name, MAX_KEYS)
-        elif isinstance(items, list) and name in MOST_ITEMS and not _is_prompt(path, name, items):
-            limit = MOST_ITEMS[name]
+            limit = MAX_ITEMS.get(name, MAX_KEYS)
+        elif isinstance(items, list) and name in MAX_ITEMS and not _is_prompt(path, name, items):
+            limit = MAX_ITEMS[name]
         else:
             continue
         if len(items) > limit:

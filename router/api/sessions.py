@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from kvroute.contract.keep import SESSION_BITS, number_of, tenant_number
+from kvroute.contract.keep import SESSION_BITS, hash_number, tenant_number
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.calls import MAX_NAME, Call, objects
 from kvroute.router.api.errors import invalid, shown
-from kvroute.router.sessions.returns import Said
+from kvroute.router.sessions.returns import SessionHints
 
 SESSION = "x-session-id"
 FINAL = "x-dynamo-session-final"  # header; true: this is the session's last request
@@ -39,7 +39,7 @@ TTLS = ("5m", "30m", "1h", "24h")  # times to live that ask to keep a prompt; `i
 CACHEABLE_FIELDS = ("system", "tools", "messages", "input")  # their items can have `cache_control`
 
 
-def said_of(headers: Mapping[str, str], call: Call) -> Said:
+def said_of(headers: Mapping[str, str], call: Call) -> SessionHints:
     """Return the session, its end and the cache hints that a request sends.
 
     Raises:
@@ -47,7 +47,7 @@ def said_of(headers: Mapping[str, str], call: Call) -> Said:
     """
     id_, parent = _session_id(headers, call.body), _parent(headers)
     is_end = _is_end(call.body.get("session_end")) or headers.get(FINAL, "").lower() == "true"
-    return Said(
+    return SessionHints(
         session_number(call.cache_salt, parent or id_) if parent or id_ else 0,
         is_end and not parent,  # the end of a sub-agent is not the end of the session
         _is_marked(call) or _is_retained(call.body),
@@ -58,7 +58,7 @@ def said_of(headers: Mapping[str, str], call: Call) -> Said:
 
 def session_number(namespace: str, id_: str) -> int:
     """Return a session's number: SESSION_BITS bits, not 0, different in each namespace."""
-    return number_of(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
+    return hash_number(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
 
 
 def checked_id(name: str, value: object) -> str:

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.connections.replicas import Replicas, UnknownReplicaError
+from kvroute.router.connections.replicas import ServeReplicas, UnknownReplicaError
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
 
 log = logging.getLogger("kvroute.links")
@@ -40,7 +40,7 @@ class Links:
 
     def __init__(
         self,
-        replicas: Callable[[], Replicas],
+        replicas: Callable[[], ServeReplicas],
         told: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
     ) -> None:
         """told: called with what a rank says that it has to compute."""

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from kvroute.contract.ranks import replica_of
 from kvroute.router.connections.links import Links
-from kvroute.router.connections.replicas import Replicas
+from kvroute.router.connections.replicas import ServeReplicas
 from kvroute.router.placement.fleet import Fleet
 
 log = logging.getLogger("kvroute.liveness")
@@ -33,7 +33,7 @@ class Liveness:
 
     def __init__(
         self,
-        replicas: Callable[[], Replicas],
+        replicas: Callable[[], ServeReplicas],
         links: Links,
         fleet: Fleet,
         *,

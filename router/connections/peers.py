@@ -18,14 +18,14 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kvroute.contract.messages import (
-    Blamed,
     Dispatch,
-    Ended,
     Event,
     FirstToken,
     LearnedScale,
-    Message,
+    PoisonedRequest,
+    RequestEnded,
     Restarted,
+    RouterMessage,
     SessionEnded,
     WaitingSessions,
     decode,
@@ -88,16 +88,16 @@ class PeerPublisher(RequestObserver):
         self._emit(FirstToken(attempt.request_id))
 
     def ended(self, attempt: Attempt) -> None:
-        self._emit(Ended(attempt.request_id, attempt.is_over))
+        self._emit(RequestEnded(attempt.request_id, attempt.is_over))
 
     def blamed(self, digest: bytes) -> None:
         """Publish that a request stopped a replica."""
-        self._emit(Blamed(digest))
+        self._emit(PoisonedRequest(digest))
 
     def session_ended(self, session: int) -> None:
         self._emit(SessionEnded(session))
 
-    def take(self) -> Message:
+    def take(self) -> RouterMessage:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         now_s = self._clock()
@@ -107,7 +107,7 @@ class PeerPublisher(RequestObserver):
         scale = self._scale() if now_s >= self._scaled_s + ALIVE_S else None
         if scale is not None:
             self._scaled_s = now_s
-        return Message(
+        return RouterMessage(
             version=VERSION,
             router=self.router,
             events=events,
@@ -202,7 +202,7 @@ class PeerSubscriber:
             return
         self.receive(message)
 
-    def receive(self, message: Message) -> None:
+    def receive(self, message: RouterMessage) -> None:
         self._hear()
         if message.router == self.own:
             return
@@ -229,10 +229,10 @@ class PeerSubscriber:
                 case FirstToken():
                     if attempt := attempts.get(event.request_id):
                         attempt.first_token(self._clock())
-                case Ended():
+                case RequestEnded():
                     if ended := attempts.pop(event.request_id, None):
                         ended.end_elsewhere(self._clock(), is_over=event.is_over)
-                case Blamed():
+                case PoisonedRequest():
                     self._blamed(event.digest)
                 case SessionEnded():
                     self._fleet.end_session(event.session)

@@ -10,7 +10,7 @@ from typing import Protocol
 from kvroute.wire.address import Address
 
 
-class Replicas(Protocol):
+class ServeReplicas(Protocol):
     """What Serve knows about the replicas of one deployment, and can do with them."""
 
     def ids(self) -> Collection[str]:
@@ -56,15 +56,15 @@ class _NoReplicas:
     async def kill(self, replica_id: str) -> None: ...
 
 
-_replicas: dict[str, Replicas] = {}  # by deployment
+_replicas: dict[str, ServeReplicas] = {}  # by deployment
 
 
-def register(deployment: str, replicas: Replicas) -> None:
+def register(deployment: str, replicas: ServeReplicas) -> None:
     """Registers Serve's request router of that deployment."""
     _replicas[deployment] = replicas
 
 
-def replicas(deployment: str) -> Replicas:
+def replicas(deployment: str) -> ServeReplicas:
     return _replicas.get(deployment) or _NoReplicas()
 
 

@@ -16,7 +16,7 @@ from kvroute.router.admission.waits import AT_EASE, Urgency
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.queueing.holding import MOST_REFUSED_S, RECOVERY_S, Holding, Turn
+from kvroute.router.queueing.holding import MAX_REFUSED_S, RECOVERY_S, Admitted, Holding
 from kvroute.router.queueing.refusals import no_replica
 from kvroute.router.queueing.seating import Seating
 
@@ -69,7 +69,7 @@ class Ticket:
         self._gate = gate
         self._seating = None if context.is_resumed else gate.seating
         self._seat_s = 0.0  # how long it has waited for a seat
-        self._turn = Turn(context.at_s) if context.is_resumed else None
+        self._turn = Admitted(context.at_s) if context.is_resumed else None
 
     async def running(self, gone: Collection[str]) -> Sequence[str]:
         """Return the ranks that it may go to. ApiError: there is none in time."""
@@ -110,7 +110,7 @@ class Ticket:
         return replace(
             request,
             order_s=self._turn.at_s - now_s,
-            waited_s=max(self._turn.missed_s, min(self._seat_s, MOST_REFUSED_S)),
+            waited_s=max(self._turn.missed_s, min(self._seat_s, MAX_REFUSED_S)),
             keep=self.context.retention.keep if self.context.retention else None,
         )
 

@@ -43,7 +43,7 @@ async def batched(
                 return Response(refusal, answer.status, headers, media_type=answer.content_type)
         is_streamed = answers[0].is_stream
         if is_streamed:
-            return _Events(answers, headers, n=n, ending=ending, failed=failed)
+            return _BatchEvents(answers, headers, n=n, ending=ending, failed=failed)
         wholes = await asyncio.gather(*(answer.whole() for answer in answers))
     finally:
         if not is_streamed:
@@ -69,7 +69,7 @@ def one_body(bodies: Sequence[dict[str, Any]], *, n: int) -> dict[str, Any]:
     return {**first, "choices": choices, "usage": usage}
 
 
-class _Events(StreamingResponse):
+class _BatchEvents(StreamingResponse):
     """The events of all prompts as they come."""
 
     def __init__(

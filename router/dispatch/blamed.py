@@ -25,7 +25,7 @@ class _Blame:
     why: str
 
 
-class Blamed:
+class PoisonList:
     """The list of one model in one router.
 
     Args:

@@ -43,7 +43,7 @@ def _one(responses: Sequence[Response], id_: str) -> Response:
     bodies = [msgspec.json.decode(response.body) for response in responses]
     body = {**one_body(bodies, n=1), "id": f"chatcmpl-{id_}"}
     if RECEIPTS in body:
-        body[RECEIPTS] = [receipt for each in bodies for receipt in each[RECEIPTS]]
+        body[RECEIPTS] = [receipt for body in bodies for receipt in body[RECEIPTS]]
     headers = _placement([response.headers for response in responses])
     return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")
 

@@ -16,7 +16,7 @@ from kvroute.router.api.turns import Turns
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.dispatch.admission import Gate, Ticket
-from kvroute.router.dispatch.blamed import Blamed
+from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.generation import (
     LOST,
     Generation,
@@ -39,7 +39,7 @@ TRIES = 8  # replicas that are asked before a request waits for one with room ..
 FIRST_PAUSE_S = 0.025  # ... for so long; doubles each time
 LONGEST_PAUSE_S = 0.5
 WAITING_TOKENS = 262_144  # of one call, its bytes counted as tokens: for a slow client
-LEAST_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
+MIN_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
 
 
 class Dispatcher:
@@ -56,13 +56,13 @@ class Dispatcher:
         gate: Gate,
         *,
         shared_tokens: Callable[[TokenIds], int] = lambda token_ids: 0,
-        blamed: Blamed | None = None,
+        blamed: PoisonList | None = None,
     ) -> None:
         self._links = links
         self._fleet = fleet
         self.gate = gate
         self._shared_tokens = shared_tokens
-        self._blamed = blamed or Blamed()
+        self._blamed = blamed or PoisonList()
         self._waiting = 0  # requests, for a replica with room
         self._turns = Turns()
         self._beginning = {is_batch: asyncio.Semaphore(BEGINNING) for is_batch in (False, True)}
@@ -250,4 +250,4 @@ class Dispatcher:
 
 def _most_waiting(context: RequestContext) -> int:
     """How much may wait for a client that reads slowly."""
-    return max(LEAST_TOKENS, WAITING_TOKENS // context.prompts)
+    return max(MIN_TOKENS, WAITING_TOKENS // context.prompts)

@@ -29,7 +29,7 @@ class Boundaries:
     def __init__(self, layout: Layout, block_size: int) -> None:
         self.step = _blocks(layout.hit_tokens, block_size)
         self._groups = [
-            _Group(number, group, block_size) for number, group in enumerate(layout.groups)
+            _GroupBlocks(number, group, block_size) for number, group in enumerate(layout.groups)
         ]
 
     def usable(self, length: int) -> int:
@@ -87,7 +87,7 @@ def boundaries_of(layout: Layout, block_size: int) -> Boundaries:
     return Boundaries(layout, block_size)
 
 
-class _Group:
+class _GroupBlocks:
     """One group's blocks, each known by where it ends in the chain."""
 
     def __init__(self, number: int, group: CacheGroup, block_size: int) -> None:
@@ -115,7 +115,7 @@ class _Group:
 class _Lookup:
     """The replicas that have a group's blocks of one chain."""
 
-    def __init__(self, group: _Group, chain: Sequence[Fingerprint], holders: Holders) -> None:
+    def __init__(self, group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> None:
         self._group = group
         self._chain = chain
         self._holders = holders
@@ -163,7 +163,7 @@ class _Lookup:
 class _PrefixLookup(_Lookup):
     """The same where a boundary needs all blocks before it."""
 
-    def __init__(self, group: _Group, chain: Sequence[Fingerprint], holders: Holders) -> None:
+    def __init__(self, group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> None:
         super().__init__(group, chain, holders)
         self._able = [ALL]  # the replicas that have all of the first blocks, by their number
 
@@ -179,7 +179,7 @@ class _PrefixLookup(_Lookup):
         return able[known] & (self._held(end) if rest else ALL), end
 
 
-def _lookup(group: _Group, chain: Sequence[Fingerprint], holders: Holders) -> _Lookup:
+def _lookup(group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> _Lookup:
     return (_PrefixLookup if group.needs_all else _Lookup)(group, chain, holders)
 
 

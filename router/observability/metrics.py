@@ -21,7 +21,7 @@ from kvroute.router.accounting.accounts import NAMED, named
 from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
-from kvroute.router.dispatch.blamed import Blamed
+from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.audit import Audit
@@ -119,7 +119,7 @@ class Waits(RequestObserver):
             self._token.observe((attempt.last_chunk_s - attempt.first_token_s) / later_tokens)
 
 
-class Counts(RequestObserver):
+class RequestCounts(RequestObserver):
     """Counts of requests by outcome, and of tokens by cause."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -235,7 +235,7 @@ class RouterMetrics(RequestObservers):
     """One router's metrics of one model."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        counts = Counts(registry)
+        counts = RequestCounts(registry)
         super().__init__(
             Waits(registry), counts, QueueMetrics(registry), seat_metrics.SeatMetrics(registry)
         )
@@ -327,7 +327,7 @@ class RouterMetrics(RequestObservers):
             lambda: unreadable.counts,
         )
 
-    def export_blamed(self, blamed: Blamed) -> None:
+    def export_blamed(self, blamed: PoisonList) -> None:
         self._readings.counter(
             "kvroute_blamed_requests",
             "Requests that stopped replicas, so that no replica gets them for some minutes.",

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 from redis.exceptions import RedisError
 
-from kvroute.store.clusters import SILENCE_S, Clusters, Tenant
+from kvroute.store.clusters import SILENCE_S, ClusterModel, Clusters
 
 
 class Neighbours:
     """The clusters in this Redis that serve one model of this cluster."""
 
-    def __init__(self, clusters: Clusters, own: Tenant) -> None:
+    def __init__(self, clusters: Clusters, own: ClusterModel) -> None:
         self._clusters = clusters
         self._own = own
         self.can_write = True  # to Redis, when it last tried

@@ -12,7 +12,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kvroute.contract.ranks import replica_of
-from kvroute.contract.records import RouterDescription, Whereabouts
+from kvroute.contract.records import ProcessLocation, RouterDescription
 from kvroute.process.metrics_port import Exposition
 from kvroute.store.index import Index
 
@@ -29,7 +29,7 @@ class Announcer:
         self._index = index
         self._router_id = router_id
         self._exposition = exposition
-        whereabouts = Whereabouts(node, os.getpid(), exposition.address)
+        whereabouts = ProcessLocation(node, os.getpid(), exposition.address)
         self._description = RouterDescription(whereabouts)
 
     async def run(self) -> None:

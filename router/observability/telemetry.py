@@ -15,7 +15,7 @@ from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
-from kvroute.router.dispatch.blamed import Blamed
+from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import request_spans
 from kvroute.router.observability.audit import Audit
@@ -72,7 +72,7 @@ class Telemetry:
         audit: Audit,
         unreadable: Unreadable,
         links: Links,
-        blamed: Blamed,
+        blamed: PoisonList,
         responses: Responses | None,
         queue: Queue[Any],
         seats: Seats[Any] | None,

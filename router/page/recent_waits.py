@@ -57,7 +57,7 @@ class RecentWaits(RequestObserver):
             "window_s": WINDOW_S,
             "waited": waits,
             "mean_s": round(waited_s / max(1, waits), 3),
-            "longest_s": round(max((each.longest_s for each in self._buckets), default=0.0), 3),
+            "longest_s": round(max((bucket.longest_s for bucket in self._buckets), default=0.0), 3),
             "refused": dict(refused),
         }
 

@@ -22,7 +22,7 @@ from kvroute.router.placement.load import ReplicaLoad
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
-from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Said, Why
+from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints, Why
 
 MUCH = 0.25  # of a prompt
 
@@ -109,7 +109,7 @@ class RequestContext(Struct, frozen=True):
     urgency: Urgency = AT_EASE
     sharer: str = ""  # with whom others share the fleet fairly; empty: it shares with nobody
     wait: Wait = NO_WAIT  # of this prompt, in the router
-    said: Said = NOTHING_SAID
+    said: SessionHints = NO_HINTS
     retention: Retention | None = None  # of this prompt, once it was placed
     # Is called again and again while it waits for a seat, as its client cannot see that it does.
     still_waiting: Callable[[], Awaitable[None]] | None = None

@@ -12,7 +12,7 @@ from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.loads import Loads
-from kvroute.router.placement.replicas import Replicas
+from kvroute.router.placement.replicas import ReplicaRegistry
 
 
 class Reload(NamedTuple):
@@ -40,7 +40,7 @@ class Hits(NamedTuple):
 class Caches:
     """Looks up prompts in the mirror of the index, by the rules of each engine's cache."""
 
-    def __init__(self, space: Space, replicas: Replicas, loads: Loads) -> None:
+    def __init__(self, space: Space, replicas: ReplicaRegistry, loads: Loads) -> None:
         self.mirror = Mirror()
         self._space = space
         self._replicas = replicas
@@ -81,7 +81,7 @@ class Caches:
     @property
     def least_blocks(self) -> int:
         """Return the blocks of the shortest prompt that every replica can reuse."""
-        return max((each.step for each in self._replicas.layouts.values()), default=1)
+        return max((layout.step for layout in self._replicas.layouts.values()), default=1)
 
     def added(
         self, replica_id: str, chain: Sequence[Fingerprint], hit_blocks: int = 0

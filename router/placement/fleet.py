@@ -28,9 +28,9 @@ from kvroute.router.placement.load import ReplicaLoad, Sent, learned_slowness
 from kvroute.router.placement.loads import UNKNOWN_STEP_S, Loads
 from kvroute.router.placement.policy import Candidate, rank
 from kvroute.router.placement.pressure import Pressure
-from kvroute.router.placement.replicas import Replicas
+from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.router.sessions.branches import Branches
-from kvroute.router.sessions.returns import NOTHING_SAID, Retention, Returns, Said
+from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, SessionHints
 
 
 class Prompt:
@@ -85,7 +85,7 @@ class Fleet:
         seats: Seats[Any] | None = None,
         step_s: float = UNKNOWN_STEP_S,
     ) -> None:
-        self.replicas = Replicas(handshake or Handshake(), running)
+        self.replicas = ReplicaRegistry(handshake or Handshake(), running)
         self.loads = Loads(self.replicas, step_s=step_s)
         self.caches = Caches(Space(model, revision, block_size), self.replicas, self.loads)
         self.mirror = self.caches.mirror
@@ -259,7 +259,7 @@ class Fleet:
         answer_s = self.loads.scale.answer_s
         return answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
 
-    def retention(self, placement: Placement, said: Said = NOTHING_SAID) -> Retention:
+    def retention(self, placement: Placement, said: SessionHints = NO_HINTS) -> Retention:
         """Return how long a replica should keep the prompt's blocks."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks

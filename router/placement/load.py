@@ -10,7 +10,7 @@ from itertools import compress
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.adapters import Residents
 from kvroute.prefill.queue import PrefillQueue
-from kvroute.prefill.speed import LEAST_SLOWNESS, PrefillModel, PrefillSpeed, Speed
+from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.kv_use import KvUse
 from kvroute.router.placement.reloads import Reloads
 
@@ -208,4 +208,4 @@ def _fleet_slowness(speeds: Sequence[Speed]) -> float:
     predicted_s = sum([speed.predicted_s for speed in speeds])
     if not predicted_s:
         return sum([speed.prior for speed in speeds]) / len(speeds)
-    return max(LEAST_SLOWNESS, sum([speed.observed_s for speed in speeds]) / predicted_s)
+    return max(MIN_SLOWNESS, sum([speed.observed_s for speed in speeds]) / predicted_s)

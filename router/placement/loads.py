@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvroute.router.placement.load import ReplicaLoad, new_replica_load, slow_replicas
-from kvroute.router.placement.replicas import UNKNOWN_SPEED, UNKNOWN_STEP_TOKENS, Replicas
+from kvroute.router.placement.replicas import UNKNOWN_SPEED, UNKNOWN_STEP_TOKENS, ReplicaRegistry
 from kvroute.router.placement.scale import Scale
 
 UNKNOWN_STEP_S = 0.01  # time of an engine's step, until an answer has shown it; includes network
@@ -26,7 +26,7 @@ class Loads:
         step_s: time of one engine step, until answers have shown it.
     """
 
-    def __init__(self, replicas: Replicas, *, step_s: float = UNKNOWN_STEP_S) -> None:
+    def __init__(self, replicas: ReplicaRegistry, *, step_s: float = UNKNOWN_STEP_S) -> None:
         self._replicas = replicas
         self._step_s = step_s
         self._by_id: dict[str, ReplicaLoad] = {}

@@ -109,7 +109,7 @@ def prices(
     )
 
 
-class Terms(NamedTuple):
+class CostTerms(NamedTuple):
     """The terms of the formula above, in its order: seconds, as they are priced."""
 
     waiting: float
@@ -122,11 +122,11 @@ class Terms(NamedTuple):
     decode: float
 
 
-def terms_s(candidate: Candidate, prices: Prices) -> Terms:
+def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
     """Return what the candidate's cost consists of."""
     own_s, copy_s = candidate.own_s, candidate.copy_s
     price = (prices.alpha - 1.0) * candidate.worth
-    return Terms(
+    return CostTerms(
         candidate.backlog_s,
         candidate.reload_s,
         candidate.memory_s,

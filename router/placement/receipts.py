@@ -7,7 +7,7 @@ from typing import Any
 
 from kvroute.blocks.tiers import Tier
 from kvroute.router.placement.attempts import Placement
-from kvroute.router.placement.policy import Candidate, Terms, prices, terms_s
+from kvroute.router.placement.policy import Candidate, CostTerms, prices, terms_s
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import Retention
 
@@ -83,7 +83,7 @@ def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any
 
 
 def _replica(
-    candidate: Candidate, terms: Terms | None, block_size: int, *, tiers: Sequence[Tier]
+    candidate: Candidate, terms: CostTerms | None, block_size: int, *, tiers: Sequence[Tier]
 ) -> dict[str, Any]:
     """Return one replica of a receipt.
 
@@ -109,12 +109,12 @@ def _replica(
     }
 
 
-def _rounded(terms: Terms, *, reloads: bool) -> dict[str, float]:
+def _rounded(terms: CostTerms, *, reloads: bool) -> dict[str, float]:
     named = terms._asdict().items()
     return {name: round(s, 4) for name, s in named if reloads or name != "reload"}
 
 
-def _reason(placement: Placement, terms: Sequence[Terms], policy: str) -> str:
+def _reason(placement: Placement, terms: Sequence[CostTerms], policy: str) -> str:
     if len(placement.ranking) < 2:
         return "only one replica is ready" if placement.ranking else "no replica is ready"
     if not terms:

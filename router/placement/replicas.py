@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from msgspec.structs import replace
 
-from kvroute.blocks.cache_groups import UNTOLD
+from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.ranks import replica_of
@@ -17,7 +17,7 @@ UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 UNKNOWN_STEP_TOKENS = 8192  # tokens that one engine step computes, for a replica without a record
 
 
-class Replicas:
+class ReplicaRegistry:
     """The latest record of each replica, and what follows from it.
 
     Args:
@@ -178,7 +178,7 @@ def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], d
         try:
             known[record.id] = boundaries_of(facts.layout, facts.block_size)
         except UnknownLayoutError as error:
-            unknown[record.id] = f"{UNTOLD}{error}"
+            unknown[record.id] = f"{UNKNOWN_LAYOUT}{error}"
     return known, unknown
 
 

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 from kvroute.blocks.chain import Scope
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.prefix_id import OF
+from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError, redis_away
@@ -154,7 +154,7 @@ class Catalogue:
     def saved_tokens(self) -> dict[str, int]:
         """Id -> tokens saved, as this router counted, but of no tenant's own: their names are
         nobody else's to see. Safe to call from another thread."""
-        return {id_: self._saved[id_] for id_ in self._versions if OF not in id_}
+        return {id_: self._saved[id_] for id_ in self._versions if TENANT_SEPARATOR not in id_}
 
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
         """The 404 for an unknown name, with similar names of what the caller can use."""
@@ -232,14 +232,14 @@ class Catalogue:
     async def _retire(self) -> None:
         """Releases older versions when a newer one could have been in use for RETIRE_S."""
         now_s = time.monotonic()
-        newer = [each for versions in self._versions.values() for each in versions[1:]]
+        newer = [version for versions in self._versions.values() for version in versions[1:]]
         self._settled_s = {
             each.name: self._settled_s.get(each.name, now_s)
             for each in newer
             if self.is_settled(each)
         }
         for versions in list(self._versions.values()):
-            since_s = [self._settled_s.get(each.name, now_s) for each in versions]
+            since_s = [self._settled_s.get(version.name, now_s) for version in versions]
             long = [n for n, at_s in enumerate(since_s) if n and now_s - at_s >= RETIRE_S]
             for old in versions[: long[-1] if long else 0]:
                 await self.store.retire(old.id, old.version)

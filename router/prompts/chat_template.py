@@ -102,7 +102,7 @@ class ChatTemplate:
             raise OnlyReplicaError("tools is no list")
         if body.get("tool_choice") == "none" and not self._with_unused_tools:
             return None
-        return [_tool(each) for each in tools]
+        return [_tool(tool) for tool in tools]
 
     def _facts_of(self, tools: list[Any] | None) -> "_Facts":
         facts = self._facts.get(bool(tools))
@@ -278,7 +278,9 @@ def _flag(given: Mapping[str, Any], name: str) -> bool | None:
 def _one_system(messages: Sequence[Message]) -> list[Message]:
     """Developers' messages as system messages, and all of these as one at the beginning.
     [_convert_developer_to_system, _consolidate_system_messages]"""
-    converted = [_as_system(each) if each["role"] == "developer" else each for each in messages]
+    converted = [
+        _as_system(message) if message["role"] == "developer" else message for message in messages
+    ]
     systems = [number for number, each in enumerate(converted) if each["role"] == "system"]
     if systems == [0]:
         return converted

@@ -54,7 +54,7 @@ def _name(part: Mapping[str, Any]) -> str:
             values = value.values() if isinstance(value, dict) else (value,)
             uuid = part.get("uuid")
             names = [uuid] if isinstance(uuid, str) else values
-            return max((each for each in names if isinstance(each, str)), key=len, default="")
+            return max((name for name in names if isinstance(name, str)), key=len, default="")
     return ""
 
 

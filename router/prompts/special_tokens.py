@@ -48,8 +48,10 @@ class SpecialTokens:
         self._starts = _starts_of(self._tokens)
         self._deletions = _Deletions(_deleted_by(template))
         around = {token[0] for token in tokens if _is_before_values(token[0], template)}
-        tails = {each[1:] for each in tokens if each[0] in around or _is_odd(each[1:])}
-        insides = {each[1:-1] for each in tokens if each[0] in around or _is_odd(each[1:-1])} - {""}
+        tails = {token[1:] for token in tokens if token[0] in around or _is_odd(token[1:])}
+        insides = {
+            token[1:-1] for token in tokens if token[0] in around or _is_odd(token[1:-1])
+        } - {""}
         self._rests = re.compile(_rests(tails, insides))
 
     def text(self, text: str, *, may_go_on: bool = True) -> str:
@@ -117,7 +119,7 @@ class _Deletions:
 
     def _may_become(self, text: str, is_bad: Callable[[str], bool]) -> bool:
         """By one deletion, or by all of them, one after the other, again and again."""
-        if any(is_bad(text.replace(each, "")) for each in self._literals if each in text):
+        if any(is_bad(text.replace(literal, "")) for literal in self._literals if literal in text):
             return True
         for _ in range(ROUNDS):
             before = text

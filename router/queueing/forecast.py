@@ -15,10 +15,10 @@ LEAST, MOST = 0.25, 4.0  # bounds of a correction
 LATE = 0.02  # of the requests near their limit: so many may wait longer than it
 LATER = 0.1  # by which a margin grows with each of them
 NEAR = 0.5  # of its limit: a forecast above it tells how good forecasts are there
-MOST_MARGIN = 4.0
+MAX_MARGIN = 4.0
 
 
-class Arrivals:
+class ArrivalRates:
     """Seconds of prefill that come each second, of late, by how much their turns are delayed.
 
     Args:
@@ -101,4 +101,4 @@ class Margin:
         if self.factor * forecast_share < NEAR:
             return
         by = LATER if is_late else -LATER * LATE / (1.0 - LATE)
-        self.factor = min(MOST_MARGIN, max(1.0, self.factor * (1.0 + by)))
+        self.factor = min(MAX_MARGIN, max(1.0, self.factor * (1.0 + by)))

@@ -18,7 +18,7 @@ from kvroute.router.placement.attempts import (
     RequestContext,
 )
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.queueing.forecast import Arrivals, Correction, Margin
+from kvroute.router.queueing.forecast import ArrivalRates, Correction, Margin
 from kvroute.router.queueing.queue import (
     BATCH_S,
     Queue,
@@ -32,14 +32,14 @@ WAITING = 4096  # requests that may wait; further ones get a 429
 WAITING_BATCH = 500  # batch requests that may wait; below --max-requests, which counts all
 RECOVERY_S = 60.0  # the longest wait while no replica runs
 REFUSED_S = 5.0  # a refusal counts as a lack of replicas for this long
-MOST_REFUSED_S = 60.0  # the longest wait that a refusal counts as
+MAX_REFUSED_S = 60.0  # the longest wait that a refusal counts as
 FRESH_S = 0.01  # a forecast for empty prompts is used again for this long
 OVERDUE = 2.0  # a refused request is taken to have needed this multiple of its wait
 
 Answer = asyncio.Future[Refusal | None]  # None: it is its turn
 
 
-class Turn(Struct, frozen=True):
+class Admitted(Struct, frozen=True):
     """The permission for a request to go to a replica."""
 
     at_s: float  # its place in the engines' order, on this router's clock
@@ -81,7 +81,7 @@ class Holding:
         self._has_waiting = asyncio.Event()
         self._seen_s = 0.0  # when a replica last ran
         self._refused = (0.0, -math.inf)  # wait of the last refused request, and when
-        self._arrivals = Arrivals(lambda: fleet.loads.scale.busy_s)
+        self._arrivals = ArrivalRates(lambda: fleet.loads.scale.busy_s)
         self._correction = Correction(fleet.loads.scale.busy_s)
         self._margin = Margin()
         # The wait of an empty prompt by (later_s, priority, sharer), as of _forecast_s.
@@ -104,7 +104,7 @@ class Holding:
 
     # Entering.
 
-    async def turn(self, placement: Placement, context: RequestContext) -> Turn:
+    async def turn(self, placement: Placement, context: RequestContext) -> Admitted:
         """Return when it is the request's turn, at once while a replica has room for it.
 
         Raises:
@@ -117,7 +117,7 @@ class Holding:
             self._arrivals.add(held.prefill_s, self._queue.turn_s(held) - held.arrived_s, now_s)
             self._queue.sent(held, now_s)
             refused_s = self._refused_s(now_s)
-            return Turn(self._queue.turn_s(held), Wait(urgency.priority), refused_s=refused_s)
+            return Admitted(self._queue.turn_s(held), Wait(urgency.priority), refused_s=refused_s)
         raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
@@ -142,7 +142,7 @@ class Holding:
         behind_s = (
             BATCH_S if held.among else 0.0
         )  # background requests come later in the engines too
-        return Turn(held.turn_s + behind_s, wait, held.among, self._refused_s(later_s))
+        return Admitted(held.turn_s + behind_s, wait, held.among, self._refused_s(later_s))
 
     def _is_full(self, held: QueuedRequest[Answer]) -> bool:
         """Return whether as many requests of the same kind wait as may."""
@@ -275,7 +275,7 @@ class Holding:
         if refusal == "no_replica":
             return no_replica()
         if not urgency.is_batch and urgency.own_s is None:
-            self._refused = (min(wait_s, MOST_REFUSED_S), self._clock())
+            self._refused = (min(wait_s, MAX_REFUSED_S), self._clock())
         if refusal == "full":
             return queue_full()
         if refusal == "deadline":

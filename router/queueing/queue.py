@@ -41,7 +41,7 @@ AGAIN_S = 0.9  # turns are published again after this long, for routers that sta
 PATIENCE_S = 0.4  # time that another router has to send the request whose turn it is
 STALE_S = 1.0  # what a router saw of the replicas is void if its last look is older
 WAKE = 0.01  # time between two looks at the replicas while requests wait, in Scale.busy_s
-LEAST_WAKE_S, MOST_WAKE_S = 0.005, 0.1  # bounds of that time, so that the event loop stays idle
+MIN_WAKE_S, MAX_WAKE_S = 0.005, 0.1  # bounds of that time, so that the event loop stays idle
 PUBLISHED = (*range(1, 17), *(2**k for k in range(5, 15)))  # places whose turns are published
 
 R = TypeVar("R")
@@ -142,7 +142,7 @@ class Queue(Generic[R]):
     @property
     def wake_s(self) -> float:
         """Return the time between two looks at the replicas while requests wait."""
-        return min(MOST_WAKE_S, max(LEAST_WAKE_S, WAKE * self._busy_s()))
+        return min(MAX_WAKE_S, max(MIN_WAKE_S, WAKE * self._busy_s()))
 
     def turn_s(self, held: QueuedRequest[R]) -> float:
         """Return when the request's turn is, if it comes in the order of turns."""
@@ -225,14 +225,14 @@ class Queue(Generic[R]):
 
     def _is_turn(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> bool:
         """Return whether the first request goes now."""
-        open_ids = [each.replica_id for each in replicas if each.backlog_s < self.hold_s]
+        open_ids = [replica.replica_id for replica in replicas if replica.backlog_s < self.hold_s]
         is_first = self._before(self._line.held[0].turn_s) < len(open_ids)
         if is_first or now_s - self._looked_s > STALE_S:
             self._open_s.clear()
         self._looked_s = now_s
         if is_first:
             return True
-        self._open_s = {each: self._open_s.get(each, now_s) for each in open_ids}
+        self._open_s = {open_id: self._open_s.get(open_id, now_s) for open_id in open_ids}
         return now_s - min(self._open_s.values(), default=now_s) > PATIENCE_S
 
     def _next_background(self, replicas: Sequence[ReplicaCapacity]) -> QueuedRequest[R] | None:
@@ -245,9 +245,9 @@ class Queue(Generic[R]):
         if not line.held or self._others:
             return None
         idle = [
-            each.replica_id
-            for each in replicas
-            if each.backlog_s < FILL * self._busy_s() and each.free_share > SPARE_SHARE
+            replica.replica_id
+            for replica in replicas
+            if replica.backlog_s < FILL * self._busy_s() and replica.free_share > SPARE_SHARE
         ]
         if not idle:
             return None

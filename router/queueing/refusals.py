@@ -5,7 +5,7 @@ import math
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 
-MOST_RETRY_S = 3600.0  # the longest time after which a client is asked to come again
+MAX_RETRY_S = 3600.0  # the longest time after which a client is asked to come again
 
 
 def no_replica() -> ApiError:
@@ -66,4 +66,4 @@ def no_seat(
 
 
 def _retry_s(late_s: float) -> int:
-    return max(1, math.ceil(min(MOST_RETRY_S, late_s)))
+    return max(1, math.ceil(min(MAX_RETRY_S, late_s)))

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 SHARE_S = 30.0  # time constant over which tenants' use is forgotten
 SCARCE_S = 30.0  # shares matter for this long after other tenants have waited
 LEEWAY = 1.5  # equal shares that a tenant may use before its requests yield to others
-MOST_SHARERS = 16  # tenants that an equal share is computed for; it is never below 1/16
-MOST_TENANTS = 4096  # tenants that are counted; further ones never exceed their share
+MAX_SHARERS = 16  # tenants that an equal share is computed for; it is never below 1/16
+MAX_TENANTS = 4096  # tenants that are counted; further ones never exceed their share
 FORGOTTEN_S = 1e-3  # a tenant's use below this many seconds of prefill is dropped
 
 
@@ -26,7 +26,7 @@ class Shares:
     def use(self, tenant: str, prefill_s: float, now_s: float) -> None:
         """Count the prefill of a request that goes to a replica."""
         self._decay(now_s)
-        if tenant and (tenant in self._used_s or len(self._used_s) < MOST_TENANTS):
+        if tenant and (tenant in self._used_s or len(self._used_s) < MAX_TENANTS):
             self._used_s[tenant] = self._used_s.get(tenant, 0.0) + prefill_s
             self._total_s += prefill_s
 
@@ -38,7 +38,7 @@ class Shares:
     def are_exceeded(self, tenant: str) -> bool:
         """Return whether the tenant used clearly more than its share while others had to wait."""
         used_s = self._used_s.get(tenant, 0.0)
-        sharers = min(MOST_SHARERS, len(self._used_s))
+        sharers = min(MAX_SHARERS, len(self._used_s))
         if sharers < 2 or used_s <= LEEWAY * self._total_s / sharers:
             return False
         return len(self._waited_s) > (tenant in self._waited_s)

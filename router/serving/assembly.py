@@ -18,7 +18,7 @@ from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.dispatch.admission import Gate
-from kvroute.router.dispatch.blamed import Blamed
+from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.ended_sessions import EndedSessions
 from kvroute.router.dispatch.questions import Questions
@@ -41,7 +41,7 @@ from kvroute.router.serving.conversations import Conversations
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
-from kvroute.store.clusters import Clusters, Tenant
+from kvroute.store.clusters import ClusterModel, Clusters
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
@@ -94,7 +94,7 @@ class Parts:
             seats=self.seats,
             scale=lambda: self.fleet.loads.scale.share(),
         )
-        self.blamed = Blamed(self.publisher.blamed)
+        self.blamed = PoisonList(self.publisher.blamed)
 
         # The fleet, and what follows its requests.
         self.ended_sessions = EndedSessions()
@@ -164,8 +164,8 @@ class Parts:
         return self.fleet.replicas.max_model_len or UNKNOWN_CONTEXT
 
 
-def _tenant(settings: RouterSettings) -> Tenant:
-    return Tenant(
+def _tenant(settings: RouterSettings) -> ClusterModel:
+    return ClusterModel(
         settings.cluster,
         settings.served_model_name,
         ray.get_runtime_context().gcs_address,

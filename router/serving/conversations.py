@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.api.calls import MAX_NAME, MAX_VALUES, MOST_ITEMS, RESPONSES, Call, values_in
+from kvroute.router.api.calls import MAX_ITEMS, MAX_NAME, MAX_VALUES, RESPONSES, Call, values_in
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.store.outage import Outage
 from kvroute.store.prefixes import Prefix
-from kvroute.store.responses import MOST_LINKS, Responses, TooLongError, Turn, joined
+from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, TooLongError, joined
 
 log = logging.getLogger("kvroute.conversations")
 
@@ -114,7 +114,7 @@ class Conversations:
         except DECODE_ERRORS:  # of another writer: they are no objects
             return None
 
-    async def _before(self, previous_id: str, salt: str) -> list[Turn]:
+    async def _before(self, previous_id: str, salt: str) -> list[StoredTurn]:
         if turns := await self._turns(previous_id, salt):
             return turns
         raise ApiError(
@@ -126,21 +126,21 @@ class Conversations:
             code="previous_response_not_found",
         )
 
-    async def _turns(self, id_: str, salt: str) -> list[Turn]:
+    async def _turns(self, id_: str, salt: str) -> list[StoredTurn]:
         try:
             with needing_redis():
                 return await self._store.conversation(id_, salt)
         except TooLongError:
             raise _too_long(id_) from None
 
-    def _continued(self, call: Call, own: Input, turns: Sequence[Turn]) -> Call:
+    def _continued(self, call: Call, own: Input, turns: Sequence[StoredTurn]) -> Call:
         """The call with the whole conversation as its input. ApiError when that is too long."""
         count = own.count + sum(turn.count for turn in turns)
         values = own.values + sum(turn.values for turn in turns)
         items = joined([*(turn.items for turn in turns), own.items])
         others = {k: v for k, v in members(call.raw).items() if k not in (PREVIOUS, "input")}
         raw = encode({**others, "input": msgspec.Raw(items)})
-        if count > MOST_ITEMS["input"] or values > MAX_VALUES or len(raw) > self._most_bytes:
+        if count > MAX_ITEMS["input"] or values > MAX_VALUES or len(raw) > self._most_bytes:
             raise _too_long(call.body[PREVIOUS])
         return replace(call, raw=raw)
 
@@ -188,11 +188,11 @@ def _input(call: Call) -> Input:
     return Input(b"".join((b'[{"role":"user","content":', raw, b"}]")), 1, 3)
 
 
-def _turn(response: Members, own: Input) -> tuple[str, Turn]:
+def _turn(response: Members, own: Input) -> tuple[str, StoredTurn]:
     """The response's id, and what it adds to its conversation. Raises one of DECODE_ERRORS or
     LookupError."""
     output = as_input(_decoded(response["output"]))
-    turn = Turn(
+    turn = StoredTurn(
         items=msgspec.Raw(joined([own.items, encode(output)])),
         inputs=own.count,
         count=own.count + len(output),
@@ -208,8 +208,8 @@ def _decoded(array: bytes | msgspec.Raw) -> list[dict[str, Any]]:
 def _too_long(id_: str) -> ApiError:
     return ApiError(
         413,
-        f"the conversation up to {shown(id_)} is too long: more than {MOST_LINKS} responses, "
-        f"{MOST_ITEMS['input']} items, {MAX_VALUES} JSON values or KVROUTE_MAX_BODY_MB; begin a "
+        f"the conversation up to {shown(id_)} is too long: more than {MAX_LINKS} responses, "
+        f"{MAX_ITEMS['input']} items, {MAX_VALUES} JSON values or KVROUTE_MAX_BODY_MB; begin a "
         "new one, with less as input",
         param=PREVIOUS,
         code="request_too_large",

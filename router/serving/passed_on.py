@@ -4,7 +4,7 @@ import msgspec
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
-from kvroute.contract.http_call import encode_call, part_in
+from kvroute.contract.http_call import decode_part, encode_call
 from kvroute.router.api.calls import COUNT_TOKENS, Call
 from kvroute.router.api.errors import invalid
 from kvroute.router.dispatch.relay import whole_response
@@ -31,7 +31,7 @@ async def passed_on(call: Call, request_id: str, parts: Parts, renderer: Rendere
         http_call(call, call.raw), request_id=request_id, namespace=call.cache_salt
     )
     answer = await parts.questions.ask("http", encode_call(http), within_s=WHOLE_S)
-    return whole_response(part_in(answer), path=call.path)
+    return whole_response(decode_part(answer), path=call.path)
 
 
 async def _counted(

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.http_call import HttpCall, HttpPart, encode_call, rendered_in
+from kvroute.contract.http_call import HttpCall, HttpPart, decode_rendered, encode_call
 from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.questions import Questions
@@ -162,7 +162,7 @@ class Renderer:
         image = first_image(call.body)
         home = None if image is None else partial(self._homes.home, image)
         packed = await self._questions.ask("render", encode_call(http), prefer=home)
-        rendered = rendered_in(packed)
+        rendered = decode_rendered(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)
         each = (rendered, *rendered.more)
@@ -182,5 +182,5 @@ class Renderer:
                 "messages stands before chats of text only; declare it as a prompt",
                 code="unsupported_parameter",
             )
-        ids = [self._composer.behind(prefix, each) for each in rendered.token_ids]
+        ids = [self._composer.behind(prefix, token_id) for token_id in rendered.token_ids]
         return RenderedCall(rendered.call, ids, has_prefix=True)

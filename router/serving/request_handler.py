@@ -42,7 +42,7 @@ from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Ren
 from kvroute.router.serving.responding import respond
 from kvroute.router.sessions.breaks import Break, told_apart
 from kvroute.router.sessions.chats import Chats
-from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MOST_TOKENS, kind_of
+from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
 
 
 class RequestHandler:
@@ -181,7 +181,7 @@ class RequestHandler:
         scope = f"{lora}|{prefix.id if prefix else ''}|{call.cache_salt}"
         ids = told_apart(rendered.token_ids[0], rendered.features)
         found = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
-        if found and found.difference.after.tokens <= MOST_TOKENS:
+        if found and found.difference.after.tokens <= MAX_TOKENS:
             around = found.difference.around(CONTEXT_TOKENS)
             text = self._parts.tokenizer.decode(rendered.token_ids[0][around])
             found = replaced(found, kind=kind_of(text))

@@ -135,7 +135,7 @@ class Status:
     def rendering_differences(self) -> dict[str, int]:
         """Return how many prompts routers have rendered in another way than vLLM, by replica."""
         records = self._parts.fleet.replicas.own_records
-        return {each.id: each.load.rendering_differences for each in records}
+        return {record.id: record.load.rendering_differences for record in records}
 
     def backlogs_s(self) -> dict[str, float]:
         """Return the prefill queued or running on each replica."""

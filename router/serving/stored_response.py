@@ -20,7 +20,7 @@ async def stored(expanded: Expanded, response: Response) -> Response:
     if expanded.previous_id is None and expanded.store is None:
         return response
     if isinstance(response, StreamingResponse):
-        return _Events(expanded, response)
+        return _StoredEvents(expanded, response)
     if response.status_code == 200:
         response.body = await _whole(expanded, bytes(response.body))
         response.headers["content-length"] = str(len(response.body))
@@ -40,7 +40,7 @@ async def _whole(expanded: Expanded, body: bytes) -> bytes:
     return body
 
 
-class _Events(Response):
+class _StoredEvents(Response):
     """A stream. Its events come whole, as a replica sends them."""
 
     def __init__(self, expanded: Expanded, stream: StreamingResponse) -> None:

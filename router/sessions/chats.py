@@ -21,7 +21,7 @@ from kvroute.router.sessions.breaks import Break, Difference, difference
 
 CAPACITY_TOKENS = 8_000_000  # 32 MB
 MESSAGE_TOKENS, TURN_TOKENS = 24, 256  # what the rest takes, in tokens' room: 100 bytes, 1 kB
-MOST_MESSAGES = 2_048  # of a chat that is followed; a longer one costs too much to compare
+MAX_MESSAGES = 2_048  # of a chat that is followed; a longer one costs too much to compare
 SHORT = 16  # characters; many chats have such a message
 FOUND_BY = 8  # a chat is found by that many of its last messages
 SHARERS = 4  # the latest chats that are found by the same message
@@ -39,7 +39,7 @@ encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class SentChat:
     """A chat as it was sent once."""
 
     messages: list[int]  # hashes
@@ -61,7 +61,7 @@ class Turn:
 class Earlier:
     """A kept turn that has messages of a new one."""
 
-    turn: Turn
+    turn: SentChat
     parted: int  # number of the first message that differs
     behind: int  # messages in a row behind that, that both have
 
@@ -87,8 +87,8 @@ class Chats:
         hash what stands in the chats of others."""
         self._capacity_tokens = capacity_tokens
         self._seed = secrets.randbits(64) if seed is None else seed
-        self._turns: OrderedDict[Turn, None] = OrderedDict()  # oldest first
-        self._by_message: dict[int, list[Turn]] = {}  # oldest first
+        self._turns: OrderedDict[SentChat, None] = OrderedDict()  # oldest first
+        self._by_message: dict[int, list[SentChat]] = {}  # oldest first
         self.room_tokens = 0  # taken, at most capacity_tokens
 
     def __len__(self) -> int:
@@ -119,9 +119,9 @@ class Chats:
 
     def _turn(
         self, messages: Sequence[Any], token_ids: TokenIds, tools: Any, scope: str
-    ) -> Turn | None:
+    ) -> SentChat | None:
         """None for what is not followed: too long, or nothing that can be hashed."""
-        if not 0 < len(messages) <= MOST_MESSAGES or len(token_ids) > self._capacity_tokens // 8:
+        if not 0 < len(messages) <= MAX_MESSAGES or len(token_ids) > self._capacity_tokens // 8:
             return None
         seed = xxh3_64_intdigest(_bytes(scope), self._seed)
         try:
@@ -131,9 +131,11 @@ class Chats:
             return None
         telling = [number for number, (_, length) in enumerate(digests) if length >= SHORT]
         hashes = [digest for digest, _ in digests]
-        return Turn(hashes, telling, tools_hash, np.array(token_ids, np.uint32))
+        return SentChat(hashes, telling, tools_hash, np.array(token_ids, np.uint32))
 
-    def _compared(self, turn: Turn, messages: Sequence[Any]) -> tuple[Turn | None, Break | None]:
+    def _compared(
+        self, turn: SentChat, messages: Sequence[Any]
+    ) -> tuple[SentChat | None, Break | None]:
         """The chat's earlier turn, and what broke the prefix since."""
         earlier = self._earlier(turn)
         if earlier is None:
@@ -143,7 +145,7 @@ class Chats:
             return None, None
         return earlier.turn, _break(earlier, turn, messages, differ) if differ else None
 
-    def _earlier(self, turn: Turn) -> Earlier | None:
+    def _earlier(self, turn: SentChat) -> Earlier | None:
         """By the newest message that a kept turn has too."""
         known = (each for each in reversed(turn.telling) if turn.messages[each] in self._by_message)
         for number in islice(known, LOOKED_AT):
@@ -152,7 +154,7 @@ class Chats:
                 return max(found, key=lambda earlier: earlier.parted)
         return None
 
-    def _keep(self, turn: Turn) -> None:
+    def _keep(self, turn: SentChat) -> None:
         if not turn.telling:
             return  # it could not be found again
         self._turns[turn] = None
@@ -164,7 +166,7 @@ class Chats:
         while self.room_tokens > self._capacity_tokens:
             self._drop(next(iter(self._turns)))
 
-    def _drop(self, turn: Turn) -> None:
+    def _drop(self, turn: SentChat) -> None:
         del self._turns[turn]
         self.room_tokens -= turn.room_tokens
         for key in turn.keys:
@@ -175,7 +177,7 @@ class Chats:
                 self._by_message.pop(key, None)
 
 
-def _overlap(old: Turn, new: Turn, number: int) -> Earlier | None:
+def _overlap(old: SentChat, new: SentChat, number: int) -> Earlier | None:
     """Both have the new one's message of that number. None if it stands before the first
     difference: then they began alike, and went on as two chats."""
     parted = _same(old.messages, new.messages)
@@ -187,7 +189,7 @@ def _overlap(old: Turn, new: Turn, number: int) -> Earlier | None:
     return Earlier(old, parted, behind) if behind else None
 
 
-def _break(earlier: Earlier, turn: Turn, messages: Sequence[Any], differ: Difference) -> Break:
+def _break(earlier: Earlier, turn: SentChat, messages: Sequence[Any], differ: Difference) -> Break:
     parted = earlier.parted
     if earlier.turn.tools != turn.tools and parted:  # templates put them before the second message
         return Break("tools", None, differ)

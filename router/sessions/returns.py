@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.keep import MOST_TURNS, NO_BLOCK, SESSION_BITS, Keep, Order, SessionTurn
+from kvroute.contract.keep import (
+    MAX_TURNS,
+    NO_BLOCK,
+    SESSION_BITS,
+    Order,
+    RetentionHint,
+    SessionTurn,
+)
 
 Why = Literal["ended", "unlikely", "usual"]  # why a turn's blocks may be gone
 WHYS: tuple[Why, ...] = get_args(Why)
@@ -30,7 +37,7 @@ UNLIKELY = 0.4  # of the turns that come back of the likeliest kind; a kind belo
 WRONG = 0.1  # the share of ends that clients may get wrong and still be believed
 
 
-class Said(NamedTuple):
+class SessionHints(NamedTuple):
     """What a request's client says of its conversation."""
 
     session: int = 0  # a number for the session's id; 0: none was given
@@ -40,14 +47,14 @@ class Said(NamedTuple):
     tenant: int = 0  # a number for whom it belongs to
 
 
-NOTHING_SAID = Said()
+NO_HINTS = SessionHints()
 
 
 class Retention(NamedTuple):
     """What follows for a prompt's blocks."""
 
     turn: SessionTurn
-    keep: Keep
+    keep: RetentionHint
     lost: Why = "usual"  # why blocks of the turn before are gone, if they are
 
 
@@ -60,7 +67,7 @@ class _End:
 
 
 @dataclass
-class Counts:
+class TurnCounts:
     """Turns of each kind, and those of them that came back."""
 
     sent: list[float] = field(default_factory=lambda: [0.0] * KINDS)
@@ -99,7 +106,7 @@ class Returns:
     """The conversations of all routers, as one of them knows them."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
-        self.counts = Counts()
+        self.counts = TurnCounts()
         self._rng = rng or random.Random()  # for numbers of sessions without a name
         self._ends: OrderedDict[Fingerprint, _End] = OrderedDict()
         self._sessions: OrderedDict[int, Fingerprint] = OrderedDict()  # named ones: latest end
@@ -108,7 +115,11 @@ class Returns:
         return len(self._ends)
 
     def retention(
-        self, chain: Sequence[Fingerprint], known_blocks: int, said: Said, shared_blocks: int = 0
+        self,
+        chain: Sequence[Fingerprint],
+        known_blocks: int,
+        said: SessionHints,
+        shared_blocks: int = 0,
     ) -> Retention:
         """Return how a replica is to keep a prompt's blocks.
 
@@ -134,7 +145,7 @@ class Returns:
         order = self.counts.order(_kind(turn))
         if said.is_promised and not said.is_end:
             order = Order.USUAL
-        return Retention(turn, Keep(order, turn.session), self._lost(earlier))
+        return Retention(turn, RetentionHint(order, turn.session), self._lost(earlier))
 
     def begin(self, turn: SessionTurn) -> None:
         """Record that a turn is sent, by this router or by another. A second call does nothing."""
@@ -205,7 +216,7 @@ def _kind(turn: SessionTurn) -> int:
 def _number_after(earlier: _End | None, end: Fingerprint) -> int:
     if earlier is None:
         return 1
-    return min(MOST_TURNS, earlier.turn.number + (earlier.turn.end != end))
+    return min(MAX_TURNS, earlier.turn.number + (earlier.turn.end != end))
 
 
 def _bound(table: OrderedDict[Any, Any], most: int) -> None:

@@ -3,7 +3,7 @@
 import re
 
 CONTEXT_TOKENS = 12  # of the prompt before and behind the change: marks such as "<total_tokens>"
-MOST_TOKENS = 64  # of a change; a longer one is no date and no counter
+MAX_TOKENS = 64  # of a change; a longer one is no date and no counter
 # The first that is found counts.
 KINDS = (
     ("a count of the tokens that are left", re.compile(r"total_tokens|tokens (?:left|remaining)")),

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.bench.report import Row, Section
 from tests.support.engines import Running, started
@@ -23,14 +23,16 @@ BATCH = 2  # one-shot prompts for each turn of a chat
 CACHE_MB = 160  # about 110 blocks of 32 tokens, in float32
 SEED = 1
 
-Told = Callable[[int], Keep | None]  # of a chat's request by the chat's number; 0: of the batch job
+Told = Callable[
+    [int], RetentionHint | None
+]  # of a chat's request by the chat's number; 0: of the batch job
 
 
-def order(session: int) -> Keep | None:
-    return Keep(session=session) if session else Keep(Order.UNLIKELY)
+def order(session: int) -> RetentionHint | None:
+    return RetentionHint(session=session) if session else RetentionHint(Order.UNLIKELY)
 
 
-def nothing(session: int) -> Keep | None:
+def nothing(session: int) -> RetentionHint | None:
     return None
 
 
@@ -66,7 +68,9 @@ async def _share(told: Told) -> Row:
         }
 
 
-async def _ask(running: Running, prompt: list[int], keep: Keep | None) -> tuple[int, list[int]]:
+async def _ask(
+    running: Running, prompt: list[int], keep: RetentionHint | None
+) -> tuple[int, list[int]]:
     """Cached tokens, and the answer."""
     ids = np.array(prompt, np.uint32)
     request = GenerateRequest("", ids, max_tokens=ANSWER_TOKENS)

@@ -47,8 +47,8 @@ class Running:
     processes: list[psutil.Process]  # the engine's
 
     def now(self) -> Moment:
-        times = [each.cpu_times() for each in self.processes]
-        return Moment(time.monotonic(), sum(each.user + each.system for each in times))
+        times = [process.cpu_times() for process in self.processes]
+        return Moment(time.monotonic(), sum(time_.user + time_.system for time_ in times))
 
     def sizes(self) -> dict[str, float]:
         facts = self.engine.facts
@@ -56,7 +56,7 @@ class Running:
         return {
             "KV bytes a token": (KV_CACHE_MB << 20) // (blocks * facts.block_size),
             "tokens in the KV cache": facts.capacity_blocks * facts.block_size,
-            "resident MB": sum(each.memory_info().rss for each in self.processes) >> 20,
+            "resident MB": sum(process.memory_info().rss for process in self.processes) >> 20,
         }
 
 

@@ -56,8 +56,8 @@ def _row(name: str, turns: list[Turn]) -> Row:
 
 def _speeds(running: Running) -> str:
     moves = running.transfers
-    in_bytes, in_s = sum(each.in_bytes for each in moves), sum(each.in_s for each in moves)
-    out_bytes, out_s = sum(each.out_bytes for each in moves), sum(each.out_s for each in moves)
+    in_bytes, in_s = sum(move.in_bytes for move in moves), sum(move.in_s for move in moves)
+    out_bytes, out_s = sum(move.out_bytes for move in moves), sum(move.out_s for move in moves)
     if not in_s or not out_s:
         return "Nothing was copied."
     return (

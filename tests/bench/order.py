@@ -7,27 +7,27 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from tests.bench.report import Row, Section
 
 BLOCKS = 50_000  # of the pool
 CHATS = 600
 TURN_BLOCKS = 24  # that a turn adds, prompt and answer
-MOST_TURNS = 8
+MAX_TURNS = 8
 REQUESTS = 3_000  # that are counted, once the pool is full
 ROUNDS = 5  # in turns
 PARTS = "get", "free", "touch", "label"
 
-Said = Callable[[random.Random, int], Keep]  # of a turn, by its session
+Said = Callable[[random.Random, int], RetentionHint]  # of a turn, by its session
 
 
-def nothing(rng: random.Random, session: int) -> Keep:
-    return Keep()
+def nothing(rng: random.Random, session: int) -> RetentionHint:
+    return RetentionHint()
 
 
-def ordered(rng: random.Random, session: int) -> Keep:
+def ordered(rng: random.Random, session: int) -> RetentionHint:
     """Some unlikely turns, and sessions of their own."""
-    return Keep(rng.choice([Order.USUAL, Order.UNLIKELY]), session)
+    return RetentionHint(rng.choice([Order.USUAL, Order.UNLIKELY]), session)
 
 
 CASES: dict[str, Said | None] = {
@@ -44,7 +44,7 @@ def order() -> Section:
             found[case].append(Pool(said, number).us_a_block())
     rows: list[Row] = []
     for case, rounds in found.items():
-        row = {part: statistics.median(each[part] for each in rounds) for part in PARTS}
+        row = {part: statistics.median(round_[part] for round_ in rounds) for part in PARTS}
         rows.append({"queue": case, **row, "in all": sum(row.values())})
     note = f"Microseconds a block. {CHATS} chats in {BLOCKS:,} blocks; medians of {ROUNDS} rounds."
     return Section("The order of eviction in vLLM's block pool", rows, [note])
@@ -72,7 +72,7 @@ class Pool:
                 self._spent = dict.fromkeys(PARTS, (0, 0.0))
             number = self._rng.randrange(CHATS)
             session, hashes = chats[number]
-            if len(hashes) >= MOST_TURNS * TURN_BLOCKS:
+            if len(hashes) >= MAX_TURNS * TURN_BLOCKS:
                 session, hashes = session + CHATS, []
             hashes = hashes + [self._rng.randbytes(36) for _ in range(TURN_BLOCKS)]
             chats[number] = session, hashes

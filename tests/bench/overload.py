@@ -18,7 +18,7 @@ from tests.support.serving import start_cluster
 
 REPLICAS = 4
 PREFILL_TOKENS_PER_S = 4000  # of a replica
-MEAN_TOKENS, MOST_TOKENS = 1000, 8000  # of a prompt
+MEAN_TOKENS, MAX_TOKENS = 1000, 8000  # of a prompt
 LATE_S = 0.5  # a refusal before is one at once, whatever the machine had to do
 LOADS = (0.9, 3.0)  # of what the fleet can compute
 CLIENTS = 500
@@ -53,7 +53,7 @@ class Load:
         return self._row(load)
 
     async def _ask(self) -> None:
-        tokens = min(MOST_TOKENS, 1 + round(self._rng.expovariate(1 / MEAN_TOKENS)))
+        tokens = min(MAX_TOKENS, 1 + round(self._rng.expovariate(1 / MEAN_TOKENS)))
         prompt = [self._rng.randrange(1000, 40_000) for _ in range(tokens)]
         body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
         began_s, status = time.monotonic(), 0
@@ -71,8 +71,8 @@ class Load:
             await asyncio.sleep(0.2)
 
     def _row(self, load: float) -> Row:
-        answered = [each.took_s for each in self._outcomes if each.status == 200]
-        refused = [each.took_s for each in self._outcomes if each.status == 429]
+        answered = [outcome.took_s for outcome in self._outcomes if outcome.status == 200]
+        refused = [outcome.took_s for outcome in self._outcomes if outcome.status == 429]
         return {
             "load": f"{load:.0%}",
             "requests": len(self._outcomes),

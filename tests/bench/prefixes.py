@@ -127,7 +127,9 @@ async def flood(client: AsyncOpenAI, rng: random.Random, *, at_once: int) -> Non
         async with gate:
             await ask(client, None, prompt)
 
-    blocks = sum(each["capacity_blocks"] * each["block_size"] for each in await replicas(client))
+    blocks = sum(
+        replica["capacity_blocks"] * replica["block_size"] for replica in await replicas(client)
+    )
     prompts = [ids(rng, FLOOD_TOKENS) for _ in range(FLOODS * blocks // FLOOD_TOKENS + 1)]
     await asyncio.gather(*map(send, prompts))
 
@@ -206,7 +208,7 @@ async def same_answers(client: AsyncOpenAI) -> str:
 
 async def killed(client: AsyncOpenAI) -> Row:
     """Until a killed replica's successor has answered, and what it had cached then."""
-    before = {each["id"]: each["pid"] for each in await replicas(client)}
+    before = {replica["id"]: replica["pid"] for replica in await replicas(client)}
     begun_s = time.monotonic()
     os.kill(next(iter(before.values())), signal.SIGKILL)
     outcomes: Counter[str] = Counter()

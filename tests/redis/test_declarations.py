@@ -12,7 +12,7 @@ import pytest
 
 from kvroute.blocks.chain import Scope
 from kvroute.blocks.tiers import HOST
-from kvroute.contract.prefix_id import OF
+from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord, TierFacts, Warm
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.declaration import PrefixDeclaration
@@ -326,9 +326,9 @@ async def test_no_name_reaches_another_tenants_prefix(
     declarations: Declarations, catalogue: Catalogue
 ) -> None:
     await declare_as(declarations, A, "merger", " a" * 20)
-    assert (await refused(declarations.get(f"a{OF}merger", B)))[0] == 404
-    assert (await refused(declarations.drop(f"a{OF}merger", B)))[0] == 404
-    assert catalogue.find(f"a{OF}merger", B) is None
+    assert (await refused(declarations.get(f"a{TENANT_SEPARATOR}merger", B)))[0] == 404
+    assert (await refused(declarations.drop(f"a{TENANT_SEPARATOR}merger", B)))[0] == 404
+    assert catalogue.find(f"a{TENANT_SEPARATOR}merger", B) is None
 
 
 async def test_metrics_do_not_name_what_tenants_have_declared(

@@ -8,10 +8,10 @@ from redis.asyncio import Redis
 from kvroute.contract.unreadable import Unreadable
 from kvroute.router.observability import neighbours as module
 from kvroute.router.observability.neighbours import Neighbours
-from kvroute.store.clusters import Clusters, Tenant
+from kvroute.store.clusters import ClusterModel, Clusters
 from tests.support.waiting import until
 
-OWN = Tenant("cluster", "model", "127.0.0.1:1", "kvroute")
+OWN = ClusterModel("cluster", "model", "127.0.0.1:1", "kvroute")
 
 
 async def test_a_redis_without_memory_can_be_read_only(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.messages import Message, decode
+from kvroute.contract.messages import RouterMessage, decode
 from kvroute.contract.records import VERSION, ReplicaRecord
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.admission.limits import Limits
@@ -158,7 +158,7 @@ async def test_a_router_does_not_hear_itself(redis_url: str) -> None:
 async def test_a_router_without_others_publishes_no_more_than_that_it_is_there(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    published = list[Message]()
+    published = list[RouterMessage]()
 
     async def publish(index: Index, payload: bytes) -> None:
         published.append(decode(payload))
@@ -211,7 +211,7 @@ async def test_a_router_that_fell_silent_takes_its_tenants_requests_with_it(redi
         one.limits.enter("acme", 0.0)
         await until(lambda: other.limits.under_way("acme") == (1, 0))
     other.now_s += SILENCE_S - 1
-    other.listener.receive(Message(VERSION, other.listener.own, []))  # it hears itself
+    other.listener.receive(RouterMessage(VERSION, other.listener.own, []))  # it hears itself
     other.now_s += 2
     other.listener.forget_silent()
     assert (other.limits.under_way("acme"), other.limits.shared_by) == ((0, 0), 1)
@@ -232,7 +232,7 @@ async def test_routers_that_hear_nothing_share_the_limits_until_they_hear_again(
     for _ in range(10):
         assert one.limits.shared_by == 2
         one.now_s += SILENCE_S / 8
-        one.listener.receive(Message(VERSION, one.listener.own, []))
+        one.listener.receive(RouterMessage(VERSION, one.listener.own, []))
         one.listener.forget_silent()
         if one.limits.shared_by == 1:
             break

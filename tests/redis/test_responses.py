@@ -20,12 +20,12 @@ from kvroute.store.connection import connect
 from kvroute.store.keys import key_prefix
 from kvroute.store.responses import (
     LARGEST_SHARE,
-    MOST_LINKS,
-    MOST_REMOVED,
+    MAX_LINKS,
+    MAX_REMOVED,
     OVERHEAD,
     Responses,
+    StoredTurn,
     TooLongError,
-    Turn,
     key,
 )
 
@@ -40,8 +40,8 @@ def store(client: Redis, **changes: Any) -> Responses:
     return Responses(client, "m", **given)
 
 
-def turn(*items: object) -> Turn:
-    return Turn(msgspec.Raw(msgspec.json.encode(items)), len(items), len(items), len(items))
+def turn(*items: object) -> StoredTurn:
+    return StoredTurn(msgspec.Raw(msgspec.json.encode(items)), len(items), len(items), len(items))
 
 
 async def put(
@@ -179,7 +179,7 @@ async def test_one_that_takes_too_much_is_not_stored(empty_redis: Redis) -> None
 
 
 async def test_a_large_one_takes_the_room_of_many(empty_redis: Redis) -> None:
-    small = 2 * MOST_REMOVED
+    small = 2 * MAX_REMOVED
     responses = store(empty_redis, limit_bytes=small * (OVERHEAD + 150))
     await asyncio.gather(*(put(responses, f"{n}") for n in range(small)))
     filler = responses.bytes
@@ -192,12 +192,12 @@ async def test_a_large_one_takes_the_room_of_many(empty_redis: Redis) -> None:
 
 async def test_a_conversation_has_a_limit(empty_redis: Redis) -> None:
     responses = store(empty_redis, most_bytes=5000, limit_bytes=100 * MB)
-    for n in range(MOST_LINKS + 1):
+    for n in range(MAX_LINKS + 1):
         await put(responses, f"{n}", f"{n - 1}" if n else None)
     roomy = store(empty_redis, limit_bytes=100 * MB)
-    assert len(await said(roomy, f"{MOST_LINKS - 1}")) == MOST_LINKS
+    assert len(await said(roomy, f"{MAX_LINKS - 1}")) == MAX_LINKS
     with pytest.raises(TooLongError):
-        await roomy.conversation(f"{MOST_LINKS}", "")
+        await roomy.conversation(f"{MAX_LINKS}", "")
     with pytest.raises(TooLongError):
         await responses.conversation("900", "")
     bomb = turn("x" * MB)

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from kvroute.contract.records import RouterDescription, Whereabouts
+from kvroute.contract.records import ProcessLocation, RouterDescription
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 
 
 def router_at(node: str) -> RouterDescription:
-    return RouterDescription(Whereabouts(node))
+    return RouterDescription(ProcessLocation(node))
 
 
 async def test_a_router_is_known_until_it_leaves_or_its_lease_ends(redis_url: str) -> None:

@@ -95,7 +95,7 @@ async def test_models_and_clusters_have_accounts_of_their_own(empty_redis: Redis
 async def test_only_so_many_tenants_have_names(
     empty_redis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored, "MOST_TENANTS", 3)
+    monkeypatch.setattr(stored, "MAX_TENANTS", 3)
     store = DailyAccounts(empty_redis, "m")
     await add(store, 1, other={"ok": 1})
     for number, tenant in enumerate("abcdea", 2):

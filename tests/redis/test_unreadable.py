@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract import messages
-from kvroute.contract.messages import Dispatch, Fingerprints, Message
+from kvroute.contract.messages import Dispatch, Fingerprints, RouterMessage
 from kvroute.contract.records import (
     NO_PINS,
     VERSION,
     Description,
     Load,
+    ProcessLocation,
     RouterDescription,
     Warm,
-    Whereabouts,
 )
 from kvroute.contract.unreadable import Unreadable
 from kvroute.replica.block_table import BlockTable
@@ -34,7 +34,7 @@ from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.store.clusters import KEY, Clusters, Tenant
+from kvroute.store.clusters import KEY, ClusterModel, Clusters
 from kvroute.store.connection import connect
 from kvroute.store.index import START, FencedError, Index
 from kvroute.store.keys import key_prefix
@@ -136,14 +136,14 @@ async def read_all(redis: Any) -> tuple[Index, set[str], set[str], set[str]]:
     assert len(await index.counts(records)) == len(records)
     await index.leases_s()
     changes = [change for _, change in await index.follow(START, block_ms=1)]
-    assert [each.seq for each in changes if each and each.replica_id == "b"][:2] == [0, 1]
+    assert [change.seq for change in changes if change and change.replica_id == "b"][:2] == [0, 1]
     prefixes = Prefixes(redis, MODEL, unreadable=unreadable)
     await prefixes.revision()
     await prefixes.uses()
     await prefixes.count({"law": (1, 2)})
     known = {prefix.name for prefix in await prefixes.all()}
     await prefixes.declare("new", token_ids=np.arange(9, dtype=np.uint32), source={"prompt": "b"})
-    return index, {each.id for each in records}, set(await index.routers()), known
+    return index, {record.id for record in records}, set(await index.routers()), known
 
 
 async def write_valid(redis: Any) -> None:
@@ -155,7 +155,7 @@ async def write_valid(redis: Any) -> None:
         )
         await index.change(state, added=BLOCKS, lease_s=60)
     for router_id in "rs":
-        await index.announce_router(router_id, RouterDescription(Whereabouts()), lease_s=60)
+        await index.announce_router(router_id, RouterDescription(ProcessLocation()), lease_s=60)
     for name in ("law", "roman"):
         await prefixes.declare(
             name, token_ids=np.arange(9, dtype=np.uint32), source={"prompt": "a"}
@@ -185,7 +185,7 @@ def test_any_bytes_in_any_key_leave_the_neighbours_readable(
 
 
 valid = messages.encode(
-    Message(
+    RouterMessage(
         VERSION, "r", [Dispatch("1", "a", 0.1, 10, 20, Fingerprints(BLOCKS), Fingerprints(BLOCKS))]
     )
 )
@@ -418,7 +418,7 @@ async def test_two_clusters_in_one_redis_do_not_mix(redis_url: str) -> None:
         one, other = (Index(redis, MODEL, cluster=name) for name in ("one", "other"))
         state = await one.register("a", "1", description=DESCRIPTION, load=LOAD, lease_s=60)
         await one.change(state, added=BLOCKS, lease_s=60)
-        await one.announce_router("r", RouterDescription(Whereabouts()), lease_s=60)
+        await one.announce_router("r", RouterDescription(ProcessLocation()), lease_s=60)
         messages = other.router_messages(wait_s=0.2)
         heard = asyncio.ensure_future(anext(messages))
         await asyncio.sleep(0.05)
@@ -436,16 +436,18 @@ def test_every_pair_of_cluster_and_model_has_keys_of_its_own() -> None:
     parts = ("a", "b", "a/b", "b/a", "{a}", "(a)", "a}", "%7Ba}", "a%2Fb", "")
     prefixes = {key_prefix(cluster, model) for cluster in parts for model in parts}
     assert len(prefixes) == len(parts) ** 2
-    assert all((each.count("{"), each.count("}"), each[-1]) == (1, 1, "}") for each in prefixes)
+    assert all(
+        (prefix.count("{"), prefix.count("}"), prefix[-1]) == (1, 1, "}") for prefix in prefixes
+    )
 
 
 async def test_clusters_of_one_redis_hear_of_each_other(redis_url: str) -> None:
     async with redis_on(redis_url) as redis:
         unreadable = Unreadable()
         clusters = Clusters(redis, unreadable)
-        own = Tenant("one", MODEL, "10.0.0.1:6379", "kvroute")
-        twin = Tenant("one", MODEL, "10.0.0.2:6379", "kvroute")
-        other = Tenant("other", MODEL, "10.0.0.2:6379", "kvroute")
+        own = ClusterModel("one", MODEL, "10.0.0.1:6379", "kvroute")
+        twin = ClusterModel("one", MODEL, "10.0.0.2:6379", "kvroute")
+        other = ClusterModel("other", MODEL, "10.0.0.2:6379", "kvroute")
         for each in (own, twin, other, own):
             await clusters.announce(each)
         await redis.zadd(KEY, {b"garbage\xff": 2e9 * 2})
@@ -458,10 +460,10 @@ async def test_clusters_of_one_redis_hear_of_each_other(redis_url: str) -> None:
 
 async def test_a_cluster_that_went_silent_is_forgotten(redis_url: str) -> None:
     async with redis_on(redis_url) as redis:
-        clusters, gone = Clusters(redis, Unreadable()), Tenant("gone", MODEL, "", "")
+        clusters, gone = Clusters(redis, Unreadable()), ClusterModel("gone", MODEL, "", "")
         await redis.zadd(KEY, {msgspec.json.encode(gone): 1.0})
         assert await clusters.all() == []
-        await clusters.announce(Tenant("one", MODEL, "", ""))
+        await clusters.announce(ClusterModel("one", MODEL, "", ""))
         assert await redis.zcard(KEY) == 1
         assert 0 < await redis.ttl(KEY) <= 30
 

@@ -33,7 +33,7 @@ def status_of(chunks: Sequence[Chunk]) -> int:
 def events_of(chunks: Sequence[Chunk]) -> list[Any]:
     """The events of a stream, without its end."""
     lines = data_of(chunks).decode().split("\n\n")
-    return [json.loads(each.removeprefix("data: ")) for each in lines if each.startswith("data: {")]
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
 def choices_of(chunks: Sequence[Chunk], index: int = 0) -> list[Any]:

@@ -21,7 +21,7 @@ def cache_clearer(cluster: Cluster) -> Iterator[Callable[[str], None]]:
         actors = ray.util.list_named_actors(all_namespaces=True)
 
         def clear(replica_id: str) -> None:
-            (actor,) = (each for each in actors if each["name"].endswith(replica_id))
+            (actor,) = (actor for actor in actors if actor["name"].endswith(replica_id))
             handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
             while ray.get(handle.__ray_call__.remote(_clearing()), timeout=10):
                 time.sleep(0.01)  # it was not idle just then

@@ -120,7 +120,7 @@ async def started_ranks(
         **(defaults | own),
     )
     engines = await start_engines(settings)
-    tables = [BlockTable(each.members) for each in engines]
+    tables = [BlockTable(engine.members) for engine in engines]
     ranks = [
         Running(each, table, ghosts_of(each, table), n)
         for n, (each, table) in enumerate(zip(engines, tables, strict=True))

@@ -59,7 +59,7 @@ def as_installed(name: str) -> str:
     """The hook of that name. GoneError."""
     if name.endswith(ALL):
         members = vars(_found(name.removesuffix(ALL)))
-        return f"{name}: {', '.join(sorted(each for each in members if each[0] != '_'))}"
+        return f"{name}: {', '.join(sorted(member for member in members if member[0] != '_'))}"
     thing = _found(name)
     if not (inspect.isfunction(thing) or inspect.ismethod(thing)):
         return name

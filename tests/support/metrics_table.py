@@ -21,7 +21,7 @@ from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.replicas import replicas
-from kvroute.router.dispatch.blamed import Blamed
+from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
@@ -65,7 +65,7 @@ def router() -> CollectorRegistry:
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None](lambda: 1.0))
     metrics.export_links(Links(lambda: replicas("unused")))
-    metrics.export_blamed(Blamed())
+    metrics.export_blamed(PoisonList())
     metrics.export_seats(Seats[None](lambda: 0))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
     metrics.export_responses(responses)

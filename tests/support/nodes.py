@@ -66,7 +66,9 @@ class Nodes:
         said = subprocess.run([*inside, *curl], check=True, capture_output=True).stdout
         replicas = json.loads(said)["applications"]["kvroute"]["deployments"]["Replica"]["replicas"]
         return {
-            each["replica_id"]: each["node_ip"] for each in replicas if each["state"] == "RUNNING"
+            replica["replica_id"]: replica["node_ip"]
+            for replica in replicas
+            if replica["state"] == "RUNNING"
         }
 
     def processes(self) -> Counter[str]:

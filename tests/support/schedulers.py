@@ -61,7 +61,9 @@ def step(scheduler: Any) -> dict[str, int]:
     planned = scheduler.schedule()
     computed: dict[str, int] = planned.num_scheduled_tokens
     requests = [scheduler.requests[name] for name in computed]
-    drawn = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
+    drawn = [
+        [7] if request.num_computed_tokens >= request.num_tokens else [] for request in requests
+    ]
     numbers = {name: number for number, name in enumerate(computed)}
     scheduler.update_from_output(planned, ModelRunnerOutput([*computed], numbers, drawn))
     return computed

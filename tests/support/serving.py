@@ -56,7 +56,7 @@ class Cluster:
         return [each for each in started if title in _title_of(each)]
 
     def routers(self) -> list[psutil.Process]:
-        return [each for each in self.processes() if "kvroute:Router" in _title_of(each)]
+        return [process for process in self.processes() if "kvroute:Router" in _title_of(process)]
 
     def wait_for(self, text: str, *, deadline_s: float) -> None:
         """Fails with all of the output when the text is not printed in time."""
@@ -117,7 +117,9 @@ def redis_of(cluster: Cluster) -> "redis.Redis":
     """The Redis that the command has started."""
     (server,) = cluster.named(REDIS_SERVER)
     (port,) = {
-        each.laddr.port for each in server.net_connections("inet") if each.status == "LISTEN"
+        net_connection.laddr.port
+        for net_connection in server.net_connections("inet")
+        if net_connection.status == "LISTEN"
     }
     _, password, _ = Path(server.cwd(), SECRET).read_text().split('"')
     return redis.Redis(port=port, password=password)

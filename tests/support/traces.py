@@ -229,7 +229,7 @@ def _size(rng: random.Random, middle: int, *, most: int) -> int:
 
 def _in_order(requests: list[Request], span_s: float = SPAN_S) -> list[Request]:
     """Those within the span, from the first on."""
-    requests = [each for each in requests if 0 <= each.arrival_s < span_s]
+    requests = [request for request in requests if 0 <= request.arrival_s < span_s]
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s
     return [

@@ -50,7 +50,7 @@ async def test_requests_above_the_limit_are_refused(
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
-    assert [each.code for each in router.refusals] == ["overloaded"]
+    assert [refusal.code for refusal in router.refusals] == ["overloaded"]
     assert (await client.get("/")).status_code == 200
     router.go_on.set()
     assert {answer.status_code for answer in await asyncio.gather(*under_way)} == {200}

@@ -290,7 +290,7 @@ class SimulatedFleet:
         grown_s: float | None = None
         for second in range(seconds):
             now_s = float(second)
-            running = [each for each in replicas if each.ready_s <= now_s]
+            running = [replica for replica in replicas if replica.ready_s <= now_s]
             for _ in range(poisson(rng, 4 * self.load(now_s))):  # prompts of a quarter of a second
                 min(running, key=lambda each: each.queue_s).queue_s += 0.25
             self.waits_s.append(min(each.queue_s for each in running))

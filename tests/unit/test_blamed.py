@@ -14,7 +14,7 @@ from kvroute.doctor.checks import blamed as doctors_view
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.dispatch.blamed import KEPT_S, MOST, Blamed
+from kvroute.router.dispatch.blamed import KEPT_S, MOST, PoisonList
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.link import LostError
@@ -135,7 +135,7 @@ async def test_a_request_of_which_two_replicas_die_is_refused_from_then_on() -> 
     assert replicas.asked == ["r0", "r1"]
 
 
-def is_refused(blamed: Blamed, request: GenerateRequest) -> bool:
+def is_refused(blamed: PoisonList, request: GenerateRequest) -> bool:
     try:
         blamed.check(request)
     except ApiError:
@@ -145,7 +145,7 @@ def is_refused(blamed: Blamed, request: GenerateRequest) -> bool:
 
 def test_a_blamed_request_is_known_by_its_content_for_some_minutes() -> None:
     now_s = [0.0]
-    blamed = Blamed(clock=lambda: now_s[0])
+    blamed = PoisonList(clock=lambda: now_s[0])
     blamed.add(request_of(), "it stopped r0")
     assert is_refused(blamed, request_of())
     assert is_refused(blamed, request_of().after([1, 2]))
@@ -157,7 +157,7 @@ def test_a_blamed_request_is_known_by_its_content_for_some_minutes() -> None:
 
 
 def test_the_list_of_blamed_requests_has_a_bound() -> None:
-    blamed = Blamed()
+    blamed = PoisonList()
     for number in range(MOST + 1):
         blamed.add(request_of(PROMPT + number), "it stopped r0")
     assert len(blamed.as_json()) == MOST
@@ -166,16 +166,16 @@ def test_the_list_of_blamed_requests_has_a_bound() -> None:
 
 
 def test_routers_share_blamed_requests() -> None:
-    publisher, there = PeerPublisher("here"), Blamed()
+    publisher, there = PeerPublisher("here"), PoisonList()
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     subscriber = PeerSubscriber(fleet, own="there", blamed=there.hear)
-    Blamed(publisher.blamed).add(request_of(), "it stopped r0")
+    PoisonList(publisher.blamed).add(request_of(), "it stopped r0")
     subscriber.receive(decode(encode(publisher.take())))
     assert is_refused(there, request_of())
 
 
 def test_the_doctor_names_blamed_requests() -> None:
-    blamed = Blamed()
+    blamed = PoisonList()
     assert doctors_view([]).grade == "ok"
     blamed.add(request_of(), "replica r0 stopped")
     found = doctors_view([{"model": "m", **each} for each in blamed.as_json()])

@@ -67,7 +67,7 @@ def test_any_body_is_read_or_refused(body: dict[str, Any], path: str) -> None:
     if status != 200:
         return
     prompts = call.prompts()
-    assert prompts is None or all(isinstance(each, str | np.ndarray) for each in prompts)
+    assert prompts is None or all(isinstance(prompt, str | np.ndarray) for prompt in prompts)
     assert isinstance(call.cache_salt, str)
     assert 1 <= call.n <= MAX_N
 

@@ -20,7 +20,7 @@ TOOLS = [{"type": "function", "function": {"name": "search", "description": "fin
 
 def render(messages: list[Any], tools: Any = None) -> TokenIds:
     """A token for each character, with the tools behind the first message, as templates do it."""
-    texts = [f"<{each['role']}>{each['content']}<end>" for each in messages]
+    texts = [f"<{message['role']}>{message['content']}<end>" for message in messages]
     whole = "".join([texts[0], f"<tools>{tools}", *texts[1:]]) + "<assistant>"
     return np.frombuffer(whole.encode("utf-32-le"), np.uint32)
 

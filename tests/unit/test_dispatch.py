@@ -252,7 +252,9 @@ async def test_no_load_is_left_where_a_replica_was_lost() -> None:
     await client.ask()
     ids = [*client.wired.ids()]
     candidates = client.fleet.place_chain([], 1, ids, now_s=time.monotonic()).ranking
-    assert [(each.backlog_s, each.decode_step_s) for each in candidates] == [(0, 0)] * 3
+    assert [(candidate.backlog_s, candidate.decode_step_s) for candidate in candidates] == [
+        (0, 0)
+    ] * 3
 
 
 async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have_begun() -> None:
@@ -266,7 +268,7 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
         asking.cancel()
         await asyncio.wait([asking])
         assert [load.unanswered for load in client.fleet.loads.known().values()] == [0, 0]
-        await until(lambda: not any(each.running for each in client.wired.servers.values()))
+        await until(lambda: not any(server.running for server in client.wired.servers.values()))
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -278,7 +280,7 @@ async def test_a_replica_that_refuses_is_passed_over(stops: bool) -> None:
             client.engines.requests.clear()
             assert len(await client.asked()) > 0
         assert first[0].refusals > 0
-        outcomes = {(each.replica_id, each.outcome) for each in client.diary.attempts}
+        outcomes = {(attempt.replica_id, attempt.outcome) for attempt in client.diary.attempts}
         assert outcomes == {("r0", "moved"), ("r1", "ok")}
 
 
@@ -308,7 +310,7 @@ async def test_a_connection_that_is_about_to_end_takes_nothing_more() -> None:
         assert not link.closed.done()
         assert client.wired.links.connected() == ["r1"]
         assert said(await client.asked())[3] == "length"
-        assert {each.replica_id for each in client.diary.attempts} == {"r1"}
+        assert {attempt.replica_id for attempt in client.diary.attempts} == {"r1"}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -323,11 +325,11 @@ async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: i
     async with client.serving():
         asking = asyncio.create_task(client.asked(max_tokens=400))
         await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
-        (server,) = (each for each in client.wired.servers.values() if each.running)
+        (server,) = (server for server in client.wired.servers.values() if server.running)
         for peer in server.peers:
             peer.abort("as planned")
         assert said(await asking) == said(undisturbed)
-        assert [each.outcome for each in client.diary.attempts] == ["failed", "ok"]
+        assert [attempt.outcome for attempt in client.diary.attempts] == ["failed", "ok"]
         await until(lambda: len(client.wired.links.connected()) == replicas)  # again
 
 
@@ -437,7 +439,7 @@ async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
         server.stop()
         await server.idle()
         assert said(await asking)[3] == "length"
-        assert [each.outcome for each in client.diary.attempts] == ["ok"]
+        assert [attempt.outcome for attempt in client.diary.attempts] == ["ok"]
         await until(lambda: not server.peers)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.blocks.cache_groups import UNTOLD
+from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.unreadable import KINDS
 from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports
 from kvroute.doctor.cache_size import CacheReading
@@ -158,7 +158,7 @@ def test_a_replica_without_a_connection_is_named_with_the_reason() -> None:
 
 def test_a_replica_with_another_tokenizer_is_wrong() -> None:
     (well,) = checks.handshake({"replicas": 2})
-    blind = {"a": f"{UNTOLD}what a hit needs of its telepathy layers is not known"}
+    blind = {"a": f"{UNKNOWN_LAYOUT}what a hit needs of its telepathy layers is not known"}
     (other,) = checks.handshake({"replicas": 2, "degraded": blind})
     assert (other.grade, other.remedy) == ("wrong", checks.BY_LOAD)
     (wrong,) = checks.handshake({"replicas": 2, "degraded": {"a": "its tokenizer is another one"}})

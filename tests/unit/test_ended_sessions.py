@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.keep import Keep, Order, SessionTurn
+from kvroute.contract.keep import Order, RetentionHint, SessionTurn
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.router.api.errors import ApiError
@@ -28,7 +28,7 @@ from kvroute.router.middleware.access import Access
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models
-from kvroute.router.sessions.returns import ENDED, NOTHING_SAID, Retention, Returns, Said
+from kvroute.router.sessions.returns import ENDED, NO_HINTS, Retention, Returns, SessionHints
 from tests.support.answers import completion
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of
@@ -74,8 +74,10 @@ async def test_replicas_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyP
     assert "has not answered within 0.05 s" in found["b"]
 
 
-@pytest.mark.parametrize("said", [Said(5, is_end=True), Said(is_end=True), Said(5), NOTHING_SAID])
-async def test_the_end_of_a_last_request_is_told_to_all(said: Said) -> None:
+@pytest.mark.parametrize(
+    "said", [SessionHints(5, is_end=True), SessionHints(is_end=True), SessionHints(5), NO_HINTS]
+)
+async def test_the_end_of_a_last_request_is_told_to_all(said: SessionHints) -> None:
     replicas, ended = Replicas("a", "b"), EndedSessions()
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), observer=ended)
     async with replicas.wired as wired:
@@ -99,7 +101,7 @@ async def test_ends_that_nobody_tells_of_are_bounded(monkeypatch: pytest.MonkeyP
     for session in range(1, 9):
         turn = SessionTurn(Fingerprint(session), session, 1, is_last=True)
         for is_over, order in ((False, 0), (True, 1), (True, 0), (True, 0)):
-            retention = Retention(turn, Keep(Order(order), session))
+            retention = Retention(turn, RetentionHint(Order(order), session))
             context = RequestContext(0.0, retention=retention)
             attempt: Any = SimpleNamespace(context=context, is_over=is_over)
             ended.ended(attempt)
@@ -108,18 +110,18 @@ async def test_ends_that_nobody_tells_of_are_bounded(monkeypatch: pytest.MonkeyP
 
 
 def chain(*ends: int) -> list[Fingerprint]:
-    return [Fingerprint(each) for each in ends]
+    return [Fingerprint(end) for end in ends]
 
 
 def test_a_turn_after_the_end_has_lost_what_was_ended() -> None:
     returns = Returns()
     for session in (1, 2):
-        returns.begin(returns.retention(chain(10 * session), 0, Said(session)).turn)
+        returns.begin(returns.retention(chain(10 * session), 0, SessionHints(session)).turn)
     returns.end(1)
     returns.end(3)  # nobody's
-    ended = returns.retention(chain(10, 11), 1, Said(1))
+    ended = returns.retention(chain(10, 11), 1, SessionHints(1))
     assert (ended.lost, ended.turn.number) == ("ended", 2)
-    assert returns.retention(chain(20, 21), 1, Said(2)).lost == "usual"
+    assert returns.retention(chain(20, 21), 1, SessionHints(2)).lost == "usual"
     returns.begin(ended.turn)
     assert sum(returns.counts.returned[:ENDED]) == 0
 
@@ -191,7 +193,7 @@ async def test_a_key_ends_sessions_of_its_tenant_only() -> None:
         headers = {"x-api-key": key}
         await application.client.delete("/v1/sessions/x", headers=headers)
     callers = [keyring.caller(key) for key in keys]
-    expected = [session_number(each.salt, "x") for each in callers if each]
+    expected = [session_number(caller.salt, "x") for caller in callers if caller]
     assert application.ended["m"] == expected
     assert len(set(expected)) == 2
 

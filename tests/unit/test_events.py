@@ -179,11 +179,11 @@ class AnyGroups(RuleBasedStateMachine):
     def lose_removals(self, group: int, numbers: set[int]) -> None:
         group %= len(self.members)
         self.copies[group] -= Counter(numbers)
-        self.apply(EventsLost(), BlocksHeld([dict(each) for each in self.copies]))
+        self.apply(EventsLost(), BlocksHeld([dict(copy) for copy in self.copies]))
 
     @rule()
     def compare(self) -> None:
-        comparison = self.apply(BlocksHeld([dict(each) for each in self.copies]))
+        comparison = self.apply(BlocksHeld([dict(copy) for copy in self.copies]))
         parts = zip(self.copies, self.members, strict=True)
         assert comparison == Comparison(sum(len(c) for c, entry in parts if entry is not None))
 

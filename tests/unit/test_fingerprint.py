@@ -65,7 +65,10 @@ def test_so_it_does_amid_images(features: list[Feature], cut: int) -> None:
     ids = [7] * 80
     whole = chain(ids, features=features)
     parent = whole[cut - 1] if cut else ROOT
-    rest = [Feature(each.identifier, each.offset - 4 * cut, each.length) for each in features]
+    rest = [
+        Feature(feature.identifier, feature.offset - 4 * cut, feature.length)
+        for feature in features
+    ]
     assert whole[:cut] + chain(ids[4 * cut :], parent, rest) == whole
 
 

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvroute.replica.vllm_engine.grammar.process import (
+    MAX_TEXT,
     MEMORY_BYTES,
-    MOST_TEXT,
     Compile,
-    Job,
+    GrammarJob,
     SlowStepError,
     Verdict,
     serve,
@@ -60,7 +60,7 @@ def pipes() -> Iterator[tuple[Connection, Connection]]:
 
 def verdict(pipes: tuple[Connection, Connection], number: int, does: str) -> Verdict:
     jobs, results = pipes
-    jobs.send_bytes(msgspec.msgpack.encode(Job(number, {"does": does})))
+    jobs.send_bytes(msgspec.msgpack.encode(GrammarJob(number, {"does": does})))
     assert results.poll(30), does
     return msgspec.msgpack.decode(results.recv_bytes(), type=Verdict)
 
@@ -84,4 +84,4 @@ def test_a_grammar_over_a_limit_affects_no_other(
 
 def test_a_rejected_grammar_has_a_reason(pipes: tuple[Connection, Connection]) -> None:
     assert verdict(pipes, 3, "wrong") == Verdict(3, error="wrong")
-    assert verdict(pipes, 4, "x" * 10_000).error == "x" * MOST_TEXT
+    assert verdict(pipes, 4, "x" * 10_000).error == "x" * MAX_TEXT

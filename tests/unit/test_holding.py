@@ -20,7 +20,7 @@ from kvroute.router.placement.attempts import (
 )
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing import holding
-from kvroute.router.queueing.holding import RECOVERY_S, Holding, Turn
+from kvroute.router.queueing.holding import RECOVERY_S, Admitted, Holding
 from kvroute.router.queueing.queue import BATCH_S, DELAY, INTERACTIVE, Queue
 from kvroute.router.queueing.refusals import too_long
 from kvroute.router.queueing.wake import Wake
@@ -83,13 +83,13 @@ class Router:
         placement = self.place(tokens)
         return self.fleet.sent(placement, replica, f"sent {self._prompts}", self.now_s)
 
-    async def turn(self, tokens: int = SHORT, urgency: Urgency | None = None) -> Turn:
+    async def turn(self, tokens: int = SHORT, urgency: Urgency | None = None) -> Admitted:
         context = RequestContext(self.now_s, urgency=urgency or Urgency())
         return await self.holding.turn(self.place(tokens), context)
 
     async def asks(
         self, tokens: int = SHORT, urgency: Urgency | None = None
-    ) -> "asyncio.Task[Turn]":
+    ) -> "asyncio.Task[Admitted]":
         """Returns when it waits."""
         waiting = len(self.queue)
         self.now_s += 0.001  # no two come at the same time

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.sim_engine.host_cache import HostCache
 
 CAPACITY = 6
@@ -59,7 +59,7 @@ def test_blocks_that_are_seldom_reused_are_evicted_first() -> None:
     cache.store(chain(1, 2))
     cache.use(chain(1, 2))
     cache.store(chain(3, 4))
-    cache.use(chain(3, 4), Keep(Order.UNLIKELY))
+    cache.use(chain(3, 4), RetentionHint(Order.UNLIKELY))
     cache.store(chain(5, 6))
     assert [*cache] == chain(1, 2, 5, 6)
 
@@ -68,7 +68,7 @@ def test_an_ended_sessions_blocks_are_evicted_first() -> None:
     cache = host(4)
     for first, session in ((1, 7), (3, 8)):
         cache.store(chain(first, first + 1))
-        cache.use(chain(first, first + 1), Keep(session=session))
+        cache.use(chain(first, first + 1), RetentionHint(session=session))
     cache.end(8)
     assert cache.store(chain(5))[1] == chain(4)
 
@@ -115,7 +115,7 @@ def test_a_block_of_two_pins_stays_until_both_have_ended() -> None:
 def test_no_room_at_all_stores_nothing(prompt: list[Fingerprint]) -> None:
     cache = host(0)
     assert cache.store(prompt) == ([], [])
-    cache.use(prompt, Keep(session=1))
+    cache.use(prompt, RetentionHint(session=1))
     assert cache.hits(prompt) == len(cache) == 0
 
 
@@ -125,17 +125,17 @@ def test_no_sequence_of_steps_evicts_pinned_blocks(
 ) -> None:
     cache, pins = host(), dict[str, set[Fingerprint]]()
     for step, prompt in steps:
-        pinned = {hash_ for each in pins.values() for hash_ in each if hash_ in cache}
+        pinned = {hash_ for pin in pins.values() for hash_ in pin if hash_ in cache}
         if step == "store":
             new, dropped = cache.store(prompt)
             assert not pinned & {*dropped}
             assert {*new} <= {*cache}
         elif step == "use":
-            cache.use(prompt, Keep(session=1))
+            cache.use(prompt, RetentionHint(session=1))
         else:
             cache.pin(step, list(dict.fromkeys(prompt)))
             pins[step] = {*prompt}
-        held = {hash_ for each in pins.values() for hash_ in each if hash_ in cache}
+        held = {hash_ for pin in pins.values() for hash_ in pin if hash_ in cache}
         assert len(cache) - len(held) == len(cache._idle)
         assert len(cache) <= CAPACITY
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvroute.blocks.fingerprint import Feature
-from kvroute.contract.http_call import Rendered, call_in, encode_rendered
+from kvroute.contract.http_call import Rendered, decode_call, encode_rendered
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.calls import MESSAGES, parse_call
 from kvroute.router.placement.attempts import RequestContext
@@ -42,7 +42,7 @@ class Router:
 
     async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)
-        (message,) = json.loads(call_in(packed).body)["messages"]
+        (message,) = json.loads(decode_call(packed).body)["messages"]
         shown = Feature(message["content"][0]["source"]["data"], SHOWN, 20)
         return encode_rendered(Rendered(IDS.tobytes(), is_text=False, features=(shown,)))
 

@@ -75,10 +75,10 @@ def _imports(module: str) -> Iterator[str]:
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvroute"):
-            names = [f"kvroute.{each.name}" for each in node.names]
+            names = [f"kvroute.{name.name}" for name in node.names]
             yield from names if node.module == "kvroute" else [node.module or ""]
         if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names if each.name.startswith("kvroute"))
+            yield from (name.name for name in node.names if name.name.startswith("kvroute"))
 
 
 MODULES = [module for module in map(_dotted, product_modules()) if module != "kvroute"]
@@ -105,7 +105,7 @@ def test_nobody_imports_the_linked_folders_by_their_names_at_the_top() -> None:
             if isinstance(node, ast.ImportFrom):
                 assert (node.module or "").partition(".")[0] not in LINKED, file
             if isinstance(node, ast.Import):
-                assert not {each.name.partition(".")[0] for each in node.names} & {*LINKED}, file
+                assert not {name.name.partition(".")[0] for name in node.names} & {*LINKED}, file
 
 
 def test_no_test_imports_another_test_or_a_fixture() -> None:
@@ -114,8 +114,8 @@ def test_no_test_imports_another_test_or_a_fixture() -> None:
     bad = tuple(f"tests.{folder}" for folder in (*folders, "conftest"))
     for file in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            modules = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
-                modules = [f"{node.module}.{each.name}" for each in node.names]
+                modules = [f"{node.module}.{name.name}" for name in node.names]
             climbs = [each for each in modules if f"{each}.".startswith(bad)]
             assert climbs == [], file

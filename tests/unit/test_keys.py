@@ -146,7 +146,7 @@ def test_the_command_adds_lists_and_revokes(tmp_path: Path) -> None:
     used = kvroute("add", "--tenant", "acme").strip()
     managed = kvroute("add", "--tenant", "ops", "--role", "manage", "--role", "observe").strip()
     callers = [Keyring(read(path)).caller(key) for key in (used, managed)]
-    assert [(each and each.tenant, each and each.roles) for each in callers] == [
+    assert [(caller and caller.tenant, caller and caller.roles) for caller in callers] == [
         ("acme", frozenset({"use"})),
         ("ops", frozenset({"observe", "manage"})),
     ]
@@ -164,7 +164,7 @@ def test_a_key_can_be_less_urgent_than_others(tmp_path: Path) -> None:
     plain = runner.invoke(app, given).output.strip()
     slow = runner.invoke(app, [*given, "--priority", "batch"]).output.strip()
     callers = [Keyring(read(path)).caller(key) for key in (plain, slow)]
-    assert [each and each.priority for each in callers] == ["default", "batch"]
+    assert [caller and caller.priority for caller in callers] == ["default", "batch"]
     assert "batch" in runner.invoke(app, ["keys", "list", "--file", str(path)]).output
 
 

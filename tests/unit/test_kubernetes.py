@@ -189,7 +189,7 @@ HERE, MONITORING, ELSEWHERE = (
 def reached(pod: dict[str, str], port: int, *, by: dict[str, str], at: dict[str, str]) -> bool:
     """Whether the policies let that pod of that namespace in, as Kubernetes' documents say. Without
     any that names the pod everybody would be."""
-    policies = [each["spec"] for each in documents() if each["kind"] == "NetworkPolicy"]
+    policies = [document["spec"] for document in documents() if document["kind"] == "NetworkPolicy"]
     about = [spec for spec in policies if selects(spec["podSelector"], pod)]
     assert about
     return any(lets(rule, port, by, at) for spec in about for rule in spec.get("ingress", []))
@@ -199,7 +199,7 @@ def lets(rule: dict[str, Any], port: int, by: dict[str, str], at: dict[str, str]
     """A rule without ports is for all of them, and one without peers for everybody."""
     ports, peers = rule.get("ports", [{"port": 1, "endPort": 65535}]), rule.get("from")
     is_port = any(each["port"] <= port <= each.get("endPort", each["port"]) for each in ports)
-    return is_port and (peers is None or any(is_peer(each, by, at) for each in peers))
+    return is_port and (peers is None or any(is_peer(peer, by, at) for peer in peers))
 
 
 def is_peer(peer: dict[str, Any], by: dict[str, str], at: dict[str, str]) -> bool:
@@ -215,7 +215,11 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def container_port(name: str) -> int:
-    (port,) = (each["containerPort"] for each in containers()[0]["ports"] if each["name"] == name)
+    (port,) = (
+        container["containerPort"]
+        for container in containers()[0]["ports"]
+        if container["name"] == name
+    )
     return int(port)
 
 
@@ -300,7 +304,7 @@ def rendered() -> list[dict[str, Any]]:
 def test_kustomize_makes_all_of_it_and_puts_it_in_one_namespace() -> None:
     kinds = [document["kind"] for document in rendered()]
     assert sorted(kinds) == sorted(
-        [each["kind"] for each in documents()] + ["ConfigMap"] * len(files())
+        [document["kind"] for document in documents()] + ["ConfigMap"] * len(files())
     )
     places = [
         each["metadata"].get("namespace") for each in rendered() if each["kind"] != "Namespace"
@@ -311,8 +315,8 @@ def test_kustomize_makes_all_of_it_and_puts_it_in_one_namespace() -> None:
 @needs_kubectl
 def test_grafanas_sidecar_finds_the_dashboards_whole() -> None:
     maps = [document for document in rendered() if document["kind"] == "ConfigMap"]
-    for each in maps:
-        check(each)
-        assert each["metadata"]["labels"] == {"grafana_dashboard": "1"}
-    held = {name: json.loads(text) for each in maps for name, text in each["data"].items()}
+    for map_ in maps:
+        check(map_)
+        assert map_["metadata"]["labels"] == {"grafana_dashboard": "1"}
+    held = {name: json.loads(text) for map_ in maps for name, text in map_["data"].items()}
     assert held == {path.name: json.loads(text) for path, text in files().items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.contract.generation import CannotRunError
-from kvroute.replica.vllm_engine.process.last_words import LastWords, described, last_words
+from kvroute.replica.vllm_engine.process.last_words import CrashLog, described, last_words
 
 CORE = "(EngineCore pid=7) ERROR 11-22 23:27:33 [core.py:1512] "
 WORKER = "(Worker_TP0 pid=8) ERROR 11-22 23:27:33 [multiproc_executor.py:953] "
@@ -47,7 +47,7 @@ def test_output_before_the_start_is_ignored(tmp_path: Path) -> None:
         os.dup2(stream.fileno(), 1)
         try:
             os.write(1, DEAD.encode())
-            words = LastWords()
+            words = CrashLog()
             before = words.message()
             os.write(1, REFUSED.encode())
             after = words.message()
@@ -58,7 +58,7 @@ def test_output_before_the_start_is_ignored(tmp_path: Path) -> None:
 
 
 def test_only_errors_that_every_start_would_repeat_are_final() -> None:
-    words = LastWords()
+    words = CrashLog()
     assert isinstance(words.of_start(ValueError("no such model\n\nat all")), CannotRunError)
     assert not isinstance(words.of_start(OSError("the port is taken")), CannotRunError)
     assert described(ValueError("no such model\n\nat all")) == "ValueError: no such model"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.messages import Message, TenantCounts, decode, encode
+from kvroute.contract.messages import RouterMessage, TenantCounts, decode, encode
 from kvroute.contract.records import VERSION
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.admission.limits import BUSY_TENANTS, Entry, Limits, OverLimitError, Usage
@@ -97,7 +97,7 @@ class Routers:
     all: list[Limits]
     under_way: list[list[Entry]] = field(default_factory=list)
     admitted: list[tuple[int, int, int]] = field(default_factory=list)  # step, router, tokens
-    on_the_way: deque[tuple[int, int, Message]] = field(default_factory=deque)
+    on_the_way: deque[tuple[int, int, RouterMessage]] = field(default_factory=deque)
 
     def step(self, now: int, number: int, what: str, tokens: int) -> None:
         self._deliver(now)
@@ -106,7 +106,9 @@ class Routers:
         elif what == "enter":
             self._enter(now, number, tokens)
         counts, is_complete = self.all[number].report(now)
-        self.on_the_way.append((now + DELAY, number, Message(VERSION, "", [], counts, is_complete)))
+        self.on_the_way.append(
+            (now + DELAY, number, RouterMessage(VERSION, "", [], counts, is_complete))
+        )
 
     def _enter(self, now: int, number: int, tokens: int) -> None:
         entry = None
@@ -406,7 +408,7 @@ def test_limits_change_under_way() -> None:
 def test_routers_from_before_limits_understand_the_others_and_are_understood() -> None:
     old = msgspec.msgpack.encode([VERSION, "r", []])
     assert (decode(old).tenants, decode(old).is_complete) == ([], False)
-    new = encode(Message(VERSION, "r", [], [TenantCounts(A, 1, 2, 3, 4)], True))
+    new = encode(RouterMessage(VERSION, "r", [], [TenantCounts(A, 1, 2, 3, 4)], True))
     assert msgspec.msgpack.decode(new, type=OldMessage).router == "r"
 
 
@@ -430,7 +432,7 @@ def test_another_router_can_make_a_tenant_owe_some_minutes_and_no_more() -> None
     assert router.room(A, 0.0).tokens_reset_s <= 11 * 60
     spend(router, 2**49, 700.0)
     counts, _ = router.report(700.0)
-    message = Message(VERSION, "router", [], counts, True)
+    message = RouterMessage(VERSION, "router", [], counts, True)
     assert decode(encode(message)).tenants == counts
 
 

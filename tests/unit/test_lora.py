@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvroute.blocks.chain import Scope
-from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, room_for_rank
+from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, sufficient_rank
 from kvroute.contract.identity import Identity
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
@@ -209,7 +209,7 @@ def test_several_models_have_adapters_of_their_own(tmp_path: Path) -> None:
 def test_engines_make_room_for_the_highest_rank(tmp_path: Path) -> None:
     folders = [write_adapter(tmp_path / str(rank), seed=1, rank=rank) for rank in (4, 9)]
     adapters = [read_adapter(f"{folder.name}={folder}") for folder in folders]
-    assert [room_for_rank(adapters[:1]), room_for_rank(adapters)] == [8, 16]
+    assert [sufficient_rank(adapters[:1]), sufficient_rank(adapters)] == [8, 16]
 
 
 def test_adapters_are_the_same_when_their_files_are(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
 
 from kvroute.local.launch import check_metrics_token
-from kvroute.local.ports import free_port, why_not
+from kvroute.local.ports import free_port, listen_error
 from kvroute.local.progress import StartError
 from kvroute.process.metrics_port import (
     Exposition,
@@ -51,7 +51,7 @@ def free_ports(count: int) -> range:
     """Neighbours."""
     while True:
         first = free_port()
-        if all(why_not(LOOPBACK, port) is None for port in range(first, first + count)):
+        if all(listen_error(LOOPBACK, port) is None for port in range(first, first + count)):
             return range(first, first + count)
 
 

@@ -52,5 +52,5 @@ def test_a_block_is_pinned_as_long_as_one_of_its_pins(changes: list[tuple[str, l
         assert not told & {*begun}
         assert told >= {*over}
         told = (told | {*begun}) - {*over}
-        assert told == {key for each in pins.values() for key in each}
+        assert told == {key for pin in pins.values() for key in pin}
         assert all((key in pinned) == (key in told) for key in range(10))

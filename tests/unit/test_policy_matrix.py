@@ -94,8 +94,8 @@ def test_where_sessions_run_at_once_turns_are_compared() -> None:
 def pauses_s(requests: list[Request]) -> dict[str, list[float]]:
     """Return each session's arrivals, from its first one."""
     found: dict[str, list[float]] = {}
-    for each in requests:
-        found.setdefault(str(each.session), []).append(each.arrival_s)
+    for request in requests:
+        found.setdefault(str(request.session), []).append(request.arrival_s)
     return {name: [at_s - times_s[0] for at_s in times_s] for name, times_s in found.items()}
 
 
@@ -105,7 +105,7 @@ def test_another_seed_moves_sessions_as_a_whole() -> None:
     later = list(moved(requests, 1))
     assert [each.index for each in later] == list(range(len(requests)))
     assert [each.arrival_s for each in later] == sorted(each.arrival_s for each in later)
-    assert [each.session for each in later] != [each.session for each in requests]
+    assert [each.session for each in later] != [request.session for request in requests]
     before = pauses_s(requests)
     for name, times_s in pauses_s(later).items():
         assert times_s == pytest.approx(before[name])
@@ -113,12 +113,12 @@ def test_another_seed_moves_sessions_as_a_whole() -> None:
 
 def test_caches_are_shares_of_what_a_trace_holds() -> None:
     requests = agents(0, sessions=50)
-    tokens = 512 * len({block for each in requests for block in each.blocks})
+    tokens = 512 * len({block for request in requests for block in request.blocks})
     ample = cluster(replace(SMALL, is_slow=False), requests)
     assert 2 * ample.kv_tokens == pytest.approx(CACHES["ample"] * tokens, rel=0.01)
     assert ample.speeds == [1.0, 1.0]
     few = cluster(replace(SMALL, replicas=1000), requests)  # each holds two prompts at least
-    assert few.kv_tokens >= 2 * max(each.input_tokens for each in requests)
+    assert few.kv_tokens >= 2 * max(request.input_tokens for request in requests)
     assert set(few.speeds) == {1.0, SLOW_SPEED}
     assert cluster(replace(SMALL, cache=400_000), requests).kv_tokens == 400_000
 

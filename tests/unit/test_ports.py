@@ -18,7 +18,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
     """Restrict free_port() to three ports that no other process uses."""
     monkeypatch.setattr(ports, "_claims", deque())
     firsts = range(7000, 8000, 3)
-    first = next(each for each in firsts if not any(taken(each + i) for i in range(3)))
+    first = next(first for first in firsts if not any(taken(first + i) for i in range(3)))
     monkeypatch.setattr(ports, "QUIET", range(first, first + 3))
     yield ports.QUIET
     for claim in ports._claims:
@@ -26,7 +26,7 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
 
 
 def taken(port: int) -> bool:
-    return ports.why_not("", port) is not None
+    return ports.listen_error("", port) is not None
 
 
 def test_one_process_gets_each_port_once(three: range) -> None:
@@ -47,7 +47,7 @@ def test_a_reservation_ends_with_its_process(three: range) -> None:
 def test_the_number_of_reservations_is_bounded(
     three: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ports, "MOST_CLAIMS", 2)
+    monkeypatch.setattr(ports, "MAX_CLAIMS", 2)
     given = [ports.free_port() for _ in three]
     assert sorted(given) == list(three)
     assert ports.free_port() == given[0]  # the oldest reservation was released

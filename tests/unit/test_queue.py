@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.messages import FEW, Message, Waiting, decode, encode
+from kvroute.contract.messages import MAX_POSITIONS, RouterMessage, Waiting, decode, encode
 from kvroute.contract.records import VERSION
 from kvroute.router.placement.loads import ReplicaCapacity
 from kvroute.router.queueing.forecast import (
     DELAYS,
     LATE,
     LEAST,
+    MAX_MARGIN,
     MOST,
-    MOST_MARGIN,
     NEAR,
     RECENT,
-    Arrivals,
+    ArrivalRates,
     Correction,
     Margin,
     waiting_s,
@@ -35,7 +35,7 @@ from kvroute.router.queueing.queue import (
     Queue,
     QueuedRequest,
 )
-from kvroute.router.queueing.shares import MOST_TENANTS, SCARCE_S, SHARE_S, Shares
+from kvroute.router.queueing.shares import MAX_TENANTS, SCARCE_S, SHARE_S, Shares
 
 UNIT_S = 2.0  # the fleet's unit of time
 HOLD_S, FILL_S = HOLD * UNIT_S, FILL * UNIT_S
@@ -57,8 +57,8 @@ def held(
 
 def queue_of(*requests: QueuedRequest[str]) -> Queue[str]:
     queue = Requests()
-    for each in requests:
-        queue.add(each)
+    for request in requests:
+        queue.add(request)
     return queue
 
 
@@ -227,7 +227,7 @@ def test_many_names_leave_others_their_share() -> None:
 
 def test_tenants_that_are_counted_are_bounded() -> None:
     shares = Shares()
-    for number in range(2 * MOST_TENANTS):
+    for number in range(2 * MAX_TENANTS):
         shares.use(f"t{number}", 1.0, 0.0)
     shares.see(["t0", "t1"], 0.0)
     shares.use("greedy", 1e6, 0.0)
@@ -249,7 +249,7 @@ def test_of_what_fills_a_prompt_that_is_cached_where_there_is_room_goes_first() 
 def told(*requests: QueuedRequest[str]) -> Waiting:
     """As it comes from another router."""
     waiting = queue_of(*requests).report(0.0)
-    message = decode(encode(Message(VERSION, "other", [], waiting=waiting)))
+    message = decode(encode(RouterMessage(VERSION, "other", [], waiting=waiting)))
     assert message.waiting
     return message.waiting
 
@@ -316,7 +316,7 @@ def test_a_router_without_waiting_requests_delays_nobody(ends: str) -> None:
 @given(st.integers(1, 3000))
 def test_what_is_told_is_bounded_and_names_the_first_turns_and_the_sum(count: int) -> None:
     waiting = told(*(held(str(n), n, 0.5) for n in range(count)))
-    assert len(waiting.places) <= FEW
+    assert len(waiting.places) <= MAX_POSITIONS
     assert waiting.places[:16] == [*range(1, 1 + min(16, count))]
     assert waiting.places[-1] == count
     assert waiting.work_s[-1] == pytest.approx(0.5 * count)
@@ -337,7 +337,7 @@ def test_others_are_told_of_changes_and_again_after_a_while() -> None:
 
 # Forecasts.
 
-NOTHING = Arrivals(unit_s).sooner(0.0)
+NOTHING = ArrivalRates(unit_s).sooner(0.0)
 
 
 def test_a_wait_is_the_work_before_over_the_replicas() -> None:
@@ -355,7 +355,7 @@ def test_a_wait_is_the_work_before_over_the_replicas() -> None:
 def test_a_wait_is_that_of_a_fluid_that_drains(
     ahead_s: float, lead_s: float, replicas: int, arrivals: list[tuple[float, float]]
 ) -> None:
-    rates = Arrivals(unit_s)
+    rates = ArrivalRates(unit_s)
     for prefill_s, delayed_s in arrivals:
         rates.add(prefill_s, delayed_s, 0.0)
     sooner = rates.sooner(0.0)
@@ -375,7 +375,7 @@ def _comes(sooner: list[float], delay_s: float) -> float:
 
 
 def test_arrivals_are_forgotten_with_time() -> None:
-    arrivals = Arrivals(unit_s)
+    arrivals = ArrivalRates(unit_s)
     arrivals.add(10.0, 1.0, 0.0)
     assert arrivals.sooner(0.0)[-1] == pytest.approx(10.0 / (RECENT * UNIT_S))
     assert arrivals.sooner(100.0)[-1] < 1e-3
@@ -416,7 +416,7 @@ def test_a_margin_leaves_few_that_wait_in_vain(spread: float) -> None:
             margin.learn(share, is_late=is_late)
             late.append(is_late)
     assert sum(late[-10_000:]) < 1.5 * LATE * 10_000
-    assert 1.0 < margin.factor < MOST_MARGIN
+    assert 1.0 < margin.factor < MAX_MARGIN
 
 
 def test_a_margin_is_bounded_and_learns_near_limits_only() -> None:
@@ -426,7 +426,7 @@ def test_a_margin_is_bounded_and_learns_near_limits_only() -> None:
     assert margin.factor == 1.0
     for _ in range(1000):
         margin.learn(1.0, is_late=True)
-    assert margin.factor == MOST_MARGIN
+    assert margin.factor == MAX_MARGIN
     for _ in range(10_000):
         margin.learn(1.0, is_late=False)
     assert margin.factor == 1.0

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.command.explain import _summary
-from kvroute.contract.keep import Keep, SessionTurn
+from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, rank
 from kvroute.router.placement.receipts import receipt
@@ -24,7 +24,7 @@ def replica(name: str, **facts: Any) -> Candidate:
 
 def placement(*candidates: Candidate) -> Placement:
     ranking = rank(candidates, rng=random.Random(0), busy_s=1.0)
-    best = max((each.hit_blocks for each in candidates), default=0)
+    best = max((candidate.hit_blocks for candidate in candidates), default=0)
     return Placement(tuple(ranking), (), best_hit_blocks=best, prompt_tokens=700, block_size=16)
 
 
@@ -122,7 +122,7 @@ def test_what_replicas_held_in_spite_of_the_change_was_not_lost() -> None:
 
 
 def test_a_receipt_says_what_was_cached_once_and_why_it_is_gone() -> None:
-    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), Keep(), "unlikely")
+    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), RetentionHint(), "unlikely")
     some = replace(placement(replica("a", hit_blocks=5)), known_blocks=20)
     found = receipt(some, policy="kvroute", retention=retention)["evicted"]
     assert found == {"tokens": 15 * 16, "why": "unlikely"}

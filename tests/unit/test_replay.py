@@ -12,7 +12,7 @@ from kvroute.cli import app
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.compare import compare, saturation_rps
 from kvroute.replay.hardware.model import EngineModel
-from kvroute.replay.modelled_engine import Replica
+from kvroute.replay.modelled_engine import ModelledReplica
 from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.report import Summary, summarise
 from kvroute.replay.simulate import Cluster, simulate
@@ -38,7 +38,9 @@ KEYS = (
 ).split()
 
 
-def run(replica: Replica, arrivals: list[Request]) -> tuple[dict[int, float], dict[int, float]]:
+def run(
+    replica: ModelledReplica, arrivals: list[Request]
+) -> tuple[dict[int, float], dict[int, float]]:
     """Run one replica alone, and return the times of each request's first and last token."""
     first_s: dict[int, float] = {}
     last_s: dict[int, float] = {}
@@ -72,14 +74,14 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_prefill_and_decode_take_the_time_computed_by_hand() -> None:
-    first_s, last_s = run(Replica(ROUND, 16), [request(0, [], 3, rest=500)])
+    first_s, last_s = run(ModelledReplica(ROUND, 16), [request(0, [], 3, rest=500)])
     assert first_s[0] == pytest.approx(1.0 + 0.5)  # one step, 500 tokens at 1000/s
     assert last_s[0] == pytest.approx(1.5 + (1 + 0.501) + (1 + 0.502))  # reads 501, then 502
 
 
 def test_a_long_prompt_is_computed_in_chunks_that_decodes_share() -> None:
     arrivals = [request(0, [], 3, rest=192), request(1, list(range(1, 17)), rest=1, at_s=0.1)]
-    first_s, last_s = run(Replica(ROUND, 80), arrivals)
+    first_s, last_s = run(ModelledReplica(ROUND, 80), arrivals)
     assert first_s[0] == pytest.approx(1.192)
     # 8191 of 8193 tokens beside one decode of 193 tokens of context, then 2 beside the next
     second_s = 1.192 + 1 + 0.193 + 8.191
@@ -89,39 +91,39 @@ def test_a_long_prompt_is_computed_in_chunks_that_decodes_share() -> None:
 
 def test_an_arrival_waits_only_for_the_running_decode_step() -> None:
     arrivals = [request(0, [], 100, rest=500), request(1, [], rest=500, at_s=3.1)]
-    first_s, _ = run(Replica(ROUND, 16), arrivals)
+    first_s, _ = run(ModelledReplica(ROUND, 16), arrivals)
     decodes_end_s = 1.5 + 1.501 + 1.502  # the second one runs at 3.1 s
     assert first_s[1] == pytest.approx(decodes_end_s + 1 + 0.503 + 0.5)
 
 
 def test_a_repeated_prefix_is_not_computed_again() -> None:
-    replica = Replica(ROUND, 16)
+    replica = ModelledReplica(ROUND, 16)
     first_s, _ = run(replica, [request(0, [1, 2, 3]), request(1, [1, 2, 4], at_s=10.0)])
     assert replica.hit_tokens == {0: 0, 1: 2 * BLOCK_TOKENS}
     assert first_s[1] == pytest.approx(10.0 + 1 + 0.513)
 
 
 def test_siblings_in_one_step_share_the_prefix_that_the_first_computes() -> None:
-    replica = Replica(ROUND, 80)
+    replica = ModelledReplica(ROUND, 80)
     run(replica, [request(i, [1, 2], at_s=i / 10) for i in range(3)])
     assert replica.hit_tokens == {0: 0, 1: 2 * BLOCK_TOKENS, 2: 2 * BLOCK_TOKENS}
 
 
 def test_a_prompt_of_full_blocks_computes_its_last_one_again() -> None:
-    replica = Replica(ROUND, 16)
+    replica = ModelledReplica(ROUND, 16)
     run(replica, [request(0, [1, 2], rest=0), request(1, [1, 2], rest=0, at_s=9.0)])
     assert replica.hit_tokens[1] == BLOCK_TOKENS
 
 
 def test_the_oldest_prompt_is_evicted_from_its_tail() -> None:
-    replica = Replica(ROUND, 6)
+    replica = ModelledReplica(ROUND, 6)
     prompts = [[1, 2], [3, 4], [5, 6], [1, 7]]
     run(replica, [request(i, p, at_s=10.0 * i) for i, p in enumerate(prompts)])
     assert replica.hit_tokens[3] == BLOCK_TOKENS  # 2 went, 1 is still there
 
 
 def test_a_prompt_waits_while_there_is_no_room_for_it_and_its_answer() -> None:
-    replica = Replica(ROUND, 4)
+    replica = ModelledReplica(ROUND, 4)
     arrivals = [request(0, [1, 2], 3), request(1, [3, 4], 3)]
     first_s, last_s = run(replica, arrivals)
     assert first_s[1] > last_s[0]
@@ -129,7 +131,7 @@ def test_a_prompt_waits_while_there_is_no_room_for_it_and_its_answer() -> None:
 
 
 def test_changes_name_every_block_that_the_cache_gains_or_loses() -> None:
-    replica = Replica(ROUND, 12)
+    replica = ModelledReplica(ROUND, 12)
     held: set[Fingerprint] = set()
     for coming in conversations(count=1, turns=10):
         if len(coming.blocks) > 10:
@@ -298,7 +300,7 @@ def test_a_log_of_several_models_is_replayed_one_model_at_a_time(tmp_path: Path)
 
 
 def test_a_replica_reports_waiting_and_running_requests_and_pending_tokens() -> None:
-    replica = Replica(ROUND, 20)
+    replica = ModelledReplica(ROUND, 20)
     replica.arrive(request(0, list(range(1, 19)), 2), 0.0)  # 19 blocks: all but one
     replica.arrive(request(1, [1, 2], rest=88), 0.1)
     load, pending_tokens = replica.report()

@@ -11,11 +11,16 @@ from typer.testing import CliRunner
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.replay.compare import Run, compare
+from kvroute.replay.compare import PolicyRun, compare
 from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.session_times import SessionTimes, session_times
 from kvroute.replay.simulate import Cluster, Outcome, simulate
-from kvroute.replay.workload.closed_loop import Loop, Session, starts_at_once, starts_at_speed
+from kvroute.replay.workload.closed_loop import (
+    ClosedLoopSession,
+    Loop,
+    starts_at_once,
+    starts_at_speed,
+)
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 from tests.support.traces import lines, rollouts
 
@@ -133,7 +138,11 @@ def outcome_of(times_s: list[tuple[float, float]]) -> Outcome:
 
 
 def test_the_figures_of_sessions_equal_those_computed_by_hand() -> None:
-    sessions = [Session([0, 2], 10.0), Session([1], 20.0), Session([3, 4], 5.0)]
+    sessions = [
+        ClosedLoopSession([0, 2], 10.0),
+        ClosedLoopSession([1], 20.0),
+        ClosedLoopSession([3, 4], 5.0),
+    ]
     outcome = outcome_of([(0.0, 5.0), (0.0, 40.0), (10.0, 20.0), (20.0, 25.0), (30.0, 50.0)])
     assert asdict(session_times(Loop(sessions=sessions), outcome)) == pytest.approx(
         {
@@ -163,7 +172,7 @@ def made() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def runs(made: list[Request]) -> tuple[list[Request], Loop, list[Run]]:
+def runs(made: list[Request]) -> tuple[list[Request], Loop, list[PolicyRun]]:
     requests, loop = starts_at_once(made, 5, ENGINE)
     with Progress(disable=True) as progress:
         names = ["kvroute", "consistent-hash"]

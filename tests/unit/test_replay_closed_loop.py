@@ -103,7 +103,7 @@ def trace(tmp_path: Path) -> Path:
 
 def test_a_trace_keeps_its_sessions(trace: Path) -> None:
     requests = read(trace, limit=None, seed=0)
-    assert [each.session for each in requests[:5]] == ["0", "1", "2", "3", "0"]
+    assert [request.session for request in requests[:5]] == ["0", "1", "2", "3", "0"]
 
 
 @pytest.mark.parametrize("pace", [["--rate", "2"], ["--speed", "3"], []])

@@ -12,7 +12,7 @@ from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.hardware.profiles import PROFILES
-from kvroute.replay.modelled_engine import Replica
+from kvroute.replay.modelled_engine import ModelledReplica
 from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.report import summarise
 from kvroute.replay.simulate import Cluster, simulate
@@ -30,7 +30,7 @@ FAST = TierFacts(blocks=100, block_bytes=100, bytes_per_s=1000.0)  # 0.1 s for a
 SLOW = TierFacts(blocks=100, block_bytes=100, bytes_per_s=100.0)  # 1 s
 
 
-def run(replica: Replica, arrivals: list[Request]) -> dict[int, float]:
+def run(replica: ModelledReplica, arrivals: list[Request]) -> dict[int, float]:
     """Run one replica alone, and return the time of each request's first token."""
     first_s: dict[int, float] = {}
     coming, reloads = list(arrivals), list[float]()
@@ -65,7 +65,7 @@ def flooded(at_s: float = 20.0) -> list[Request]:
 
 
 def test_a_block_that_the_gpu_has_evicted_is_copied_back() -> None:
-    replica = Replica(ROUND, 6, {HOST: FAST})
+    replica = ModelledReplica(ROUND, 6, {HOST: FAST})
     first_s = run(replica, [*flooded(), request(2, [1, 2, 3], at_s=20.0)])
     assert replica.hit_tokens[2] == replica.reloaded_tokens[2] == 3 * BLOCK_TOKENS
     assert first_s[2] == pytest.approx(20.0 + 0.3 + 1 + 0.001)
@@ -73,14 +73,14 @@ def test_a_block_that_the_gpu_has_evicted_is_copied_back() -> None:
 
 
 def test_blocks_that_compute_faster_than_their_copy_are_computed() -> None:
-    replica = Replica(ROUND, 6, {HOST: SLOW})
+    replica = ModelledReplica(ROUND, 6, {HOST: SLOW})
     first_s = run(replica, [*flooded(), request(2, [1, 2, 3], at_s=20.0)])
     assert replica.hit_tokens[2] == 0
     assert first_s[2] == pytest.approx(20.0 + 1 + 1.537)
 
 
 def test_hits_in_gpu_memory_come_first_and_the_rest_is_copied() -> None:
-    replica = Replica(ROUND, 6, {HOST: FAST})
+    replica = ModelledReplica(ROUND, 6, {HOST: FAST})
     run(
         replica,
         [request(0, [1, 2, 3]), request(1, [9, 10, 11], at_s=10), request(2, [1, 2, 3], at_s=20)],
@@ -90,7 +90,7 @@ def test_hits_in_gpu_memory_come_first_and_the_rest_is_copied() -> None:
 
 
 def test_others_run_while_one_waits_for_its_copy() -> None:
-    replica = Replica(ROUND, 9, {HOST: TierFacts(100, 100, 200.0)})  # 0.5 s a block
+    replica = ModelledReplica(ROUND, 9, {HOST: TierFacts(100, 100, 200.0)})  # 0.5 s a block
     last = [request(2, [1, 2, 3], at_s=30.0), request(3, [], at_s=30.1)]
     flood = request(1, [11, 12, 13, 14, 15, 16, 17, 18], at_s=15.0)
     first_s = run(replica, [request(0, [1, 2, 3]), flood, *last])
@@ -99,7 +99,7 @@ def test_others_run_while_one_waits_for_its_copy() -> None:
 
 
 def test_copies_come_one_after_another() -> None:
-    replica = Replica(ROUND, 12, {HOST: FAST})
+    replica = ModelledReplica(ROUND, 12, {HOST: FAST})
     prompts = [[1, 2, 3], [4, 5, 6], list(range(20, 31)), [1, 2, 3], [4, 5, 6]]
     times_s = [0.0, 10.0, 20.0, 40.0, 40.0]
     run(
@@ -110,7 +110,7 @@ def test_copies_come_one_after_another() -> None:
 
 
 def test_requests_share_a_running_copy_of_the_same_blocks() -> None:
-    replica = Replica(ROUND, 6, {HOST: FAST})
+    replica = ModelledReplica(ROUND, 6, {HOST: FAST})
     again = [request(2, [1, 2, 3], at_s=20.0), request(3, [1, 2, 4], at_s=20.1)]
     run(replica, [*flooded(), *again])
     assert replica.reloaded_tokens == {2: 3 * BLOCK_TOKENS}
@@ -121,7 +121,7 @@ def test_requests_share_a_running_copy_of_the_same_blocks() -> None:
 
 @pytest.mark.parametrize("blocks", [4, 30])
 def test_changes_list_the_blocks_that_each_tier_gains_or_loses(blocks: int) -> None:
-    replica = Replica(ROUND, 12, {HOST: replace_blocks(blocks)})
+    replica = ModelledReplica(ROUND, 12, {HOST: replace_blocks(blocks)})
     held: set[Fingerprint] = set()
     for coming in conversations(count=2, turns=6):
         if len(coming.blocks) > 10:

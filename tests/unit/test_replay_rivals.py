@@ -11,7 +11,7 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
-from kvroute.replay.policies.protocol import Policy, Report, Setup
+from kvroute.replay.policies.protocol import LoadReport, Policy, Setup
 from kvroute.replay.policies.rivals import Indexed, LlmD, LlmDSpeculative, LMetric
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 
@@ -27,7 +27,7 @@ def sent(policy: Policy, *requests: Request, now_s: float = 0.0) -> list[tuple[i
     """Return the index and the replica of each request that is sent when these have arrived."""
     for request in requests:
         policy.arrived(request, now_s)
-    return [(each.request.index, each.replica) for each in policy.sends(now_s)]
+    return [(send.request.index, send.replica) for send in policy.sends(now_s)]
 
 
 def both_busy(policy: Policy) -> tuple[Request, Request]:
@@ -124,7 +124,7 @@ def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], cre
 @pytest.mark.parametrize("busy", [0, 1])
 def test_llm_d_uses_the_replicas_reports(busy: int) -> None:
     policy = LlmD(SETUP, random.Random(0))
-    idle, loaded = Report(Load(), 0), Report(Load(waiting=3, used_blocks=900), 5000)
+    idle, loaded = LoadReport(Load(), 0), LoadReport(Load(waiting=3, used_blocks=900), 5000)
     policy.reported([loaded, idle] if busy == 0 else [idle, loaded], 0.0)
     assert [replica for _, replica in sent(policy, *(prompt(n, 10) for n in range(5)))] == [
         1 - busy

@@ -17,7 +17,7 @@ async def seen_behind(*ids: bytes) -> list[bytes]:
         assert (b"accept", b"*/*") in scope["headers"]
         seen.extend(value for name, value in scope["headers"] if name == b"x-request-id")
 
-    headers = [(b"accept", b"*/*"), *((b"x-request-id", each) for each in ids)]
+    headers = [(b"accept", b"*/*"), *((b"x-request-id", id_) for id_ in ids)]
     scope = {"type": "http", "headers": headers}
     await ValidIds(app)(scope, None, None)  # type: ignore[arg-type]  # it uses neither
     return seen

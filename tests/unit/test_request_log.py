@@ -29,7 +29,7 @@ from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.sessions.breaks import Break, Difference, Span
-from kvroute.router.sessions.returns import NOTHING_SAID, Said
+from kvroute.router.sessions.returns import NO_HINTS, SessionHints
 from tests.support.answers import completion
 from tests.support.chunks import streamed
 from tests.support.json_lines import read_lines
@@ -65,7 +65,7 @@ class Router:
         tenant: str = "",
         urgency: Urgency = AT_EASE,
         wait: Wait = NO_WAIT,
-        said: Said = NOTHING_SAID,
+        said: SessionHints = NO_HINTS,
         **fields: Any,
     ) -> None:
         """As the dispatcher does: sends, listens to so many chunks, and ends."""
@@ -181,7 +181,7 @@ async def test_a_line_tells_how_long_its_request_waited(router: Router) -> None:
 
 
 async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router) -> None:
-    turns = [Said(2**63 - 1), Said(2**63 - 1, is_end=True), NOTHING_SAID]
+    turns = [SessionHints(2**63 - 1), SessionHints(2**63 - 1, is_end=True), NO_HINTS]
     for said in turns:
         await router.answer(400, said=said)
     first, last, nobodys = await logged(router)
@@ -193,7 +193,7 @@ async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router
 
 
 async def test_a_line_tells_that_a_request_had_tools(router: Router) -> None:
-    for said in (Said(has_tools=True), NOTHING_SAID):
+    for said in (SessionHints(has_tools=True), NO_HINTS):
         await router.answer(400, said=said)
     with_tools, without = await logged(router)
     assert with_tools["tools"] is True

@@ -7,17 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.engine.retention import NOBODY, SHARED, IdleBlocks
 
 BLOCKS = 24
 ENDED, UNLIKELY, USUAL = Order
-keeps = st.builds(Keep, st.sampled_from(Order), st.integers(0, 4))
+keeps = st.builds(RetentionHint, st.sampled_from(Order), st.integers(0, 4))
 
 
-def idle_of(*blocks: int, keep: Keep | None = None, idle: IdleBlocks) -> None:
+def idle_of(*blocks: int, keep: RetentionHint | None = None, idle: IdleBlocks) -> None:
     """A request that ends, with these blocks in the prompt's order."""
-    idle.label(blocks, keep or Keep())
+    idle.label(blocks, keep or RetentionHint())
     idle.put(blocks[::-1])
 
 
@@ -47,7 +47,7 @@ class AnyUse(RuleBasedStateMachine):
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), keep=st.none() | keeps)
-    def finish(self, data: st.DataObject, keep: Keep | None) -> None:
+    def finish(self, data: st.DataObject, keep: RetentionHint | None) -> None:
         blocks = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
         if keep:
             self.idle.label(blocks, keep)
@@ -112,9 +112,11 @@ TestAnyUse = AnyUse.TestCase
 
 @given(
     st.lists(st.tuples(st.sampled_from(["end", "hit", "evict"]), st.integers(0, 99)), max_size=200),
-    st.sampled_from([None, Keep(), Keep(session=7), Keep(UNLIKELY)]),
+    st.sampled_from([None, RetentionHint(), RetentionHint(session=7), RetentionHint(UNLIKELY)]),
 )
-def test_without_hints_the_order_is_lru(steps: list[tuple[str, int]], keep: Keep | None) -> None:
+def test_without_hints_the_order_is_lru(
+    steps: list[tuple[str, int]], keep: RetentionHint | None
+) -> None:
     idle, lru = IdleBlocks(BLOCKS), OrderedDict[int, None]()
     for what, number in steps:
         match what:
@@ -148,15 +150,15 @@ def test_more_blocks_than_are_idle_are_refused(count: int) -> None:
 
 def test_ended_sessions_go_first_then_what_is_unlikely_then_the_rest() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, keep=Keep(session=6), idle=idle)
-    idle_of(3, 4, keep=Keep(UNLIKELY, session=7), idle=idle)
-    idle_of(5, 6, keep=Keep(ENDED, session=8), idle=idle)
+    idle_of(1, 2, keep=RetentionHint(session=6), idle=idle)
+    idle_of(3, 4, keep=RetentionHint(UNLIKELY, session=7), idle=idle)
+    idle_of(5, 6, keep=RetentionHint(ENDED, session=8), idle=idle)
     assert idle.pop(5) == [6, 5, 4, 3, 2]
 
 
 def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, 3, keep=Keep(session=7), idle=idle)
+    idle_of(1, 2, 3, keep=RetentionHint(session=7), idle=idle)
     assert [*idle] == [3, 2, 1]
     idle.end(7)
     assert idle.pop(3) == [3, 2, 1]
@@ -164,18 +166,18 @@ def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
 
 def test_an_ended_sessions_own_blocks_are_evicted_first_and_shared_blocks_are_not() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, keep=Keep(session=7), idle=idle)
+    idle_of(1, 2, keep=RetentionHint(session=7), idle=idle)
     idle.take(1)
-    idle_of(1, 3, keep=Keep(session=8), idle=idle)
+    idle_of(1, 3, keep=RetentionHint(session=8), idle=idle)
     idle.end(8)
     assert idle.pop(3) == [3, 2, 1]
 
 
 def test_a_session_ends_with_its_last_request() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, keep=Keep(session=7), idle=idle)
-    idle_of(2, keep=Keep(session=8), idle=idle)
-    idle_of(3, keep=Keep(ENDED, session=8), idle=idle)
+    idle_of(1, keep=RetentionHint(session=7), idle=idle)
+    idle_of(2, keep=RetentionHint(session=8), idle=idle)
+    idle_of(3, keep=RetentionHint(ENDED, session=8), idle=idle)
     assert idle.pop(1) == [3]
     idle.end(8)
     assert idle.pop(1) == [2]
@@ -183,18 +185,18 @@ def test_a_session_ends_with_its_last_request() -> None:
 
 def test_a_session_that_continues_after_its_end_is_retained_again() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, keep=Keep(session=7), idle=idle)
+    idle_of(1, keep=RetentionHint(session=7), idle=idle)
     idle_of(2, idle=idle)
     idle.end(7)
     idle.take(1)
-    idle_of(1, keep=Keep(session=7), idle=idle)
+    idle_of(1, keep=RetentionHint(session=7), idle=idle)
     assert idle.pop(2) == [2, 1]
 
 
 def test_ended_sessions_go_in_the_order_of_their_ends_and_a_second_end_moves_nothing() -> None:
     idle = IdleBlocks(BLOCKS)
     for session in (1, 2, 3):
-        idle_of(2 * session, 2 * session + 1, keep=Keep(session=session), idle=idle)
+        idle_of(2 * session, 2 * session + 1, keep=RetentionHint(session=session), idle=idle)
     for session in (3, 1, 2, 3, 1):
         idle.end(session)
     assert idle.pop(6) == [7, 6, 3, 2, 5, 4]
@@ -204,7 +206,7 @@ def test_what_no_session_has_named_is_no_sessions_own() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, idle=idle)
     idle.take(1)
-    idle_of(1, 3, keep=Keep(UNLIKELY, session=8), idle=idle)
+    idle_of(1, 3, keep=RetentionHint(UNLIKELY, session=8), idle=idle)
     idle.end(8)
     assert idle.pop(3) == [3, 2, 1]
 
@@ -225,5 +227,5 @@ def test_a_shared_block_is_kept_as_the_best_that_was_said_of_it(
 ) -> None:
     idle = IdleBlocks(BLOCKS)
     for session, order in enumerate(said, 1):
-        idle.label([1], Keep(order, session=session))
+        idle.label([1], RetentionHint(order, session=session))
     assert idle._order_of[1] == kept

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import Order, SessionTurn
 from kvroute.router.sessions import returns as module
-from kvroute.router.sessions.returns import ENDED, NOTHING_SAID, Retention, Returns, Said
+from kvroute.router.sessions.returns import ENDED, NO_HINTS, Retention, Returns, SessionHints
 
-LAST = Said(is_end=True)
-TOOLS = Said(has_tools=True)
+LAST = SessionHints(is_end=True)
+TOOLS = SessionHints(has_tools=True)
 
 
 class Chats:
@@ -23,7 +23,7 @@ class Chats:
         self._fresh = count(1)
 
     def turn(
-        self, before: list[Fingerprint], said: Said = NOTHING_SAID, *, times: int = 1
+        self, before: list[Fingerprint], said: SessionHints = NO_HINTS, *, times: int = 1
     ) -> tuple[list[Fingerprint], Retention]:
         chain = [*before, Fingerprint(next(self._fresh))]
         retention = self.returns.retention(chain, len(before), said)
@@ -31,12 +31,12 @@ class Chats:
             self.returns.begin(retention.turn)
         return chain, retention
 
-    def talk(self, turns: int, said: Said = NOTHING_SAID) -> None:
+    def talk(self, turns: int, said: SessionHints = NO_HINTS) -> None:
         chain: list[Fingerprint] = []
         for _ in range(turns):
             chain, _ = self.turn(chain, said)
 
-    def first(self, said: Said = NOTHING_SAID) -> Order:
+    def first(self, said: SessionHints = NO_HINTS) -> Order:
         """Return how a conversation's first turn is kept."""
         return self.turn([], said)[1].keep.order
 
@@ -74,8 +74,8 @@ def test_a_promise_makes_any_turn_a_usual_one_but_the_last() -> None:
     chats = Chats()
     for number in range(200):
         chats.talk(6 if number % 5 == 0 else 1)
-    assert chats.first(Said(is_promised=True)) == Order.USUAL
-    assert chats.first(Said(is_promised=True, is_end=True)) == Order.ENDED
+    assert chats.first(SessionHints(is_promised=True)) == Order.USUAL
+    assert chats.first(SessionHints(is_promised=True, is_end=True)) == Order.ENDED
 
 
 def test_while_nothing_is_known_all_turns_are_alike() -> None:
@@ -96,7 +96,7 @@ def test_an_end_is_believed_until_too_many_are_wrong() -> None:
 
 
 def test_an_end_that_comes_later_counts_as_one() -> None:
-    chats, named = Chats(), Said(session=7)
+    chats, named = Chats(), SessionHints(session=7)
     chain, _ = chats.turn([], named)
     chain, _ = chats.turn(chain, named)
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_turn_that_is_sent_twice_counts_once(turns: list[tuple[int, bool, bool
     for chats, times in ((once, 1), (twice, 2)):
         chains: dict[int, list[Fingerprint]] = {}
         for which, has_tools, is_end in turns:
-            said = Said(is_end=is_end, has_tools=has_tools)
+            said = SessionHints(is_end=is_end, has_tools=has_tools)
             chains[which], _ = chats.turn(chains.get(which, []), said, times=times)
     assert once.returns.counts == twice.returns.counts
 
@@ -141,7 +141,7 @@ def test_a_turn_that_is_sent_twice_counts_once(turns: list[tuple[int, bool, bool
 def test_counts_add_up(turns: list[tuple[int, bool, bool]]) -> None:
     chats, chains = Chats(), dict[int, list[Fingerprint]]()
     for which, has_tools, is_end in turns:
-        said = Said(is_end=is_end, has_tools=has_tools)
+        said = SessionHints(is_end=is_end, has_tools=has_tools)
         chains[which], _ = chats.turn(chains.get(which, []), said)
     assert sum(chats.returns.counts.sent) == len(turns)
     assert sum(chats.returns.counts.returned) == len(turns) - len(chains)
@@ -177,14 +177,14 @@ def test_a_turn_without_a_block_is_none() -> None:
 def test_equal_prompts_are_of_different_conversations() -> None:
     chats = Chats()
     chain, first = chats.turn([])
-    again = chats.returns.retention(chain, len(chain), NOTHING_SAID)
+    again = chats.returns.retention(chain, len(chain), NO_HINTS)
     assert again.turn.number == first.turn.number
     assert again.turn.session != first.turn.session
 
 
 def test_a_name_is_its_clients_own() -> None:
     chats = Chats()
-    chain, named = chats.turn([], Said(session=7))
+    chain, named = chats.turn([], SessionHints(session=7))
     _, unnamed = chats.turn(chain)
     assert (named.turn.session, unnamed.turn.number) == (7, 2)
     assert unnamed.turn.session != 7
@@ -194,6 +194,6 @@ def test_no_conversation_goes_on_from_what_is_everybodys() -> None:
     chats = Chats()
     shared, _ = chats.turn([])
     own = [*shared, Fingerprint(99)]
-    there = chats.returns.retention(own, 1, NOTHING_SAID, shared_blocks=1)
+    there = chats.returns.retention(own, 1, NO_HINTS, shared_blocks=1)
     assert there.turn.number == 1
-    assert chats.returns.retention(own, 1, NOTHING_SAID).turn.number == 2
+    assert chats.returns.retention(own, 1, NO_HINTS).turn.number == 2

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
-from kvroute.contract.keep import Keep, SessionTurn
+from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import Attempt, Outcome, RequestContext
@@ -97,7 +97,7 @@ def test_what_was_lost_to_eviction_is_told_by_why_it_went(why: Why) -> None:
     chain = told.fleet.caches.chain(np.arange(10, dtype=np.uint32))
     told.fleet.mirror.add("a", chain)
     told.fleet.mirror.remove("a", chain)
-    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), Keep(), why)
+    retention = Retention(SessionTurn(Fingerprint(1), 1, 2), RetentionHint(), why)
     attempt = told.send(RequestContext(0.0, retention=retention), at_s=0.0)
     say(attempt, at_s=1.0, is_last=True)
     attempt.end()

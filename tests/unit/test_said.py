@@ -19,7 +19,7 @@ from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import CHATS, MAX_NAME, MESSAGES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import AGENTS, SESSION, said_of, session_number
-from kvroute.router.sessions.returns import NOTHING_SAID, Said
+from kvroute.router.sessions.returns import NO_HINTS, SessionHints
 
 ID = "54c1eb09-bc4c-4d2f-98eb-6d2ab2d5e2fe"
 EPHEMERAL = {"type": "ephemeral"}
@@ -29,7 +29,7 @@ USER = {"role": "user", "content": "Hi"}
 
 def said(
     body: dict[str, Any], headers: dict[str, str] | None = None, caller: Caller | None = None
-) -> Said:
+) -> SessionHints:
     call = parse_call(CHATS, json.dumps(body).encode())
     return said_of(httpx.Headers(headers or {}), replace(call, caller=caller))
 
@@ -43,8 +43,8 @@ def caller(tenant: str) -> Caller:
 
 
 def test_a_request_without_hints_has_none() -> None:
-    assert said({"messages": [USER]}) == NOTHING_SAID
-    assert said({"session_id": None, "session_end": False}, {SESSION: ""}) == NOTHING_SAID
+    assert said({"messages": [USER]}) == NO_HINTS
+    assert said({"session_id": None, "session_end": False}, {SESSION: ""}) == NO_HINTS
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_id_means_the_same_session_in_a_header_and_in_a_body() -> None:
         for name in (SESSION, *AGENTS):
             sent = Headers(raw=[(name.encode(), id_.encode())])
             found = said_of(sent, parse_call(CHATS, b"{}"))
-            assert found == said_of({}, body) == Said(session_number("", id_))
+            assert found == said_of({}, body) == SessionHints(session_number("", id_))
     latin = Headers(raw=[(SESSION.encode(), "gespräch".encode("latin-1"))])
     assert said_of(latin, parse_call(CHATS, b"{}")).session == session_number("", "gespräch")
 
@@ -123,7 +123,7 @@ def test_the_end_of_a_sub_agent_is_not_the_end_of_its_session() -> None:
 @pytest.mark.parametrize(("given", "is_end"), [("true", True), ("True", True), ("false", False)])
 def test_dynamos_header_can_end_a_session(given: str, is_end: bool) -> None:
     headers = {"x-dynamo-session-id": ID, "x-dynamo-session-final": given}
-    assert said({}, headers) == Said(session_number("", ID), is_end=is_end)
+    assert said({}, headers) == SessionHints(session_number("", ID), is_end=is_end)
 
 
 @pytest.mark.parametrize("given", ["true", 1, 0, [], {}])
@@ -213,7 +213,7 @@ def test_a_cache_control_of_a_known_ttl_is_a_promise(control: Any, is_promised: 
     ],
 )
 def test_openais_retention_fields_are_promises(body: dict[str, Any], is_promised: bool) -> None:
-    assert said(body) == Said(is_promised=is_promised)
+    assert said(body) == SessionHints(is_promised=is_promised)
 
 
 def test_a_call_with_tools_has_tools() -> None:
@@ -296,7 +296,7 @@ def test_anthropics_client_sends_session_id_and_ttl_in_anthropics_fields() -> No
 
     body, headers = sent(ask)
     found = said_of(headers, parse_call(MESSAGES, json.dumps(body).encode()))
-    assert found == Said(session_number("", ID), is_promised=True)
+    assert found == SessionHints(session_number("", ID), is_promised=True)
 
 
 def test_openais_client_sends_our_fields_beside_its_own() -> None:
@@ -310,4 +310,4 @@ def test_openais_client_sends_our_fields_beside_its_own() -> None:
             extra_body={"session_end": True},
         )
 
-    assert said(*sent(ask)) == Said(session_number("", ID), is_end=True, is_promised=True)
+    assert said(*sent(ask)) == SessionHints(session_number("", ID), is_end=True, is_promised=True)

@@ -18,7 +18,7 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.seating import Answer, Seating
 from kvroute.router.queueing.wake import Wake
-from kvroute.router.sessions.returns import Said
+from kvroute.router.sessions.returns import SessionHints
 from tests.support.waiting import until
 
 BLOCK = 16
@@ -61,7 +61,7 @@ class Line:
         chain.extend(Fingerprint(1000 * session + len(chain) + each) for each in range(blocks))
         tokens = BLOCK * len(chain) + 1
         placement = self.fleet.place_chain(chain, tokens, [REPLICA], self.now_s)
-        said = more.pop("said", Said(session))
+        said = more.pop("said", SessionHints(session))
         retention = self.fleet.retention(placement, said)
         context = RequestContext(self.now_s, said=said, retention=retention)
         context = replace(context, **more)
@@ -120,7 +120,7 @@ async def test_the_last_turn_of_a_session_gives_its_seat_back() -> None:
         await line.begin(1, 2)
         waiting = asyncio.create_task(line.ask(2))
         await line.has_waiting(1)
-        await line.ask(1, said=Said(1, is_end=True))
+        await line.ask(1, said=SessionHints(1, is_end=True))
         assert await waiting == 0.0
 
 

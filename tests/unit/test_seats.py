@@ -274,7 +274,7 @@ def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     sessions.now_s += IDLE_S
     sessions.send(sessions.waiter(2, 10))
     assert sessions.seats.state(sessions.now_s).sessions == 1
-    monkeypatch.setattr("kvroute.router.admission.seats.MOST_SESSIONS", 5)
+    monkeypatch.setattr("kvroute.router.admission.seats.MAX_SESSIONS", 5)
     for session in range(3, 20):
         sessions.send(sessions.waiter(session, 10))
     assert sessions.seats.state(sessions.now_s).sessions <= 6

@@ -36,8 +36,8 @@ async def seen_behind(*headers: tuple[bytes, bytes], kind: str = "http") -> list
         seen.extend(scope["headers"])
 
     app: ASGIApp = serve
-    for each in middlewares():
-        app = each.cls(app, *each.args, **each.kwargs)
+    for middleware in middlewares():
+        app = middleware.cls(app, *middleware.args, **middleware.kwargs)
     await app({"type": kind, "headers": list(headers)}, None, None)  # type: ignore[arg-type]
     return seen
 
@@ -68,12 +68,16 @@ def test_serve_runs_this_first() -> None:
 def test_serve_knows_no_other_header() -> None:
     """A new version of Serve may obey more headers: read what they do, and list them."""
     names = {each.decode() for each in (*OBEYED, OF_SERVES_OWN_ROUTER)} | CHECKED
-    assert {each.lower().replace("_", "-") for each in serves_headers()} == names
+    assert {serves_header.lower().replace("_", "-") for serves_header in serves_headers()} == names
 
 
 def test_serve_reads_headers_nowhere_else() -> None:
     """A new function may obey a header that is not in a constant."""
-    functions = {each for name in SERVERS for each in readers_of_headers(FOLDER / name)}
+    functions = {
+        readers_of_header
+        for name in SERVERS
+        for readers_of_header in readers_of_headers(FOLDER / name)
+    }
     assert functions - WRITERS == {
         "__call__",  # Serve's own check of x-request-id
         "_direct_ingress_asgi",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.generation import GenerateRequest, TokenIds
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.router.api.sessions import session_number
 from tests.support.answers import completion
@@ -23,7 +23,9 @@ def prompt(number: int, blocks: int) -> TokenIds:
     return np.arange(blocks * BLOCK + 1, dtype=np.uint32) + 10_000 * number
 
 
-async def ask(engine: SimulatedEngine, ids: TokenIds, tenant: str, keep: Keep | None = None) -> int:
+async def ask(
+    engine: SimulatedEngine, ids: TokenIds, tenant: str, keep: RetentionHint | None = None
+) -> int:
     """How many tokens were cached."""
     request = GenerateRequest(f"{tenant}-{ids[0]}", ids, tenant, call=completion(), keep=keep)
     cached = 0
@@ -37,7 +39,7 @@ async def ask(engine: SimulatedEngine, ids: TokenIds, tenant: str, keep: Keep | 
 async def test_the_end_of_a_session_is_of_one_tenant(ending: str) -> None:
     engine = SimulatedEngine(INSTANT)
     for tenant in "ab":
-        keep = Keep(session=session_number(tenant, "chat"))
+        keep = RetentionHint(session=session_number(tenant, "chat"))
         await ask(engine, prompt(1, 10), tenant, keep)
     await engine.end_session(session_number(ending, "chat"))
     await ask(engine, prompt(2, 25), "c")  # needs room
@@ -50,7 +52,7 @@ async def test_the_end_of_a_session_is_of_one_tenant(ending: str) -> None:
 async def test_a_session_that_ends_during_a_turn_is_over_for_what_that_leaves() -> None:
     engine = SimulatedEngine(replace(INSTANT, decode_step_s=0.01))
     for session in (1, 2):
-        call, keep = completion(max_tokens=9), Keep(session=session)
+        call, keep = completion(max_tokens=9), RetentionHint(session=session)
         request = GenerateRequest(f"{session}", prompt(session, 10), call=call, keep=keep)
         async with aclosing(streamed(engine.generate, request)) as chunks:
             await anext(chunks)

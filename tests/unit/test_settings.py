@@ -15,7 +15,7 @@ from kvroute.contract.adapters import Adapter
 from kvroute.local.launch import cluster_id
 from kvroute.settings import checked_options
 from kvroute.settings.help import SettingsError, env_names, flags
-from kvroute.settings.model_settings import Found, ModelSettings
+from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.options import ReplicaOptions, RouterOptions
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.router import RouterSettings
@@ -130,7 +130,7 @@ def test_a_setting_that_does_not_exist_is_refused() -> None:
 
 
 def test_every_setting_has_a_flag_and_a_help_text_that_names_its_variable() -> None:
-    offered = {each.name: each for each in serve_command().params}
+    offered = {param.name: param for param in serve_command().params}
     wrong = []
     for name, field in ServeSettings.model_fields.items():
         parameter, wanted = offered[name], set("/".join(flags(name, field)).split("/"))
@@ -154,7 +154,7 @@ def test_blocks_are_larger_on_cpus() -> None:
 
 def test_the_machine_completes_what_a_user_leaves_open() -> None:
     (settings,) = load({"model": "~/m"}).decided(
-        [Found("/home/m", gpus_per_replica=2)], redis_url="redis://r", cluster="host-8000"
+        [Detected("/home/m", gpus_per_replica=2)], redis_url="redis://r", cluster="host-8000"
     )
     assert (settings.model, settings.served_model_name) == ("/home/m", "~/m")
     assert (settings.tensor_parallel_size, settings.block_size) == (2, 16)
@@ -285,7 +285,7 @@ def test_models_that_cannot_be_served_are_refused_by_name(
 
 def test_what_is_found_about_a_model_stays_with_it() -> None:
     settings = load({"model": ["a", "b"], "redis_url": "redis://r"})
-    each = settings.decided([Found("/a", 0), Found("/b", 1)])
+    each = settings.decided([Detected("/a", 0), Detected("/b", 1)])
     assert [(one.served_model_name, one.model) for one in each] == [("a", "/a"), ("b", "/b")]
     assert [one.gpus_per_replica for one in each] == [0, 1]
 

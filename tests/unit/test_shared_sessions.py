@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.router.sessions.returns import Returns, Said
+from kvroute.router.sessions.returns import Returns, SessionHints
 
-SESSION = Said(session=2**62)
+SESSION = SessionHints(session=2**62)
 
 
 class Agents:
@@ -17,7 +17,7 @@ class Agents:
         self.chains: list[list[Fingerprint]] = [[] for _ in range(count)]
         self._next = 1
 
-    def turn(self, agent: int, said: Said) -> int:
+    def turn(self, agent: int, said: SessionHints) -> int:
         """Its number."""
         self._next += 1
         chain = self.chains[agent]
@@ -33,7 +33,7 @@ def test_the_turns_of_each_agent_are_counted_as_without_an_id(agents: list[int])
     named, unnamed = Agents(4), Agents(4)
     for agent in agents:
         number = named.turn(agent, SESSION)
-        assert number == unnamed.turn(agent, Said()) == len(named.chains[agent])
+        assert number == unnamed.turn(agent, SessionHints()) == len(named.chains[agent])
     assert named.returns.counts == unnamed.returns.counts
 
 
@@ -42,4 +42,4 @@ def test_an_id_finds_the_turn_before_where_its_blocks_are_forgotten() -> None:
     assert agents.turn(0, SESSION) == 1
     chain = [*agents.chains[0], Fingerprint(99)]
     assert agents.returns.retention(chain, 0, SESSION).turn.number == 2
-    assert agents.returns.retention(chain, 0, Said()).turn.number == 1
+    assert agents.returns.retention(chain, 0, SessionHints()).turn.number == 1

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvroute.blocks.fingerprint import fingerprints, root
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import Load
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
@@ -152,7 +152,7 @@ async def test_blocks_of_an_ended_session_are_evicted_first(make: MakeEngine) ->
     engine = make(capacity_blocks=10)
     for session in (1, 2):
         prompt = request([session] * 4 * SIZE, max_tokens=1)
-        await run(engine, replace(prompt, keep=Keep(session=session)))
+        await run(engine, replace(prompt, keep=RetentionHint(session=session)))
     await engine.end_session(2)
     await run(engine, request([3] * 5 * SIZE, max_tokens=1))
     assert await cached_tokens(engine, request([1] * 4 * SIZE + [9])) == 4 * SIZE

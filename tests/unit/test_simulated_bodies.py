@@ -18,8 +18,8 @@ from kvroute.replica.sim_engine.sampling import (
     Body,
     Chat,
     Completion,
-    RefusedError,
     Sampling,
+    UnsupportedRequestError,
     check,
     read,
 )
@@ -43,7 +43,7 @@ def completion(**body: Any) -> Sampling:
 
 
 def refusal(kind: type[Body] = Chat, **body: Any) -> dict[str, Any]:
-    with pytest.raises(RefusedError) as refused:
+    with pytest.raises(UnsupportedRequestError) as refused:
         sampling(kind, **body)
     return dict(json.loads(refused.value.body)["error"])
 
@@ -207,14 +207,14 @@ bodies = st.dictionaries(field_names | st.text(max_size=3), json_values, max_siz
 def test_any_object_is_read_or_refused(kind: type[Body], body: dict[str, Any]) -> None:
     try:
         read(kind, json.dumps(body).encode(), prompt_tokens=10, max_model_len=110)
-    except RefusedError as error:
+    except UnsupportedRequestError as error:
         json.loads(error.body)
 
 
 @pytest.mark.parametrize("kind", [Chat, Completion])
 @given(raw=st.binary() | st.text().map(str.encode))
 def test_any_bytes_are_read_or_refused(kind: type[Body], raw: bytes) -> None:
-    with contextlib.suppress(RefusedError):
+    with contextlib.suppress(UnsupportedRequestError):
         check(kind, raw)
 
 

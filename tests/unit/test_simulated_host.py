@@ -10,7 +10,7 @@ import pytest
 
 from kvroute.blocks.cache_groups import HOST_GROUPS, member
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import Load, TierFacts
 from kvroute.replica import engines
 from kvroute.replica.block_table import BlockTable, Changes
@@ -173,7 +173,7 @@ async def test_blocks_are_written_through_answers_included(make: MakeEngine) -> 
 async def test_events_alone_show_which_blocks_both_tiers_hold(make: MakeEngine) -> None:
     engine = make(host=TierFacts(12, BYTES, FAST.bytes_per_s), max_batched_tokens=64)
     prompts = [of(number % 5, 2 + number % 3) for number in range(12)]
-    await asyncio.gather(*(cached_tokens(engine, request(each, 40)) for each in prompts))
+    await asyncio.gather(*(cached_tokens(engine, request(prompt, 40)) for prompt in prompts))
     await engine.emit_held()
     *events, held = await heard(engine)
     assert isinstance(held, BlocksHeld)
@@ -183,7 +183,7 @@ async def test_events_alone_show_which_blocks_both_tiers_hold(make: MakeEngine) 
             copies[event.group].update(event.block_hashes)
         elif isinstance(event, BlockRemoved):
             copies[event.group].subtract(event.block_hashes)
-    assert [+each for each in copies] == [Counter(each) for each in held.copies]
+    assert [+copy for copy in copies] == [Counter(copy) for copy in held.copies]
     assert len(held.copies[1]) <= 12
 
 
@@ -242,7 +242,7 @@ async def test_a_request_that_is_cancelled_during_its_copy_leaves_no_blocks(
 async def test_an_ended_sessions_blocks_are_evicted_first_in_host_memory(make: MakeEngine) -> None:
     engine = make(host=TierFacts(12, BYTES, FAST.bytes_per_s))
     for number in (1, 2):
-        await cached_tokens(engine, request(of(number), keep=Keep(session=number)))
+        await cached_tokens(engine, request(of(number), keep=RetentionHint(session=number)))
     await engine.end_session(2)
     await cached_tokens(engine, request(of(3)))
     assert await cached_tokens(engine, request(of(1))) == 6 * SIZE

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from kvroute.replica.sim_engine.output import Alternative, Output, TokenLogprob
 from kvroute.replica.sim_engine.sampling import Sampling
-from kvroute.replica.sim_engine.shapes import DONE, ChatReply, CompletionReply, Reply
+from kvroute.replica.sim_engine.shapes import DONE, ChatReply, CompletionReply, SimulatedResponse
 
 USAGE = {
     "prompt_tokens": 40,
@@ -26,18 +26,18 @@ def output(text: str, *, index: int = 0, end: str | None = None) -> Output:
     return Output(index, text, (1, 2), 32, finish_reason=end)
 
 
-def reply(kind: type[Reply], **sampling: Any) -> Reply:
+def reply(kind: type[SimulatedResponse], **sampling: Any) -> SimulatedResponse:
     asked = Sampling(**{"max_tokens": 9, "is_stream": True} | sampling)
     return kind(asked, id_="1", model='a "model"', created=1.5, prompt_tokens=40)
 
 
-def whole(kind: type[Reply], *said: Output, **sampling: Any) -> Any:
+def whole(kind: type[SimulatedResponse], *said: Output, **sampling: Any) -> Any:
     response = reply(kind, is_stream=False, **sampling)
     assert b"".join(map(response.add, said)) == b""
     return json.loads(response.end())
 
 
-def events(kind: type[Reply], *said: Output, **sampling: Any) -> list[Any]:
+def events(kind: type[SimulatedResponse], *said: Output, **sampling: Any) -> list[Any]:
     """Return the decoded events of a stream, without its end."""
     response = reply(kind, **sampling)
     stream = b"".join(map(response.add, said)) + response.end()
@@ -87,7 +87,7 @@ def test_a_completion_stream_is_what_the_client_expects() -> None:
 
 
 @pytest.mark.parametrize("kind", [ChatReply, CompletionReply])
-def test_usage_ends_a_stream_on_request_and_is_null_before(kind: type[Reply]) -> None:
+def test_usage_ends_a_stream_on_request_and_is_null_before(kind: type[SimulatedResponse]) -> None:
     *before, last = events(kind, output("a"), output("b", end="stop"), include_usage=True)
     assert all(event["usage"] is None for event in before)
     assert last["choices"] == []

@@ -81,7 +81,9 @@ def built(folder: Path, tokens: list[str], template: str, *, is_special: bool = 
     backend = Tokenizer(models.BPE({each: n for n, each in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(each, special=is_special, normalized=False) for each in tokens])
+    backend.add_tokens(
+        [AddedToken(token, special=is_special, normalized=False) for token in tokens]
+    )
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=tokens[0], eos_token=tokens[-1]
     )

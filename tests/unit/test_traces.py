@@ -24,7 +24,7 @@ from tests.support.traces import (
 
 
 def hit_share(requests: list[Request]) -> float:
-    return sum(ideal_hit_tokens(requests)) / sum(each.input_tokens for each in requests)
+    return sum(ideal_hit_tokens(requests)) / sum(request.input_tokens for request in requests)
 
 
 def test_blocks_that_a_line_does_not_name_are_its_own(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_turn_of_an_agent_repeats_the_one_before() -> None:
 def test_questions_repeat_documents_and_nothing_else() -> None:
     requests = documents(1)
     assert 0.6 < hit_share(requests) < 0.95
-    assert max(each.input_tokens for each in requests) > 100_000
+    assert max(request.input_tokens for request in requests) > 100_000
 
 
 def test_chats_repeat_a_third_of_their_prompts() -> None:
@@ -109,7 +109,7 @@ def test_sub_agents_of_a_family_start_together_from_one_prefix() -> None:
         families[str(name).split("/")[0]].append(request)
     assert {len(members) for members in families.values()} == {16}
     for members in families.values():
-        arrivals_s = [each.arrival_s for each in members]
+        arrivals_s = [member.arrival_s for member in members]
         assert max(arrivals_s) - min(arrivals_s) < 0.1
-        shared = set.intersection(*(set(each.blocks) for each in members))
-        assert len(shared) >= min(len(each.blocks) for each in members) - 1
+        shared = set.intersection(*(set(member.blocks) for member in members))
+        assert len(shared) >= min(len(member.blocks) for member in members) - 1

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
-from kvroute.contract.keep import Keep
-from kvroute.contract.messages import Dispatch, Fingerprints, Message
+from kvroute.contract.keep import RetentionHint
+from kvroute.contract.messages import Dispatch, Fingerprints, RouterMessage
 from kvroute.contract.messages import decode as decode_message
 from kvroute.contract.messages import encode as encode_message
 from kvroute.contract.records import VERSION as MESSAGE_VERSION
 from kvroute.wire import server as replicas_end
-from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, Kind, Reader, frames
+from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, MessageKind, Reader, frames
 from kvroute.wire.link import (
     SLICE,
     FailedError,
@@ -36,11 +36,11 @@ from kvroute.wire.link import (
 )
 from kvroute.wire.server import IDLE_REPORTS, PortsTakenError, Server
 from kvroute.wire.structs import (
-    MOST_ORDER_S,
+    MAX_ORDER_S,
     VERSION,
     Challenge,
     Deltas,
-    Ended,
+    StreamEnded,
     Welcome,
     decode_begin,
     encode,
@@ -135,11 +135,11 @@ def ids(chunks: list[Chunk]) -> list[int]:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=40)), max_size=12),
+    st.lists(st.tuples(st.sampled_from(MessageKind), st.binary(max_size=40)), max_size=12),
     st.lists(st.integers(0, 50), max_size=30),
 )
 def test_messages_are_read_however_their_bytes_come(
-    sent: list[tuple[Kind, bytes]], cuts: list[int]
+    sent: list[tuple[MessageKind, bytes]], cuts: list[int]
 ) -> None:
     data = b"".join(frame for kind, payload in sent for frame in frames(kind, payload))
     reader, got = Reader(), list[tuple[int, bytes]]()
@@ -152,19 +152,19 @@ def test_messages_are_read_however_their_bytes_come(
 @pytest.mark.parametrize("size", [LARGEST_FRAME, LARGEST_FRAME + 1, 3 * LARGEST_FRAME + 17])
 def test_a_long_message_takes_several_frames(size: int) -> None:
     payload = random.Random(size).randbytes(size)
-    parts = list(frames(Kind.BEGIN, payload))
+    parts = list(frames(MessageKind.BEGIN, payload))
     assert len(parts) == -(-size // LARGEST_FRAME)
     assert max(map(len, parts)) <= LARGEST_FRAME + HEADER.size
-    assert [*Reader().feed(b"".join(parts))] == [(Kind.BEGIN, payload)]
+    assert [*Reader().feed(b"".join(parts))] == [(MessageKind.BEGIN, payload)]
 
 
 def test_a_message_that_is_too_long_is_refused_before_it_is_there() -> None:
     reader = Reader()
     reader.largest = 100
     with pytest.raises(FramingError):
-        list(reader.feed(HEADER.pack(101, Kind.BEGIN)))
+        list(reader.feed(HEADER.pack(101, MessageKind.BEGIN)))
     with pytest.raises(FramingError):
-        list(Reader().feed(HEADER.pack(LARGEST_FRAME + 1, Kind.BEGIN)))
+        list(Reader().feed(HEADER.pack(LARGEST_FRAME + 1, MessageKind.BEGIN)))
 
 
 def crossed(request: GenerateRequest) -> GenerateRequest:
@@ -176,7 +176,7 @@ def test_the_bytes_of_a_request_are_those_of_version_3() -> None:
     """Routers and replicas of two releases work together, so these bytes never change."""
     call = HttpCall("/v1/completions", b"{}", 1.5)
     told = request(
-        2, namespace="n", trace={"traceparent": "x"}, call=call, keep=Keep(), pin="local"
+        2, namespace="n", trace={"traceparent": "x"}, call=call, keep=RetentionHint(), pin="local"
     )
     assert encode_begin(7, told).hex() == BEGIN
 
@@ -193,7 +193,7 @@ def test_the_bytes_of_a_dispatch_between_routers_are_those_of_its_version() -> N
     known, expected = Fingerprints(blocks[:1]), Fingerprints(blocks)
     dispatch = Dispatch("q", "r", 0.5, 10, 20, known, expected, "l", loads_first=True)
     assert encode_message(dispatch).hex() == DISPATCH
-    (got,) = decode_message(encode_message(Message(MESSAGE_VERSION, "x", [dispatch]))).events
+    (got,) = decode_message(encode_message(RouterMessage(MESSAGE_VERSION, "x", [dispatch]))).events
     assert isinstance(got, Dispatch)
     assert (got.known_block, got.expected.blocks) == (1, blocks)
 
@@ -218,7 +218,7 @@ SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "lora", "e
 def test_an_order_crosses_as_it_is_or_as_one_that_an_engine_can_count_with(order_s: float) -> None:
     got = crossed(request(order_s=order_s)).order_s
     if math.isfinite(order_s):
-        assert got == min(max(order_s, -MOST_ORDER_S), MOST_ORDER_S)
+        assert got == min(max(order_s, -MAX_ORDER_S), MAX_ORDER_S)
     else:
         assert got == 0
 
@@ -234,7 +234,7 @@ def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_s", "got_s"), [(2.5, 2.5), (-1.0, 0.0), (math.inf, 0.0), (1e300, MOST_ORDER_S)]
+    ("given_s", "got_s"), [(2.5, 2.5), (-1.0, 0.0), (math.inf, 0.0), (1e300, MAX_ORDER_S)]
 )
 def test_a_wait_crosses_if_a_replica_can_count_with_it(given_s: float, got_s: float) -> None:
     assert crossed(request(waited_s=given_s)).waited_s == got_s
@@ -401,7 +401,7 @@ async def test_a_replica_without_room_refuses_at_once(stops: bool) -> None:
 async def test_a_router_that_does_not_read_is_given_up_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replicas_end, "MOST_UNSENT", 50)
+    monkeypatch.setattr(replicas_end, "MAX_UNSENT", 50)
     engine = Engine(tokens=1_000_000)
     async with served(engine, links=2) as (server, (deaf, fine)):
         deaf.open(request(), most_waiting=1 << 40)
@@ -409,7 +409,7 @@ async def test_a_router_that_does_not_read_is_given_up_and_the_others_go_on(
         await until(lambda: engine.running == 2)
         assert deaf.transport is not None
         deaf.transport.pause_reading()
-        (peer,) = (each for each in server.peers if 0 in each._tasks and is_to(each, deaf))
+        (peer,) = (peer for peer in server.peers if 0 in peer._tasks and is_to(peer, deaf))
         peer.pause_writing()  # as when megabytes wait to be sent
         await until(lambda: is_over(engine), within_s=30)
         assert (await good.next()) is not None
@@ -440,7 +440,7 @@ async def test_what_waited_for_a_router_goes_out_when_it_reads_again() -> None:
 
 
 async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvroute.wire.link.MOST_UNSENT", 10_000_000)
+    monkeypatch.setattr("kvroute.wire.link.MAX_UNSENT", 10_000_000)
     async with served(Engine()) as (server, (link,)):
         (peer,) = server.peers
         assert peer.transport is not None
@@ -478,20 +478,23 @@ async def test_both_ends_must_know_the_secret() -> None:
             await linked(server, b"another secret")
         assert len(server.peers) == 1
 
-    false = (Kind.CHALLENGE, Challenge(VERSION, b"n" * 16)), (Kind.WELCOME, Welcome(b"p"))
+    false = (
+        (MessageKind.CHALLENGE, Challenge(VERSION, b"n" * 16)),
+        (MessageKind.WELCOME, Welcome(b"p")),
+    )
     async with impostor(*false) as port:
         with pytest.raises(LostError, match="does not know the replica's secret"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 
 async def test_another_version_is_told_apart() -> None:
-    async with impostor((Kind.CHALLENGE, Challenge(0, b"n" * 16))) as port:
+    async with impostor((MessageKind.CHALLENGE, Challenge(0, b"n" * 16))) as port:
         with pytest.raises(LostError, match=f"version is 0; this router has {VERSION}"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 
 @contextlib.asynccontextmanager
-async def impostor(*messages: tuple[Kind, Any]) -> AsyncIterator[int]:
+async def impostor(*messages: tuple[MessageKind, Any]) -> AsyncIterator[int]:
     """The port of a process that sends this to whoever comes."""
     gone = asyncio.Event()
 
@@ -521,7 +524,7 @@ async def test_who_proves_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas_end, "MOST_UNPROVEN", 10)
+    monkeypatch.setattr(replicas_end, "MAX_UNPROVEN", 10)
     async with served(Engine()) as (server, (link,)):
         crowd = [socket.create_connection((LOOPBACK, server.port)) for _ in range(50)]
         await until(lambda: len(server.peers) == 11)
@@ -531,21 +534,23 @@ async def test_a_crowd_of_strangers_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         await until(lambda: len(server.peers) == 1)
 
 
-@pytest.mark.parametrize("kind", [Kind.BEGIN, Kind.CANCEL, Kind.CALL])
+@pytest.mark.parametrize("kind", [MessageKind.BEGIN, MessageKind.CANCEL, MessageKind.CALL])
 async def test_a_message_that_cannot_be_read_ends_its_connection_with_a_reason(
-    kind: Kind, caplog: pytest.LogCaptureFixture
+    kind: MessageKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with served(Engine(), links=2) as (server, (link, other)):
         link.send(kind, b"\xc1")  # which is no msgpack
         await asyncio.wait([link.closed], timeout=5)
         assert await other.call("echo", b"fine") == b"fine"
         assert len(server.peers) == 1
-    assert {(each.name, each.levelname) for each in caplog.records} == {("kvroute.wire", "WARNING")}
+    assert {(record.name, record.levelname) for record in caplog.records} == {
+        ("kvroute.wire", "WARNING")
+    }
     assert "cannot be read" in caplog.text
 
 
 @settings(max_examples=60)
-@given(st.binary(max_size=200), st.sampled_from([0, *Kind]), st.booleans())
+@given(st.binary(max_size=200), st.sampled_from([0, *MessageKind]), st.booleans())
 def test_no_bytes_stop_a_replica(said: bytes, kind: int, is_proven: bool) -> None:
     """From a stranger, or from a router that has proven itself."""
 
@@ -566,7 +571,7 @@ def test_no_bytes_stop_a_replica(said: bytes, kind: int, is_proven: bool) -> Non
 
 
 @settings(max_examples=60)
-@given(st.binary(max_size=200), st.sampled_from([0, *Kind]))
+@given(st.binary(max_size=200), st.sampled_from([0, *MessageKind]))
 def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
     """A connection may end, and says so."""
 
@@ -575,7 +580,7 @@ def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
         async with served(engine, links=2) as (server, (link, other)):
             stream = link.open(request(), most_waiting=MOST)
             await until(lambda: engine.running == 1)
-            (peer,) = (each for each in server.peers if is_to(each, link))
+            (peer,) = (peer for peer in server.peers if is_to(peer, link))
             assert peer.transport is not None
             peer.transport.write(HEADER.pack(len(said), kind) + said)
             await asyncio.sleep(0.01)
@@ -591,10 +596,10 @@ async def test_a_frame_of_many_chunks_lets_others_have_their_turns() -> None:
     link, many = Link("r", b"secret"), 5 * SLICE // 2
     streams = [Stream(link, number, MOST) for number in range(many)]
     link._streams |= dict(enumerate(streams))
-    ended = [Ended(number, "done") for number in range(many)]
+    ended = [StreamEnded(number, "done") for number in range(many)]
     for token_id in (1, 2):
         first = [(number, chunk(token_id)) for number in range(many)]
-        link.received(Kind.DELTAS, encode(Deltas(first, ended if token_id == 2 else [])))
+        link.received(MessageKind.DELTAS, encode(Deltas(first, ended if token_id == 2 else [])))
     assert sum(bool(stream._chunks) for stream in streams) == SLICE
     for stream in streams:
         joined = await stream.next()

@@ -48,7 +48,7 @@ def test_a_slower_engine_under_slower_requests_gets_the_same_decisions(
 ) -> None:
     requests = busy(seed)
     usual = simulate(requests, CLUSTER, POLICY)
-    late = [replace(each, arrival_s=factor * each.arrival_s) for each in requests]
+    late = [replace(request, arrival_s=factor * request.arrival_s) for request in requests]
     found = simulate(late, slower(CLUSTER, factor), POLICY)
     assert found.hit_tokens == usual.hit_tokens
     assert np.array(found.first_token_s) == pytest.approx(factor * np.array(usual.first_token_s))
@@ -80,12 +80,12 @@ def _even(requests: list[Request], factor: int) -> list[Request]:
     """Return requests whose answers are one token, so that only prompts take memory."""
     return [
         replace(
-            each,
-            input_tokens=factor * each.input_tokens,
+            request,
+            input_tokens=factor * request.input_tokens,
             output_tokens=1,
-            block_tokens=factor * each.block_tokens,
+            block_tokens=factor * request.block_tokens,
         )
-        for each in requests
+        for request in requests
     ]
 
 

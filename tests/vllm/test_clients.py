@@ -61,7 +61,10 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(client: openai.OpenAI) -> None
     usage: Any = {"stream": True, "stream_options": {"include_usage": True}}
     *events, last = client.chat.completions.create(**CHAT, **usage)
     choices = [event.choices[0] for event in events]
-    assert "".join(each.delta.content or "" for each in choices) == whole.choices[0].message.content
+    assert (
+        "".join(choice.delta.content or "" for choice in choices)
+        == whole.choices[0].message.content
+    )
     assert choices[-1].finish_reason == whole.choices[0].finish_reason == "length"
     assert last.usage.completion_tokens == whole.usage.completion_tokens == 12
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens

@@ -87,7 +87,7 @@ def test_any_router_goes_on_and_finds_the_conversation_cached(
     assert sum(each > 400 for each in cached) >= TURNS - 2  # an idle fleet may make a second copy
     routers = [scrape(address) for address in targets(cluster, "router").values()]
     assert len(routers) == 2
-    assert all(each["kvroute_stored_responses_total{stored}"] > 0 for each in routers)
+    assert all(router["kvroute_stored_responses_total{stored}"] > 0 for router in routers)
 
 
 def test_instructions_are_not_carried_over(client: OpenAI) -> None:
@@ -133,14 +133,14 @@ def test_a_response_is_retrieved_listed_and_deleted(client: OpenAI) -> None:
 def test_log_probabilities_in_events_are_those_of_the_whole_response(client: OpenAI) -> None:
     asked: Any = {"input": NAME, "top_logprobs": 2, "include": ["message.output_text.logprobs"]}
     streamed = [
-        each.to_dict()
+        logprob.to_dict()
         for event in client.responses.create(**ASKED, **asked, stream=True)
         if event.type == "response.output_text.delta"
-        for each in event.logprobs
+        for logprob in event.logprobs
     ]
     (part,) = whole(client, **asked).output[0].content
-    assert [each["bytes"] for each in streamed] == [each.bytes for each in part.logprobs]
-    likeliest = [[top.bytes for top in each.top_logprobs] for each in part.logprobs]
+    assert [each["bytes"] for each in streamed] == [logprob.bytes for logprob in part.logprobs]
+    likeliest = [[top.bytes for top in logprob.top_logprobs] for logprob in part.logprobs]
     assert [[top["bytes"] for top in each["top_logprobs"]] for each in streamed] == likeliest
 
 

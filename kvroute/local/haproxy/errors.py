@@ -6,10 +6,10 @@ MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for routes of Anth
 # HAProxy parses a request's head up to these two sizes, and answers larger heads as malformed
 # HTTP. They exceed the limits below, so that most oversized requests get an exact message.
 BUFFER_BYTES = 65_536
-MOST_PARSED = 1000  # headers
-MOST_HEAD_BYTES = 16_384  # largest size of all headers of a request together
-MOST_HEADERS = 100  # largest number of headers of a request
-MOST_URL_BYTES = 8192  # largest size of a request's URL
+MAX_PARSED = 1000  # headers
+MAX_HEAD_BYTES = 16_384  # largest size of all headers of a request together
+MAX_HEADERS = 100  # largest number of headers of a request
+MAX_URL_BYTES = 8192  # largest size of a request's URL
 UNREACHABLE = "no router of this cluster can be reached; try again"
 UNREACHABLE_BODY = "txn.unreachable"  # HAProxy's variable with the error in the API's format
 EARLY = {  # status -> message of errors that HAProxy finds before it has the whole request
@@ -126,18 +126,18 @@ def checks() -> str:
             _unreachable(),
             refusal(
                 431,
-                f"the request has more than {MOST_HEADERS} headers; send fewer",
-                when=f"{{ req.fhdr_cnt gt {MOST_HEADERS} }}",
+                f"the request has more than {MAX_HEADERS} headers; send fewer",
+                when=f"{{ req.fhdr_cnt gt {MAX_HEADERS} }}",
             ),
             refusal(
                 431,
-                f"the request's headers have more than {MOST_HEAD_BYTES} bytes; send less",
-                when=f"{{ req.hdrs,length gt {MOST_HEAD_BYTES} }}",
+                f"the request's headers have more than {MAX_HEAD_BYTES} bytes; send less",
+                when=f"{{ req.hdrs,length gt {MAX_HEAD_BYTES} }}",
             ),
             refusal(
                 414,
-                f"the request's URL has more than {MOST_URL_BYTES} bytes; send a shorter one",
-                when=f"{{ url,length gt {MOST_URL_BYTES} }}",
+                f"the request's URL has more than {MAX_URL_BYTES} bytes; send a shorter one",
+                when=f"{{ url,length gt {MAX_URL_BYTES} }}",
             ),
             refusal(
                 400,

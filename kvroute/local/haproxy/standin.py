@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SUFFIX = ".standin"  # added to the name of HAProxy's configuration for the stand-in's own file
-LEAST_S = 1.0  # seconds; a HAProxy that ends sooner could not start, so a stand-in could not either
+MIN_S = 1.0  # seconds; a HAProxy that ends sooner could not start, so a stand-in could not either
 LONGEST_S = 10.0  # seconds that a stand-in runs without a replacement: Serve stopped on purpose
 ADMIN_SOCKET = re.compile(r"^\s*stats socket (\S+).*\n", re.MULTILINE)
 
@@ -59,7 +59,7 @@ def main() -> None:
         return
     config = Path(file.removeprefix("file:"))
     (admin,) = ADMIN_SOCKET.findall(config.read_text())
-    if time.monotonic() - float(began_s) > LEAST_S and not _answers(admin):
+    if time.monotonic() - float(began_s) > MIN_S and not _answers(admin):
         _stand_in(config, command)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from kvroute.local.haproxy import errors as haproxy_errors
 from kvroute.local.haproxy import standin as haproxy_standin
 from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, most_connections
-from kvroute.local.haproxy.errors import BUFFER_BYTES, MOST_PARSED
+from kvroute.local.haproxy.errors import BUFFER_BYTES, MAX_PARSED
 from kvroute.local.haproxy.health import with_stopping_rule
 from kvroute.local.haproxy.pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
@@ -32,7 +32,7 @@ TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"
 NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
 HEADERS_S = 10  # seconds in which a client must send the whole head of a request
 IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # variable of --idle-timeout-s; unset: DEFAULT_IDLE_S
-MOST_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable of --max-requests; unset: DEFAULT_MOST_REQUESTS
+MAX_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable of --max-requests; unset: DEFAULT_MOST_REQUESTS
 DEFAULT_MOST_REQUESTS = 2000  # running requests of one router above which HAProxy refuses others
 BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
@@ -78,7 +78,7 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
         (r"http-request return status 404 .*", "http-request deny deny_status 503"),
         (r"(errorfile 50[24]) .*", rf"\g<1> {error_page}"),
         (r"^ +errorfile 503 .*\n", _literal(haproxy_errors.replies())),
-        (r"^( +tune\.bufsize) .*", rf"\g<1> {BUFFER_BYTES}\n    tune.http.maxhdr {MOST_PARSED}"),
+        (r"^( +tune\.bufsize) .*", rf"\g<1> {BUFFER_BYTES}\n    tune.http.maxhdr {MAX_PARSED}"),
         (r"^(frontend http_frontend\n\s+bind .*\n)", r"\g<1>" + _literal(haproxy_errors.checks())),
     ):
         config = re.sub(pattern, replacement, config, flags=re.MULTILINE)
@@ -134,7 +134,7 @@ def _hardened(path: Path) -> str:
     )
     idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
     config = limited(config, most=most_connections(), idle_s=idle_s)
-    limit = int(os.environ.get(MOST_REQUESTS) or DEFAULT_MOST_REQUESTS)
+    limit = int(os.environ.get(MAX_REQUESTS) or DEFAULT_MOST_REQUESTS)
     return with_stopping_rule(refusing(config, most_requests=limit))
 
 

@@ -9,11 +9,11 @@ from functools import partial
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST
-from kvroute.contract.keep import SESSION_BITS, Keep, number_of
-from kvroute.contract.messages import Message
+from kvroute.contract.keep import SESSION_BITS, RetentionHint, hash_number
+from kvroute.contract.messages import RouterMessage
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
-from kvroute.replay.policies.protocol import Policy, Report, Sending, Setup
+from kvroute.replay.policies.protocol import LoadReport, Policy, Sending, Setup
 from kvroute.replay.policies.rivals import (
     Baseline,
     ConsistentHash,
@@ -30,7 +30,7 @@ from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.queue import Queue, QueuedRequest
-from kvroute.router.sessions.returns import Retention, Said
+from kvroute.router.sessions.returns import Retention, SessionHints
 
 RETRY_SHARE = 1 / 60  # interval of the search for idle sessions, as a share of IDLE_S
 
@@ -97,9 +97,9 @@ class Production:
         else:
             self._seats.add(waiter)
 
-    def _said(self, request: Request) -> Said:
-        session = number_of(request.session, bits=SESSION_BITS) if request.session else 0
-        return Said(session, is_end=request.is_end, has_tools=request.has_tools)
+    def _said(self, request: Request) -> SessionHints:
+        session = hash_number(request.session, bits=SESSION_BITS) if request.session else 0
+        return SessionHints(session, is_end=request.is_end, has_tools=request.has_tools)
 
     def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
         there = placement.ranking[0]
@@ -154,7 +154,7 @@ class Production:
     def best(self, placement: Placement) -> Candidate:
         return placement.ranking[0]
 
-    def kept(self, keep: Keep) -> Keep | None:
+    def kept(self, keep: RetentionHint) -> RetentionHint | None:
         """Return the retention hint for a request's blocks at the end of the answer."""
         return keep
 
@@ -172,11 +172,11 @@ class Production:
         self._fleet.mirror.remove(self._names[replica], removed)
         self._fleet.mirror.add(self._names[replica], added)
 
-    def reported(self, reports: Sequence[Report], now_s: float) -> None:
+    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None:
         for name, report in zip(self._names, reports, strict=True):
             self._fleet.loads.report(name, report.pending_tokens)
 
-    def take_message(self, now_s: float) -> Message | None:
+    def take_message(self, now_s: float) -> RouterMessage | None:
         self._now_s = now_s
         message = self._peer_publisher.take()
         has_reported, self._has_reported = (
@@ -185,7 +185,7 @@ class Production:
         )
         return message if message.events or has_reported or self._has_reported else None
 
-    def receive(self, message: Message, now_s: float) -> None:
+    def receive(self, message: RouterMessage, now_s: float) -> None:
         self._now_s = now_s
         self._peer_subscriber.receive(message)
 
@@ -193,7 +193,7 @@ class Production:
 class LeastRecentlyUsed(Production):
     """kvroute without retention hints, so that engines evict the least recently used blocks."""
 
-    def kept(self, keep: Keep) -> Keep | None:
+    def kept(self, keep: RetentionHint) -> RetentionHint | None:
         return None
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
-from kvroute.contract.keep import Keep
-from kvroute.contract.messages import Message
+from kvroute.contract.keep import RetentionHint
+from kvroute.contract.messages import RouterMessage
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
@@ -36,10 +36,10 @@ class Sending(NamedTuple):
     replica: int
     order_s: float = 0.0  # added to its arrival for its place in the replica's queue
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
-    keep: Keep | None = None  # retention hint for its blocks
+    keep: RetentionHint | None = None  # retention hint for its blocks
 
 
-class Report(NamedTuple):
+class LoadReport(NamedTuple):
     """A replica's report of its load."""
 
     load: Load
@@ -69,14 +69,14 @@ class Policy(Protocol):
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
     ) -> None: ...
 
-    def reported(self, reports: Sequence[Report], now_s: float) -> None:
+    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None:
         """Receive every replica's report, in the replicas' order.
 
         A single router gets no reports, since it knows of all requests.
         """
 
-    def take_message(self, now_s: float) -> Message | None:
+    def take_message(self, now_s: float) -> RouterMessage | None:
         """Return its events for the other routers since the last call."""
 
-    def receive(self, message: Message, now_s: float) -> None:
+    def receive(self, message: RouterMessage, now_s: float) -> None:
         """Receive a message of another router, after its delay."""

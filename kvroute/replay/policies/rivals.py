@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.messages import Message
-from kvroute.replay.policies.protocol import Report, Sending, Setup
+from kvroute.contract.messages import RouterMessage
+from kvroute.replay.policies.protocol import LoadReport, Sending, Setup
 from kvroute.replay.workload.trace import Request
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.baselines import RANKINGS
@@ -65,12 +65,12 @@ class Counting:
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
     ) -> None: ...
 
-    def reported(self, reports: Sequence[Report], now_s: float) -> None: ...
+    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None: ...
 
-    def take_message(self, now_s: float) -> Message | None:
+    def take_message(self, now_s: float) -> RouterMessage | None:
         return None
 
-    def receive(self, message: Message, now_s: float) -> None: ...
+    def receive(self, message: RouterMessage, now_s: float) -> None: ...
 
     def least(self, cost: Sequence[float], among: Sequence[int] | None = None) -> int:
         """Return the replica with the least cost, a random one among equals."""
@@ -253,7 +253,7 @@ class LlmD(Indexed):
             for queued, tokens in zip(self.queued, self.kv_tokens, strict=True)
         ]
 
-    def reported(self, reports: Sequence[Report], now_s: float) -> None:
+    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None:
         capacity = self.setup.capacity_blocks
         self.scraped = [(load.waiting, load.used_blocks / capacity) for load, _ in reports]
 

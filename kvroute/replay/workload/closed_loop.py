@@ -27,7 +27,7 @@ class FollowUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ClosedLoopSession:
     """A session of a closed loop."""
 
     turns: Sequence[int]  # indices of its requests, in order
@@ -40,7 +40,7 @@ class Loop:
 
     # Index of a request -> the next turn of its session.
     follow_ups: Mapping[int, FollowUp] = field(default_factory=dict)
-    sessions: Sequence[Session] = ()
+    sessions: Sequence[ClosedLoopSession] = ()
     queued: Sequence[int] = ()  # first turns of sessions that wait until another session ends
 
 
@@ -114,7 +114,7 @@ def _loop(sessions: Sequence[Turns], engine: EngineModel) -> Loop:
         }
         follow_ups |= later
         length_s = sum(map(alone_s, turns)) + sum(turn.think_s for turn in later.values())
-        looped.append(Session([turn.index for turn in turns], length_s))
+        looped.append(ClosedLoopSession([turn.index for turn in turns], length_s))
     return Loop(follow_ups, looped)
 
 

@@ -23,7 +23,7 @@ from xxhash import xxh3_64_intdigest
 from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 
 BLOCK_TOKENS = 512  # block size of a trace that names none, as in Mooncake's traces
-MOST_TOKENS = 100_000_000  # largest accepted prompt; more tokens are a mistake in the trace
+MAX_TOKENS = 100_000_000  # largest accepted prompt; more tokens are a mistake in the trace
 NOT_RUN = ("failed", "refused")  # outcomes of requests that are not replayed
 TICK_S = 3.0  # longest time in seconds over which requests with equal timestamps are spread
 
@@ -163,8 +163,8 @@ def _request(where: str, line: str) -> Request | None:
         row = json.loads(line)
         input_tokens = int(row["input_length"])
         block_tokens = int(row.get("block_size", BLOCK_TOKENS))
-        if not 1 <= input_tokens <= MOST_TOKENS:
-            raise ValueError(f"input_length is {input_tokens}; expected 1 to {MOST_TOKENS}")
+        if not 1 <= input_tokens <= MAX_TOKENS:
+            raise ValueError(f"input_length is {input_tokens}; expected 1 to {MAX_TOKENS}")
         least = reusable_blocks(input_tokens, block_tokens)
         ids = row["hash_ids"][: input_tokens // block_tokens]
         request = Request(

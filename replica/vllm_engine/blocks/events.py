@@ -29,7 +29,7 @@ class Removed(kv_events.KVCacheEvent):
     group: int
 
 
-class Held(kv_events.KVCacheEvent):
+class CachedBlocks(kv_events.KVCacheEvent):
     """All cached blocks, after the events before this one."""
 
     # For each group, the number of cached blocks under each hash. With a host tier, the groups in
@@ -53,7 +53,7 @@ class EventBatch(kv_events.EventBatch):
     events: list[
         Stored
         | Removed
-        | Held
+        | CachedBlocks
         | Moved
         | kv_events.AllBlocksCleared
         | kv_events.BlockStored
@@ -70,7 +70,7 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
             return BlockRemoved(event.block_hashes, event.group)
         case kv_events.AllBlocksCleared():
             return AllBlocksCleared()
-        case Held():
+        case CachedBlocks():
             return BlocksHeld(event.copies)
         case Moved():
             return Transfers(

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.replica.engine.retention import IdleBlocks
 
 
@@ -25,7 +25,7 @@ class FreeQueue:
         self._idle = IdleBlocks(len(pool.blocks))
         pool.free_block_queue = self
 
-    def label(self, blocks: Sequence[KVCacheBlock], keep: Keep) -> None:
+    def label(self, blocks: Sequence[KVCacheBlock], keep: RetentionHint) -> None:
         """Set the retention of a request's blocks, which it still holds; none is a null block."""
         self._idle.label([block.block_id for block in blocks], keep)
 

@@ -9,7 +9,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
 from kvroute.contract.generation import GenerateRequest
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
 KEEP_ARG = "kvroute_keep"  # in a request's extra_args: its retention hint, a Keep as a list
@@ -20,9 +20,9 @@ def keep_args(request: GenerateRequest) -> dict[str, Any]:
     return {} if request.keep is None else {KEEP_ARG: msgspec.to_builtins(request.keep)}
 
 
-def keep_of(request: Request) -> Keep:
+def keep_of(request: Request) -> RetentionHint:
     """Return the request's retention hint."""
-    return msgspec.convert(_args(request).get(KEEP_ARG, ()), Keep)
+    return msgspec.convert(_args(request).get(KEEP_ARG, ()), RetentionHint)
 
 
 def _args(request: Request) -> dict[str, Any]:
@@ -47,8 +47,8 @@ class Keeping:
     def end(self, session: int, running: Iterable[Request]) -> None:
         """End a session: its blocks are evicted first, also those of its running requests."""
         for args in map(_args, running):
-            if msgspec.convert(args.get(KEEP_ARG, ()), Keep).session == session:
-                args[KEEP_ARG] = msgspec.to_builtins(Keep(Order.ENDED, session))
+            if msgspec.convert(args.get(KEEP_ARG, ()), RetentionHint).session == session:
+                args[KEEP_ARG] = msgspec.to_builtins(RetentionHint(Order.ENDED, session))
         for queue in self._queues.values():
             queue.end(session)
 

@@ -31,7 +31,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvroute.blocks.chain import Space
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
-from kvroute.replica.vllm_engine.blocks.events import EventBatch, Held
+from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.keeping import Keeping
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
@@ -39,7 +39,7 @@ from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 
 if TYPE_CHECKING:
-    from kvroute.replica.vllm_engine.host.tier import HostTier
+    from kvroute.replica.vllm_engine.host.tier import SchedulerHostTier
 
 # Keys of a request's extra_args; the value is the name of the pin that holds the prompt's blocks,
 # in the engine's memory or in host memory.
@@ -83,7 +83,7 @@ class _Kvroute:
         division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
         return self.host.begin(space, division) if self.host else division
 
-    def _host_tier(self) -> "HostTier | None":
+    def _host_tier(self) -> "SchedulerHostTier | None":
         connector = self.connector  # type: ignore[attr-defined]
         if connector is None:
             return None
@@ -197,7 +197,7 @@ class _Kvroute:
         copies = copies_of(self._pools, groups)
         if self.host:
             copies += self.host.copies_of()
-        self._publish_events(Held(copies))
+        self._publish_events(CachedBlocks(copies))
 
     def _publish_events(self, *more: kv_events.KVCacheEvent) -> None:
         """Publish the pending events now, then the given ones."""

@@ -27,7 +27,7 @@ from kvroute.replica.vllm_engine.grammar.process import (
     MEMORY_BYTES,
     STEP_S,
     WALL_FACTOR,
-    Job,
+    GrammarJob,
     Verdict,
     loaded,
     serve,
@@ -37,7 +37,7 @@ from kvroute.replica.vllm_engine.process import fork_server
 log = logging.getLogger("kvroute.replica")
 
 PARALLEL = 4  # grammars that are compiled at the same time; each may take MEMORY_BYTES
-MOST_WAITING = 64  # maximum number of waiting grammars; each may be as large as a request's body
+MAX_WAITING = 64  # maximum number of waiting grammars; each may be as large as a request's body
 KNOWN = 4096  # maximum number of cached verdicts; an error has up to 2,000 characters
 FIELDS = (
     *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
@@ -61,7 +61,7 @@ class GrammarCheck:
         self._verdicts: dict[int, asyncio.Future[Verdict]] = {}  # job's number -> its verdict
         self._parallel = asyncio.Semaphore(PARALLEL)
         self._starting = asyncio.Lock()
-        self._process: _Process | None = None
+        self._process: _GrammarProcess | None = None
         self._jobs = 0  # number of jobs since the start
 
     async def check(self, params: SamplingParams) -> None:
@@ -95,7 +95,7 @@ class GrammarCheck:
             return known
         task = self._pending.get(digest)
         if task is None:
-            if len(self._pending) >= PARALLEL + MOST_WAITING:
+            if len(self._pending) >= PARALLEL + MAX_WAITING:
                 raise GracefulHTTPError(
                     "too many grammars wait to be compiled; try again later",
                     HTTPStatus.TOO_MANY_REQUESTS,
@@ -111,7 +111,7 @@ class GrammarCheck:
             answer = asyncio.get_running_loop().create_future()
             self._verdicts[self._jobs] = answer
             process = await self._running()
-            job = msgspec.msgpack.encode(Job(self._jobs, spec))
+            job = msgspec.msgpack.encode(GrammarJob(self._jobs, spec))
             await asyncio.to_thread(process.send, job)
             verdict: Verdict = await answer
         self._known[digest] = verdict
@@ -119,11 +119,11 @@ class GrammarCheck:
             del self._known[next(iter(self._known))]
         return verdict
 
-    async def _running(self) -> "_Process":
+    async def _running(self) -> "_GrammarProcess":
         """Return the process; start it if it is not running."""
         async with self._starting:
             if self._process is None:
-                self._process = await asyncio.to_thread(_Process, self._config, self._cpu_s)
+                self._process = await asyncio.to_thread(_GrammarProcess, self._config, self._cpu_s)
                 loop, results = asyncio.get_running_loop(), self._process.results
                 loop.add_reader(results.fileno(), self._receive, results)
             return self._process
@@ -155,7 +155,7 @@ class GrammarCheck:
                 )
 
 
-class _Process:
+class _GrammarProcess:
     """The process and the pipes to and from it. Starting it takes seconds on a GPU host."""
 
     def __init__(self, config: Any, cpu_s: float) -> None:

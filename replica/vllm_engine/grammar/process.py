@@ -25,7 +25,7 @@ NICE = 10  # niceness of compiling processes and threads, so that engines' steps
 # compile at the same time.
 WALL_FACTOR = 10
 MEMORY_BYTES = 2 << 30  # limit of address space for a grammar; a typical grammar takes 10 MB
-MOST_TEXT = 2000  # maximum characters of an error: a verdict must fit in one atomic write to a pipe
+MAX_TEXT = 2000  # maximum characters of an error: a verdict must fit in one atomic write to a pipe
 TRIED_STEPS = 16  # number of an answer's tokens for which masks are computed as a test
 STEP_S = 0.025  # limit of CPU seconds for each of these masks; all streams wait for each mask
 
@@ -41,7 +41,7 @@ KILLED = {  # signal that ended a grammar's process -> the limit that the gramma
 }
 
 
-class Job(Struct, array_like=True):
+class GrammarJob(Struct, array_like=True):
     """A grammar to validate and compile."""
 
     number: int
@@ -83,7 +83,7 @@ def serve(
             _reap(running, results)
         if jobs in ready:
             try:
-                job = msgspec.msgpack.decode(jobs.recv_bytes(), type=Job)
+                job = msgspec.msgpack.decode(jobs.recv_bytes(), type=GrammarJob)
             except EOFError:
                 return
             pid = os.fork()
@@ -117,7 +117,7 @@ def _reap(running: dict[int, int], results: Connection) -> None:
             results.send_bytes(msgspec.msgpack.encode(Verdict(number, limit=limit)))
 
 
-def _run(job: Job, results: Connection, compile_: Compile, cpu_s: float) -> None:
+def _run(job: GrammarJob, results: Connection, compile_: Compile, cpu_s: float) -> None:
     """Send the verdict on one grammar, and end this process, which was forked for the grammar."""
     try:
         signal.set_wakeup_fd(-1)
@@ -138,7 +138,7 @@ def _limit(cpu_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * cpu_s)
 
 
-def _verdict(job: Job, compile_: Compile) -> Verdict:
+def _verdict(job: GrammarJob, compile_: Compile) -> Verdict:
     try:
         return Verdict(job.number, backend=compile_(job.spec))
     except SlowStepError:
@@ -148,7 +148,7 @@ def _verdict(job: Job, compile_: Compile) -> Verdict:
     except Exception as error:  # each compiler has its own exceptions
         if "bad_alloc" in str(error):
             return Verdict(job.number, limit="memory")
-        return Verdict(job.number, error=(str(error) or repr(error))[:MOST_TEXT])
+        return Verdict(job.number, error=(str(error) or repr(error))[:MAX_TEXT])
 
 
 class SlowStepError(Exception):

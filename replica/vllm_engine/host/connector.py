@@ -17,19 +17,19 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.replica.vllm_engine.host.meter import Meter
 
 
 @dataclass
-class Ended:
+class EndedRequest:
     """The retention of the blocks of a request that has ended.
 
     Some of the blocks are copied to host memory later. The retention may change until then.
     """
 
     keys: Sequence[OffloadKey]  # the request's blocks, in the prompt's order
-    keep: Keep
+    keep: RetentionHint
 
 
 class Manager(CPUOffloadingManager):
@@ -38,7 +38,7 @@ class Manager(CPUOffloadingManager):
     vLLM itself lists the blocks of a copy in no order.
     """
 
-    kvroute_stored: Callable[[Ended], None]
+    kvroute_stored: Callable[[EndedRequest], None]
     # Maximum number of tokens of a prompt that are copied to host memory, from its start. More
     # tokens would evict the prompt's own first blocks, without which its other blocks are useless,
     # and the blocks of all other prompts.
@@ -54,7 +54,7 @@ class Manager(CPUOffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         super().complete_store(_last_first(keys, req_context), req_context, success)
-        if ended := req_context.get_state(Ended):
+        if ended := req_context.get_state(EndedRequest):
             self.kvroute_stored(ended)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -66,7 +66,7 @@ def _last_first(keys: Collection[OffloadKey], context: ReqContext) -> list[Offlo
     return sorted(keys, key=lambda key: ends.get(key, 0), reverse=True)
 
 
-class Connector(OffloadingConnector):
+class HostTierConnector(OffloadingConnector):
     kvroute_meter: Meter
 
     def get_num_new_matched_tokens(

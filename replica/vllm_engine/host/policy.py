@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 
-from kvroute.contract.keep import Keep
+from kvroute.contract.keep import RetentionHint
 from kvroute.replica.engine.pins import PinnedKeys
 from kvroute.replica.engine.retention import IdleBlocks
 
@@ -23,7 +23,7 @@ class RetentionPolicy(CachePolicy):
         self._idle = IdleBlocks(cache_capacity)
         self._pins = PinnedKeys[OffloadKey]()
 
-    def used(self, keys: Sequence[OffloadKey], keep: Keep) -> None:
+    def used(self, keys: Sequence[OffloadKey], keep: RetentionHint) -> None:
         """Record that a request used these blocks until now, and set their retention.
 
         The keys are in the prompt's order; the last of the blocks is evicted first.

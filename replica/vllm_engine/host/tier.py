@@ -16,34 +16,34 @@ from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.keeping import keep_of
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
-from kvroute.replica.vllm_engine.host.connector import Connector, Ended, Manager
+from kvroute.replica.vllm_engine.host.connector import EndedRequest, HostTierConnector, Manager
 from kvroute.replica.vllm_engine.host.events import HostEvents
 from kvroute.replica.vllm_engine.host.meter import Meter
 from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
 
-def host_tier_of(connector: Any) -> "HostTier | None":
+def host_tier_of(connector: Any) -> "SchedulerHostTier | None":
     """Return the connector's host tier, or None if it has none or one that kvroute did not make."""
     if not isinstance(connector, OffloadingConnector):
         return None
     policy = getattr(connector.scheduler.manager, "_policy", None)
-    return HostTier(connector, policy) if isinstance(policy, RetentionPolicy) else None
+    return SchedulerHostTier(connector, policy) if isinstance(policy, RetentionPolicy) else None
 
 
-class HostTier:
+class SchedulerHostTier:
     """The host tier of one scheduler; made before the first request."""
 
     def __init__(self, connector: OffloadingConnector, policy: RetentionPolicy) -> None:
         self.meter = Meter(connector.scheduler)
         self._connector = connector
         self._policy = policy
-        connector.__class__ = Connector
+        connector.__class__ = HostTierConnector
         connector.kvroute_meter = self.meter
         connector.scheduler.manager.__class__ = Manager
         connector.scheduler.manager.kvroute_stored = self.stored
@@ -108,11 +108,11 @@ class HostTier:
         if status is None:
             return
         positions = status.req_context._offload_key_positions
-        ended = Ended(sorted(positions, key=positions.__getitem__), keep_of(request))
+        ended = EndedRequest(sorted(positions, key=positions.__getitem__), keep_of(request))
         status.req_context.set_state(ended)
         self._policy.used(ended.keys, ended.keep)
 
-    def stored(self, ended: Ended) -> None:
+    def stored(self, ended: EndedRequest) -> None:
         """Set the retention of blocks whose copies were made after their request's end."""
         self._policy.used(ended.keys, ended.keep)
 
@@ -120,9 +120,9 @@ class HostTier:
         """End a session: its blocks are evicted first, also those that are still being copied."""
         self._policy.end(session)
         for status in self._connector.scheduler._req_status.values():
-            ended = status.req_context.get_state(Ended)
+            ended = status.req_context.get_state(EndedRequest)
             if ended and ended.keep.session == session:
-                ended.keep = Keep(Order.ENDED, session)
+                ended.keep = RetentionHint(Order.ENDED, session)
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:

@@ -48,14 +48,14 @@ from kvroute.replica.vllm_engine.http import (
     response_object,
 )
 from kvroute.replica.vllm_engine.http.chosen_parsers import chosen_tool_parser
-from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, Run
+from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, RequestRun
 
 log = logging.getLogger("kvroute.replica")
 
 NO_AND_SOME_TOOLS: tuple[list[Any] | None, ...] = (None, [{}])
 # Loggers whose tracebacks are shortened to one line: those of vLLM's handlers of requests.
 HANDLERS = ("vllm.entrypoints", "vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
-MOST_LOGGED = 300  # maximum number of characters of such a line
+MAX_LOGGED = 300  # maximum number of characters of such a line
 ALWAYS = {"enable_prompt_tokens_details": True}  # responses show the number of cached tokens
 
 
@@ -146,7 +146,7 @@ class HttpApp:
         """
         assert request.call is not None
         lora = await self._adapters[request.rank].ready(request.lora)
-        run = Run(request, request.call, emit, lora)
+        run = RequestRun(request, request.call, emit, lora)
         await run.respond(self._app)
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class GivenPrompts:
             prompt = self._compared(prompt, rendered, run)
         return [prompt]
 
-    def _compared(self, given: Any, rendered: Any, run: Run) -> Any:
+    def _compared(self, given: Any, rendered: Any, run: RequestRun) -> Any:
         """Return the prompt as vLLM renders it; count it if the router's prompt is different."""
         if given["prompt_token_ids"] == rendered["prompt_token_ids"]:
             return given
@@ -264,7 +264,7 @@ class GivenPrompts:
         )
         return {**rendered, "cache_salt": given.get("cache_salt")}
 
-    async def _prompt(self, run: Run, tok_params: Any) -> Any:
+    async def _prompt(self, run: RequestRun, tok_params: Any) -> Any:
         """Return the prompt that the renderer makes from the given token ids.
 
         The renderer checks the length and truncates, and decodes if the response needs the text.
@@ -330,12 +330,12 @@ def _shorten_logs() -> None:
 
 def _short(record: logging.LogRecord) -> bool:
     if record.name.startswith(HANDLERS) and record.exc_info:
-        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]!r}"[:MOST_LOGGED], ()
+        record.msg, record.args = f"{record.getMessage()}: {record.exc_info[1]!r}"[:MAX_LOGGED], ()
         record.exc_info = record.exc_text = None
     return True
 
 
-def _rendered() -> Run | None:
+def _rendered() -> RequestRun | None:
     """Return the current request if it comes with its prompt's token ids."""
     run = CURRENT.get()
     return run if run is not None and run.call.is_rendered else None

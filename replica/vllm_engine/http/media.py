@@ -14,7 +14,7 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 REPLACED = "http"
 
 
-class Connector(MediaConnector):
+class MediaLoader(MediaConnector):
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
         try:
             return await super().load_from_url_async(url, media_io, **options)
@@ -38,4 +38,4 @@ def process_once(renderer: Any) -> None:
 
 def install() -> None:
     """Replace vLLM's connector; call this once in each process."""
-    MEDIA_CONNECTOR_REGISTRY.register(REPLACED)(Connector)
+    MEDIA_CONNECTOR_REGISTRY.register(REPLACED)(MediaLoader)

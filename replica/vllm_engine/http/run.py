@@ -50,7 +50,7 @@ log = logging.getLogger("kvroute.replica")
 WHOLE_TOKENS = 32
 # Maximum number of log-probabilities of a prompt. The event loop computes all of them in one piece;
 # each takes 6 us of CPU time.
-MOST_PROMPT_LOGPROBS = 131_072
+MAX_PROMPT_LOGPROBS = 131_072
 END_S = 5.0  # seconds for the application to end after the client has left; then it is cancelled
 OURS = "kvroute_"  # prefix of the keys of extra_args that clients may not set
 RESPONSES = "/v1/responses"
@@ -60,7 +60,7 @@ STARTED = "response already started"  # part of the message of Starlette's Runti
 Message = Mapping[str, Any]  # a message of ASGI
 
 
-class Run:
+class RequestRun:
     """One request; `lora` is vLLM's argument for its LoRA adapter."""
 
     def __init__(
@@ -259,7 +259,7 @@ class Run:
         return output
 
 
-class Rendering(Run):
+class Rendering(RequestRun):
     """A request that only renders prompts: the application is stopped when it calls the engine."""
 
     def __init__(self, call: HttpCall) -> None:
@@ -329,7 +329,7 @@ def _is_of_validation(error: Exception) -> bool:
 
 
 # The request of the running task; None outside the application.
-CURRENT: ContextVar[Run | None] = ContextVar("CURRENT", default=None)
+CURRENT: ContextVar[RequestRun | None] = ContextVar("CURRENT", default=None)
 
 
 def scope(path: str, headers: Mapping[str, str]) -> dict[str, Any]:
@@ -374,11 +374,11 @@ def _check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
     if params.prompt_logprobs is None:
         return
     values = tokens * (params.prompt_logprobs + 1)
-    if values > MOST_PROMPT_LOGPROBS:
+    if values > MAX_PROMPT_LOGPROBS:
         raise VLLMValidationError(
             f"this request needs {values} log-probabilities of the prompt: prompt_logprobs (with "
             f"echo: logprobs) plus one, times {tokens} tokens. The limit is "
-            f"{MOST_PROMPT_LOGPROBS}; lower prompt_logprobs, or send a shorter prompt",
+            f"{MAX_PROMPT_LOGPROBS}; lower prompt_logprobs, or send a shorter prompt",
             parameter="prompt_logprobs",
         )
 

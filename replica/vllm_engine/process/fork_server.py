@@ -40,7 +40,7 @@ def install() -> None:
         module.get_mp_context = context
 
 
-class _Process(ForkServerProcess):
+class _ForkedProcess(ForkServerProcess):
     def start(self) -> None:
         env, cores = dict(os.environ), os.sched_getaffinity(0)
         self._target: Any = partial(_run, self._target, env, cores)
@@ -48,7 +48,7 @@ class _Process(ForkServerProcess):
 
 
 class Context(ForkServerContext):
-    Process = _Process
+    Process = _ForkedProcess
 
 
 def _run(

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from kvroute.contract.generation import CannotRunError
 
 STREAMS = (1, 2)  # file descriptors of standard output and standard error
-MOST_READ = 262_144  # maximum number of bytes that are read from the end of each stream
+MAX_READ = 262_144  # maximum number of bytes that are read from the end of each stream
 MAX_MESSAGE = 600  # maximum number of characters of a message
 DEATH = re.compile(r"encountered a fatal error|failed to start")  # titles of vLLM's stack traces
 ERROR = re.compile(
@@ -37,7 +37,7 @@ FINAL = frozenset(
 )
 
 
-class LastWords:
+class CrashLog:
     """The output of the engine that is started next."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ def _end(stream: int, start: int) -> str:
         return ""
     try:
         with open(f"/proc/self/fd/{stream}", "rb") as file:
-            file.seek(max(start, size - MOST_READ))
-            return file.read(MOST_READ).decode(errors="replace")
+            file.seek(max(start, size - MAX_READ))
+            return file.read(MAX_READ).decode(errors="replace")
     except OSError:
         return ""  # not Linux

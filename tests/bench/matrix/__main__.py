@@ -78,7 +78,7 @@ def main(
     finally:  # so that --earlier can go on where a run was stopped
         pool.shutdown(cancel_futures=True)
         if json_file:
-            found = {"saturations": saturations, "results": [each.row() for each in results]}
+            found = {"saturations": saturations, "results": [result.row() for result in results]}
             json_file.write_text(json.dumps(found, indent=1) + "\n")
     for title, rows in (
         ("First tokens", compared(results, ours)),

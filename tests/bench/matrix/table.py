@@ -35,7 +35,7 @@ def compared_sessions(results: Iterable[Result], ours: Collection[str]) -> list[
     for cell, policy, own, rivals in _pairs(results, ours):
         if "turns_per_min" not in own:
             continue
-        turns = max(each["turns_per_min"] for each in rivals.values())
+        turns = max(rival["turns_per_min"] for rival in rivals.values())
         slower = {name: _ratio(own, rivals, field) for name, field in SLOWDOWNS.items()}
         row: Row = {"cell": cell, "policy": policy}
         row["worst"] = max(turns / own["turns_per_min"], slower["p90"])
@@ -52,8 +52,8 @@ def _pairs(
 ) -> Iterable[tuple[str, str, Means, Mapping[str, Means]]]:
     """Yield each cell, each policy of ours that was run there, and its figures and its rivals'."""
     cells: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
-    for each in results:
-        cells[each.cell][each.policy].append(each)
+    for result in results:
+        cells[result.cell][result.policy].append(result)
     for cell, by_policy in cells.items():
         means = {policy: _means(found) for policy, found in by_policy.items()}
         rivals = {policy: found for policy, found in means.items() if policy not in ours}
@@ -64,7 +64,7 @@ def _pairs(
 
 def _means(results: Sequence[Result]) -> Means:
     """Return the mean over the seeds of every figure that was measured."""
-    rows = [each.row() for each in results]
+    rows = [result.row() for result in results]
     return {
         name: mean(float(row[name] or 0.0) for row in rows)
         for name, value in rows[0].items()
@@ -74,14 +74,14 @@ def _means(results: Sequence[Result]) -> Means:
 
 def _ratio(own: Means, rivals: Mapping[str, Means], field: str) -> float:
     """Return ours over the least of theirs; less is better."""
-    return own[field] / min(each[field] for each in rivals.values())
+    return own[field] / min(rival[field] for rival in rivals.values())
 
 
 def _shares(own: Means, rivals: Mapping[str, Means]) -> Row:
-    most = max(each["throughput_rps"] for each in rivals.values())
+    most = max(rival["throughput_rps"] for rival in rivals.values())
     return {
         "hits": own["hit_share"],
-        "more hits": own["hit_share"] - max(each["hit_share"] for each in rivals.values()),
+        "more hits": own["hit_share"] - max(rival["hit_share"] for rival in rivals.values()),
         "requests/s ratio": own["throughput_rps"] / most,
     }
 

@@ -50,10 +50,10 @@ def moved(requests: Sequence[Request], seed: int) -> Sequence[Request]:
     if not seed:
         return requests
     rng = random.Random(seed)
-    names = {each.session: rng.uniform(0, JITTER_S) for each in requests if each.session}
+    names = {request.session: rng.uniform(0, JITTER_S) for request in requests if request.session}
     later = [
-        replace(each, arrival_s=each.arrival_s + names.get(each.session or "", 0.0))
-        for each in requests
+        replace(request, arrival_s=request.arrival_s + names.get(request.session or "", 0.0))
+        for request in requests
     ]
     later.sort(key=lambda each: each.arrival_s)
     first_s = later[0].arrival_s

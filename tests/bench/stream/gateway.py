@@ -51,7 +51,7 @@ def gateway(
         *("nice", "-n", str(NICENESS), sys.executable, "-m", "sglang_router.launch_router"),
         *("--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())),
         *("--policy", policy, "--log-level", "error"),
-        *("--worker-urls", *(f"http://{HOST}:{each}" for each in engine_ports)),
+        *("--worker-urls", *(f"http://{HOST}:{engine_port}" for engine_port in engine_ports)),
     ]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:

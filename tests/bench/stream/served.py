@@ -137,11 +137,11 @@ async def _row(ours: Server, theirs: Server, name: str, kind: tuple[str, dict[st
 
 
 def _us(rounds: Sequence[Spent], role: str) -> float:
-    return median(1e6 * each.cpu_s[role] / each.tokens for each in rounds)
+    return median(1e6 * round_.cpu_s[role] / round_.tokens for round_ in rounds)
 
 
 def _events(rounds: Sequence[Spent]) -> float:
-    return median(each.events / each.tokens for each in rounds)
+    return median(round_.events / round_.tokens for round_ in rounds)
 
 
 async def _round(server: Server, path: str, body: dict[str, Any]) -> Spent:

@@ -198,7 +198,7 @@ async def test_an_agent_makes_structured_output(agent: Agent[None]) -> None:
 # What docs/clients.md shows.
 
 
-@pytest.mark.parametrize("step", [each for each in steps(CLIENTS) if each.language == "python"])
+@pytest.mark.parametrize("step", [step for step in steps(CLIENTS) if step.language == "python"])
 def test_the_program_works(step: Block, cluster: Cluster) -> None:
     program = step.text.replace(ADDRESS, cluster.url)
     done = subprocess.run(

@@ -47,7 +47,7 @@ async def test_a_replica_that_read_another_template_is_degraded_until_it_is_rest
     assert any(tokens > 0 for replica, tokens in answers[1] if replica != stranger)
 
     (model / "chat_template.jinja").write_text(original)
-    (pid,) = (each["pid"] for each in replicas(cluster.url) if each["id"] == stranger)
+    (pid,) = (replica["pid"] for replica in replicas(cluster.url) if replica["id"] == stranger)
     os.kill(pid, signal.SIGKILL)
     await until(lambda: len(replicas(cluster.url)) == 2 and not degraded())
 

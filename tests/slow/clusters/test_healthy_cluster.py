@@ -57,7 +57,9 @@ def test_a_redis_that_evicts_is_found_and_named(cluster: Cluster, port: int) -> 
 def counted(cluster: Cluster) -> set[str]:
     """All series of all processes that count what users asked for."""
     targets = httpx.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json()
-    pages = (httpx.get(f"http://{each['targets'][0]}/metrics", timeout=10).text for each in targets)
+    pages = (
+        httpx.get(f"http://{target['targets'][0]}/metrics", timeout=10).text for target in targets
+    )
     return {
         line
         for page in pages

@@ -75,8 +75,8 @@ def test_requests_are_seen_with_receipts_and_a_ledger_by_all_who_listen(cluster:
             follower.until(lambda each: each.has_answers(before["ledger"]["requests"] + 10))
         assert one.things["ledger"] == other.things["ledger"]
         decisions = [each for key, each in one.all("decision/").items() if key not in before]
-        assert [each["outcome"] for each in decisions] == ["ok"] * 10
-        assert [each["prompt_tokens"] for each in decisions] == [100] * 10
+        assert [decision["outcome"] for decision in decisions] == ["ok"] * 10
+        assert [decision["prompt_tokens"] for decision in decisions] == [100] * 10
         for told in decisions:
             choice, *_ = told["receipt"]["replicas"]
             assert told["receipt"]["choice"] == told["replica"] == choice["id"]

@@ -278,7 +278,7 @@ async def test_a_node_that_ray_drains_or_that_is_marked_down_leaves_in_peace(
     """HAProxy looks, nginx is told. All stream answer after answer, and nobody notices."""
     undisturbed = await asyncio.gather(*(each.listen() for each in audiences_of(clients)))
     audiences, over, there = audiences_of(clients), asyncio.Event(), replicas(trio)
-    listening = asyncio.gather(*(each.listen_until(over) for each in audiences))
+    listening = asyncio.gather(*(audience.listen_until(over) for audience in audiences))
     for audience, take_away, balancer in zip(audiences, (drain, mark_down), balancers, strict=True):
         await until(lambda: min(audience.pieces) >= 5)  # noqa: B023
         assert set(audience.replicas) & replicas(leaver)
@@ -314,8 +314,8 @@ async def test_a_node_that_is_killed_breaks_its_own_streams_and_no_later_request
     )
     audiences, lost = audiences_of(clients, tokens=LONG), replicas(leaver)
     doomed = leaver.processes()  # found before: that takes time, and an answer little
-    listening = asyncio.gather(*(each.listen_to_what_comes() for each in audiences))
-    await until(lambda: all(min(each.pieces) >= 5 for each in audiences))
+    listening = asyncio.gather(*(audience.listen_to_what_comes() for audience in audiences))
+    await until(lambda: all(min(audience.pieces) >= 5 for audience in audiences))
     kill_at_once(doomed)
     await asyncio.to_thread(
         psutil.wait_procs, doomed, timeout=10

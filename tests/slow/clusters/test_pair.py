@@ -112,7 +112,11 @@ def ports_of(cluster: Cluster) -> set[int]:
     for process in cluster.processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # Ray's spare ones come and go
             connections = process.net_connections()
-            ports |= {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+            ports |= {
+                connection.laddr.port
+                for connection in connections
+                if connection.status == psutil.CONN_LISTEN
+            }
     return ports
 
 

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.store.connection import ANSWER_S, connect
+from kvroute.store.connection import TIMEOUT_S, connect
 from kvroute.store.index import FencedError, Index
 from tests.support.chats import Chats, hit_share, median_ttft_s
 from tests.support.clients import async_openai_client
@@ -39,7 +39,7 @@ def replica_count(cluster: Cluster) -> int:
     """Fails when each answer takes as long as a call to a Redis that hangs."""
     for _ in range(TRIES):
         with contextlib.suppress(httpx.ReadTimeout):
-            answer = httpx.get(cluster.url + "/v1/cluster", timeout=ANSWER_S - 1)
+            answer = httpx.get(cluster.url + "/v1/cluster", timeout=TIMEOUT_S - 1)
             return len(answer.json()["replicas"])
     raise AssertionError("it waits for Redis")
 
@@ -49,7 +49,9 @@ async def blocks_in(url: str) -> dict[str, set[Fingerprint]]:
     client = connect(url)
     index = Index(client, BUILTIN_MODEL, cluster="faults")
     try:
-        return {each.id: set((await index.blocks(each)).blocks) for each in await index.records()}
+        return {
+            record.id: set((await index.blocks(record)).blocks) for record in await index.records()
+        }
     except FencedError:
         return {}  # in the midst of being announced again
     finally:
@@ -71,8 +73,8 @@ def is_right(cluster: Cluster) -> bool:
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="none") as client:
         prompt = user(f"{uuid.uuid4()} {people_table()}")
         answers = [ask(client, prompt) for _ in range(5)]
-    return all(each.expected_tokens == each.cached_tokens for each in answers) and any(
-        each.cached_tokens for each in answers
+    return all(answer.expected_tokens == answer.cached_tokens for answer in answers) and any(
+        answer.cached_tokens for answer in answers
     )
 
 

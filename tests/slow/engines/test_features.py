@@ -22,9 +22,9 @@ def request_with(features: list[Feature]) -> Any:
 
     specs = [
         MultiModalFeatureSpec(
-            None, "image", each.identifier, PlaceholderRange(each.offset, each.length)
+            None, "image", feature.identifier, PlaceholderRange(feature.offset, feature.length)
         )
-        for each in features
+        for feature in features
     ]
     return Request("r", [7] * PROMPT, SamplingParams(max_tokens=1), None, mm_features=specs)
 
@@ -78,5 +78,5 @@ def test_embeddings_are_like_no_other_prompt() -> None:
     prompt = {"type": "embeds", "prompt_embeds": [[0.5, 0.5]] * 70}
     one, other = rendered_of(prompt), rendered_of(prompt)
     assert len(one.token_ids) == 4 * 70
-    assert [(each.offset, each.end) for each in one.features] == [(0, 70)]
+    assert [(feature.offset, feature.end) for feature in one.features] == [(0, 70)]
     assert one.features[0].identifier != other.features[0].identifier

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -45,7 +45,7 @@ class Side:
         self.requests.append(blocks)
         return [block.block_id for block in blocks]
 
-    def free(self, number: int, keep: Keep | None = None) -> None:
+    def free(self, number: int, keep: RetentionHint | None = None) -> None:
         if self.requests:
             blocks = self.requests.pop(number % len(self.requests))
             if self.queue and keep:
@@ -79,9 +79,9 @@ class Side:
 
 
 @settings(max_examples=150, deadline=None)
-@given(steps, st.sampled_from([None, Keep(), Keep(session=7)]))
+@given(steps, st.sampled_from([None, RetentionHint(), RetentionHint(session=7)]))
 def test_with_nothing_said_the_pool_uses_the_same_blocks_as_with_its_own_queue(
-    steps: list[tuple[str, int]], keep: Keep | None
+    steps: list[tuple[str, int]], keep: RetentionHint | None
 ) -> None:
     ours, theirs = Side(ours=True), Side(ours=False)
     for what, number in steps:
@@ -96,10 +96,10 @@ def test_with_nothing_said_the_pool_uses_the_same_blocks_as_with_its_own_queue(
 @settings(max_examples=100, deadline=None)
 @given(
     steps,
-    st.lists(st.builds(Keep, st.sampled_from(Order), st.integers(0, 3)), min_size=1),
+    st.lists(st.builds(RetentionHint, st.sampled_from(Order), st.integers(0, 3)), min_size=1),
 )
 def test_whatever_is_said_a_block_is_free_or_held(
-    steps: list[tuple[str, int]], keeps: list[Keep]
+    steps: list[tuple[str, int]], keeps: list[RetentionHint]
 ) -> None:
     side = Side(ours=True)
     for number, (what, choice) in enumerate(steps):
@@ -114,8 +114,8 @@ def test_whatever_is_said_a_block_is_free_or_held(
 def test_blocks_that_are_likely_to_come_back_outlive_newer_ones() -> None:
     side = Side(ours=True)
     likely, unlikely = side.get(99), side.get(99)
-    side.free(0, Keep(session=1))
-    side.free(0, Keep(Order.UNLIKELY, session=2))
+    side.free(0, RetentionHint(session=1))
+    side.free(0, RetentionHint(Order.UNLIKELY, session=2))
     side.get(3)  # four that are blank
     assert side.get(99) == unlikely[::-1]
     assert side.get(99) == likely[::-1]
@@ -124,8 +124,8 @@ def test_blocks_that_are_likely_to_come_back_outlive_newer_ones() -> None:
 def test_an_offloading_connector_hears_of_what_goes_next_wherever_its_cursor_was() -> None:
     side = Side(ours=True)
     first, second = side.get(99), side.get(99)
-    side.free(0, Keep())
-    side.free(0, Keep(Order.UNLIKELY))
+    side.free(0, RetentionHint())
+    side.free(0, RetentionHint(Order.UNLIKELY))
     held = side.get(3)
     assert side.queue
     for cursor in (None, first[0], held[0]):
@@ -143,7 +143,7 @@ def keeping_of(*sides: Side) -> Any:
     return Keeping(manager, [side.pool for side in sides])
 
 
-def request_of(name: str, keep: Keep) -> Any:
+def request_of(name: str, keep: RetentionHint) -> Any:
     from kvroute.contract.generation import NO_TOKENS, GenerateRequest
     from kvroute.replica.vllm_engine.blocks.keeping import keep_args
 
@@ -154,7 +154,9 @@ def request_of(name: str, keep: Keep) -> Any:
 def test_the_end_of_a_session_reaches_all_pools_and_requests_that_run() -> None:
     sides = Side(ours=False), Side(ours=False)
     keeping = keeping_of(*sides)
-    left, stays, running = (request_of(name, Keep(session=n)) for n, name in enumerate("abc", 1))
+    left, stays, running = (
+        request_of(name, RetentionHint(session=n)) for n, name in enumerate("abc", 1)
+    )
     held = []
     for side, manager in zip(sides, keeping._managers, strict=True):
         held.append([side.get(99) for _ in "abc"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvroute.blocks.cache_groups import HOST_GROUPS
 from kvroute.blocks.chain import Scope, Space
 from kvroute.blocks.tiers import HOST
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.block_table import Changes
 from kvroute.router.placement.fleet import Fleet
 from tests.support.host_tiers import BLOCK_BYTES
@@ -35,7 +35,7 @@ def tiered(*specs: Any, **options: Any) -> "Tiered":
     return Tiered(*specs, **options)
 
 
-def flood(engine: "Tiered", prompts: int = 8, keep: Keep | None = None) -> None:
+def flood(engine: "Tiered", prompts: int = 8, keep: RetentionHint | None = None) -> None:
     """Each evicts ten blocks."""
     for number in range(prompts):
         engine.ask(5000 + 500 * number, PROMPT, keep)
@@ -49,7 +49,7 @@ def test_what_left_the_engines_memory_is_found_in_host_memory() -> None:
     assert {HOST.member(each) for each in alone} == alone  # each is in both
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
-    assert sum(each.reloaded_tokens for each in engine.transfers) == PROMPT - 1
+    assert sum(transfer.reloaded_tokens for transfer in engine.transfers) == PROMPT - 1
     assert len(engine.table.in_host) == 90
     assert engine.compare().drift == 0
 
@@ -62,7 +62,7 @@ def test_a_tier_that_was_slow_is_not_reloaded_from() -> None:
     assert engine.ask(0, PROMPT) == PROMPT - 1  # nobody knew
     flood(engine)
     assert engine.ask(0, PROMPT) == 0
-    assert sum(each.reloaded_tokens for each in engine.transfers) == PROMPT - 1
+    assert sum(transfer.reloaded_tokens for transfer in engine.transfers) == PROMPT - 1
 
 
 def test_a_tier_that_was_slow_is_tried_again_after_some_minutes() -> None:
@@ -107,9 +107,9 @@ def test_the_block_of_the_last_token_is_computed() -> None:
 
 def test_host_memory_drops_what_will_not_come_back() -> None:
     engine = tiered(host_blocks=40)
-    engine.ask(0, PROMPT, Keep(session=1))
-    engine.ask(1000, PROMPT, Keep(Order.UNLIKELY))
-    flood(engine, keep=Keep(Order.UNLIKELY))
+    engine.ask(0, PROMPT, RetentionHint(session=1))
+    engine.ask(1000, PROMPT, RetentionHint(Order.UNLIKELY))
+    flood(engine, keep=RetentionHint(Order.UNLIKELY))
     assert engine.ask(1000, PROMPT) == 0
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert engine.compare().drift == 0
@@ -117,8 +117,8 @@ def test_host_memory_drops_what_will_not_come_back() -> None:
 
 def test_host_memory_drops_the_blocks_of_an_ended_session_first() -> None:
     engine = tiered(host_blocks=40)
-    engine.ask(0, PROMPT, Keep(session=1))
-    engine.ask(1000, PROMPT, Keep(session=2))
+    engine.ask(0, PROMPT, RetentionHint(session=1))
+    engine.ask(1000, PROMPT, RetentionHint(session=2))
     engine.scheduler.end_session(2)
     engine.scheduler.end_session(3)  # nobody's
     flood(engine, 3)
@@ -176,8 +176,8 @@ def test_host_memory_is_never_cleared_alone() -> None:
 
 def test_a_session_that_ends_while_its_blocks_are_copied_is_over_for_them_too() -> None:
     engine = tiered(host_blocks=40)
-    engine.ask(0, PROMPT, Keep(session=1))
-    name = engine.add(1000, PROMPT, Keep(session=2))
+    engine.ask(0, PROMPT, RetentionHint(session=1))
+    name = engine.add(1000, PROMPT, RetentionHint(session=2))
     while name in engine.scheduler.requests:
         engine.step()
     host = engine.scheduler.host
@@ -277,7 +277,7 @@ def test_the_table_is_what_both_tiers_hold(
     for do, number, blocks in steps:
         match do:
             case "add":
-                keep = Keep(Order(number % 3), session=number) if number % 2 else None
+                keep = RetentionHint(Order(number % 3), session=number) if number % 2 else None
                 names.append(engine.add(300 * number, blocks * BLOCK + number, keep))
             case "step":
                 engine.step()

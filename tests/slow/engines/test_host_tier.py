@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.engine.kv_events import Transfers
 from tests.support.answers import ids_of
 from tests.support.chunks import streamed
@@ -121,7 +121,7 @@ async def test_the_table_is_what_the_engine_holds(cache: Running, seed: int) -> 
 
     async def one(number: int) -> None:
         blocks, session = random_.randint(1, 25), random_.randint(1, 12)
-        keep = Keep(random_.choice((Order.USUAL, Order.UNLIKELY)), session)
+        keep = RetentionHint(random_.choice((Order.USUAL, Order.UNLIKELY)), session)
         request = request_of(prompt_of(blocks * BLOCK, session), max_tokens=random_.randint(1, 40))
         request = replace(request, request_id=f"s{seed}-{number}", keep=keep)
         most = random_.choice((1, 100))
@@ -169,9 +169,9 @@ async def test_a_model_with_linear_attention_finds_its_states_there_too(tmp_path
 
 def total(transfers: list[Transfers]) -> Transfers:
     return Transfers(
-        sum(each.reloaded_tokens for each in transfers),
-        sum(each.in_bytes for each in transfers),
-        sum(each.in_s for each in transfers),
-        sum(each.out_bytes for each in transfers),
-        sum(each.out_s for each in transfers),
+        sum(transfer.reloaded_tokens for transfer in transfers),
+        sum(transfer.in_bytes for transfer in transfers),
+        sum(transfer.in_s for transfer in transfers),
+        sum(transfer.out_bytes for transfer in transfers),
+        sum(transfer.out_s for transfer in transfers),
     )

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from kvroute.contract.keep import Keep, Order
+from kvroute.contract.keep import Order, RetentionHint
 from tests.support.engines import BLOCK, Running, prompt_of
 from tests.support.engines import request_of as completion_of
 from tests.support.waiting import until
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
 
-ONE_SHOT = Keep(Order.UNLIKELY)
+ONE_SHOT = RetentionHint(Order.UNLIKELY)
 LATER = 20 * BLOCK  # tokens of a prompt that comes back
 
 
@@ -30,14 +30,14 @@ async def cache(running: Running) -> AsyncIterator[Running]:
     assert await running.engine.reset_prefix_cache()
 
 
-async def ask(running: Running, prompt: list[int], keep: Keep | None) -> int:
+async def ask(running: Running, prompt: list[int], keep: RetentionHint | None) -> int:
     """Returns the tokens that were cached."""
     request = replace(completion_of(prompt, max_tokens=1), keep=keep)
     return (await running.run(request))[0].cached_tokens
 
 
 async def evict(
-    running: Running, blocks: int, keep: Keep | None = ONE_SHOT, *, seed: int = 1000
+    running: Running, blocks: int, keep: RetentionHint | None = ONE_SHOT, *, seed: int = 1000
 ) -> None:
     """Other prompts fill the cache, and evict about as many blocks."""
     missing = running.engine.facts.capacity_blocks - len(running.table) + blocks
@@ -47,7 +47,7 @@ async def evict(
 
 async def test_what_comes_back_outlives_prompts_that_do_not(cache: Running) -> None:
     first, second = prompt_of(LATER, seed=301), prompt_of(LATER, seed=302)
-    await ask(cache, first, Keep(session=1))
+    await ask(cache, first, RetentionHint(session=1))
     await ask(cache, second, ONE_SHOT)
     await evict(cache, 3 * cache.engine.facts.capacity_blocks)
     assert await ask(cache, [*first, 0], None) == LATER
@@ -63,8 +63,8 @@ async def test_with_nothing_said_the_oldest_goes_first(cache: Running) -> None:
 
 async def test_the_blocks_of_a_session_that_has_ended_go_first(cache: Running) -> None:
     stays, ends = prompt_of(LATER, seed=304), prompt_of(LATER, seed=305)
-    await ask(cache, stays, Keep(session=1))
-    await ask(cache, ends, Keep(session=2))
+    await ask(cache, stays, RetentionHint(session=1))
+    await ask(cache, ends, RetentionHint(session=2))
     await cache.engine.end_session(2)
     await cache.engine.end_session(3)  # nobody's
     await until(lambda: len(cache.table) >= 40)
@@ -75,8 +75,8 @@ async def test_the_blocks_of_a_session_that_has_ended_go_first(cache: Running) -
 
 async def test_a_request_can_be_the_last_of_its_session(cache: Running) -> None:
     stays, ends = prompt_of(LATER, seed=306), prompt_of(LATER, seed=307)
-    await ask(cache, stays, Keep(session=1))
-    await ask(cache, ends, Keep(Order.ENDED, session=2))
+    await ask(cache, stays, RetentionHint(session=1))
+    await ask(cache, ends, RetentionHint(Order.ENDED, session=2))
     await until(lambda: len(cache.table) >= 40)
     await evict(cache, 20, keep=None)
     assert await ask(cache, [*stays, 0], None) == LATER

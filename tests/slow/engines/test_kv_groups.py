@@ -72,7 +72,7 @@ class Listener:
                     self.copies[group].subtract(hashes)
                 case AllBlocksCleared():
                     self.copies = [Counter() for _ in self.copies]
-        assert [+each for each in self.copies] == self.cache.held()
+        assert [+copy for copy in self.copies] == self.cache.held()
 
 
 uses = st.tuples(

@@ -141,7 +141,7 @@ async def test_a_rank_is_cleared_alone(ranks: Ranks) -> None:
 async def test_with_one_ranks_process_both_are_dead(ranks: Ranks) -> None:
     """As the last test here: nothing runs after it."""
     processes = psutil.Process().children(recursive=True)
-    (victim,) = [each for each in processes if "EngineCore_DP1" in each.name()]
+    (victim,) = [process for process in processes if "EngineCore_DP1" in process.name()]
 
     async def ask_for_ever() -> None:
         while True:
@@ -150,9 +150,9 @@ async def test_with_one_ranks_process_both_are_dead(ranks: Ranks) -> None:
     victim.kill()
     with pytest.raises(EngineDeadError):
         await asyncio.wait_for(ask_for_ever(), 30)
-    for each in ranks:
+    for rank in ranks:
         with pytest.raises(EngineDeadError):
-            await each.engine.check()
+            await rank.engine.check()
 
 
 def coordinate(told: Any) -> None:

@@ -53,7 +53,7 @@ async def test_an_answer_goes_on_elsewhere_wherever_it_was_cut(
 @pytest.mark.parametrize("whole_model", ["vllm"], indirect=True)
 async def test_an_engine_whose_process_hangs_is_declared_dead(whole_model: Running) -> None:
     engine: Any = whole_model.engine
-    engines = (each for each in engine._processes if "EngineCor" in each.name())
+    engines = (process for process in engine._processes if "EngineCor" in process.name())
     process = max(engines, key=psutil.Process.create_time)  # others belong to other tests' engines
     await engine.check()
     process.suspend()

@@ -95,8 +95,8 @@ async def test_prometheus_reads_from_every_process_on_every_node(nodes: Nodes) -
         def read() -> set[str]:
             """Nodes with a process that tells its metrics; all that are known do."""
             targets = server.get("targets", state="active")["activeTargets"]
-            found = [each["labels"] for each in targets if each["labels"]["job"] == "kvroute"]
-            is_whole = all(each["health"] == "up" for each in targets) and len(found) > REPLICAS
+            found = [target["labels"] for target in targets if target["labels"]["job"] == "kvroute"]
+            is_whole = all(target["health"] == "up" for target in targets) and len(found) > REPLICAS
             return {labels["node"] for labels in found} if is_whole else set()
 
         await until(lambda: read() == {host.address for host in nodes.hosts})
@@ -130,7 +130,9 @@ async def test_rays_head_service_is_killed_and_starts_again(nodes: Nodes) -> Non
         service.kill()
         await until(lambda: named(nodes.head, "gcs_server") not in ([], [service]), within_s=30)
         await settle(nodes, REPLICAS)
-        running = [each for each in victim.processes() if each.name().startswith(REPLICA_PROCESS)]
+        running = [
+            process for process in victim.processes() if process.name().startswith(REPLICA_PROCESS)
+        ]
         running[0].kill()
         await until(lambda: len(nodes.index()) < REPLICAS, within_s=30)
         await settle(nodes, REPLICAS)
@@ -138,7 +140,11 @@ async def test_rays_head_service_is_killed_and_starts_again(nodes: Nodes) -> Non
 
 
 def named(host: Host, name: str) -> list[psutil.Process]:
-    return [each for each in host.processes() if each.name() == name and each.status() != "zombie"]
+    return [
+        process
+        for process in host.processes()
+        if process.name() == name and process.status() != "zombie"
+    ]
 
 
 async def test_ray_down_ends_the_head_at_once_and_its_workers_soon_after(nodes: Nodes) -> None:

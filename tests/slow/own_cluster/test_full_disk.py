@@ -42,10 +42,10 @@ def told(cluster: Cluster, name: str) -> float:
 
 def logs(cluster: Cluster) -> tuple[str, str]:
     """What the doctor says of them: the worst grade, and all findings."""
-    checks = [each for each in findings(doctor(cluster, "--json")) if each.name == "logs"]
-    grades = {each.grade for each in checks}
+    checks = [finding for finding in findings(doctor(cluster, "--json")) if finding.name == "logs"]
+    grades = {check.grade for check in checks}
     worst = next(grade for grade in ("wrong", "warning", "ok") if grade in grades)
-    return worst, " ".join(each.finding for each in checks)
+    return worst, " ".join(check.finding for check in checks)
 
 
 def test_requests_go_on_while_the_disk_is_full_and_the_doctor_names_it(cluster: Cluster) -> None:

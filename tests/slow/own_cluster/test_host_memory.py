@@ -56,7 +56,7 @@ def replicas(client: httpx.Client) -> list[dict[str, Any]]:
 def has_no_drift(client: httpx.Client) -> bool:
     """Table, Redis and router have of all replicas what their engines have, in both tiers."""
     audits = client.get("/v1/cluster/audit").json()["replicas"]
-    return [each["drift"] for each in audits] == [NO_DRIFT] * 2
+    return [audit["drift"] for audit in audits] == [NO_DRIFT] * 2
 
 
 def test_what_a_gpu_has_evicted_is_found_in_host_memory(
@@ -66,7 +66,7 @@ def test_what_a_gpu_has_evicted_is_found_in_host_memory(
     complete(client, ours)
     for _ in range(FLOOD):
         complete(client, next(numbers))
-    wait_until(lambda: all(each["blocks"] > BLOCKS for each in replicas(client)))
+    wait_until(lambda: all(replica["blocks"] > BLOCKS for replica in replicas(client)))
     again = complete(client, ours, PROMPT + BLOCK)
     assert cached(again) >= PROMPT - BLOCK
     assert int(again.headers["x-kvroute-expected-tokens"]) == cached(again)
@@ -76,9 +76,9 @@ def test_what_a_gpu_has_evicted_is_found_in_host_memory(
 
 
 def test_a_replica_tells_of_its_tier(client: httpx.Client) -> None:
-    for each in replicas(client):
-        assert each["host"]["blocks"] == int(2e9) // (BLOCK * 131_072)
-        assert each["host"]["gb_per_s"] > 0
+    for replica in replicas(client):
+        assert replica["host"]["blocks"] == int(2e9) // (BLOCK * 131_072)
+        assert replica["host"]["gb_per_s"] > 0
 
 
 def test_a_receipt_says_what_a_reload_costs(client: httpx.Client) -> None:
@@ -120,9 +120,9 @@ def test_a_cleared_cache_is_empty_in_both_tiers(tiered: Cluster, client: httpx.C
     ours = next(numbers)
     complete(client, ours)
     with cache_clearer(tiered) as clear:
-        for each in replicas(client):
-            clear(each["id"])
-    wait_until(lambda: not any(each["blocks"] for each in replicas(client)))
+        for replica in replicas(client):
+            clear(replica["id"])
+    wait_until(lambda: not any(replica["blocks"] for replica in replicas(client)))
     assert cached(complete(client, ours)) == 0
     wait_until(lambda: has_no_drift(client))
 
@@ -133,9 +133,9 @@ def test_a_replica_that_starts_begins_with_an_empty_tier(
     ours = next(numbers)
     first = complete(client, ours)
     served_by = first.headers["x-kvroute-replica"]
-    (victim,) = (each for each in replicas(client) if each["id"] == served_by)
+    (victim,) = (replica for replica in replicas(client) if replica["id"] == served_by)
     psutil.Process(victim["pid"]).kill()
-    wait_until(lambda: served_by not in {each["id"] for each in replicas(client)})
+    wait_until(lambda: served_by not in {replica["id"] for replica in replicas(client)})
     wait_until(lambda: len(replicas(client)) == 2)
     assert cached(complete(client, ours)) == 0
     wait_until(lambda: has_no_drift(client))

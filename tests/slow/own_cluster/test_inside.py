@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from kvroute.doctor.checks import Check
-from kvroute.local.ports import free_port, why_not
+from kvroute.local.ports import free_port, listen_error
 from tests.support.certificates import certificate
 from tests.support.documents import SECURITY, blocks
 from tests.support.redis_server import redis_with_tls
@@ -55,7 +55,7 @@ def ports() -> range:
     while True:
         first = free_port()
         found = range(first, first + PORTS)
-        if all(why_not("", port) is None for port in found):
+        if all(listen_error("", port) is None for port in found):
             return found
 
 

@@ -147,8 +147,8 @@ def test_prometheus_is_told_of_each_model_apart(cluster: Cluster, client: OpenAI
     after = {model: output_tokens(model) - before[model] for model in before}
     assert after == {LARGE: 0, SMALL: 7}
     labels = [target["labels"] for target in get(cluster, "/v1/metrics/targets")]
-    assert len({each["router"] for each in labels if each["role"] == "router"}) == 1
-    assert sum(each["role"] == "replica" for each in labels) == 3
+    assert len({label["router"] for label in labels if label["role"] == "router"}) == 1
+    assert sum(label["role"] == "replica" for label in labels) == 3
 
 
 def test_the_audit_finds_all_replicas_and_no_drift(cluster: Cluster, client: OpenAI) -> None:

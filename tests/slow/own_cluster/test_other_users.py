@@ -55,7 +55,9 @@ def of_each(cluster: Cluster, name: str, read: Callable[[psutil.Process], list[T
 
 def listens_at(process: psutil.Process) -> list[Any]:
     connections = process.net_connections("inet")
-    return [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
+    return [
+        connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def trusting(certified: tuple[Path, Path]) -> httpx.Client:
@@ -106,8 +108,8 @@ def test_another_user_reads_none_of_its_files_and_asks_nothing_of_its_redis(
     cluster: Cluster,
 ) -> None:
     arguments = of_each(cluster, "haproxy", psutil.Process.cmdline)
-    (config,) = {each for each in arguments if each.endswith(".cfg")}
-    opened = {file.path for each in cluster.processes() for file in each.open_files()}
+    (config,) = {argument for argument in arguments if argument.endswith(".cfg")}
+    opened = {file.path for process in cluster.processes() for file in process.open_files()}
     paths = {path for path in opened if path.startswith(str(Path(config).parents[2]))}
     assert len(paths) > 5
     paths |= {config, *map(str, Path(config).parents[:-2])}  # all but / and /tmp

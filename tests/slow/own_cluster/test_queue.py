@@ -19,7 +19,7 @@ COMPLETIONS = "/v1/completions"
 MESSAGES = "/v1/messages"
 QUEUED_S, QUEUED_FOR = "x-kvroute-queued-s", "x-kvroute-queued-for"
 SHORT, LONG = 20, 3000  # tokens; a replica computes 2,000 a second
-MOST_S = 8
+MAX_S = 8
 TOKENS = 2  # of an answer
 CROWD = 8  # clients with long prompts, which keep the fleet busy
 
@@ -33,7 +33,7 @@ def queued() -> Iterator[Cluster]:
     """Two slow replicas behind two routers."""
     speed = ("--simulated-prefill-tokens-per-s", "2000", "--simulated-decode-ms", "1")
     options = ("--engine", "simulated", "--replicas", "2", "--routers", "2")
-    with start_cluster(*options, "--max-wait-s", f"{MOST_S}", *speed) as cluster:
+    with start_cluster(*options, "--max-wait-s", f"{MAX_S}", *speed) as cluster:
         yield cluster
 
 
@@ -92,12 +92,12 @@ async def test_under_overload_short_prompts_pass_and_what_would_wait_too_long_is
     assert (await client.get("/health")).status_code == 200
     answers = await asyncio.gather(*long)
     assert {each.status_code for each in short} == {200}
-    assert {each.status_code for each in answers} == {200, 429}
-    served = [each for each in answers if each.status_code == 200]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    served = [answer for answer in answers if answer.status_code == 200]
     assert {each.json()["usage"]["completion_tokens"] for each in served} == {TOKENS}
     longest_s = max(float(each.headers[QUEUED_S]) for each in served)
-    assert max(float(each.headers[QUEUED_S]) for each in short) < longest_s <= MOST_S + 1
-    for refused in (each for each in answers if each.status_code == 429):
+    assert max(float(each.headers[QUEUED_S]) for each in short) < longest_s <= MAX_S + 1
+    for refused in (answer for answer in answers if answer.status_code == 429):
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "wait_too_long")
         assert "--max-wait-s is 8 s" in error["message"]
@@ -146,8 +146,8 @@ async def test_urgent_requests_pass_and_batch_requests_fill(
     answers = dict(zip(kinds, await asyncio.gather(*tasks), strict=True))
     waits_s = {kind: float(answer.headers[QUEUED_S]) for kind, answer in answers.items()}
     assert waits_s["batch"] > max(waits_s["default"], waits_s["interactive"])
-    assert {each.status_code for each in answers.values()} == {200}
-    assert {each.status_code for each in others} <= {200, 429}
+    assert {answer.status_code for answer in answers.values()} == {200}
+    assert {other.status_code for other in others} <= {200, 429}
 
 
 async def test_who_leaves_while_he_waits_costs_no_replica_anything(

@@ -46,7 +46,9 @@ def queue(cluster: Cluster) -> dict[str, Any]:
 
 
 def of_queue(cluster: Cluster) -> tuple[str, str]:
-    (check,) = [each for each in findings(doctor(cluster, "--json")) if each.name == "queue"]
+    (check,) = [
+        finding for finding in findings(doctor(cluster, "--json")) if finding.name == "queue"
+    ]
     return check.grade, check.finding
 
 

@@ -51,10 +51,12 @@ def blocks_of(cluster: Cluster) -> dict[str, int]:
 async def test_a_replica_is_one_process_with_a_cache_for_each_rank(cluster: Cluster) -> None:
     ranks = listed(cluster)
     assert sorted(split(id_)[1] for id_ in ranks) == [0, 0, 1, 1]
-    assert len(replicas_of(ranks)) == len({each["pid"] for each in ranks.values()}) == 2
+    assert len(replicas_of(ranks)) == len({rank["pid"] for rank in ranks.values()}) == 2
     assert get(cluster, "/health")["replicas"] == 2
     processes = [each["labels"] for each in get(cluster, "/v1/metrics/targets")]
-    assert {each["replica"] for each in processes if "replica" in each} == replicas_of(ranks)
+    assert {process["replica"] for process in processes if "replica" in process} == replicas_of(
+        ranks
+    )
 
 
 async def test_a_prompt_goes_again_to_the_rank_that_has_it_and_no_other_has(

@@ -103,7 +103,9 @@ def test_streams_live_through_a_wait_and_all_see_why(cluster: Cluster, holder: s
         told = seats(cluster)
         assert (told["is_limited"], told["most"], told["seats"]) == (True, 1, 1)
         assert total(cluster, "router")["kvroute_sessions_waiting"] == 3
-        (check,) = [each for each in findings(doctor(cluster, "--json")) if each.name == "seats"]
+        (check,) = [
+            finding for finding in findings(doctor(cluster, "--json")) if finding.name == "seats"
+        ]
         assert check.grade == "warning"
         assert "since --max-sessions is 1; 3 requests waiting for one" in check.finding
         assert "--max-sessions is 1" in status(cluster)

@@ -211,10 +211,10 @@ def recited(cluster: Cluster, body: Body, *, killed_after: int) -> tuple[str, in
             if line and len(events) == killed_after:
                 os.kill(pids_of(cluster)[answer.headers["x-kvroute-replica"]], signal.SIGKILL)
                 killed_after = -1
-    text = [choice["delta"].get("content") or "" for each in events for choice in each["choices"]]
+    text = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
     return "".join(text), events[-1]["usage"]["completion_tokens"]
 
 
 def pids_of(cluster: Cluster) -> dict[str, int]:
     replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
-    return {each["id"]: int(each["pid"]) for each in replicas}
+    return {replica["id"]: int(replica["pid"]) for replica in replicas}

@@ -64,7 +64,7 @@ def replicas(cluster: Cluster) -> dict[str, int]:
 
 def routers(cluster: Cluster) -> list[int]:
     """Process ids."""
-    return [each.pid for each in cluster.routers()]
+    return [router.pid for router in cluster.routers()]
 
 
 def memory(pids: list[int]) -> dict[int, int]:

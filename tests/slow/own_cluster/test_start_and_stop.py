@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from kvroute.local.haproxy import standin as haproxy_standin
-from kvroute.local.haproxy.standin import LEAST_S, SUFFIX
+from kvroute.local.haproxy.standin import MIN_S, SUFFIX
 from kvroute.local.head_service import HEAD_SERVICE
-from kvroute.local.ports import why_not
+from kvroute.local.ports import listen_error
 from tests.support.serving import READY, Cluster, assert_gone, launched, name_of, start_cluster
 from tests.support.waiting import wait_until
 
@@ -34,12 +34,12 @@ def test_a_signal_during_the_start_leaves_no_process(number: signal.Signals) -> 
 def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_started() -> None:
     with launched("--engine", "simulated", "--replicas", "1") as cluster:
         cluster.wait_for(READY, deadline_s=120)
-        (head,) = (each for each in cluster.processes() if name_of(each) == HEAD_SERVICE)
+        (head,) = (process for process in cluster.processes() if name_of(process) == HEAD_SERVICE)
         head.kill()
         assert cluster.process.wait(60) == 1
         assert f"{HEAD_SERVICE} has ended" in cluster.output()
         assert_gone(cluster)
-        assert why_not("127.0.0.1", int(cluster.url.rpartition(":")[2])) is None, "the port"
+        assert listen_error("127.0.0.1", int(cluster.url.rpartition(":")[2])) is None, "the port"
 
 
 def test_another_haproxy_stands_in_for_a_killed_one_until_serve_has_replaced_that() -> None:
@@ -60,9 +60,11 @@ def has_run_long(cluster: Cluster) -> bool:
     """Whether no HAProxy has started just now: for one that ends so soon none stands in."""
     if cluster.named("kvroute-haproxy"):
         return False  # it becomes one
-    beside = [each for each in cluster.processes() if haproxy_standin.__name__ in words_of(each)]
+    beside = [
+        process for process in cluster.processes() if haproxy_standin.__name__ in words_of(process)
+    ]
     youngest_s = min((time.time() - each.create_time() for each in beside), default=0.0)
-    return youngest_s > 2 * LEAST_S
+    return youngest_s > 2 * MIN_S
 
 
 def is_replaced(cluster: Cluster, killed: Sequence[psutil.Process]) -> bool:

@@ -102,7 +102,7 @@ def test_a_cached_prompt_comes_in_again_and_again_and_an_uncached_one_does_not(
             """Asked for often enough to reach each router."""
             found = [client.post("/v1/route", json=known).json()["receipts"] for _ in range(6)]
             return all(
-                max(each["hit_tokens"] for each in receipts[0]["replicas"]) > 300
+                max(receipt["hit_tokens"] for receipt in receipts[0]["replicas"]) > 300
                 for receipts in found
             )
 
@@ -112,7 +112,7 @@ def test_a_cached_prompt_comes_in_again_and_again_and_an_uncached_one_does_not(
         assert MINUTE / 2 < first.json()["usage"]["prompt_tokens"] < MINUTE
         wait_until(is_known_to_both)
         others = [chat(f"{number} is what nobody has asked yet. " * 50) for number in range(4)]
-        refused = [client.post(CHATS, json=each) for each in others]
+        refused = [client.post(CHATS, json=other) for other in others]
         assert [each.status_code for each in refused] == [429] * 4
         for each in refused:
             assert 1 <= int(each.headers["retry-after"]) <= 60

@@ -461,7 +461,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
 
 def engine_of(replica: psutil.Process) -> psutil.Process:
     """Of the processes that it has started, the largest: that has the model."""
-    return max(replica.children(recursive=True), key=lambda each: each.memory_info().rss)
+    return max(replica.children(recursive=True), key=lambda child: child.memory_info().rss)
 
 
 def replicas(cluster: Cluster) -> dict[str, Any]:

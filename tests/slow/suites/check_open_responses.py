@@ -43,4 +43,4 @@ def _without_schema(response: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps([each for given in json.load(sys.stdin) for each in problems(given)]))
+    print(json.dumps([problem for given in json.load(sys.stdin) for problem in problems(given)]))

@@ -15,7 +15,7 @@ from tests.support.shared import shared_cluster, stacks
 from tests.support.suites import Servers
 
 # An answer ends after this many tokens, since the model seldom ends it by itself.
-MOST_TOKENS = json.dumps({"max_new_tokens": 100})
+MAX_TOKENS = json.dumps({"max_new_tokens": 100})
 MAX_MODEL_LEN = "8192"  # the largest context that a test of the suites needs
 
 
@@ -33,7 +33,7 @@ def suite_cluster(suite_model: Path) -> Iterator[Cluster]:
         *("--model", str(suite_model), "--served-model-name", BUILTIN_MODEL, "--routers", "2"),
         *("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", MAX_MODEL_LEN),
         *("--response-store-mb", "16", "--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
-        *("--engine-arg", f"override_generation_config={MOST_TOKENS}"),
+        *("--engine-arg", f"override_generation_config={MAX_TOKENS}"),
         deadline_s=400,
     )
 
@@ -46,7 +46,7 @@ def stock_url(suite_model: Path) -> Iterator[str]:
             stock_server(
                 *(str(suite_model), "--dtype", "float32", "--max-model-len", MAX_MODEL_LEN),
                 *("--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER),
-                *("--override-generation-config", MOST_TOKENS),
+                *("--override-generation-config", MAX_TOKENS),
                 name=BUILTIN_MODEL,
                 cache_mb=256,
                 env={"VLLM_ENABLE_RESPONSES_API_STORE": "1"},

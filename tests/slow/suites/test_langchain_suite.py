@@ -10,7 +10,7 @@ from tests.support.environments import environment
 from tests.support.suites import PLUGINS, SUITE_TIMEOUT_S, Servers, compare, run_pytest
 
 MODULE = "standard_chat_model.py"
-LEAST_PASSED = 1
+MIN_PASSED = 1
 
 
 @pytest.mark.timeout(3 * SUITE_TIMEOUT_S)
@@ -26,4 +26,4 @@ def test_kvroute_passes_what_vllms_server_passes(servers: Servers, tmp_path: Pat
         )
         for url in (servers.kvroute, servers.stock)
     )
-    compare(kvroute, stock, reasons={}, least_passed=LEAST_PASSED)
+    compare(kvroute, stock, reasons={}, least_passed=MIN_PASSED)
