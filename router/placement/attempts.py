@@ -36,7 +36,7 @@ class Placement(Struct, frozen=True):
     prompt_tokens: int
     block_size: int
     busy_s: float = 1.0  # of the fleet's Scale: the unit of the costs
-    has_forked: bool = False  # earlier prompts diverged where the known part of this one ends
+    forks: float = 0.0  # earlier prompts that diverged where the known part of this one ends
     pressure: float = 0.0  # how tight the caches are
     lora: str = ""  # the request's LoRA adapter
     known_blocks: int = 0  # the longest part that any replica has now or had once

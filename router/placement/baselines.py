@@ -21,7 +21,7 @@ class Ranking(Protocol):
         rng: random.Random,
         busy_s: float,
         pressure: float = 0.0,
-        has_forked: bool = True,
+        forks: float = 1.0,
     ) -> list[Candidate]: ...
 
 
@@ -38,7 +38,7 @@ class RoundRobin:
         rng: random.Random,
         busy_s: float,
         pressure: float = 0.0,
-        has_forked: bool = True,
+        forks: float = 1.0,
     ) -> list[Candidate]:
         self._turn += 1
         first = self._turn % max(1, len(candidates))

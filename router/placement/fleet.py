@@ -162,9 +162,9 @@ class Fleet:
             now_s=now_s,
         )
         busy_s, pressure = self.loads.scale.busy_s, self.pressure.value
-        has_forked = self._branches.forks(prefix) > 0
+        forks = self._branches.forks(prefix)
         ranking = self._rank(
-            candidates, rng=self._rng, busy_s=busy_s, pressure=pressure, has_forked=has_forked
+            candidates, rng=self._rng, busy_s=busy_s, pressure=pressure, forks=forks
         )
         return Placement(
             ranking=tuple(ranking),
@@ -173,7 +173,7 @@ class Fleet:
             prompt_tokens=prompt_tokens,
             block_size=self._block_size,
             busy_s=busy_s,
-            has_forked=has_forked,
+            forks=forks,
             pressure=pressure,
             lora=lora,
             known_blocks=self.caches.known(chain, best),

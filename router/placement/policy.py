@@ -4,6 +4,8 @@
            + worth * ((alpha - 1) * (own + copy + lora) + COPY_PRICE * copy)
            + rotation + decode
 
+(copy is less than that for the common prefix of many conversations in an idle fleet, see below)
+
 in seconds, with
 
     waiting  prefill queued or running on the replica
@@ -22,7 +24,10 @@ in seconds, with
              time that this one takes: others lose less by its time
     rotation in an idle fleet, new conversations rotate over the replicas, since their own later
              turns will follow them. A prompt begins a conversation if no replica has its start, or
-             if others diverged from it there. It fades as replicas get busy and caches get tight
+             if others diverged from it there (it forks). Their common prefix, such as a system
+             prompt, is then copied at nobody's expense, and its copy will serve as many further
+             conversations: its cost is divided by the number of forks and one. All of this fades
+             as replicas get busy and caches get tight
     decode   what joining this replica's decode batch costs the requests in it
 
 A minimum of waiting + own + copy alone would recompute a long prefix on an idle replica to save
@@ -84,6 +89,8 @@ class Prices:
 
     alpha: float
     rotation: float  # weight of one share of new conversations, in prefills of what is new
+    copy: float = COPY_PRICE  # surcharge of a copy, in prefills of it
+    copy_uses: float = 1.0  # conversations among which the cost of a copy is divided
 
 
 def prices(
@@ -91,21 +98,28 @@ def prices(
     *,
     busy_s: float,
     pressure: float = 0.0,
-    has_forked: bool = True,
+    forks: float = 1.0,
 ) -> Prices:
     """Return the prices of the moment.
 
     Args:
         busy_s: of the fleet's Scale.
-        has_forked: earlier prompts diverged where the known part of this one ends.
+        forks: earlier prompts that diverged where the known part of this one ends.
     """
     backlogs_s = sorted([candidate.backlog_s for candidate in candidates])
     count = len(backlogs_s)
-    begins = has_forked or not any(candidate.hit_blocks for candidate in candidates)
-    idle = (backlogs_s.count(0.0) / count) ** IDLE_POWER
+    begins = forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
+    spread = (backlogs_s.count(0.0) / count) ** IDLE_POWER * max(0.0, 1.0 - pressure)
+    alpha = 1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s)
+    if not begins:
+        return Prices(alpha, rotation=0.0)
+    if not forks:
+        return Prices(alpha, rotation=ROTATION * spread)
     return Prices(
-        alpha=1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s),
-        rotation=ROTATION * idle * max(0.0, 1.0 - pressure) if begins else 0.0,
+        alpha,
+        rotation=ROTATION * spread,
+        copy=COPY_PRICE * (1.0 - spread),
+        copy_uses=1.0 + spread * forks,
     )
 
 
@@ -131,7 +145,7 @@ def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
         candidate.reload_s,
         candidate.memory_s,
         (1.0 + price) * own_s,
-        (1.0 + price + COPY_PRICE * candidate.worth) * copy_s,
+        (1.0 + price + prices.copy * candidate.worth) * copy_s / prices.copy_uses,
         (1.0 + price) * candidate.lora_s,
         prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
@@ -149,13 +163,13 @@ def rank(
     rng: random.Random,
     busy_s: float,
     pressure: float = 0.0,
-    has_forked: bool = True,
+    forks: float = 1.0,
 ) -> list[Candidate]:
     """Return the candidates, the cheapest first. At equal cost the one with the most free KV blocks
     comes first, then chance decides."""
     if not candidates:
         return []
-    common = prices(candidates, busy_s=busy_s, pressure=pressure, has_forked=has_forked)
+    common = prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks)
     draw = rng.random
     ranked = sorted([(cost_s(c, common), -c.free_blocks, draw(), c) for c in candidates])
     return [each[-1] for each in ranked]

@@ -49,7 +49,7 @@ def receipt(
             ranking,
             busy_s=placement.busy_s,
             pressure=placement.pressure,
-            has_forked=placement.has_forked,
+            forks=placement.forks,
         )
     listed = ranking[:most]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []

@@ -20,8 +20,8 @@ def replica(name: str, **facts: Any) -> Candidate:
     return plain._replace(**facts)
 
 
-def best(*candidates: Candidate, pressure: float = 0.0, has_forked: bool = True) -> str:
-    ranked = rank(candidates, rng=RNG, busy_s=UNIT_S, pressure=pressure, has_forked=has_forked)
+def best(*candidates: Candidate, pressure: float = 0.0, forks: float = 1.0) -> str:
+    ranked = rank(candidates, rng=RNG, busy_s=UNIT_S, pressure=pressure, forks=forks)
     return ranked[0].replica_id
 
 
@@ -62,8 +62,18 @@ def test_idle_replicas_take_turns_with_new_conversations() -> None:
 def test_a_conversation_that_goes_on_stays_where_it_is_whoever_has_begun_more() -> None:
     owner = replica("owner", hit_blocks=16, branch_share=2.0)
     other = replica("other", copy_s=0.01, branch_share=0.0)
-    assert best(owner, other, has_forked=False) == "owner"
+    assert best(owner, other, forks=0.0) == "owner"
     assert best(owner, other) == "other"
+
+
+def test_a_system_prompt_is_copied_in_an_idle_fleet_once_many_conversations_have_it() -> None:
+    full = replica("full", hit_blocks=16, branch_share=2.0)
+    empty = replica("empty", copy_s=0.5, branch_share=0.0)
+    assert best(full, empty, forks=0.5) == "full"
+    assert best(full, empty, forks=4.0) == "empty"
+    assert best(full, empty, forks=4.0, pressure=1.0) == "full", "caches are tight"
+    busy = full._replace(backlog_s=0.1)
+    assert best(busy, empty._replace(backlog_s=0.1), forks=4.0) == "full"
 
 
 def test_a_replica_whose_memory_is_full_is_avoided() -> None:
