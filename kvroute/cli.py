@@ -86,7 +86,7 @@ def scale(
 def _scaled_model(model: str | None, url: str) -> str | None:
     """Return the model whose replicas are scaled; None if the cluster has only one model."""
     cards = call("GET", url, "/v1/models")["data"]
-    served = [card["id"] for card in cards if "parent" not in card]  # adapters have a parent
+    served = [card["id"] for card in cards if card["parent"] is None]  # adapters have one
     if len(served) > 1 and model is None:
         fail(f"the cluster serves several models; set --model to one of {', '.join(served)}")
     if model not in (None, *served):

@@ -78,15 +78,15 @@ def test_it_dies_with_a_killed_parent() -> None:
 @pytest.mark.parametrize(
     ("refusing", "said"),
     [
-        ("REPLICAOF 127.0.0.1 1", "refuses to be written .*; name its primary"),
-        ("CONFIG SET maxmemory 1", "refuses to be written .* has memory left"),
+        ("REPLICAOF 127.0.0.1 1", "refuses a write .*; name its primary"),
+        ("CONFIG SET maxmemory 1", "refuses a write .* has memory left"),
         (
             "ACL SETUSER default on nopass ~* +@all -@write",
-            "refuses to be written .* has memory left",
+            "refuses a write .* has memory left",
         ),
         (
             "ACL SETUSER default on nopass resetkeys ~other:* +@all",
-            "refuses to be written .* has memory left",
+            "refuses a write .* has memory left",
         ),
     ],
 )
@@ -117,7 +117,7 @@ def test_a_server_of_another_mode_is_refused(tmp_path: Path, option: str, said: 
 
 def test_a_redis_that_does_not_answer_is_named_with_the_remedy() -> None:
     url = f"redis://127.0.0.1:{free_port()}"
-    with pytest.raises(StartError, match=rf"redis_url is '{url}'.*one is started for you"):
+    with pytest.raises(StartError, match=rf"redis_url is '{url}'.*kvroute starts one"):
         check_redis(url)
 
 
@@ -138,9 +138,7 @@ def test_its_password_is_on_no_command_line() -> None:
 def test_a_wrong_password_is_said_with_the_remedy_and_without_the_password() -> None:
     with embedded_redis() as url:
         wrong = url.replace("redis://:", "redis://:not")
-        with pytest.raises(
-            StartError, match=r"refuses the password.*write the right one"
-        ) as failed:
+        with pytest.raises(StartError, match=r"refuses the password.*correct it") as failed:
             check_redis(wrong)
     assert str(urlsplit(wrong).password) not in str(failed.value)
 

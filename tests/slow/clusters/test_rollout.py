@@ -97,8 +97,8 @@ async def test_nothing_is_lost_when_the_fleet_grows_and_shrinks(trio: Cluster) -
         async with crowd.listening():
             before = pids(trio).keys()
             await scale(trio, 3)
-            (new_replica_load,) = pids(trio).keys() - before
-            await until(lambda: new_replica_load in crowd.began)
+            (new_replica,) = pids(trio).keys() - before
+            await until(lambda: new_replica in crowd.began)
             everybody = pids(trio)
             shrinking = asyncio.create_task(scale(trio, 1))
             await until(lambda: len(pids(trio)) == 1)

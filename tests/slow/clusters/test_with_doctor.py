@@ -106,7 +106,7 @@ def test_rubbish_in_redis_stops_no_request_and_is_named(
     named = " ".join(check.finding for check in found if check.name == "records")
     assert "replica 'stranger' of" in named
     assert 'message "on the routers\' channel" of' in named
-    assert "has no field b'i'" in named
+    assert "the field b'i' is missing" in named
     assert [check for check in found if check.grade == "wrong"] == []
 
 

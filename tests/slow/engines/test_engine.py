@@ -190,7 +190,7 @@ async def test_a_pin_beyond_the_budget_is_refused_and_the_others_stay(running: R
     budget = running.engine.facts.pin_blocks
     assert 0 < budget < running.engine.facts.capacity_blocks / 3
     await running.pin("a", prompt_of((budget - 10) * BLOCK, seed=34))
-    with pytest.raises(PinRefusedError, match="b needs 11 KV blocks and 10 of the 2"):
+    with pytest.raises(PinRefusedError, match="b needs 11 KV blocks, but only 10 of the 2"):
         await running.pin("b", prompt_of(11 * BLOCK, seed=35))
     await running.pin("b", prompt_of(10 * BLOCK, seed=35))
     assert running.engine.pins == {"a": budget - 10, "b": 10}

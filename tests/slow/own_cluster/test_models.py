@@ -184,7 +184,7 @@ async def test_the_request_log_is_replayed_model_by_model(
     await until(lambda: (logged(LARGE), logged(SMALL)) == (2, 1))
     requests = read(log, limit=None, seed=0, model=LARGE)
     assert {request.model for request in requests} == {LARGE}
-    with pytest.raises(TraceError, match="choose with --model"):
+    with pytest.raises(TraceError, match="set --model"):
         read(log, limit=None, seed=0)
 
 

@@ -58,11 +58,13 @@ def test_every_panel_of_a_cluster_at_work_shows_something(
     watched: tuple[Prometheus, OpenAI],
 ) -> None:
     """But for vLLM's own metrics, which the simulated engine does not have, for tenants', who need
-    API keys (test_api_keys.py has some), and for waits and their forecasts: here nobody has to
+    API keys (test_api_keys.py has some), and for waits and their forecasts: here no request has to
     wait (tests/unit/test_queue_seen.py)."""
     server, client = watched
     blank = {
-        query for query in QUERIES if not re.search("vllm:|_tenant_|_queue_(wait|forecast)", query)
+        query
+        for query in QUERIES
+        if not re.search("vllm:|_tenant_|_(queue|seat)_wait|_queue_forecast", query)
     }
     deadline = time.monotonic() + 120
     while blank:
