@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent
 
 
 def files() -> dict[Path, str]:
-    """The content of each file."""
+    """Return the content of each file."""
     return {
         FOLDER / f"{each.uid.removeprefix('kvroute-')}.json": json.dumps(each.to_json(), indent=1)
         + "\n"

@@ -33,7 +33,7 @@ class Query:
 
 
 def quantiles(buckets: str, *qs: float) -> tuple[Query, ...]:
-    """Queries for quantiles of a histogram's `..._bucket`: p50 for 0.5, and so on."""
+    """Return queries for quantiles of a histogram's `..._bucket`: p50 for 0.5, and so on."""
     return tuple(Query(quantile(q, buckets), f"p{q * 100:.0f}") for q in qs)
 
 

@@ -4,12 +4,12 @@ MODEL, NODE, REPLICA = 'model=~"$model"', 'node=~"$node"', 'replica=~"$replica"'
 
 
 def router(metric: str, *conditions: str) -> str:
-    """A metric of the routers; each router's values are about the whole fleet."""
+    """Return a metric of the routers; each router's values are about the whole fleet."""
     return _select(metric, MODEL, *conditions)
 
 
 def replica(metric: str, *conditions: str) -> str:
-    """A metric of the selected replicas."""
+    """Return a metric of the selected replicas."""
     return _select(metric, MODEL, NODE, REPLICA, *conditions)
 
 
@@ -28,22 +28,22 @@ def total(gauge: str, by: str = "") -> str:
 
 
 def quantile(q: float, buckets: str) -> str:
-    """A quantile of a histogram's `..._bucket`, over all processes."""
+    """Return a quantile of a histogram's `..._bucket`, over all processes."""
     return f"histogram_quantile({q}, {per_second(buckets, 'le')})"
 
 
 def share(part: str, whole: str) -> str:
-    """A share from 0 to 1; no value while the total is 0."""
+    """Return a share from 0 to 1; no value while the total is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def on(category: str, expr: str) -> str:
-    """The same query, at that category of a waterfall."""
+    """Return the same query at that category of a waterfall."""
     return f'label_replace({expr}, "category", "{category}", "", "")'
 
 
 def filled_in(expr: str, *, rate_interval: str, time_range: str) -> str:
-    """The query as Grafana sends it when nothing is selected: everything is shown."""
+    """Return the query as Grafana sends it when nothing is selected, which shows everything."""
     expr = expr.replace("$__rate_interval", rate_interval).replace("$__range", time_range)
     for name in ("$model", "$node", "$replica"):
         expr = expr.replace(name, ".*")

@@ -20,7 +20,7 @@ def each(counter: str) -> tuple[Query, ...]:
 
 
 def most(counter: str) -> tuple[Query, ...]:
-    """The twenty tenants with most in the time range."""
+    """Return the twenty tenants with most in the time range."""
     return (Query(f"topk (20, sum by (tenant) ({in_range(counter)}))", TENANT),)
 
 

@@ -73,7 +73,7 @@ class Router:
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """The application; Serve calls this after the constructor."""
+        """Return the application; Serve calls this after the constructor."""
         return application(
             self._models, self._bodies, self._keys, self._limits, answers=self._answers
         )
@@ -97,7 +97,7 @@ class Router:
             self._watching.result()
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook."""
+        """Close the router; Serve calls this at shutdown."""
         self._ending.cancel()
         if self._watching:
             self._watching.cancel()

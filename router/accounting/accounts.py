@@ -76,7 +76,7 @@ class Accounts(RequestObserver):
 
 
 def bounded(accounts: dict[str, Counter[str]], tenant: str, *, most: int) -> Counter[str]:
-    """The tenant's account, a new one if there is none."""
+    """Return the tenant's account; a new one if there is none."""
     return accounts.setdefault(named(tenant, accounts, most=most), Counter())
 
 
@@ -87,8 +87,9 @@ def named(tenant: str, known: Collection[str], *, most: int) -> str:
 
 
 def used(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
-    """What an ended attempt adds to its tenant's account, without zeros: its outcome, its tokens by
-    cause, and times in microseconds.
+    """Return what an ended attempt adds to its tenant's account, without zeros.
+
+    These are its outcome, its tokens by cause, and times in microseconds.
     """
     found = {attempt.outcome or "ok": 1, "output_tokens": attempt.output_tokens}
     found["decode_us"] = round(US * gpus * decode_s)
@@ -109,7 +110,7 @@ def _prefill_us(attempt: Attempt, start: int, end: int, gpus: int) -> int:
 
 
 def as_json(tenant: str, account: Account) -> dict[str, Any]:
-    """The account as clients get it; times in GPU seconds."""
+    """Return the account for clients; times are in GPU seconds."""
     return {
         "tenant": tenant,
         "requests": {outcome: account.get(outcome, 0) for outcome in OUTCOMES},

@@ -29,17 +29,17 @@ class DecodeTime:
         return not self._begun
 
     def begin(self, request_id: str, now_s: float) -> None:
-        """The request has its first token, and is counted in the load already."""
+        """Record that the request has its first token; the load counts it already."""
         self._pass(now_s, requests=len(self._load.decoding) - 1)
         self._begun[request_id] = self._passed_s
 
     def end(self, request_id: str, now_s: float) -> float:
-        """The seconds that it got; it is not counted in the load any more. 0: it had not begun."""
+        """Return the GPU seconds of the request; 0: it had not begun. The load drops it."""
         self._pass(now_s, requests=len(self._load.decoding) + 1)
         return self._passed_s - self._begun.pop(request_id, self._passed_s)
 
     def _pass(self, now_s: float, *, requests: int) -> None:
-        """requests: that decoded until now."""
+        """Divide the time since the last call among the requests that have decoded until now."""
         load, gap_s = self._load, max(0.0, now_s - self._at_s)
         self._prefill_s += load.speed.slowness * (load.prefilled_s - self._prefilled_s)
         decoding_s = max(0.0, gap_s - self._prefill_s)

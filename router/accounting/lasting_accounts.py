@@ -43,7 +43,7 @@ class LastingAccounts:
         self._batches = 0
 
     def add(self, tenant: str, used: Account) -> None:
-        """Adds it to today's account, soon."""
+        """Add usage to today's account of the tenant; it is written soon."""
         today = int(self._clock() // DAY_S)
         if today not in self._days:
             self._days[today] = Day()
@@ -52,13 +52,13 @@ class LastingAccounts:
         bounded(self._days[today].accounts, tenant, most=MAX_TENANTS).update(used)
 
     async def run(self) -> None:
-        """Sends what waits, until cancelled."""
+        """Write waiting usage to Redis until cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
             await self.close()
 
     async def close(self) -> None:
-        """Sends what waits now, if Redis answers; the feed logs an outage."""
+        """Write waiting usage now, if Redis answers; the feed logs an outage."""
         with contextlib.suppress(RedisError, OSError):
             await self.flush()
 
@@ -74,7 +74,11 @@ class LastingAccounts:
                 self._days.pop(number, None)
 
     async def of_days(self, days: Iterable[datetime.date]) -> dict[str, Account]:
-        """The sums of each tenant, as Redis has them. RedisError or OSError without Redis."""
+        """Return the sums of each tenant, as Redis has them.
+
+        Raises:
+            RedisError, OSError: Redis is away.
+        """
         sums = dict[str, Counter[str]]()
         for day in days:
             for tenant, account in (await self._store.read(day)).items():

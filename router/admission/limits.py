@@ -77,8 +77,14 @@ class Limits:
     # This router's requests.
 
     def enter(self, tenant: str, now_s: float) -> "Entry | None":
-        """A request of the tenant is under way from now until `leave`. None: nothing of this tenant
-        is counted. OverLimitError."""
+        """Count a request of the tenant as in flight until `leave`.
+
+        Returns:
+            None: nothing of this tenant is limited or counted.
+
+        Raises:
+            OverLimitError: the tenant has too many requests in flight.
+        """
         limits = self._limits_of(tenant)
         if limits is None or not limits.are_counted:
             return None
@@ -103,9 +109,14 @@ class Limits:
             raise self._refusal(tenant, "prompt_tokens", most, prompt_tokens, wait_s)
 
     def check_minute(self, tenant: str, uncached_tokens: int, now_s: float) -> None:
-        """OverLimitError if the minute has no room for them. Of more than half of a minute's, half
-        is enough: else they would never come in beside a tenant's small ones. They are paid for
-        afterwards, when others wait."""
+        """Check that the tenant's minute has room for these uncached tokens.
+
+        A request with more than half a minute's tokens needs only half of them left; otherwise it
+        would never be admitted beside the tenant's small requests. The rest is charged later.
+
+        Raises:
+            OverLimitError: the minute has no room.
+        """
         limits = self._limits_of(tenant) or NO_LIMITS
         most = limits.uncached_tokens_per_minute
         if most is None:
@@ -124,12 +135,12 @@ class Limits:
         self.note(tenant)
 
     def note(self, tenant: str) -> None:
-        """The others are to be told of it."""
+        """Mark the tenant's counts as changed, so that the next report has them."""
         self._changed.add(tenant)
         self.on_change()
 
     def under_way(self, tenant: str) -> tuple[int, int]:
-        """Requests, and their prompt tokens, on all routers that this one hears."""
+        """Return the tenant's requests in flight, and their prompt tokens, on all known routers."""
         usage = self._usages.get(tenant)
         requests, tokens = (usage.requests, usage.prompt_tokens) if usage else (0, 0)
         if self._shared_by > 1:
@@ -167,8 +178,10 @@ class Limits:
         return self._shared_by
 
     def report(self, now_s: float) -> tuple[list[TenantCounts], bool]:
-        """What the others should know, and whether it is complete: then whoever is not in it has
-        nothing under way."""
+        """Return the counts to publish, and whether they are complete.
+
+        A tenant that is missing from a complete report has nothing in flight.
+        """
         is_complete = now_s - self._complete_s >= COMPLETE_S
         if is_complete:
             self._complete_s = now_s
@@ -178,7 +191,7 @@ class Limits:
         return [self._counts(tenant, now_s) for tenant in tenants], is_complete
 
     def unsent(self) -> None:
-        """A report was lost; the next one is complete."""
+        """Make the next report a complete one, because a report was lost."""
         self._complete_s = -math.inf
 
     def receive(
@@ -200,7 +213,7 @@ class Limits:
         self._others[router] = known
 
     def forget(self, router: str) -> None:
-        """It is gone, and its requests with it."""
+        """Drop the counts of a router that is gone."""
         self._others.pop(router, None)
 
     def cut_off(self, now_s: float) -> None:
@@ -271,8 +284,11 @@ class Limits:
 
 
 class Entry:
-    """One request of a tenant with limits, while it is under way. Its prompts may go to several
-    replicas, one after the other if some are lost, and count once."""
+    """One request of a tenant with limits, while it is in flight.
+
+    Its prompts may be sent to several replicas one after the other, if some are lost, and count
+    once.
+    """
 
     def __init__(self, limits: Limits, tenant: str, usage: Usage) -> None:
         self.tenant = tenant
@@ -284,15 +300,24 @@ class Entry:
         self._is_over = False
 
     def take(self, prompt_tokens: int) -> None:
-        """It has so many, in all its prompts. OverLimitError."""
+        """Count the prompt tokens of the request, of all its prompts together.
+
+        Raises:
+            OverLimitError: the tenant has too many prompt tokens in flight.
+        """
         self._limits.check_prompt(self.tenant, prompt_tokens)
         self._prompt_tokens += prompt_tokens
         self._usage.prompt_tokens += prompt_tokens
         self._limits.note(self.tenant)
 
     def admit(self, id_: str, prompt_tokens: int, uncached_tokens: int, now_s: float) -> None:
-        """One of its prompts is about to go to a replica. The first one decides for all, as they
-        mostly begin alike. OverLimitError."""
+        """Check the tenant's minute before a prompt goes to a replica.
+
+        The first prompt decides for all prompts of the call, which mostly begin alike.
+
+        Raises:
+            OverLimitError: the minute has no room for the prompt's uncached tokens.
+        """
         if id_ in self._charges:
             return
         if not self._charges:
@@ -301,14 +326,13 @@ class Entry:
         self._charge(id_, uncached_tokens, now_s)
 
     def computed(self, id_: str, uncached_tokens: int, now_s: float) -> None:
-        """That prompt has its first token, and so many of its tokens were not cached, as the
-        engine says."""
+        """Charge the uncached tokens of a prompt, as the engine counts them, at its first token."""
         if id_ in self._charges:
             self._computed.add(id_)
             self._charge(id_, uncached_tokens, now_s)
 
     def give_back(self, now_s: float) -> None:
-        """The request is refused: prompts that were not computed cost nothing."""
+        """Take back the charges of a refused request's prompts that were not computed."""
         for id_ in self._charges.keys() - self._computed:
             self._charge(id_, 0, now_s)
 
@@ -318,7 +342,7 @@ class Entry:
         self._limits.charge(self.tenant, uncached_tokens - before, now_s)
 
     def leave(self) -> None:
-        """The request has ended; a second call does nothing."""
+        """Record that the request has ended. A second call has no effect."""
         if self._is_over:
             return
         self._is_over = True

@@ -371,8 +371,11 @@ class Seats(Generic[R]):
         self._active.move_to_end(number)
 
     def _shared_tokens(self, turn: SessionTurn, block: Fingerprint, tokens: int) -> int:
-        """Return how much of a session's prompts others use too: what was cached before its first
-        one, if another session has begun with it before."""
+        """Return how many tokens at the start of a session's prompts other sessions use, too.
+
+        These are the tokens that were cached before its first prompt, if another session has begun
+        with them.
+        """
         if turn.session not in self._shared:
             is_shared = turn.number == 1 and block in self._starts
             self._shared[turn.session] = tokens if is_shared else 0

@@ -40,7 +40,7 @@ class Urgency(Struct, frozen=True):
         return self.priority == "interactive"
 
     def without_bound(self) -> "Urgency":
-        """It may wait for as long as it takes."""
+        """Return the same urgency without a wait limit."""
         return replace(self, most_s=math.inf, own_s=None)
 
     def after(self, waited_s: float) -> "Urgency":

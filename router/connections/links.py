@@ -53,13 +53,13 @@ class Links:
         self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> its ranks, as it last told
 
     def connected(self) -> list[str]:
-        """The ranks of the replicas that Serve runs and that can get requests now."""
+        """Return the ranks of the replicas that Serve runs and that can get requests now."""
         ids, link_of, ranks = self._replicas().ids(), self._links.get, self._ranks
         ready = [id_ for id_ in ids if (link := link_of(id_)) and link.is_open]
         return [rank_id for id_ in ready for rank_id in ranks[id_]]
 
     def running(self) -> list[str]:
-        """The ranks of the replicas that Serve runs, as far as they are known."""
+        """Return the known ranks of the replicas that Serve runs."""
         ids = self._replicas().ids()
         return [rank_id for id_ in ids for rank_id in self.told_ranks(id_) or rank_ids(id_, 1)]
 
@@ -68,14 +68,14 @@ class Links:
         return self._ranks.get(replica_id, ())
 
     def unconnected(self) -> dict[str, str]:
-        """The replicas to which there is no connection for a while: id -> why."""
+        """Return the replicas that have had no connection for a while, and the reasons."""
         now_s = time.monotonic()
         return {
             id_: why for id_, (since_s, why) in self._failures.items() if now_s - since_s >= NOTED_S
         }
 
     def busy(self) -> set[str]:
-        """The replicas that run requests of this router; Serve may have dropped them."""
+        """Return the replicas that run requests of this router, even if Serve has removed them."""
         return {id_ for id_, link in self._links.items() if link.streams}
 
     def heard(self, replica_id: str) -> int:
@@ -89,7 +89,12 @@ class Links:
         return link.owed if link else 0
 
     def open(self, rank_id: str, request: GenerateRequest, *, most_waiting: int) -> Stream:
-        """Raises LostError or RefusedError."""
+        """Send a request to a rank and return the stream of its chunks.
+
+        Raises:
+            LostError: there is no connection, or it has ended.
+            RefusedError: the replica is full or is stopping.
+        """
         replica_id, rank = split(rank_id)
         if link := self._open(replica_id):
             request = replace(request, rank=rank) if rank else request
@@ -97,7 +102,11 @@ class Links:
         raise LostError("there is no connection")
 
     async def call(self, rank_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
-        """The rank's answer to one question. Raises UnansweredError."""
+        """Call a method of a rank and return its answer.
+
+        Raises:
+            UnansweredError: there was no answer in time.
+        """
         replica_id, rank = split(rank_id)
         if (link := self._open(replica_id)) is None:
             _, reason = self._failures.get(replica_id, (0.0, "Serve does not run it"))
@@ -111,17 +120,17 @@ class Links:
             raise UnansweredError(str(error)) from error
 
     def lose(self, replica_id: str, error: Exception) -> None:
-        """Ends the connection and all requests on it."""
+        """End the connection and all requests on it."""
         if link := self._links.get(replica_id):
             link.lose(error)
 
     def _open(self, replica_id: str) -> Link | None:
-        """The connection to it, unless it has just ended."""
+        """Return the connection to the replica; None: it has just ended."""
         link = self._links.get(replica_id)
         return link if link is not None and link.is_open else None
 
     async def run(self) -> None:
-        """Keeps connections until cancelled; then all end."""
+        """Keep connections to all replicas until cancelled; then close them."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -160,7 +169,7 @@ class Links:
                 link.lose(LostError("the replica has left"))
 
     async def _connect(self, replica_id: str) -> bool:
-        """Returns when the connection has ended, with True, or could not be made."""
+        """Return True when the connection has ended, or False if it could not be made."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)

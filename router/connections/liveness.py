@@ -28,8 +28,11 @@ class HungError(Exception):
 
 
 class Liveness:
-    """One router's view of which replicas are alive. Time is counted in checks, not in seconds: a
-    router that was itself stopped must not blame the replicas when it continues."""
+    """One router's view of which replicas are alive.
+
+    Time is counted in checks, not in seconds: a router that was itself stopped must not blame the
+    replicas when it continues.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class Liveness:
         self._probed: set[str] = set()  # ids of replicas with a probe in flight
 
     def running(self) -> list[str]:
-        """The ranks that can get requests now."""
+        """Return the ranks that can get requests now."""
         return self._links.connected()
 
     def trusted(self) -> list[str]:
@@ -58,7 +61,7 @@ class Liveness:
         return [id_ for id_ in running if replica_of(id_) not in suspect] if suspect else running
 
     async def run(self) -> None:
-        """Checks all replicas at each interval, until cancelled."""
+        """Check all replicas at each interval, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await asyncio.sleep(CHECK_INTERVAL_S)
@@ -83,7 +86,7 @@ class Liveness:
                 tasks.create_task(self._probe(replica_id))
 
     def _quiet_checks(self, replica_id: str) -> int:
-        """Checks without a sign of life, up to this one."""
+        """Return the number of checks, up to this one, without a sign of life."""
         quiet, heard = self._quiet.get(replica_id, 0), self._links.heard(replica_id)
         has_spoken = heard != self._heard.get(replica_id, heard)
         self._heard[replica_id] = heard

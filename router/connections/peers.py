@@ -52,8 +52,7 @@ RETRY_S = 0.5  # between attempts while Redis is away
 
 
 class PeerPublisher(RequestObserver):
-    """Publishes this router's requests to the others, those that wait too, and its counts for
-    tenants' limits if there are any; `router`: its id, else a new one."""
+    """Publishes this router's dispatches, queue and tenants' counts to the other routers."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ class PeerPublisher(RequestObserver):
         self._emit(SessionEnded(session))
 
     def take(self) -> RouterMessage:
-        """The events since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         now_s = self._clock()
         tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
@@ -119,8 +118,10 @@ class PeerPublisher(RequestObserver):
         )
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
-        """Publishes the events, soon and in order, until cancelled. Without other routers, only
-        heartbeats: by these a new router makes itself known to the others, and they to it."""
+        """Publish the events, soon and in order, until cancelled.
+
+        Without other routers it publishes only heartbeats, by which new routers find each other.
+        """
         due_s = -math.inf  # time of the next heartbeat
         while True:
             with contextlib.suppress(TimeoutError):
@@ -240,7 +241,7 @@ class PeerSubscriber:
                     _end(attempts)
 
     def forget_silent(self) -> None:
-        """Ends the requests of routers without a heartbeat: they died, or we are disconnected."""
+        """End the requests of silent routers: they died, or this router is disconnected."""
         self._share_limits()
         limit_s = self._clock() - SILENCE_S
         for router in [router for router, at_s in self._last_message_s.items() if at_s < limit_s]:

@@ -14,7 +14,7 @@ class ServeReplicas(Protocol):
     """What Serve knows about the replicas of one deployment, and can do with them."""
 
     def ids(self) -> Collection[str]:
-        """The replicas that Serve would send a request to now."""
+        """Return the replicas that Serve would send a request to now."""
         ...
 
     def hold(self, replica_id: str) -> object:
@@ -22,12 +22,20 @@ class ServeReplicas(Protocol):
         ...
 
     async def address(self, replica_id: str) -> Address:
-        """Asked of the replica itself. RayError or UnknownReplicaError when it cannot be asked;
-        one of DECODE_ERRORS when the answer cannot be read."""
+        """Request the replica's address from the replica itself.
+
+        Raises:
+            RayError, UnknownReplicaError: the replica cannot be called.
+            DECODE_ERRORS: the answer cannot be read.
+        """
         ...
 
     async def probe(self, replica_id: str) -> None:
-        """Returns when the replica's process has answered. RayError when it cannot be reached."""
+        """Return when the replica's process has answered.
+
+        Raises:
+            RayError: the process cannot be reached.
+        """
         ...
 
     async def kill(self, replica_id: str) -> None:
@@ -60,7 +68,7 @@ _replicas: dict[str, ServeReplicas] = {}  # by deployment
 
 
 def register(deployment: str, replicas: ServeReplicas) -> None:
-    """Registers Serve's request router of that deployment."""
+    """Register Serve's request router of that deployment."""
     _replicas[deployment] = replicas
 
 

@@ -44,7 +44,7 @@ class KnownReplicas(RequestRouter):
         raise UnknownReplicaError(replica_id)
 
     async def probe(self, replica_id: str) -> None:
-        """A separate thread in the replica's process answers, even if its event loop is blocked."""
+        """Call a thread of the replica's process that answers even if its event loop is blocked."""
         if replica := self.known.get(replica_id):
             await replica.get_queue_len(deadline_s=0)  # the deadline has no effect
 

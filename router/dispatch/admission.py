@@ -135,5 +135,5 @@ class Ticket:
 
 
 def _left(rank_ids: list[str], gone: Collection[str]) -> list[str]:
-    """The ranks of other replicas."""
+    """Return the ranks of other replicas."""
     return [id_ for id_ in rank_ids if replica_of(id_) not in gone] if gone else rank_ids

@@ -1,5 +1,8 @@
-"""A completion call with several prompts: each runs where its prefix is, and the client gets one
-response. The index of choice c of prompt p is p * n + c."""
+"""Completion calls with several prompts.
+
+Each prompt runs where its prefix is cached, and the client gets one response. Choice c of prompt p
+has the index p * n + c.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -29,9 +32,13 @@ async def batched(
     ending: Ending,
     failed: Failed,
 ) -> Response:
-    """The response to a call with several prompts. ApiError when no replica can go on.
+    """Return the response to a call with several prompts.
 
-    n: choices of each prompt.
+    Args:
+        n: choices of each prompt.
+
+    Raises:
+        ApiError: no replica can continue.
     """
     answers = [Answer(generation) for generation in generations]
     is_streamed = False

@@ -115,8 +115,10 @@ class Dispatcher:
     def shared_tokens(
         self, token_ids: TokenIds, namespace: str, features: Sequence[Feature]
     ) -> int:
-        """How many of a prompt's first tokens are everybody's in spite of its namespace. No image
-        is: what a shared prefix has are token ids."""
+        """Return how many tokens at the start of a prompt all namespaces share.
+
+        Images are not shared: a shared prefix consists of token ids.
+        """
         text = token_ids[: features[0].offset] if features else token_ids
         return self._shared_tokens(text) if namespace else 0
 
@@ -126,9 +128,11 @@ class Dispatcher:
         call: HttpCall,
         context: RequestContext,
     ) -> Generation:
-        """The same for a further prompt of a call. Calls with many prompts take turns, and requests
-        with one prompt do not wait for them. The first prompt decides whether the call waits too
-        long."""
+        """Start a further prompt of a call with several prompts.
+
+        Such calls take turns, so that requests with one prompt do not wait for them. The first
+        prompt decides whether the call waits too long.
+        """
         context = replace(context, urgency=context.urgency.without_bound())
         async with self._beginning[context.urgency.is_batch]:
             await self._turns.next()
@@ -193,8 +197,12 @@ class Dispatcher:
         placement: Placement,
         losses: Losses,
     ) -> ReplicaStream:
-        """A stream from the first replica in the ranking that has room. RefusedError: none of the
-        best has. One of LOST: a replica was lost before its first chunk."""
+        """Return a stream from the first replica in the ranking that has room.
+
+        Raises:
+            RefusedError: none of the best replicas has room.
+            LOST: a replica was lost before its first chunk.
+        """
         sent_s, full = time.monotonic(), set[str]()  # replicas: all ranks of one have the same room
         for candidate in placement.ranking:
             replica_id = candidate.replica_id
@@ -217,7 +225,7 @@ class Dispatcher:
     async def _begin(
         self, request: GenerateRequest, placement: Placement, attempt: Attempt, losses: Losses
     ) -> ReplicaStream:
-        """The attempt's replica has the request and has sent its first chunk."""
+        """Send the request to the attempt's replica; return its stream after the first chunk."""
         expected_tokens = attempt.dispatch.prompt_tokens - attempt.dispatch.new_tokens
         request = replace(request, expected_tokens=expected_tokens, trace=attempt.trace)
         stream = None
@@ -243,7 +251,7 @@ class Dispatcher:
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
-        """The replica stopped while its loop prepared this request."""
+        """Add the request to the poison list: the replica stopped while its loop prepared it."""
         log.warning("request %s has stopped replica %s", request.request_id, replica_id)
         self._blamed.add(request, f"replica {replica_id} stopped while it prepared this request")
 

@@ -12,7 +12,7 @@ AT_ONCE = 16  # conversations
 
 
 async def end_session(links: Links, session: int) -> dict[str, str]:
-    """Ends it on all ranks at once. Returns those that have not said that they did, and why."""
+    """End a session on all ranks at once; return the ranks that did not confirm it, and why."""
     ranks = links.running()
     reasons = await asyncio.gather(*(_tell(links, rank, session) for rank in ranks))
     return {rank: why for rank, why in zip(ranks, reasons, strict=True) if why}
@@ -28,8 +28,10 @@ async def _tell(links: Links, rank: str, session: int) -> str:
 
 
 class EndedSessions(RequestObserver):
-    """Conversations whose last request, as it had said, has ended. An end that the request
-    itself did not tell its replica, as too many are wrong, is not told to others either."""
+    """Sessions whose last request, as their clients declared it, has ended.
+
+    If too many declarations of a client are wrong, they are ignored, and replicas do not get them.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, None] = {}  # in order

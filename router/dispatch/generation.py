@@ -34,7 +34,7 @@ class ReplicaStream:
     attempt: Attempt
 
     def close(self) -> None:
-        """Cancels the request at the replica; a second call does nothing."""
+        """Cancel the request at the replica. A second call has no effect."""
         self.rest.cancel()
         self.attempt.end()
 
@@ -133,7 +133,7 @@ class Generation:
         self._has_data |= bool(part.data)
 
     def close(self) -> None:
-        """Ends the request, complete or not; a second call does nothing."""
+        """End the request, complete or not. A second call has no effect."""
         self._current.close()
 
     async def _later(self) -> Chunk | None:
@@ -156,7 +156,7 @@ class Generation:
         return chunk
 
     async def _resume(self, error: BaseException) -> Chunk:
-        """The first chunk of another replica, which continues where the lost one stopped."""
+        """Return the first chunk of another replica, which continues where the lost one stopped."""
         replica_id = self._current.replica_id
         log.info("replica %s was lost after %d tokens", replica_id, len(self._emitted))
         if not self._can_continue():
@@ -172,7 +172,7 @@ class Generation:
         return self._parts_can_continue or not self._has_data
 
     def _rest(self) -> GenerateRequest:
-        """The request for another replica: what is left, or all of it if the client has nothing."""
+        """Return the request for another replica: all of it if the client has received nothing."""
         if not self._parts_can_continue:
             self._emitted, self._deltas, self._parts_can_continue = [], [], True
             return self._request

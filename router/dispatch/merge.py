@@ -24,8 +24,11 @@ class Merged(Generic[Item]):
         self._unfinished = len(streams)
 
     async def next(self) -> tuple[int, Item] | None:
-        """The number of a stream and its next item; None after the last one. Raises what a stream
-        raises."""
+        """Return the number of a stream and its next item; None after the last one.
+
+        Raises:
+            Exception: what a stream raises.
+        """
         if len(self._streams) == 1:
             item = await self._streams[0]()
             return None if item is None else (0, item)
@@ -42,7 +45,7 @@ class Merged(Generic[Item]):
         return None
 
     async def close(self) -> None:
-        """Ends the reading."""
+        """Stop reading the streams."""
         for task in self._tasks or ():
             task.cancel()
         await asyncio.gather(*(self._tasks or ()), return_exceptions=True)

@@ -31,7 +31,11 @@ class Answer:
         self._begun: bytes | None = None  # what came together with the status
 
     async def begin(self) -> None:
-        """Returns when the status is known. ApiError when no replica can go on."""
+        """Wait until the status is known.
+
+        Raises:
+            ApiError: no replica can continue.
+        """
         data = b""
         while not self.status and (more := await self._next()) is not None:
             data += more
@@ -83,7 +87,7 @@ class Relay(StreamingResponse):
             self._answer.generation.close()
 
     async def stream_response(self, send: Send) -> None:
-        """The last event goes out together with the end of the response."""
+        """Send the response; the last event goes out together with the end of the response."""
         answer, status = self._answer, self.status_code
         await send({"type": "http.response.start", "status": status, "headers": self.raw_headers})
         last = b""
@@ -99,9 +103,11 @@ class Relay(StreamingResponse):
 
 
 def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
-    """Which replicas serve the call's prompts, each once, the expected cache hits, in tokens, and
-    the longest wait of a prompt in the router. Load balancers refuse a response whose headers take
-    more than some kilobytes."""
+    """Return headers with the replicas of the call's prompts, expected hits and the longest wait.
+
+    Each replica is named once, since load balancers refuse responses whose headers take more than
+    some kilobytes. Hits are in tokens; the wait is the longest of a prompt in the router.
+    """
     replicas = dict.fromkeys(generation.replica_id for generation in generations)
     longest = max((generation.wait for generation in generations), key=attrgetter("waited_s"))
     return {

@@ -33,11 +33,11 @@ class Boundaries:
         ]
 
     def usable(self, length: int) -> int:
-        """The deepest boundary within that length."""
+        """Return the deepest boundary within that length."""
         return length // self.step * self.step
 
     def added(self, chain: Sequence[Fingerprint], begin: int) -> list[Fingerprint]:
-        """What an engine announces when it has computed the chain from `begin` on."""
+        """Return the set members that an engine publishes once it has computed chain[begin:]."""
         end = self.usable(len(chain))
         return [
             group.member(chain, each) for group in self._groups for each in group.added(begin, end)
@@ -46,8 +46,10 @@ class Boundaries:
     def hits(
         self, chain: Sequence[Fingerprint], holders: Holders, replicas: int
     ) -> Iterator[tuple[int, int]]:
-        """Pairs of replicas and the deepest boundary that they can serve, the deepest first; none
-        for replicas that can serve none."""
+        """Yield pairs of replicas and the deepest boundary that they can serve, the deepest first.
+
+        Replicas that can serve no boundary are left out.
+        """
         lookups = [_lookup(group, chain, holders) for group in self._groups]
         end = self.usable(len(chain))
         while replicas and end:
@@ -74,7 +76,7 @@ class Boundaries:
         return 0
 
     def known(self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]) -> int:
-        """The deepest boundary whose block in the first group is known."""
+        """Return the deepest boundary whose block in the first group is known."""
         end = self.usable(len(chain))
         while end and not is_known(self._groups[0].member(chain, end)):
             end -= self.step
@@ -83,7 +85,11 @@ class Boundaries:
 
 @lru_cache(maxsize=64)
 def boundaries_of(layout: Layout, block_size: int) -> Boundaries:
-    """The same object for equal layouts. Raises UnknownLayoutError."""
+    """Return the boundaries of a layout; equal layouts share one object.
+
+    Raises:
+        UnknownLayoutError: the layout has a kind of attention that kvroute does not know.
+    """
     return Boundaries(layout, block_size)
 
 
@@ -101,12 +107,15 @@ class _GroupBlocks:
         return member(chain[end - 1], self._number)
 
     def needed(self, end: int) -> range:
-        """The blocks that this boundary needs, the last one first."""
+        """Return the blocks that this boundary needs, the last one first."""
         return range(end, self.start(end), -self.size)
 
     def added(self, begin: int, end: int) -> range:
-        """The blocks that computing this part adds. Of windows and states vLLM keeps what the end
-        needs; where it keeps more (its prefix_cache_retention_interval), its events say so."""
+        """Return the blocks that an engine adds when it computes this part.
+
+        Of windows and states, vLLM keeps what the end needs. Where it keeps more (its option
+        prefix_cache_retention_interval), its events report that.
+        """
         if self._is_sparse:
             return range(end, max(begin, self.start(end)), -self.size)
         return range((begin // self.size + 1) * self.size, end + 1, self.size)
@@ -123,8 +132,10 @@ class _Lookup:
         self._runs: list[dict[int, int]] = [{}]
 
     def at(self, end: int, replicas: int) -> tuple[int, int]:
-        """The replicas that can serve this boundary, and the last block that the next boundary to
-        try must not need: without it none of `replicas` can go on."""
+        """Return the replicas that can serve this boundary, and a block that no other has.
+
+        The next boundary to try must not need that block.
+        """
         blocks = len(self._group.needed(end))
         if not blocks:
             return ALL, end
@@ -138,14 +149,17 @@ class _Lookup:
         return found
 
     def _run(self, end: int, blocks: int) -> int:
-        """The replicas that have all of so many blocks that end there: of two runs that overlap."""
+        """Return the replicas that have all of the `blocks` blocks that end there.
+
+        The run is the union of two overlapping runs whose lengths are powers of two.
+        """
         power = blocks.bit_length() - 1
         rest = blocks - (1 << power)
         last = self._doubled(end, power)
         return last & self._doubled(end - rest * self._group.size, power) if last and rest else last
 
     def _doubled(self, end: int, power: int) -> int:
-        """The same for 2 ** power blocks."""
+        """Return the replicas that have all of the 2 ** power blocks that end there."""
         if not power:
             return self._held(end)
         while len(self._runs) <= power:

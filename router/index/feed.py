@@ -126,16 +126,16 @@ class Feed:
                 await asyncio.sleep(RETRY_S)
 
     def incarnation(self, replica_id: str) -> str | None:
-        """The replica's incarnation in the mirror; None: the replica is not in the mirror."""
+        """Return the replica's incarnation in the mirror; None: the mirror does not have it."""
         seen = self._seen.get(replica_id)
         return seen.incarnation if seen else None
 
     def request_reload(self, replica_id: str) -> None:
-        """Makes the next poll load the replica again."""
+        """Make the next poll load the replica again."""
         self._seen.pop(replica_id, None)
 
     async def loaded(self, *, within_s: float) -> None:
-        """Returns when every replica in the index is loaded, or after `within_s`."""
+        """Return when every replica in the index is loaded, or after `within_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._has_loaded.wait()
@@ -186,7 +186,7 @@ class Feed:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Reads all records: who runs, with which load. Replicas that differ are loaded again.
+        """Read all records, and load replicas again that differ from the mirror.
 
         A Redis that refuses writes counts as unreachable: replicas cannot renew their leases there,
         and their records vanish although they run.
@@ -209,14 +209,14 @@ class Feed:
             self._seen.pop(replica_id, None)
 
     async def _rewind(self) -> None:
-        """Moves back to the stream's end: after a restored Redis snapshot we could be ahead."""
+        """Move to the stream's end, which a restored snapshot of Redis may have moved back."""
         end = await self._index.position()
         if end < self.position:
             self.position = end
             self._seen.clear()
 
     def _update(self, records: Mapping[str, ReplicaRecord]) -> None:
-        """Takes over these records; a missing one keeps its last value for LINGER_S."""
+        """Take over these records; a record that is missing keeps its last value for LINGER_S."""
         now_s = time.monotonic()
         vanished = (self._mirror.replica_ids | self._records.keys()) - records.keys()
         self._vanished_s = {id_: self._vanished_s.get(id_, now_s) for id_ in vanished}
@@ -232,7 +232,7 @@ class Feed:
         )
 
     def _is_behind(self, record: ReplicaRecord) -> bool:
-        """True when changes were missed: they did not arrive for a whole poll interval."""
+        """Return whether changes were missed: they did not arrive for a whole poll interval."""
         seen = self._seen.get(record.id, NOTHING)
         if seen.incarnation != record.incarnation or record.seq < seen.seq:
             return True
@@ -243,7 +243,7 @@ class Feed:
             await self._load([record])
 
     async def _load(self, records: Iterable[ReplicaRecord]) -> None:
-        """Reads each replica's block set while the previous one is put into the mirror."""
+        """Read each replica's block set while the previous one is put into the mirror."""
         unread = iter(records)
 
         async def read() -> tuple[ReplicaRecord, Snapshot] | None:

@@ -34,8 +34,12 @@ class Handshake:
         unreadable: Mapping[str, str] = NONE,
         unknown: Mapping[str, str] = NONE,
     ) -> None:
-        """Finds the degraded ones among the current replicas and logs new ones. unreadable: why the
-        records of further replicas cannot be read. unknown: why hits of some cannot be told."""
+        """Find the degraded replicas among the current ones, and log new ones.
+
+        Args:
+            unreadable: replica -> why its record cannot be read.
+            unknown: replica -> why its hits cannot be computed.
+        """
         degraded = {
             replica_id: f"its record cannot be read: {reason}"
             for replica_id, reason in unreadable.items()
@@ -56,9 +60,11 @@ class Handshake:
 
 
 def differences(ours: Identity, theirs: Identity | None) -> str:
-    """In words, such as "its block size is 16, the router's 32"; empty if there are none. A replica
-    that reports no identity counts as equal. So does a LoRA adapter that only one of them has: its
-    requests go to other replicas."""
+    """Describe how a replica's identity differs; an empty string: it does not.
+
+    Example: "its block size is 16, the router's 32". A replica without an identity counts as equal.
+    So does a LoRA adapter that only one side has: its requests go to other replicas.
+    """
     if theirs is None:
         return ""
     found = []

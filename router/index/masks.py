@@ -40,7 +40,7 @@ class Masks:
             table[fingerprint] = after
 
     def fill(self, bits: int, packed: bytes) -> Iterator[None]:
-        """Marks many at once, one table in each step; takes two thirds of `mark`'s time."""
+        """Mark many fingerprints, one table in each step, in two thirds of the time of `mark`."""
         fingerprints = np.frombuffer(packed, dtype="<u8")
         table_of = (fingerprints % TABLES).astype(np.uint8)
         by_table = fingerprints[np.argsort(table_of, kind="stable")].tolist()
@@ -53,7 +53,7 @@ class Masks:
             yield
 
     def unmark(self, bits: int, fingerprints: Iterable[Fingerprint]) -> list[Fingerprint]:
-        """Clears the bits; returns the fingerprints that have no bits any more."""
+        """Clear the bits, and return the fingerprints that have no bits left."""
         cleared: list[Fingerprint] = []
         tables, changed = self._tables, dict[int, int]()
         before = after = 0
@@ -70,11 +70,11 @@ class Masks:
         return cleared
 
     def unmark_in(self, table: int, bits: int) -> list[Fingerprint]:
-        """Clears the bits in one of the TABLES parts."""
+        """Clear the bits in one of the TABLES parts, and return the fingerprints without bits."""
         return self.unmark(bits, self._with(bits, self._tables[table]))
 
     def all_with(self, bits: int) -> Iterator[list[Fingerprint]]:
-        """The fingerprints that have any of the bits, one table after another."""
+        """Yield the fingerprints that have any of the bits, one table after another."""
         return (self._with(bits, table) for table in self._tables)
 
     @staticmethod

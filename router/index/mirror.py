@@ -57,8 +57,10 @@ class Mirror:
         self._unswept = 0  # tables that the current sweep has still to clear
 
     def __len__(self) -> int:
-        """Known fingerprints: held by live replicas, or not yet swept. A block in host memory has
-        one of its own."""
+        """Return the number of fingerprints that live replicas hold or that are not yet swept.
+
+        A block in host memory has a fingerprint of its own.
+        """
         return len(self._held)
 
     @property
@@ -79,19 +81,18 @@ class Mirror:
         self._copy_marks = {one.mark ^ other.mark for one, other in pairs}
 
     def join(self, replica_id: str) -> None:
-        """The replica starts empty; whatever was known about it is dropped."""
+        """Add a replica without blocks; all earlier knowledge of it is dropped."""
         self.drop(replica_id)
         self._slots[replica_id] = self._allocate_bit(replica_id)
 
     def drop(self, replica_id: str) -> None:
-        """Removes the replica. Its bits can be reused after a sweep."""
+        """Remove the replica. Its bits can be reused after a sweep."""
         self._release(self._slots.pop(replica_id, 0))
         self._release(self._predicted.pop(replica_id, 0))
         self._predicted_blocks.pop(replica_id, None)
 
     def load(self, replica_id: str, packed: bytes) -> Iterator[None]:
-        """The replica holds exactly these blocks once the iterator is exhausted; each of its steps
-        is short."""
+        """Replace the replica's blocks in short steps, one for each value that is yielded."""
         self.join(replica_id)
         return self._held.fill(self._slots[replica_id], packed)
 
@@ -105,7 +106,7 @@ class Mirror:
         self._remember(self._held.unmark(self._slots[replica_id], fingerprints))
 
     def infer(self, replica_id: str, chain: Sequence[Fingerprint], *, capacity_blocks: int) -> None:
-        """The replica holds this chain now; an unfed mirror has to infer that."""
+        """Mark the chain as held by the replica, while the mirror gets no changes from Redis."""
         if self.is_fed or replica_id not in self._slots:
             return
         if replica_id not in self._predicted:
@@ -125,7 +126,7 @@ class Mirror:
         return set(self._predicted_blocks)
 
     def expect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        """A request in flight will add these blocks; other requests may already rely on them."""
+        """Mark blocks that a request in flight will add, for other requests to rely on."""
         self._expected.mark(self._bits(replica_id), fingerprints)
 
     def unexpect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
@@ -174,8 +175,11 @@ class Mirror:
         return boundaries.in_first(chain, lambda each: self._holders((each,), 0))
 
     def known(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
-        """Leading blocks of the chain that some replica holds or once held, as far as the eviction
-        history remembers; of a chain's blocks, those evicted first also leave the history first."""
+        """Return the leading blocks of the chain that some replica holds or once held.
+
+        The eviction history is bounded: of a chain's blocks, those that were evicted first also
+        leave it first.
+        """
         blocks = range(len(chain))
         return bisect_left(blocks, True, lo=at_least, key=lambda i: not self.is_known(chain[i]))
 
@@ -190,11 +194,11 @@ class Mirror:
         return bool(self._held.get(fingerprint) & self._bits(replica_id))
 
     def walk(self, replica_id: str) -> Iterator[list[Fingerprint]]:
-        """The same in parts, each of which is short; together they read the whole mirror."""
+        """Yield the replica's blocks in short parts; together they read the whole mirror."""
         return self._held.all_with(self._bits(replica_id))
 
     def sweep(self) -> bool:
-        """Clears released bits in one table; False when there is nothing to clear."""
+        """Clear released bits in one table, and return whether there was anything to clear."""
         if not self._dirty:
             return False
         if not self._unswept:
@@ -208,7 +212,7 @@ class Mirror:
         return True
 
     def _holders(self, chain: Sequence[Fingerprint], i: int) -> int:
-        """The bits of the live replicas that hold, or will hold, block i."""
+        """Return the bits of the live replicas that hold, or will hold, block i."""
         if i >= len(chain):
             return 0
         fingerprint = chain[i]
@@ -227,7 +231,7 @@ class Mirror:
         return holders & replicas
 
     def _depths(self, chain: Sequence[Fingerprint], holders_of: Holders) -> dict[str, int]:
-        """replica id -> leading blocks of the chain that it has; no entry: none."""
+        """Return the number of leading blocks that each replica has, if it has any."""
         depths: dict[str, int] = {}
         here, step = 0, 1
         holders = holders_of(chain, 0)
@@ -249,7 +253,7 @@ class Mirror:
         lost: int,
         depths: dict[str, int],
     ) -> None:
-        """Finds the depth of each replica in `lost`, which has block `low` but not block `high`."""
+        """Find the depth of each replica in `lost`, which has block `low` but not block `high`."""
         while high - low > 1:
             middle = (low + high) // 2
             kept = lost & holders_of(chain, middle)
@@ -269,7 +273,7 @@ class Mirror:
         holders_of: Holders,
         replicas: int,
     ) -> dict[str, int]:
-        """The deepest boundary that each of the replicas can serve."""
+        """Return the deepest boundary that each of the replicas can serve."""
         depths: dict[str, int] = {}
         for able, depth in boundaries.hits(chain, lambda each: holders_of((each,), 0), replicas):
             for bit in _bits(able):
@@ -277,7 +281,7 @@ class Mirror:
         return depths
 
     def _was(self, member: Fingerprint) -> bool:
-        """Some replica holds it, or once held it."""
+        """Return whether some replica holds the block or once held it."""
         return bool(self._held.get(member)) or member in self._history
 
     def _remember(self, gone: Sequence[Fingerprint]) -> None:

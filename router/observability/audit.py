@@ -42,7 +42,7 @@ class Audit:
         self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})  # blocks, of all audits
 
     async def run(self) -> list[dict[str, Any]]:
-        """A report on each replica in the index; null for what could not be compared."""
+        """Return a report on each replica in the index; null for what could not be compared."""
         records = await self._index.records()
         audits = await asyncio.gather(*(self._read_audit(record.id) for record in records))
         mirrors = [await self._best_of(record) for record in records]
@@ -65,7 +65,7 @@ class Audit:
         return best
 
     async def compare(self, replica_id: str) -> Comparison | None:
-        """The mirror's blocks of a replica compared with Redis; None while either is loading."""
+        """Compare the mirror's blocks of a replica with Redis; None while either is loading."""
         position, incarnation = self._feed.position, self._feed.incarnation(replica_id)
         record = await self._index.record(replica_id)
         if record is None or record.incarnation != incarnation:
@@ -110,7 +110,7 @@ class Audit:
 
 
 def audit_reader(links: Links, unreadable: Unreadable) -> ReadAudit:
-    """A function that reads one replica's audit; it returns None when there is no answer."""
+    """Return a function that reads one replica's audit; it returns None without an answer."""
 
     async def read_audit(replica_id: str) -> ReplicaAudit | None:
         try:
@@ -145,7 +145,7 @@ def _report(
 
 
 def _in_host(replica: ReplicaAudit | None) -> dict[str, Any]:
-    """What both have of these blocks in host memory; nothing for a replica without any."""
+    """Return both comparisons of the blocks in host memory; nothing for a replica without any."""
     if replica is None or replica.in_host is msgspec.UNSET:
         return {}
     told = replica.in_host

@@ -81,7 +81,7 @@ class Canaries:
         self._block_size = block_size
 
     async def run(self) -> list[dict[str, Any]]:
-        """A report on each replica, whatever is wrong with it, or with Redis."""
+        """Return a report on each replica, whatever is wrong with it or with Redis."""
         ids = sorted(self._running())
         results = await asyncio.gather(*(self._check(replica_id) for replica_id in ids))
         return list(map(report, ids, results))
@@ -116,8 +116,9 @@ class Canaries:
         )
 
     def _prompt(self) -> TokenIds:
-        """BLOCKS full blocks, or fewer if the context is short, or as many as a hit needs at least;
-        plus the token that is always computed.
+        """Return BLOCKS full blocks and the token that is always computed.
+
+        There are fewer blocks if the context is short, and at least as many as a hit needs.
         """
         room = (
             self._fleet.replicas.max_model_len or BLOCKS * self._block_size + 2
@@ -127,7 +128,7 @@ class Canaries:
         return np.random.default_rng().integers(*TOKEN_IDS, tokens, dtype=np.uint32)
 
     async def _wait(self, replica_id: str, chain: Sequence[Fingerprint]) -> None:
-        """Returns when the mirror has all blocks, or after SEEN_S."""
+        """Return when the mirror has all blocks, or after SEEN_S."""
         deadline_s = time.monotonic() + SEEN_S
         while self._mirrored(replica_id, chain) < len(chain) and time.monotonic() < deadline_s:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -144,7 +145,7 @@ class Canaries:
 
 
 def canary_sender(links: Links) -> Send:
-    """A function that sends to one particular replica; it raises UnansweredError."""
+    """Return a function that sends to one particular replica; it raises UnansweredError."""
 
     async def send(replica_id: str, request: GenerateRequest) -> None:
         await links.call(replica_id, "canary", encode_begin(0, request), within_s=CALL_S)

@@ -184,7 +184,7 @@ class RequestCounts(RequestObserver):
         )
 
     def refused(self, error: Exception) -> None:
-        """A client gets this error instead of a response."""
+        """Count an error that a client gets instead of a response."""
         code = error.code if isinstance(error, ApiError) else None
         self._refusals.labels(code or "server_error").inc()
 
@@ -244,7 +244,7 @@ class RouterMetrics(RequestObservers):
         self._readings = Readings(registry)
 
     def export(self, fleet: Fleet, feed: Feed) -> None:
-        """Exports the state of the fleet and the feed too."""
+        """Export the state of the fleet and the feed, too."""
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
             "kvroute_replicas",
@@ -293,11 +293,11 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_queue(self, queue: Queue[Any]) -> None:
-        """Exports what waits in the queue now."""
+        """Export the requests that wait in the queue now."""
         export(queue, self._readings, time.monotonic)
 
     def export_seats(self, seats: Seats[Any]) -> None:
-        """Exports how many sessions hold a seat or wait for one now."""
+        """Export how many sessions hold a seat or wait for one now."""
         seat_metrics.export(seats, self._readings, time.monotonic)
 
     def export_prefixes(self, catalogue: Catalogue) -> None:

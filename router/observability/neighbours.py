@@ -33,8 +33,10 @@ class Neighbours:
             await self._clusters.withdraw(self._own)
 
     async def report(self) -> dict[str, Any]:
-        """This cluster, and others that serve a model of the same name. RedisError or OSError
-        without Redis.
+        """Return this cluster, and others that serve a model of the same name.
+
+        Raises:
+            RedisError, OSError: Redis is away.
         """
         others = [
             {**msgspec.structs.asdict(each), "is_twin": each.is_twin_of(self._own)}

@@ -63,7 +63,7 @@ class QueueMetrics(RequestObserver):
 
 
 def export(queue: Queue[Any], readings: Readings, clock: Callable[[], float]) -> None:
-    """What waits now, by line."""
+    """Export the requests that wait now, by line."""
 
     def each(value: Callable[[QueueState], float]) -> Callable[[], dict[str, float]]:
         return lambda: {line: value(state) for line, state in queue.state(clock()).items()}

@@ -75,7 +75,7 @@ class RequestLog(RequestObserver):
         self._lines: list[Line] = []
 
     def ended(self, attempt: Attempt) -> None:
-        """Notes an ended request, unless it moved to another replica."""
+        """Add a line for an ended request, unless it moved to another replica."""
         if attempt.placement is None or attempt.outcome == "moved":
             return
         if len(self._lines) >= WAITING_LINES:
@@ -84,13 +84,13 @@ class RequestLog(RequestObserver):
         self._lines.append(self._line(attempt, attempt.placement))
 
     async def run(self) -> None:
-        """Writes the waiting lines, until cancelled."""
+        """Write the waiting lines until cancelled."""
         while True:
             await asyncio.sleep(WRITE_S)
             await self.flush()
 
     async def flush(self) -> None:
-        """Writes the waiting lines, or drops them."""
+        """Write the waiting lines, or drop them."""
         lines, self._lines = self._lines, []
         if not lines:
             return
@@ -154,7 +154,7 @@ def _unless_default(priority: Priority) -> str | msgspec.UnsetType:
 
 
 def _append(file: Path, lines: Sequence[Line]) -> None:
-    """Appends all lines or none: a partial line would corrupt the log."""
+    """Append all lines or none: a partial line would corrupt the log."""
     text = msgspec.json.Encoder().encode_lines(lines)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab", buffering=0) as log:

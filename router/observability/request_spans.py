@@ -20,30 +20,31 @@ _tracing: Tracing | None = None  # of this process
 
 
 def start(router_id: str) -> None:
-    """Starts to record spans, if the environment names a collector."""
+    """Start to record spans, if the environment names a collector."""
     global _tracing
     _tracing = start_tracing("kvroute-router", router_id)
 
 
 def dispatches() -> RequestObserver | None:
-    """An observer that records a span for each dispatch; None without tracing."""
+    """Return an observer that records a span for each dispatch; None without tracing."""
     return Dispatches(_tracing) if _tracing else None
 
 
 def close() -> None:
-    """Sends the last spans, or drops them."""
+    """Send the last spans, or drop them."""
     if _tracing:
         _tracing.close()
 
 
 def step(name: str) -> AbstractContextManager[object]:
-    """A span for the block."""
+    """Return a context manager that records a span."""
     return _tracing.tracer.start_as_current_span(name) if _tracing else nullcontext()
 
 
 class Requests:
-    """Records a span for each HTTP request, from its headers to the response's last byte. An
-    incoming `traceparent` is continued. GET requests, which machines poll, have no span.
+    """Records a span for each HTTP request, from its headers to the response's last byte.
+
+    An incoming `traceparent` is continued. GET requests, which machines poll, have no span.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -94,9 +95,10 @@ def _note_status(span: Span, status: int) -> None:
 
 
 class Dispatches(RequestObserver):
-    """Records a span for each decision, for a wait in the queue, and for each dispatch of a prompt,
-    up to the end of the response. If a replica was full, its dispatch and the next one share a
-    span.
+    """Records a span for each decision, each wait in the queue, and each dispatch of a prompt.
+
+    A dispatch's span ends with the response. If a replica was full, its dispatch and the next one
+    share a span.
     """
 
     def __init__(self, tracing: Tracing) -> None:
@@ -152,7 +154,7 @@ class Dispatches(RequestObserver):
         span.end()
 
     def _past_span(self, name: str, took_s: float) -> Span:
-        """A span of a step that has just ended."""
+        """Return the span of a step that has just ended."""
         return self._tracer.start_span(name, start_time=time.time_ns() - int(took_s * 1e9))
 
     def _begin(self, attempt: Attempt) -> Span:

@@ -108,7 +108,7 @@ class Telemetry:
             self._announcer = Announcer(index, self._router_id, exposition, node)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """The background tasks by name; call it after `start`."""
+        """Return the background tasks by name; call it after `start`."""
         workers = {
             "request log": self._log,
             "announcer": self._announcer,
@@ -117,12 +117,12 @@ class Telemetry:
         return {name: worker.run() for name, worker in workers.items() if worker}
 
     def refused(self, error: Exception) -> None:
-        """A client got this error instead of a response."""
+        """Record an error that a client gets instead of a response."""
         if self._metrics:
             self._metrics.refused(error)
 
     def over_limit(self, tenant: str, limit: str) -> None:
-        """A client was refused for that limit of its tenant."""
+        """Record that a client was refused because of this limit of its tenant."""
         if self._metrics:
             self._metrics.over_limit(tenant, limit)
 

@@ -75,7 +75,7 @@ class Live:
 
 
 def event(sent: State, state: State) -> bytes:
-    """The changes from the state that was sent last to `state`; `whole` if none was sent."""
+    """Return the changes since the state that was sent last; `whole` if none was sent."""
     changed = {key: msgspec.Raw(value) for key, value in state.items() if sent.get(key) != value}
     gone = list(sent.keys() - state.keys())
     data = msgspec.json.encode({"changed": changed, "gone": gone})

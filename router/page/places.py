@@ -44,7 +44,7 @@ class Places(RequestObserver):
             self.add(broken, ledger.broken)
 
     def add(self, broken: Break, tokens: int) -> None:
-        """Adds a request that lost so many tokens."""
+        """Add a request that lost this many tokens."""
         now = self._roll()
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
@@ -54,7 +54,7 @@ class Places(RequestObserver):
             place.kind = broken.kind or place.kind
 
     def worst(self) -> list[dict[str, Any]]:
-        """The places where most was lost, as JSON."""
+        """Return the places where most was lost, as JSON."""
         self._roll()
         sums: dict[Key, Place] = {}
         for _, places in self._buckets:
@@ -75,7 +75,7 @@ class Places(RequestObserver):
         ]
 
     def _roll(self) -> int:
-        """Drops buckets that are too old; returns the number of the current bucket."""
+        """Drop buckets that are too old, and return the number of the current bucket."""
         now = int(self._clock() // BUCKET_S)
         while self._buckets and self._buckets[0][0] <= now - WINDOW_S // BUCKET_S:
             self._buckets.popleft()
@@ -83,7 +83,7 @@ class Places(RequestObserver):
 
 
 def _at(places: dict[Key, Place], role: str, token: int, *, most: int = KEPT) -> Place | None:
-    """The place there, a new one if need be; None if there are too many."""
+    """Return the place there, a new one if necessary; None if there are too many."""
     key = (role, token // NEAR)
     if key not in places and len(places) < most:
         places[key] = Place(role, token)

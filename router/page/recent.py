@@ -43,7 +43,7 @@ class Window:
         self._totals: dict[str, list[int]] = {}  # of all buckets: requests, causes, whys
 
     def add(self, replica_id: str, ledger: Ledger, evicted_why: Why = "usual") -> None:
-        """Adds a request that ended there."""
+        """Add a request that ended there."""
         now = self._roll()
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
@@ -57,7 +57,7 @@ class Window:
         return {replica_id: _sums(*counts) for replica_id, counts in self._totals.items()}
 
     def _roll(self) -> int:
-        """Drops buckets that are too old; returns the number of the current bucket."""
+        """Drop buckets that are too old, and return the number of the current bucket."""
         now = int(self._clock() // BUCKET_S)
         while self._buckets and self._buckets[0][0] <= now - WINDOW_S // BUCKET_S:
             for replica_id, counts in self._buckets.popleft()[1].items():
@@ -74,7 +74,7 @@ def _sums(requests: int, *tokens: int) -> Sums:
 
 
 def summed(sums: Collection[Sums]) -> dict[str, Any]:
-    """The total of the sums, as JSON."""
+    """Return the total of the sums, as JSON."""
     return {
         "window_s": WINDOW_S,
         "requests": sum(each.requests for each in sums),

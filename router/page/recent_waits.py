@@ -24,8 +24,9 @@ class _Bucket:
 
 
 class RecentWaits(RequestObserver):
-    """Costs a microsecond for each request that waits or is refused. Waits of batch requests are
-    not counted: they are there to wait.
+    """The waits of the last minutes, without those of batch requests, which are there to wait.
+
+    It takes a microsecond for each request that waits or is refused.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +69,7 @@ class RecentWaits(RequestObserver):
         return self._buckets[-1]
 
     def _drop_old(self) -> int:
-        """Drops buckets that are too old; returns the number of the current one."""
+        """Drop buckets that are too old, and return the number of the current bucket."""
         now = int(self._clock() // BUCKET_S)
         while self._buckets and self._buckets[0].number <= now - WINDOW_S // BUCKET_S:
             self._buckets.popleft()

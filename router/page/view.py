@@ -74,7 +74,7 @@ class View:
         self._prefixes_at_s = -HOT_S
 
     async def snapshot(self) -> State:
-        """The current state."""
+        """Return the current state."""
         records = sorted(self._fleet.replicas.records, key=lambda record: record.id)
         await self._count_blocks(records)
         sums = self._recent.window.sums()
@@ -195,7 +195,7 @@ class View:
         return self._prefixes
 
     async def _count_blocks(self, records: Sequence[ReplicaRecord]) -> None:
-        """Counts the blocks of some replicas, of others each time; of none while Redis is away."""
+        """Count the blocks of some replicas, others each time; of none while Redis is away."""
         start = self._counted % max(1, len(records))
         some = [*records[start:], *records[:start]][:COUNTED]
         self._counted = start + len(some)

@@ -7,9 +7,9 @@ from kvroute.router.queueing.queue import Queue, QueueState
 
 
 def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
-    """Requests, seconds of prefill, and how long the oldest has waited; by line, too.
+    """Return requests, seconds of prefill, and the wait of the oldest request, also by line.
 
-    `all_routers` has what the others told, which is nothing of requests that only fill.
+    `all_routers` has what the other routers published; they publish no background requests.
     """
     lines = queue.state(now_s)
     here, elsewhere = total(lines.values()), queue.elsewhere()

@@ -44,7 +44,7 @@ class Placement(Struct, frozen=True):
     shared_tokens: int = 0  # at the beginning, which are everybody's though the prompt is not
 
     def at(self, replica_id: str) -> Candidate:
-        """The candidate with that id; one without hits when the replica was not ranked."""
+        """Return the candidate with that id; without hits if the replica was not ranked."""
         for candidate in self.ranking:
             if candidate.replica_id == replica_id:
                 return candidate
@@ -125,24 +125,23 @@ class RequestObserver:
     """Receives the events of this router's requests; the base class ignores them."""
 
     def placed(self, placement: Placement, decision_s: float) -> None:
-        """A request's replicas were ranked, which took `decision_s`."""
+        """Observe that a request's replicas were ranked, which took `decision_s`."""
 
     def waited(self, wait: Wait) -> None:
-        """A request that had to wait for its turn goes to a replica now."""
+        """Observe that a request leaves the queue for a replica."""
 
     def seated(self, waited_s: float) -> None:
-        """A request that had to wait for a seat of its session has one now."""
+        """Observe that a request gets a seat of its session after a wait."""
 
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
-        """A client gets an error in place of an answer, as its request would wait too long, or has
-        done so."""
+        """Observe that a client gets an error because its request has waited too long or would."""
 
     def sent(self, attempt: "Attempt") -> None: ...
 
     def first_token(self, attempt: "Attempt") -> None: ...
 
     def next_chunk(self, attempt: "Attempt", gap_s: float) -> None:
-        """A chunk arrived, `gap_s` after the previous one."""
+        """Observe a chunk that arrived `gap_s` after the previous one."""
 
     def ended(self, attempt: "Attempt") -> None: ...
 
@@ -188,7 +187,7 @@ class RequestObservers(RequestObserver):
 
 
 def _at_chunks(observer: RequestObserver) -> list[Callable[["Attempt", float], None]]:
-    """What it does at each chunk: often nothing."""
+    """Return the observer's methods that are called for each chunk; often there are none."""
     if isinstance(observer, RequestObservers):
         return observer._at_chunks
     is_own = type(observer).next_chunk is not RequestObserver.next_chunk
@@ -231,7 +230,7 @@ class Attempt:
         return self.dispatch.replica_id
 
     def receive(self, chunk: Chunk, now_s: float) -> None:
-        """The replica sent this chunk."""
+        """Record a chunk from the replica."""
         self.output_tokens += len(chunk.token_ids)
         self.is_complete = chunk.is_last
         if self.last_chunk_s is None:
@@ -248,8 +247,10 @@ class Attempt:
         self.observer.first_token(self)
 
     def end(self, outcome: Outcome | None = None) -> None:
-        """Ends the attempt; a second call does nothing. Without an outcome it is "ok" if all
-        choices have finished, else "cancelled"."""
+        """End the attempt. A second call has no effect.
+
+        Without an outcome it is "ok" if all choices have finished, else "cancelled".
+        """
         if self.outcome is not None:
             return
         self.outcome = outcome or ("ok" if self.is_complete else "cancelled")
@@ -295,7 +296,7 @@ class Attempt:
                 self.seats.session_ended(turn.session)
 
     def _infer(self, chain: Sequence[Fingerprint]) -> None:
-        """The replica has cached the prompt."""
+        """Mark the prompt as cached by the replica."""
         added = self.boundaries.added(chain, 0) if self.boundaries else chain
         capacity = self.capacity_blocks * len(added) // max(1, len(chain))
         self.mirror.infer(self.replica_id, added, capacity_blocks=capacity)

@@ -49,7 +49,7 @@ class RoundRobin:
 def power_of_two(
     candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
 ) -> list[Candidate]:
-    """The less loaded of two random replicas, as in Ray Serve's PowerOfTwoChoicesRequestRouter."""
+    """Prefer the less loaded of two random replicas, as Ray Serve's default router does."""
     shuffled = rng.sample(candidates, len(candidates))
     return sorted(shuffled[:2], key=_unanswered) + shuffled[2:]
 
@@ -57,7 +57,7 @@ def power_of_two(
 def least_loaded(
     candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
 ) -> list[Candidate]:
-    """The replica with the fewest unanswered requests; ties are broken at random."""
+    """Prefer the replica with the fewest unanswered requests; ties are broken at random."""
     return sorted(rng.sample(candidates, len(candidates)), key=_unanswered)
 
 

@@ -69,7 +69,10 @@ def account(
     broken: range = NOTHING,
     is_salted: bool = False,
 ) -> Ledger:
-    """The ledger of a prompt. All lengths are in tokens; a longer one is cut to the prompt's."""
+    """Return the ledger of a prompt.
+
+    All lengths are in tokens. Lengths beyond the prompt's end are cut.
+    """
     begin = min(delivered, prompt_tokens)
     hit = min(begin, expected)
 

@@ -90,8 +90,11 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self.peaks = (max(self.peaks[0], self.pending_tokens), self.peaks[1])
 
     def report_loras(self, names: Iterable[str], capacity: int) -> None:
-        """The replica reports its loaded adapters, as of some time after the last report but one.
-        Adapters of requests sent since then count as loaded too."""
+        """Record the adapters that the replica reports as loaded.
+
+        The report is at most as old as the last report but one. Adapters of requests that were sent
+        since then count as loaded, too.
+        """
         since, before = self.loras_sent
         self.loras = Residents(capacity, names)
         for name in (*before, *since):
@@ -99,9 +102,11 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self.loras_sent = ([], since)
 
     def report(self, pending_tokens: int) -> None:
-        """The replica reports the uncached prompt tokens of its requests without a first token, as
-        of some time after the last report but one. Those above the most that we knew of since then
-        come from routers that we do not hear."""
+        """Record the uncached prompt tokens of the replica's requests without a first token.
+
+        The report is at most as old as the last report but one. Tokens above the most that this
+        router knew of since then belong to routers that it does not hear from.
+        """
         unknown = max(0, pending_tokens - max(self.peaks))
         self.unknown_s = self._seconds(unknown) if unknown else 0.0
         self.peaks = (self.pending_tokens, self.peaks[0])
@@ -113,7 +118,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         return tokens * self.mean_prefill_s / self.mean_tokens
 
     def first_token(self, request_id: str, now_s: float) -> None:
-        """The request's prefill is over: its time updates the replica's speed."""
+        """Record the end of the request's prefill, and learn the replica's speed from its time."""
         sent = self.waiting.get(request_id)
         if sent is None:
             return
@@ -146,7 +151,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         return max(next(begun_s), self.last_first_token_s)
 
     def _count_decoding(self, request_id: str, tokens: int) -> None:
-        """Sets the request's context tokens; 0: it no longer decodes."""
+        """Set the request's context tokens; 0: it no longer decodes."""
         self.decoding_tokens += tokens - self.decoding.pop(request_id, 0)
         if tokens:
             self.decoding[request_id] = tokens
@@ -158,8 +163,11 @@ class ReplicaLoad(PrefillQueue[Sent]):
 def new_replica_load(
     model: PrefillModel, step_tokens: int, fleet: Collection[ReplicaLoad], *, step_s: float = 0.0
 ) -> ReplicaLoad:
-    """A replica without requests yet. It starts with the slowness that the others have relative to
-    their reported speeds. Its own report alone would attract more requests than it can take."""
+    """Return the load of a replica without requests.
+
+    It starts with the slowness that the other replicas have relative to their reported speeds. With
+    its own report alone it would attract more requests than it can take.
+    """
     slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
     typical_s = TYPICAL_STEPS * model.seconds(0, step_tokens)
     speed = PrefillSpeed(prior=slowness, typical_s=typical_s, step_s=step_s)
@@ -196,8 +204,7 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
 
 
 def slow_replicas(loads: Mapping[str, ReplicaLoad]) -> dict[str, float]:
-    """Return the replicas that compute prompts at least SLOW times as slowly as the others, by id,
-    and how many times as slowly."""
+    """Return the replicas at least SLOW times as slow as the others: id -> how many times."""
     learned = zip(loads, learned_slowness([*loads.values()]), strict=True)
     ratios = {replica_id: slowness / healthy for replica_id, (slowness, healthy) in learned}
     return {replica_id: ratio for replica_id, ratio in ratios.items() if ratio >= SLOW}

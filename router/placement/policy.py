@@ -165,8 +165,10 @@ def rank(
     pressure: float = 0.0,
     forks: float = 1.0,
 ) -> list[Candidate]:
-    """Return the candidates, the cheapest first. At equal cost the one with the most free KV blocks
-    comes first, then chance decides."""
+    """Return the candidates, the cheapest first.
+
+    At equal cost, the candidate with the most free KV blocks comes first, then chance decides.
+    """
     if not candidates:
         return []
     common = prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks)

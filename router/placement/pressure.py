@@ -17,7 +17,7 @@ class Pressure:
         self._evicted_tokens = 0.0  # those of them that some replica once had
 
     def sent(self, *, computed_tokens: int, evicted_tokens: int) -> None:
-        """A prompt of which no replica has so many tokens, though one had the second number."""
+        """Record a prompt: tokens to compute, and those of them that some replica once had."""
         self._computed_tokens += WEIGHT * (computed_tokens - self._computed_tokens)
         self._evicted_tokens += WEIGHT * (evicted_tokens - self._evicted_tokens)
 

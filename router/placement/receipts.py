@@ -35,11 +35,14 @@ def receipt(
     retention: Retention | None = None,
     most: int | None = None,
 ) -> dict[str, Any]:
-    """A decision as JSON: tokens, seconds, and the replicas in the order of the ranking.
+    """Return a decision as JSON: tokens, seconds, and the replicas in the order of the ranking.
 
-    Policies other than ours have no costs, so these are None. broken: since the chat's earlier
-    turn. retention: of the prompt; None: unknown. most: replicas to list, at least two; default:
-    all.
+    Costs are None with policies other than kvroute's.
+
+    Args:
+        broken: the break of the prefix since the chat's earlier turn.
+        retention: the prompt's retention; None: unknown.
+        most: number of replicas to list, at least two; None: all.
     """
     ranking = placement.ranking
     is_priced = ranking and policy == "kvroute"
@@ -77,7 +80,7 @@ def receipt(
 
 
 def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any] | None:
-    """What a replica held once and none holds now; None: nothing."""
+    """Return what a replica once held and none holds now; None: nothing."""
     tokens = placement.evicted_tokens
     return {"tokens": tokens, "why": retention.lost} if retention and tokens else None
 

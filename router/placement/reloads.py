@@ -17,7 +17,7 @@ class Reloads:
         return max(0.0, self._end_s - now_s)
 
     def begin(self, request_id: str, end_s: float) -> None:
-        """It should be over then."""
+        """Record a copy of blocks that is expected to end at `end_s`."""
         self._end_s = max(self._end_s, end_s)
         self._waiting.add(request_id)
 

@@ -67,7 +67,7 @@ class Catalogue:
         self._saved = Counter[str]()  # id -> tokens saved since this router knows it
 
     async def run(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
-        """Declares the tasks, then follows Redis until cancelled."""
+        """Declare the tasks, then follow Redis until cancelled."""
         while True:
             try:
                 await self.refresh()
@@ -80,8 +80,13 @@ class Catalogue:
                 await asyncio.sleep(RETRY_S)
 
     async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
-        """The version to use now of the caller's own prefix, else of the shared one. Only an
-        unknown name needs a read from Redis; ApiError when it is not there either."""
+        """Return the version to use of the caller's own prefix, else of the shared prefix.
+
+        Only an unknown name needs a read from Redis.
+
+        Raises:
+            ApiError: Redis does not have it either.
+        """
         prefix = self.find(name, caller)
         if prefix is None:
             await self._refresh_unknown(param)
@@ -91,7 +96,7 @@ class Catalogue:
         return prefix
 
     def find(self, name: str, caller: Caller | None = None) -> Prefix | None:
-        """The version to use now, as `named`; None: it is unknown to the caller."""
+        """Return the version to use, as `named`; None: the caller has no such prefix."""
         own = self.get(own_id(caller.tenant, name)) if caller else None
         found = own or self.get(name)
         return found if found and is_visible(found, caller) else None
@@ -104,20 +109,20 @@ class Catalogue:
     def holders(
         self, token_ids: TokenIds, namespace: str, *, tiers: Sequence[Tier] = ()
     ) -> set[str]:
-        """The replicas that hold all of it in their caches, according to the index."""
+        """Return the replicas that hold all of it in their caches, according to the index."""
         shared = self.shared_tokens(token_ids) if namespace else 0
         scope = Scope("", namespace, shared)
         return self._fleet.caches.holders(token_ids, scope, tiers=tiers)
 
     def get(self, id_: str) -> Prefix | None:
-        """The newest version that is warm on all its replicas; if there is none, the newest."""
+        """Return the newest version that is warm on all its replicas, else the newest."""
         versions = self._living(id_)
         if len(versions) > 1:
             return next(filter(self.is_settled, reversed(versions)), versions[-1])
         return versions[0] if versions else None
 
     def latest(self, id_: str) -> Prefix | None:
-        """The last declared version of this name."""
+        """Return the last declared version of this name."""
         return next(reversed(self._living(id_)), None)
 
     def all(self) -> list[Prefix]:
@@ -125,7 +130,7 @@ class Catalogue:
         return [prefix for id_ in self._versions for prefix in self._living(id_)]
 
     def declared_as(self, token_ids: TokenIds, namespace: str = "") -> Prefix | None:
-        """The namespace's prefix that has exactly these full blocks."""
+        """Return the namespace's prefix that has exactly these full blocks."""
         for prefix in self.all():
             if prefix.namespace != namespace:
                 continue
@@ -144,7 +149,7 @@ class Catalogue:
         return bool(records) and all(is_warm(prefix, record) for record in records)
 
     def count(self, prefix: Prefix, cached_tokens: int) -> None:
-        """Counts a prompt with this prefix, of which `cached_tokens` were cached."""
+        """Count a prompt with this prefix, of which `cached_tokens` were cached."""
         saved = min(cached_tokens, prefix.full_tokens(self.block_size))
         if saved:
             hits, tokens_saved = self._uses.get(prefix.id, (0, 0))
@@ -152,12 +157,15 @@ class Catalogue:
             self._saved[prefix.id] += saved
 
     def saved_tokens(self) -> dict[str, int]:
-        """Id -> tokens saved, as this router counted, but of no tenant's own: their names are
-        nobody else's to see. Safe to call from another thread."""
+        """Return the tokens that each prefix has saved, as this router counted: id -> tokens.
+
+        Prefixes of tenants are left out, since nobody else may see their names. Other threads may
+        call this.
+        """
         return {id_: self._saved[id_] for id_ in self._versions if TENANT_SEPARATOR not in id_}
 
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
-        """The 404 for an unknown name, with similar names of what the caller can use."""
+        """Return the error 404 for an unknown name, with similar names of the caller's prefixes."""
         labels = {each.label for each in self.all() if is_visible(each, caller)}
         near = get_close_matches(name, sorted(labels)[:COMPARED])
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see GET /v1/prefixes."
@@ -169,7 +177,7 @@ class Catalogue:
         )
 
     def learn(self, declared: Iterable[Prefix]) -> None:
-        """Replaces all known versions by these, oldest first."""
+        """Replace all known versions by these, oldest first."""
         versions: dict[str, list[Prefix]] = {}
         declared = list(declared)
         for prefix in declared:
@@ -179,7 +187,11 @@ class Catalogue:
         self._saved = Counter({id_: self._saved[id_] for id_ in versions})
 
     async def refresh(self) -> None:
-        """Reads the declarations if they changed. RedisError or OSError when Redis is away."""
+        """Read the declarations if they changed.
+
+        Raises:
+            RedisError, OSError: Redis is away.
+        """
         async with self._reading:
             revision = await self.store.revision()
             if not revision and self._versions:
@@ -190,7 +202,11 @@ class Catalogue:
                 self._revision = revision
 
     async def flush(self) -> None:
-        """Writes the counts. RedisError or OSError when Redis is away: the counts are kept then."""
+        """Write the counts.
+
+        Raises:
+            RedisError, OSError: Redis is away; the counts are kept.
+        """
         uses, self._uses = self._uses, {}
         if not uses:
             return
@@ -213,7 +229,7 @@ class Catalogue:
             await asyncio.sleep(POLL_S)
 
     async def _declare(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
-        """Declares the tasks, except those that were declared in another way since."""
+        """Declare the tasks, except those that were declared differently since."""
         for task in tasks:
             latest = self.latest(task.task_id)
             if latest is not None and "task_id" not in latest.source:

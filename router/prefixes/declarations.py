@@ -53,7 +53,14 @@ class Declarations:
         max_model_len: int,
         limits: TenantLimits | None = None,
     ) -> tuple[dict[str, Any], bool]:
-        """The prefix, and whether this call made a new version of it. limits: the caller's."""
+        """Return the prefix, and whether this call made a new version of it.
+
+        Args:
+            declaration: the declaration.
+            caller: the caller; None: keys are not used.
+            max_model_len: the longest prompt and response together, in tokens.
+            limits: the caller's limits.
+        """
         tenant = tenant_of(caller)
         is_own = caller is not None and not declaration.shared
         source = declaration.source()
@@ -75,19 +82,26 @@ class Declarations:
             return await self._declare(wanted, limits)
 
     async def list(self, caller: Caller | None = None) -> list[dict[str, Any]]:
-        """The latest version of each name that the caller can use, in the order of their
-        declarations."""
+        """Return the latest version of each name that the caller can use, the oldest first."""
         records, uses = await self._status()
         latest = {each.id: each for each in self._catalogue.all() if is_visible(each, caller)}
         return [self._as_json(prefix, records, uses) for prefix in latest.values()]
 
     async def get(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
-        """The latest version of that name; ApiError when there is none."""
+        """Return the latest version of that name.
+
+        Raises:
+            ApiError: there is none.
+        """
         records, uses = await self._status()
         return self._as_json(self._latest(name, caller), records, uses)
 
     async def drop(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
-        """Drops all versions of that name; ApiError when there is none."""
+        """Drop all versions of that name, and return the latest.
+
+        Raises:
+            ApiError: there is none.
+        """
         with needing_redis():
             await self._catalogue.refresh()
             prefix = self._latest(name, caller)
@@ -99,7 +113,11 @@ class Declarations:
         return {"id": name, "object": "prefix", "deleted": True}
 
     def _latest(self, name: str, caller: Caller | None) -> Prefix:
-        """The last version of the caller's own prefix, else of the shared one. ApiError."""
+        """Return the last version of the caller's own prefix, else of the shared prefix.
+
+        Raises:
+            ApiError: there is none.
+        """
         found = self._catalogue.find(name, caller)
         prefix = found and self._catalogue.latest(found.id)
         if prefix is None:
@@ -151,8 +169,10 @@ class Declarations:
             )
 
     def _check_budget(self, wanted: Prefix, records: Records) -> None:
-        """Refuses a prefix for which some replica has too few free blocks to pin. Older versions
-        take blocks too: they stay until the new one is warm."""
+        """Refuse a prefix for which some replica has too few free blocks to pin.
+
+        Older versions take blocks too: they stay until the new one is warm.
+        """
         if not wanted.is_pinned:
             return
         needed = wanted.full_blocks(self._block_size)
@@ -172,8 +192,11 @@ class Declarations:
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
-        """The replicas where it is warm, by their records; if not pinned, checked in the index too,
-        since it may have been evicted. Host memory gets its copies a little later."""
+        """Return the records of the replicas where it is warm.
+
+        A prefix that is not pinned is checked in the index too, since it may have been evicted.
+        Host memory gets its copies a little later.
+        """
         warm = [record for record in assigned if is_warm(prefix, record)]
         if not prefix.full_blocks(self._block_size) or all(_is_held(prefix, r) for r in warm):
             return warm
@@ -192,8 +215,10 @@ class Declarations:
         return taken
 
     async def _status(self) -> tuple[Records, Uses]:
-        """The live replicas and the counts from Redis; while it is away, the last known replicas
-        and no counts."""
+        """Return the live replicas and the counts from Redis.
+
+        While Redis is away, these are the last known replicas, and no counts.
+        """
         try:
             await self._catalogue.refresh()
             await self._catalogue.flush()
@@ -245,6 +270,6 @@ def _pinned(prefix: Prefix, warm: Records) -> bool | str:
 
 
 def _is_held(prefix: Prefix, record: ReplicaRecord) -> bool:
-    """The engine's own memory has it, whatever comes."""
+    """Return whether the prefix is pinned in the engine's own memory."""
     warm = record.pins.get(prefix.name)
     return warm is not None and warm.is_pinned and warm.tier == GPU

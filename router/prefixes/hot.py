@@ -76,10 +76,13 @@ class HotPrefixes:
         owner: Owner = EVERYBODY,
         shared_tokens: int = 0,
     ) -> None:
-        """Counts a prompt with these blocks, whose first `cached_tokens` came from a cache. No
-        prefix has an image: whoever declares one has nothing but token ids.
+        """Count a prompt with these blocks, whose first `cached_tokens` came from a cache.
 
-        shared_tokens: of the first blocks, which are everybody's."""
+        Prefixes end before the first image, because declarations have only token ids.
+
+        Args:
+            shared_tokens: tokens at the start that all namespaces share.
+        """
         text_tokens = features[0].offset if features else cached_tokens
         held = min(min(text_tokens, cached_tokens) // self._block_size, len(chain))
         if not held:
@@ -101,8 +104,10 @@ class HotPrefixes:
             self._forget(now_s)
 
     def top(self, count: int, now_s: float) -> list[Hot]:
-        """Those that save most; each was used more than once, and not only as part of a longer
-        one."""
+        """Return the prefixes that save most.
+
+        Each was used more than once, and not only as part of a longer prefix.
+        """
         longer: dict[Fingerprint | None, float] = {}  # the highest use of any longer one
         for hot in self._known.values():
             uses = hot.requests_per_s(now_s)

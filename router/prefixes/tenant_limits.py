@@ -10,8 +10,13 @@ from kvroute.store.prefixes import Prefix
 def check_limits(
     wanted: Prefix, declared: Iterable[Prefix], limits: TenantLimits | None, *, block_size: int
 ) -> None:
-    """ApiError if the prefix would be too many of its tenant's. Its older versions do not count:
-    it takes their place."""
+    """Check that the tenant may have one more prefix.
+
+    Older versions of it do not count: the new one takes their place.
+
+    Raises:
+        ApiError: the tenant has too many prefixes or pinned blocks.
+    """
     if limits is None:
         return
     own = {each.id: each for each in declared if each.tenant == wanted.tenant}

@@ -32,8 +32,12 @@ class OnlyReplicaError(Exception):
 
 
 class ChatTemplate:
-    """One model's template. defaults: of the chat_template_kwargs. with_unused_tools: tools are in
-    the prompt even if tool_choice is "none"."""
+    """The chat template of one model, rendered as vLLM renders it.
+
+    Args:
+        defaults: default chat_template_kwargs.
+        with_unused_tools: tools are in the prompt even if tool_choice is "none".
+    """
 
     def __init__(
         self,
@@ -62,11 +66,16 @@ class ChatTemplate:
         *,
         before: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt of a body of /v1/chat/completions. Raises OnlyReplicaError, or TemplateError
-        if the template refuses.
+        """Return the prompt of a body of /v1/chat/completions.
 
-        content_format: of messages in the template, "string" or "openai", as a replica has found;
-        empty: replicas render in another way. before: messages before the body's own.
+        Args:
+            content_format: format of messages in the template, "string" or "openai", as a replica
+                has found; empty: replicas render differently.
+            before: messages before the body's own.
+
+        Raises:
+            OnlyReplicaError: only a replica can render the body.
+            TemplateError: the template refuses the body.
         """
         if not content_format:
             raise OnlyReplicaError("this model's chats are not rendered by a template")
@@ -112,7 +121,7 @@ class ChatTemplate:
         return facts
 
     def _options(self, body: Mapping[str, Any], facts: "_Facts") -> dict[str, Any]:
-        """[ChatCompletionRequest.build_chat_params, resolve_chat_template_kwargs]"""
+        """Return the template's arguments, as vLLM's build_chat_params does."""
         own = body.get("chat_template_kwargs") or {}
         if not isinstance(own, dict):
             raise OnlyReplicaError("chat_template_kwargs is no object")
@@ -149,14 +158,14 @@ class _Facts:
 
 
 def _parameters() -> set[str]:
-    """Of transformers' apply_chat_template. [_get_hf_base_chat_template_params]"""
+    """Return the parameters of transformers' apply_chat_template, as vLLM lists them."""
     from transformers import PreTrainedTokenizerBase
 
     return set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 def _message(given: Any, content_format: str) -> Message:
-    """[_parse_chat_message_content, _postprocess_messages]"""
+    """Return a message as the template gets it; vLLM: _parse_chat_message_content."""
     if not isinstance(given, dict) or given.get("role") not in ROLES:
         raise OnlyReplicaError("a message has another role")
     role = given["role"]
@@ -195,7 +204,7 @@ def _add_assistants(message: Message, given: Mapping[str, Any]) -> None:
 
 
 def _parts(content: Any, *, may_have_header: bool) -> list[dict[str, Any]]:
-    """Of text only. [_parse_chat_message_content_part]"""
+    """Return the parts of a message of text; vLLM: _parse_chat_message_content_part."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -218,7 +227,7 @@ def _part(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_header(part: dict[str, Any]) -> dict[str, Any] | None:
-    """[_strip_claude_code_billing_header]"""
+    """Remove Claude Code's billing header; vLLM: _strip_claude_code_billing_header."""
     text = part.get("text") if part.get("type") == "text" else None
     if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part
@@ -227,8 +236,10 @@ def without_header(part: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _tool_call(given: Any) -> dict[str, Any]:
-    """With its arguments as an object, and the known fields in vLLM's order, which some templates
-    show. [ChatCompletionMessageFunctionToolCallParam]"""
+    """Return a tool call with its arguments as an object, and the known fields in vLLM's order.
+
+    Some templates show the order; vLLM: ChatCompletionMessageFunctionToolCallParam.
+    """
     if not isinstance(given, dict) or not isinstance(given.get("function"), dict):
         raise OnlyReplicaError("a tool call is no function's")
     if given.get("type", "function") != "function":
@@ -247,12 +258,12 @@ def _tool_call(given: Any) -> dict[str, Any]:
 
 
 def _in_order(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """These fields first."""
+    """Return the given fields, the named ones first."""
     return {**{name: given[name] for name in names if name in given}, **given}
 
 
 def _tool(given: Any) -> dict[str, Any]:
-    """The known fields, in vLLM's order. [ChatCompletionToolsParam, FunctionDefinition]"""
+    """Return a tool's known fields in vLLM's order; vLLM: ChatCompletionToolsParam."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise OnlyReplicaError("a tool is no function with a name")
@@ -268,7 +279,7 @@ def _tool(given: Any) -> dict[str, Any]:
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
-    """vLLM's validation reads "yes" and 1 as true."""
+    """Return a boolean field; like vLLM's validation, "yes" and 1 are true."""
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
         raise OnlyReplicaError(f"{name} is neither true nor false")
@@ -276,8 +287,10 @@ def _flag(given: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _one_system(messages: Sequence[Message]) -> list[Message]:
-    """Developers' messages as system messages, and all of these as one at the beginning.
-    [_convert_developer_to_system, _consolidate_system_messages]"""
+    """Return the messages with all system and developer messages as one at the beginning.
+
+    In vLLM these are _convert_developer_to_system and _consolidate_system_messages.
+    """
     converted = [
         _as_system(message) if message["role"] == "developer" else message for message in messages
     ]

@@ -30,7 +30,11 @@ class PrefixComposer:
     async def beginning(
         self, source: Mapping[str, Any], *, max_model_len: int | None = None
     ) -> TokenIds:
-        """The tokens of a prefix. ApiError if it is empty, too long, or cannot be continued."""
+        """Return the tokens of a prefix.
+
+        Raises:
+            ApiError: it is empty, too long, or cannot be continued.
+        """
         if "prompt" in source:
             token_ids = await self._prompts.beginning(source["prompt"], max_model_len=max_model_len)
             param = "prompt"
@@ -50,8 +54,11 @@ class PrefixComposer:
         *,
         max_model_len: int,
     ) -> TokenIds:
-        """The prefix and a chat's body, up to the assistant's turn. OnlyReplicaError when only a
-        replica can render it."""
+        """Return the tokens of the prefix and a chat's body, up to the assistant's turn.
+
+        Raises:
+            OnlyReplicaError: only a replica can render the body.
+        """
         before = () if prefix is None else prefix.source.get("messages", ())
         text = await self._prompts.chat_text(body, content_format, before=before)
         self._prompts.check_length("messages", text, max_model_len)
@@ -65,7 +72,7 @@ class PrefixComposer:
         return self._prompts.token_strings(token_ids)
 
     def behind(self, prefix: Prefix, prompt: TokenIds) -> TokenIds:
-        """A rendered prompt behind a prefix of text."""
+        """Return a prefix of text and a rendered prompt as one prompt."""
         return _joined(prefix, self._prompts.without_opening(prompt))
 
     async def completions(
@@ -75,7 +82,7 @@ class PrefixComposer:
         *,
         max_model_len: int,
     ) -> list[TokenIds]:
-        """The prefix and the prompt, for each prompt of a call; all are texts, or all are ids."""
+        """Return the tokens of the prefix and each prompt; all prompts are texts or all are ids."""
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and prefix is not None:
             rests = await self._prompts.rests(texts, max_model_len)
@@ -86,7 +93,7 @@ class PrefixComposer:
         return rests if prefix is None else [_joined(prefix, rest) for rest in rests]
 
     def _behind(self, prefix: Prefix, whole: str) -> str:
-        """The rendered text behind the prefix's messages."""
+        """Return the part of the rendered text that follows the prefix's messages."""
         beginning = self._texts(_key(_messages(prefix.source)))
         if not whole.startswith(beginning):
             raise invalid(
@@ -97,7 +104,11 @@ class PrefixComposer:
         return whole[len(beginning) :]
 
     def _checked_text(self, messages: Sequence[ChatMessage]) -> str:
-        """The rendered messages; ApiError if they are rendered differently when others follow."""
+        """Return the rendered messages.
+
+        Raises:
+            ApiError: they are rendered differently when other messages follow.
+        """
         text = self._prompts.render(messages, is_turn=False)
         wholes = [whole for more in FOLLOWERS if (whole := self._try_render([*messages, *more]))]
         if not wholes or not all(whole.startswith(text) for whole in wholes):

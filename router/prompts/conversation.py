@@ -8,8 +8,10 @@ from kvroute.router.prompts.chat_template import without_header
 
 
 def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
-    """None if it is no chat, or not all of it. What an API has in a field of its own, as `system`,
-    comes first."""
+    """Return the messages of a chat; None: the body is not a chat, or not all of one.
+
+    What an API has in a field of its own, such as `system`, comes first.
+    """
     if path == CHATS:
         given, instructions = body.get("messages"), None
     elif path == MESSAGES:
@@ -27,7 +29,7 @@ def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
 
 
 def _rendered(message: Any) -> Any:
-    """A system message without billing lines, which are not in the prompt."""
+    """Return a system message without billing lines, which are not in the prompt."""
     if not isinstance(message, dict) or message.get("role") != "system":
         return message
     content = message.get("content")

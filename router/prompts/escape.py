@@ -74,7 +74,7 @@ class Escape:
         return {name: value for name, value in after.items() if value != fields[name]}
 
     def _check_roles(self, messages: Any) -> None:
-        """Some templates write <|role|>."""
+        """Refuse roles with special tokens, since some templates write <|role|>."""
         for message in messages if isinstance(messages, list) else ():
             role = message.get("role") if isinstance(message, dict) else None
             if isinstance(role, str) and role not in KNOWN_ROLES:
@@ -95,7 +95,11 @@ class _Values:
         self._in_arguments = 0  # JSON values in the strings of all tool calls, about
 
     def field(self, name: str, value: Any) -> Any:
-        """That of the body, without any. ApiError for arguments of too many values."""
+        """Return the value of a body's field without special tokens.
+
+        Raises:
+            ApiError: arguments have too many values.
+        """
         if name == "tools":
             return self._value(value, is_schema=True)
         if not isinstance(value, list) or not value or not _is_answer(value[-1]):
@@ -104,7 +108,7 @@ class _Values:
         return [*self._value(before), self._begun(last)]
 
     def _begun(self, answer: Mapping[str, Any]) -> Any:
-        """An answer that the model may have to go on with: nothing of a client's comes behind."""
+        """Return an answer that the model may continue; no text of the client follows it."""
         content = answer["content"]
         rest = self._value({k: v for k, v in answer.items() if k != "content"})
         if isinstance(content, str):
@@ -145,7 +149,10 @@ class _Values:
         return self._value(value, is_schema=True)
 
     def _arguments(self, text: str) -> str:
-        """A tool call's, which are JSON in a string: templates get what they mean, or the text."""
+        """Return a tool call's arguments, which are JSON in a string, without special tokens.
+
+        Templates get what the JSON means, or the text.
+        """
         self._count(text)
         try:
             before = json.loads(text)  # as vLLM does

@@ -24,15 +24,17 @@ class ImageHomes:
         self._homes: dict[int, str] = {}  # the one that was used last is the last
 
     def home(self, image: int, running: Collection[str]) -> str:
-        """The replica that last answered a chat with this first image, if it runs; else one that
-        all routers choose alike."""
+        """Return the replica that last answered a chat with this first image, if it runs.
+
+        Otherwise it is a replica that all routers choose alike.
+        """
         known = self._homes.get(image, "")
         if known in running:
             return known
         return max(running, key=lambda replica_id: xxh3_64_intdigest(replica_id.encode(), image))
 
     def answered(self, image: int, replica_id: str) -> None:
-        """The replica has answered a chat with this first image."""
+        """Record that the replica has answered a chat with this first image."""
         self._homes.pop(image, None)
         self._homes[image] = replica_id
         if len(self._homes) > REMEMBERED:
@@ -40,14 +42,16 @@ class ImageHomes:
 
 
 def first_image(body: Mapping[str, Any]) -> int | None:
-    """A number for the first image in a body's messages; None: there is none. Equal for equal
-    images, and hardly ever for others."""
+    """Return a number for the first image in a body's messages; None: there is none.
+
+    Equal images have equal numbers; others hardly ever do.
+    """
     name = next(filter(None, map(_name, message_parts(body))), None)
     return None if name is None else _hash(name)
 
 
 def _name(part: Mapping[str, Any]) -> str:
-    """What tells the part's image from others; empty: it has none."""
+    """Return what distinguishes the part's image from others; empty: there is no image."""
     for field in FIELDS:
         if field in part:
             value = part[field]

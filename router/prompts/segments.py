@@ -73,7 +73,7 @@ class Cutter:
         self._probe(tokenizer, [token.content for token in tokens])
 
     def cut(self, text: str, *, shortest_characters: int = SHORTEST_SEGMENT) -> list[str]:
-        """The text's segments, in order; every one but the first starts with an added token."""
+        """Return the text's segments, in order; all but the first start with an added token."""
         starts, end = [0], 0
         for match in self._tokens.finditer(text):
             start = match.start()
@@ -85,7 +85,11 @@ class Cutter:
         return [text[a:b] for a, b in pairwise([*starts, len(text)])]
 
     def _probe(self, tokenizer: "Tokenizer", tokens: list[str]) -> None:
-        """Raises ValueError if cutting changes this tokenizer's ids for a probe text."""
+        """Check that cutting does not change this tokenizer's ids for a probe text.
+
+        Raises:
+            ValueError: it does.
+        """
         for gap in PROBE_GAPS:
             text = gap + "".join(token + gap for token in tokens)
             whole, *segments = _ids(tokenizer, [text, *self.cut(text, shortest_characters=1)])
@@ -108,7 +112,7 @@ class SegmentCache:
         return token_ids
 
     def put(self, segment: str, token_ids: TokenIds) -> None:
-        """Stores the ids, unless they alone exceed the cache's capacity."""
+        """Store the ids, unless they alone exceed the cache's capacity."""
         size = _size_bytes(segment, token_ids)
         if segment in self._entries or size > self._capacity_bytes:
             return
@@ -131,7 +135,11 @@ def _ids(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
 
 
 def _require_piecewise(tokenizer: "Tokenizer") -> None:
-    """Raises ValueError for a step that is unknown, random, or processes the whole text."""
+    """Check that the tokenizer processes texts piece by piece.
+
+    Raises:
+        ValueError: a step is unknown or random, or it processes the whole text.
+    """
     if tokenizer.encode_special_tokens:
         raise ValueError("special tokens are tokenised as text; there is nowhere to cut")
     if getattr(tokenizer.model, "dropout", None):
@@ -145,7 +153,7 @@ def _require_piecewise(tokenizer: "Tokenizer") -> None:
 
 
 def _steps(part: Any) -> list[Mapping[str, Any]]:
-    """A tokenizer's part as in tokenizer.json, followed by its nested parts."""
+    """Return a tokenizer's part as in tokenizer.json, followed by its nested parts."""
     if part is None:
         return []
     try:
@@ -163,7 +171,7 @@ def _nested(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def any_of(words: Collection[str]) -> str:
-    """A pattern that matches the longest of the words at a position.
+    """Return a pattern that matches the longest of the words at a position.
 
     Common beginnings are tried only once: some tokenizers add thousands of tokens, and a plain list
     of alternatives takes half a second for a page of HTML.

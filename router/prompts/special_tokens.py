@@ -36,8 +36,11 @@ class SpecialTokens:
     """Those of one tokenizer and its chat template."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
-        """Those with a role in prompts: all that the tokenizer calls special, and its other ones
-        that the template writes, except tags."""
+        """Find the tokens with a role in prompts.
+
+        These are all tokens that the tokenizer calls special, and its other added tokens that the
+        template writes, except tags.
+        """
         backend = tokenizer.backend_tokenizer
         tokens = _special(tokenizer, template)
         self._break = _break(backend, tokens)
@@ -55,7 +58,11 @@ class SpecialTokens:
         self._rests = re.compile(_rests(tails, insides))
 
     def text(self, text: str, *, may_go_on: bool = True) -> str:
-        """The text without any. may_go_on: more text may follow it in the prompt."""
+        """Return the text without special tokens.
+
+        Args:
+            may_go_on: whether more text may follow it in the prompt.
+        """
         if not any(first in text for first in self._firsts):
             return text
         broken = self._without_whole_ones(text)
@@ -65,7 +72,7 @@ class SpecialTokens:
         return self._deletions.broken(broken, self._break, is_bad)
 
     def name(self, text: str) -> str:
-        """The same for a text that a template may put between `<` and `>` or the like."""
+        """Return a text that a template may put between `<` and `>`, without special tokens."""
         broken = self.text(text)
         if not self._rests.match(broken):
             return broken
@@ -112,7 +119,7 @@ class _Deletions:
         self._starts = _starts_of(literals)
 
     def broken(self, text: str, mark: str, is_bad: Callable[[str], bool]) -> str:
-        """The text; if deletions may make it bad, with the mark in all that they would delete."""
+        """Return the text, with the mark in all that deletions would remove if they may harm it."""
         if not self._may_become(text, is_bad):
             return text
         return self._starts.sub(lambda start: start[0] + mark, text)
@@ -144,7 +151,7 @@ def _special(tokenizer: Any, template: str) -> set[str]:
 
 
 def _break(backend: Any, tokens: Iterable[str]) -> str:
-    """What makes fewest special tokens of broken ones; usually none."""
+    """Return the mark that makes the fewest special tokens of broken ones; usually none."""
     numbers = {backend.token_to_id(token) for token in tokens}
 
     def remaining(broken_by: str) -> int:
@@ -166,7 +173,7 @@ def _is_odd(rest: str) -> bool:
 
 
 def _rests(tails: Collection[str], insides: Collection[str]) -> str:
-    """A pattern of names that begin with a token's tail, or are its inside."""
+    """Return a pattern of names that begin with a token's tail, or are its inside."""
     patterns = [any_of(tails), rf"{any_of(insides)}\Z" if insides else ""]
     return "|".join(filter(None, patterns)) or r"(?!)"
 

@@ -48,8 +48,12 @@ class Prompts:
         *,
         escapes: bool = False,
     ) -> None:
-        """engine_args: vLLM's, some of which are about the chat template. escapes: what clients
-        write in messages becomes no special token."""
+        """Load the tokenizer and the chat template.
+
+        Args:
+            engine_args: vLLM's arguments, some of which are about the chat template.
+            escapes: whether special tokens in clients' messages are split.
+        """
         self.model = str(model)
         tokenizer = _load(model, revision)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -101,7 +105,7 @@ class Prompts:
         return [*map(self.without_opening, await self.encode(prompts, special=True))]
 
     def without_opening(self, token_ids: TokenIds) -> TokenIds:
-        """The ids without the special tokens that the tokenizer puts before any text."""
+        """Return the ids without the special tokens that the tokenizer puts before any text."""
         opening = len(self._opening)
         has_opening = np.array_equal(token_ids[:opening], self._opening)
         return token_ids[opening:] if has_opening else token_ids
@@ -119,7 +123,7 @@ class Prompts:
         return token_ids
 
     def decode(self, token_ids: TokenIds) -> str:
-        """The text of the ids, including special tokens."""
+        """Return the text of the ids, including special tokens."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
 
     def token_strings(self, token_ids: TokenIds) -> list[str]:
@@ -127,7 +131,7 @@ class Prompts:
         return [str(each) for each in self._tokenizer.convert_ids_to_tokens(token_ids.tolist())]
 
     def close(self) -> None:
-        """Stops the worker threads after their current work."""
+        """Stop the worker threads after their current work."""
         self._workers.shutdown(cancel_futures=True)
 
     def render(self, messages: Sequence[ChatMessage], *, is_turn: bool = True) -> str:
@@ -155,8 +159,11 @@ class Prompts:
             raise invalid("messages", f"the model's chat template refuses: {error}") from error
 
     async def escaped(self, call: Call) -> Call:
-        """The call whose messages have no special token, if that is wanted. ApiError for an
-        impossible role."""
+        """Return the call with special tokens in its messages split, if that is switched on.
+
+        Raises:
+            ApiError: a role is impossible.
+        """
         if self._escape is None:
             return call
         if len(call.raw) <= INLINE_BYTES:
@@ -171,8 +178,12 @@ class Prompts:
         *,
         before: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """What ChatTemplate.text makes of the body of a call. OnlyReplicaError also where the
-        template refuses: a replica says so in vLLM's words."""
+        """Return the rendered text of a call's body.
+
+        Raises:
+            OnlyReplicaError: only a replica can render it, or the template refuses: a replica then
+                answers with vLLM's error.
+        """
         text = partial(self._template.text, body, content_format, before=before)
         try:
             if len(body.get("messages") or ()) <= INLINE_MESSAGES:
@@ -184,7 +195,7 @@ class Prompts:
             raise invalid(None, "the body has too many values in values; send fewer") from None
 
     async def rendered(self, text: str) -> TokenIds:
-        """The ids of a rendered template, which already contains the special tokens."""
+        """Return the ids of a rendered template, which already contains the special tokens."""
         segments = self._cutter.cut(text) if self._cutter else [text]
         found = {segment: self._known.get(segment) for segment in segments}
         missing = [segment for segment, token_ids in found.items() if token_ids is None]
@@ -219,7 +230,7 @@ class Prompts:
 
 
 def _own_template(given: str | None) -> str | None:
-    """A template, or the contents of a file. [load_chat_template]"""
+    """Return a template, or the contents of a file; vLLM: load_chat_template."""
     if given is None:
         return None
     path = Path(given)
@@ -228,7 +239,7 @@ def _own_template(given: str | None) -> str | None:
 
 
 def _jobs(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """The texts in order, in parts of JOB_CHARACTERS and one text more at most."""
+    """Yield the texts in order, in parts of at most JOB_CHARACTERS and one more text."""
     begin, characters = 0, 0
     for end, text in enumerate(texts, 1):
         characters += len(text)
@@ -238,7 +249,7 @@ def _jobs(texts: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _opening(backend: Any) -> TokenIds:
-    """The special tokens that the tokenizer puts before any text, such as a BOS."""
+    """Return the special tokens that the tokenizer puts before any text, such as a BOS."""
     encoding = backend.encode("a", add_special_tokens=True)
     return np.array(encoding.ids[: encoding.special_tokens_mask.index(0)], dtype=np.uint32)
 
@@ -258,7 +269,7 @@ def _template_message(message: ChatMessage) -> dict[str, str]:
 
 
 def _load(model: str | Path, revision: str) -> Any:
-    """The model's tokenizer, loaded without torch where possible (0.1 GB instead of 0.5)."""
+    """Return the model's tokenizer, loaded without torch where possible (0.1 instead of 0.5 GB)."""
     if _is_generic(Path(model)):
         from transformers import PreTrainedTokenizerFast
 
@@ -269,8 +280,10 @@ def _load(model: str | Path, revision: str) -> Any:
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether the folder's tokenizer is just its tokenizer.json. AutoTokenizer would load the same,
-    but imports torch to read the model's configuration."""
+    """Return whether the folder's tokenizer is just its tokenizer.json.
+
+    AutoTokenizer would load the same, but imports torch to read the model's configuration.
+    """
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
     except OSError:

@@ -52,13 +52,17 @@ class ArrivalRates:
 def waiting_s(
     ahead_s: float, lead_s: float, sooner: Sequence[float], replicas: int, busy_s: float
 ) -> float:
-    """Return the time until so many seconds of prefill are done, and those that come meanwhile and
-    have an earlier turn: after t seconds, turns that are delayed by less than `lead_s - t`.
+    """Return the time until the prefill that goes before a request is done.
+
+    That is the prefill that is pending now, and prefill that comes meanwhile with an earlier turn:
+    after t seconds, requests that are delayed by less than `lead_s - t`.
 
     Args:
-        sooner: of Arrivals.
-        lead_s: from now until the turn.
-        busy_s: the fleet's unit of time, of its Scale.
+        ahead_s: pending seconds of prefill.
+        lead_s: time from now until the request's turn.
+        sooner: from ArrivalRates.
+        replicas: number of replicas.
+        busy_s: the fleet's unit of time, from its Scale.
     """
     if replicas <= 0:
         return math.inf

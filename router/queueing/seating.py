@@ -110,8 +110,11 @@ class Seating:
             self._has_waiting.clear()
 
     def _check(self, waiter: Waiter[Answer], context: RequestContext, most_s: float) -> None:
-        """Refuse a request that would wait too long. The first one in the line may always wait:
-        its wait shows whether the forecast still holds."""
+        """Refuse a request that would wait too long.
+
+        The first request in the line may always wait: its wait shows whether the forecast still
+        holds.
+        """
         if not self._seats:
             return
         forecast_s = self._seats.forecast_s(waiter)

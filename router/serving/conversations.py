@@ -93,7 +93,11 @@ class Conversations:
         return Expanded(replace(call, is_stored=is_stored), previous_id, store)
 
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
-        """The response as its client got it; None if it is not stored here. ApiError."""
+        """Return the response as its client received it; None: it is not stored here.
+
+        Raises:
+            ApiError: Redis cannot be read.
+        """
         with needing_redis():
             return await self._store.get(id, salt)
 
@@ -134,7 +138,11 @@ class Conversations:
             raise _too_long(id_) from None
 
     def _continued(self, call: Call, own: Input, turns: Sequence[StoredTurn]) -> Call:
-        """The call with the whole conversation as its input. ApiError when that is too long."""
+        """Return the call with the whole conversation as its input.
+
+        Raises:
+            ApiError: the conversation is too long.
+        """
         count = own.count + sum(turn.count for turn in turns)
         values = own.values + sum(turn.values for turn in turns)
         items = joined([*(turn.items for turn in turns), own.items])
@@ -145,7 +153,7 @@ class Conversations:
         return replace(call, raw=raw)
 
     async def _put(self, own: Input, previous_id: str | None, salt: str, response: Members) -> None:
-        """Returns when it is in Redis, or when it is clear that it cannot be, after STORED_S."""
+        """Return when the response is in Redis, or cannot be stored, or after STORED_S."""
         try:
             id_, turn = _turn(response, own)
             body = encode({k: v for k, v in response.items() if k != RECEIPTS})
@@ -176,7 +184,11 @@ def _previous_id(body: Mapping[str, Any]) -> str | None:
 
 
 def _input(call: Call) -> Input:
-    """The call's own; ApiError."""
+    """Return the call's own input.
+
+    Raises:
+        ApiError: it cannot be read.
+    """
     given = call.body.get("input")
     if given is None:
         return NO_INPUT
@@ -189,8 +201,11 @@ def _input(call: Call) -> Input:
 
 
 def _turn(response: Members, own: Input) -> tuple[str, StoredTurn]:
-    """The response's id, and what it adds to its conversation. Raises one of DECODE_ERRORS or
-    LookupError."""
+    """Return the response's id, and what it adds to its conversation.
+
+    Raises:
+        DECODE_ERRORS, LookupError: the response cannot be read.
+    """
     output = as_input(_decoded(response["output"]))
     turn = StoredTurn(
         items=msgspec.Raw(joined([own.items, encode(output)])),

@@ -37,7 +37,12 @@ class Diagnosis:
         self._models = models
 
     async def run(self, *, port: int, keys: WatchedKeys | None) -> Facts:
-        """The facts. port: the port that received the request."""
+        """Return the facts for the doctor.
+
+        Args:
+            port: the port that received the request.
+            keys: the API keys; None: no keys are used.
+        """
         (redis, leases, clusters), deployments, nodes, host = await asyncio.gather(
             self._index_facts(),
             _in_time(_deployments),
@@ -122,7 +127,7 @@ async def redis_facts(redis: Any) -> Facts:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions of the PACKAGES that are installed here."""
+    """Return the versions of the PACKAGES that are installed here."""
     found = {}
     for package in PACKAGES:
         try:
@@ -133,7 +138,7 @@ def versions() -> dict[str, str]:
 
 
 async def _in_time(call: Callable[[], Facts | list[str] | str]) -> Any:
-    """The result of a call to Ray; None if it fails or takes longer than CALL_S."""
+    """Return the result of a call to Ray; None if it fails or takes longer than CALL_S."""
     try:
         async with asyncio.timeout(CALL_S):
             return await asyncio.to_thread(call)
@@ -155,5 +160,5 @@ def _deployments() -> Facts:
 
 
 def _nodes() -> list[str]:
-    """The addresses of the live nodes."""
+    """Return the addresses of the live nodes."""
     return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])

@@ -46,9 +46,13 @@ class Models:
         return self.first.name if len(self.all) == 1 else None
 
     def named(self, model: str | None, limits: TenantLimits | None = None) -> ModelRouter:
-        """The router of the model that a request names, or whose adapter it names. With only one
-        model the name is optional. ApiError for a model that is not served, or not to a tenant with
-        these limits."""
+        """Return the router of the model that a request names, or whose adapter it names.
+
+        With only one model the name is optional.
+
+        Raises:
+            ApiError: the model is not served, or not to a tenant with these limits.
+        """
         if model is None and len(self.all) == 1:
             return self.first
         if model is None:
@@ -70,7 +74,7 @@ class Models:
         return " and ".join(map(repr, names))
 
     def cards(self, model: ModelRouter, limits: TenantLimits | None = None) -> list[dict[str, Any]]:
-        """A model and those of its adapters that the limits allow, in OpenAI's shape."""
+        """Return a model and those of its adapters that the limits allow, in OpenAI's shape."""
         card = {
             "id": model.name,
             "object": "model",
@@ -95,7 +99,7 @@ def _may_name(adapter: str, limits: TenantLimits | None) -> bool:
 def together(
     models: Iterable[ModelRouter], results: Iterable[Iterable[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """The models' results as one list; each entry names its model."""
+    """Return the models' results as one list; each entry names its model."""
     pairs = zip(models, results, strict=True)
     return [{**entry, "model": model.name} for model, entries in pairs for entry in entries]
 
@@ -109,5 +113,5 @@ Served = Annotated[Models, Depends(_served)]  # a route's parameter
 
 
 def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:
-    """The members of an adapter's card that differ from the model's."""
+    """Return the members of an adapter's card that differ from the model's."""
     return {"id": adapter.name, "root": adapter.path, "parent": parent}

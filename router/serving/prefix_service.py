@@ -40,18 +40,20 @@ class PrefixService:
         self.hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """The background tasks by name."""
+        """Return the background tasks by name."""
         return {"catalogue": self.catalogue.run(self._tasks_to_declare, self.composer)}
 
     def named_tokens(self, prefix: Prefix | None, namespace: str) -> int:
-        """The prefix's tokens in whole blocks that prompts of this namespace share."""
+        """Return the number of tokens in whole blocks of the prefix that this namespace shares."""
         if prefix is None or not (prefix.is_shared or prefix.namespace == namespace):
             return 0
         return prefix.full_tokens(self._block_size)
 
     def count(self, generation: Generation, prefix: Prefix | None, owner: Owner | None) -> None:
-        """Counts the cached tokens of a prompt with a first token for its prefixes. Without an
-        owner it makes no prefix hot."""
+        """Count the cached tokens of a prompt with a first token for its prefixes.
+
+        Without an owner the prompt makes no prefix hot.
+        """
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
         if owner is not None:

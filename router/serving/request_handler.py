@@ -173,7 +173,7 @@ class RequestHandler:
         lora: str,
         compare: Callable[..., Break | None],
     ) -> Break | None:
-        """What broke the prompt's prefix since the chat's earlier turn; None if it is no chat."""
+        """Return what broke the prefix since the chat's earlier turn; None: it is no chat."""
         call, prefix = expanded.call, expanded.prefix
         messages = conversation(call.path, call.body)
         if messages is None:

@@ -53,7 +53,7 @@ def _unchanged(data: bytes) -> bytes:
 
 
 def _with_receipts(path: str, generations: Sequence[Generation], policy: str, data: bytes) -> bytes:
-    """A response's last bytes with the receipts: as a member of a whole body, or as an event."""
+    """Return a response's last bytes with the receipts, as a member of the body or as an event."""
     receipts = {RECEIPTS: [generation.receipt(policy) for generation in generations]}
     if data.startswith(b"{"):
         body: dict[str, Any] = msgspec.json.decode(data)

@@ -20,7 +20,7 @@ class Branches:
         self._taken: OrderedDict[Fingerprint, dict[str, float]] = OrderedDict()
 
     def forks(self, prefix: Sequence[Fingerprint]) -> float:
-        """Requests that branched off at this prefix; the latest have the largest weight."""
+        """Return the number of requests that branched off at this prefix; new ones weigh more."""
         return sum(self._taken.get(_key(prefix), {}).values())
 
     def shares(self, prefix: Sequence[Fingerprint], fleet: Sequence[str]) -> list[float]:
@@ -29,7 +29,7 @@ class Branches:
         return relative([taken.get(replica_id, 0.0) for replica_id in fleet])
 
     def take(self, prefix: Sequence[Fingerprint], replica_id: str, fleet: Collection[str]) -> None:
-        """A branch of the prefix went to that replica."""
+        """Record that a branch of the prefix went to this replica."""
         keep = 1.0 - 1.0 / (ROUNDS * len(fleet))
         before = self._taken.pop(_key(prefix), {})
         taken = {id_: keep * count for id_, count in before.items() if id_ in fleet}

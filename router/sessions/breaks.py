@@ -59,8 +59,10 @@ class Break:
         return range(begin, begin + self.difference.alike)
 
     def as_json(self, *, known_tokens: int) -> dict[str, Any] | None:
-        """What a client is told; None if nothing was lost, since replicas held so many leading
-        tokens of the prompt all the same."""
+        """Return the break for the client; None if nothing was lost.
+
+        Nothing is lost if replicas held as many leading tokens of the prompt all the same.
+        """
         tokens = self.lost.stop - max(self.lost.start, known_tokens)
         if tokens <= 0:
             return None
@@ -76,8 +78,10 @@ class Break:
 
 
 def told_apart(token_ids: TokenIds, features: Sequence[Feature]) -> TokenIds:
-    """The ids with a number for each image in the place of its tokens, which are the same for all
-    images."""
+    """Return the ids with a number for each image in place of its tokens.
+
+    The tokens themselves are the same for all images.
+    """
     if not features:
         return token_ids
     told = token_ids.copy()

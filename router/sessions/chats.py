@@ -83,8 +83,13 @@ class Chats:
     """One model's chats in one router. Not for several threads."""
 
     def __init__(self, *, capacity_tokens: int = CAPACITY_TOKENS, seed: int | None = None) -> None:
-        """seed: of all hashes, 64 bits; the default is random, so that no client can tell from a
-        hash what stands in the chats of others."""
+        """Create an empty store of chats.
+
+        Args:
+            capacity_tokens: bound of the stored tokens.
+            seed: 64 bits for all hashes. By default it is random, so no client can learn from a
+                hash what others' chats contain.
+        """
         self._capacity_tokens = capacity_tokens
         self._seed = secrets.randbits(64) if seed is None else seed
         self._turns: OrderedDict[SentChat, None] = OrderedDict()  # oldest first
@@ -97,9 +102,11 @@ class Chats:
     def see(
         self, messages: Sequence[Any], token_ids: TokenIds, *, tools: Any = None, scope: str = ""
     ) -> Break | None:
-        """What broke the prefix since the chat's earlier turn, in whose place this one is kept.
+        """Store a turn in place of the chat's earlier turn, and return what broke the prefix since.
 
-        messages: as parsed from JSON. scope: chats with another one do not share caches.
+        Args:
+            messages: the messages, as parsed from JSON.
+            scope: chats with different scopes do not share caches.
         """
         turn = self._turn(messages, token_ids, tools, scope)
         if turn is None:
@@ -113,7 +120,7 @@ class Chats:
     def look(
         self, messages: Sequence[Any], token_ids: TokenIds, *, tools: Any = None, scope: str = ""
     ) -> Break | None:
-        """The same, and nothing is kept."""
+        """Return what `see` would return, and store nothing."""
         turn = self._turn(messages, token_ids, tools, scope)
         return None if turn is None else self._compared(turn, messages)[1]
 
@@ -136,7 +143,7 @@ class Chats:
     def _compared(
         self, turn: SentChat, messages: Sequence[Any]
     ) -> tuple[SentChat | None, Break | None]:
-        """The chat's earlier turn, and what broke the prefix since."""
+        """Return the chat's earlier turn, and what broke the prefix since."""
         earlier = self._earlier(turn)
         if earlier is None:
             return None, None
@@ -178,8 +185,11 @@ class Chats:
 
 
 def _overlap(old: SentChat, new: SentChat, number: int) -> Earlier | None:
-    """Both have the new one's message of that number. None if it stands before the first
-    difference: then they began alike, and went on as two chats."""
+    """Compare two chats that both have the new chat's message of this number.
+
+    Returns:
+        None: the message is before the first difference. They are two chats that began alike.
+    """
     parted = _same(old.messages, new.messages)
     if parted == len(old.messages):
         return Earlier(old, parted, behind=0)
@@ -207,7 +217,7 @@ def _role(message: Any) -> str:
 
 
 def _digest(message: Any, seed: int) -> tuple[int, int]:
-    """A message's hash, and its length in characters or so."""
+    """Return a message's hash and its approximate length in characters."""
     if not isinstance(message, dict):
         raw = encode(message)
         return xxh3_64_intdigest(raw, seed), len(raw)
@@ -224,7 +234,10 @@ def _digest(message: Any, seed: int) -> tuple[int, int]:
 
 
 def _pieces(message: Mapping[str, Any], content: Any) -> Iterator[bytes]:
-    """What a prompt may have of it. A text alone is the same as a list of one text."""
+    """Yield the parts of a message that a prompt may contain.
+
+    A text alone is the same as a list of one text.
+    """
     if isinstance(content, str):
         yield _bytes(content)
     elif isinstance(content, list):
