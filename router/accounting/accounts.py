@@ -43,7 +43,7 @@ class Accounts(RequestObserver):
 
     def __init__(self, *, gpus: int, lasting: Ledgers) -> None:
         """gpus: of each rank; 1 on CPUs."""
-        self.totals: dict[str, Counter[str]] = {}  # by tenant, since the router's start
+        self.totals: dict[str, Counter[str]] = {}  # tenant -> account since the router's start
         self._gpus = gpus
         self._lasting = lasting
         self._decoding: dict[str, DecodeTime] = {}  # replicas where own requests decode
@@ -59,7 +59,7 @@ class Accounts(RequestObserver):
 
     def ended(self, attempt: Attempt) -> None:
         tenant = attempt.context.tenant
-        if not tenant or attempt.outcome == "moved":  # it comes again, from another replica
+        if not tenant or attempt.outcome == "moved":  # another replica will report it
             return
         found = used(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
         bounded(self.totals, tenant, most=NAMED).update(found)

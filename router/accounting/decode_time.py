@@ -17,11 +17,11 @@ class DecodeTime:
 
     def __init__(self, load: ReplicaLoad, now_s: float) -> None:
         self._load = load
-        self._at_s = now_s  # as of when the rest is
+        self._at_s = now_s  # time of the last call
         self._requests = len(load.decoding)
         self._prefilled_s = load.prefilled_s
-        self._prefill_s = 0.0  # of prompts that were computed, not yet taken from passing time
-        self._passed_s = 0.0  # for one request
+        self._prefill_s = 0.0  # prefill seconds that are not yet subtracted from the passing time
+        self._passed_s = 0.0  # seconds that each decoding request has had so far
         self._begun: dict[str, float] = {}  # request id -> when it began, on that clock
 
     @property

@@ -16,11 +16,11 @@ from kvroute.contract.records import MAX_COUNT
 from kvroute.keys.limits import TenantLimits
 
 MINUTE_S = 60.0
-AGAIN_S = 1.0  # to come again, where it is unknown when a request ends
-COMPLETE_S = 0.9  # between two reports of all tenants; each heartbeat (peers.ALIVE_S) is one
-BUSY_TENANTS = 10_000  # that one other router may tell of; further ones are not counted
+AGAIN_S = 1.0  # seconds of `retry-after` if it is unknown when a request ends
+COMPLETE_S = 0.9  # seconds between two complete reports; each heartbeat (peers.ALIVE_S) has one
+BUSY_TENANTS = 10_000  # tenants in another router's reports; further ones are not counted
 
-MAX_TOLD_MINUTES = 10  # of a tenant's tokens, that other routers can make it owe
+MAX_TOLD_MINUTES = 10  # minutes of a tenant's tokens that other routers' reports can charge
 
 NO_LIMITS = TenantLimits()
 
@@ -33,8 +33,8 @@ class OverLimitError(Exception):
 
     tenant: str
     limit: Limit
-    most: int  # as the key file has it
-    asked: int  # what the request would add to it
+    most: int  # the limit in the key file
+    asked: int  # amount that the request would add
     wait_s: float
     shared_by: int = 1  # routers that cannot hear each other; each has its share of `most`
 
@@ -56,7 +56,7 @@ class Usage:
     """One tenant's in this router; of `debt`, also the other routers'."""
 
     requests: int = 0  # under way
-    prompt_tokens: int = 0  # of those
+    prompt_tokens: int = 0  # prompt tokens of these requests
     spent: int = 0  # uncached tokens, ever
     debt: float = 0.0  # uncached tokens that the time since has not made good
     at_s: float = 0.0  # when `debt` was that
@@ -68,7 +68,7 @@ class Limits:
     def __init__(self, limits_of: Callable[[str], TenantLimits | None]) -> None:
         self.on_change: Callable[[], object] = lambda: None
         self._limits_of = limits_of
-        self._usages: dict[str, Usage] = {}  # of tenants with limits, while there is something
+        self._usages: dict[str, Usage] = {}  # tenant with limits -> its usage, while there is any
         self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> what it told
         self._changed = set[str]()  # tenants, since the last report
         self._complete_s = -math.inf  # when all were last reported

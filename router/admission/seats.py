@@ -26,14 +26,14 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import WaitingSessions
 
-CACHE_SHARE = 0.9  # of the fleet's KV cache that seats take; .7 and 1.1 served a sixth fewer turns
+CACHE_SHARE = 0.9  # share of the fleet's KV cache for seats; .7 and 1.1 served a sixth fewer turns
 MIN_PRESSURE = 1.0  # evicted tokens that are computed again for each new token
 MIN_BUSY = 0.5  # share of recent requests that found every replica busy
-BUSY_WEIGHT = 0.01  # of the latest request in that share
+BUSY_WEIGHT = 0.01  # weight of the latest request in that share
 IDLE_S = 60.0  # a session that has sent nothing for so long is not active; 30 s served a sixth less
-MAX_SESSIONS = 50_000  # that are active, and whose shared prefixes are remembered, at most
+MAX_SESSIONS = 50_000  # bound of the active sessions and of the stored shared prefixes
 MAX_CONTEXTS = 64  # conversations of one session whose tokens count, the latest ones
-INTERVAL_WEIGHT = 0.1  # of the latest interval between two seats in their mean
+INTERVAL_WEIGHT = 0.1  # weight of the latest interval between two seats in the mean
 PATIENCE_S = 1.0  # another router's session comes first for so long while there is room
 
 R = TypeVar("R")
@@ -45,11 +45,13 @@ class ActiveSession:
 
     tenant: int
     used_s: float  # when its latest request was sent or ended
-    shared_tokens: int = 0  # at the start of its prompts, which other sessions use too
-    running: int = 0  # its requests that wait for a seat or have not ended
+    shared_tokens: int = 0  # tokens at the start of its prompts that other sessions use, too
+    running: int = 0  # number of its requests that wait for a seat or have not ended
     seated_s: float | None = None  # since when it holds a seat; None: it holds none
-    tokens: int = 0  # of its contexts together, without the shared ones
-    contexts: OrderedDict[Fingerprint, int] = field(default_factory=OrderedDict)  # by last block
+    tokens: int = 0  # tokens of its contexts together, without the shared ones
+    contexts: OrderedDict[Fingerprint, int] = field(
+        default_factory=OrderedDict
+    )  # last block -> tokens
 
     def turn(self, turn: SessionTurn, tokens: int) -> None:
         """Replace the context that this turn continues by its own, of that many tokens."""
@@ -67,7 +69,7 @@ class Waiter(Generic[R]):
 
     request: R
     turn: SessionTurn
-    tokens: int  # of its prompt
+    tokens: int  # prompt tokens
     tenant: int
     arrived_s: float
 
@@ -83,11 +85,11 @@ class SeatState:
 
     is_limited: bool
     most: int | None  # seats, where the operator has set a number
-    sessions: int  # that are active
-    tokens: int  # of their contexts
+    sessions: int  # number of active sessions
+    tokens: int  # tokens of their contexts
     seats: int
-    seat_tokens: int  # of the contexts of the sessions that hold them
-    limit_tokens: int  # that they may have together
+    seat_tokens: int  # context tokens of the sessions that hold seats
+    limit_tokens: int  # context tokens that these sessions may have together
     waiting: int  # requests without a seat, in this router
     oldest_s: float  # how long the first of them has waited
     all_waiting: int  # requests without a seat, in all routers
@@ -108,15 +110,17 @@ class Seats(Generic[R]):
         self._most = most
         self._is_limited = most is not None
         self._active = OrderedDict[int, ActiveSession]()  # the one idle for the longest first
-        self._shared = OrderedDict[int, int]()  # by session: tokens of its shared prefix
+        self._shared = OrderedDict[int, int]()  # session -> tokens of its shared prefix
         self._starts = OrderedDict[Fingerprint, None]()  # last blocks with which sessions began
-        self._tokens = 0  # of all active sessions
+        self._tokens = 0  # tokens of all active sessions
         self._seats = 0
-        self._seat_tokens = Counter[int]()  # by tenant
+        self._seat_tokens = Counter[int]()  # tenant -> its seats
         self._busy_share = 0.0
         self._pressure = 0.0
-        self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # by tenant
-        self._elsewhere: dict[str, tuple[int, float]] = {}  # by router: number, first arrival
+        self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # tenant -> its waiting requests
+        self._elsewhere: dict[
+            str, tuple[int, float]
+        ] = {}  # router -> number of waiting requests, first arrival
         self._has_new_seats = False  # since the waiting requests were looked through
         self._blocked_s = math.inf  # since when there is room and another router's session is first
         self._granted_s = 0.0  # when a waiting session last got a seat, or the first began to wait

@@ -18,17 +18,17 @@ Reason = Literal["none", "busy", "order", "seat"]
 Refusal = Literal["forecast", "deadline", "full", "no_replica", "no_seat"]
 
 
-MIN_S = 0.001  # that is left of a deadline
+MIN_S = 0.001  # the least time that is left of a deadline
 
 
 class Urgency(Struct, frozen=True):
     """When a request wants its turn."""
 
     priority: Priority = "default"
-    later_s: float = 0.0  # by which its turn is later, as its client says in numbers
-    most_s: float = math.inf  # that it may wait in the queue
+    later_s: float = 0.0  # delay of its turn that the client sets with a number
+    most_s: float = math.inf  # longest wait in the queue
     own_s: float | None = None  # the same, if the request says so itself
-    deadline_s: float = math.inf  # until a replica begins with it, as the request says
+    deadline_s: float = math.inf  # longest time until a replica begins, set by the request
 
     @property
     def is_batch(self) -> bool:
@@ -61,7 +61,7 @@ class Wait(Struct, frozen=True):
     priority: Priority = "default"
     reason: Reason = "none"
     waited_s: float = 0.0
-    forecast_s: float = 0.0  # as it was forecast when the request came
+    forecast_s: float = 0.0  # wait that was forecast when the request came
     seat_s: float = 0.0  # the part of waited_s in which it waited for a seat
 
     def after_seat(self, seat_s: float) -> "Wait":

@@ -17,11 +17,13 @@ from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.links")
 
-CHECK_INTERVAL_S = 0.1  # between comparisons with what Serve runs
+CHECK_INTERVAL_S = 0.1  # seconds between comparisons with the replicas that Serve runs
 CONNECT_S = 5.0  # the longest wait for an address, and for a connection
-FIRST_PAUSE_S = 0.1  # between two attempts to connect; doubles each time
+FIRST_PAUSE_S = 0.1  # seconds between the first two attempts to connect; doubles each time
 LONGEST_PAUSE_S = 2.0
-NOTED_S = 5.0  # after so long without a connection, it is said so: Serve may just replace it
+NOTED_S = (
+    5.0  # seconds without a connection until it is reported; Serve may just replace the replica
+)
 
 
 class UnansweredError(Exception):
@@ -48,7 +50,7 @@ class Links:
         self.losses = 0  # connections that ended while Serve ran the replica
         self._failures: dict[str, tuple[float, str]] = {}  # replica id -> since when, and why
         self._replicas = replicas
-        self._links: dict[str, Link] = {}  # those that are ready
+        self._links: dict[str, Link] = {}  # replica id -> its connection, if it is ready
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> its ranks, as it last told
 

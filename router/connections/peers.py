@@ -44,11 +44,11 @@ from kvroute.store.outage import Outage
 log = logging.getLogger("kvroute.peers")
 
 WAITING_EVENTS = 10_000  # not yet published; beyond it all are dropped and Restarted is sent
-BATCH_S = 0.002  # between two messages of one router
-ALIVE_S = 1.0  # between a router's heartbeats
+BATCH_S = 0.002  # seconds between two messages of one router
+ALIVE_S = 1.0  # seconds between a router's heartbeats
 SILENCE_S = 4.0  # without a message; then a router's requests count as ended
 DEAF_S = 2.0  # without any message, even our own heartbeats; then we are cut off from all
-RETRY_S = 0.5  # between attempts while Redis is away
+RETRY_S = 0.5  # seconds between attempts while Redis is away
 
 
 class PeerPublisher(RequestObserver):

@@ -64,7 +64,7 @@ class _NoReplicas:
     async def kill(self, replica_id: str) -> None: ...
 
 
-_replicas: dict[str, ServeReplicas] = {}  # by deployment
+_replicas: dict[str, ServeReplicas] = {}  # deployment -> its replicas
 
 
 def register(deployment: str, replicas: ServeReplicas) -> None:

@@ -20,7 +20,7 @@ from kvroute.router.queueing.holding import MAX_REFUSED_S, RECOVERY_S, Admitted,
 from kvroute.router.queueing.refusals import no_replica
 from kvroute.router.queueing.seating import Seating
 
-POLL_S = 0.1  # between two looks for a replica while there is none
+POLL_S = 0.1  # seconds between two looks for a replica while there is none
 
 
 class Gate:

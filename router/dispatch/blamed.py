@@ -13,7 +13,7 @@ from typing import Any
 from kvroute.contract.generation import GenerateRequest
 from kvroute.router.api.errors import ApiError
 
-KEPT_S = 180.0  # that a request is refused: a client's retries end sooner
+KEPT_S = 180.0  # seconds for which a request is refused; clients' retries end sooner
 MOST = 1024  # requests that are known; further ones replace the oldest
 DIGEST_BYTES = 16
 CODE = "request_blamed"
@@ -37,10 +37,10 @@ class PoisonList:
         publish: Callable[[bytes], object] = lambda digest: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.added = 0  # by this router, since its start
+        self.added = 0  # requests that this router has added since its start
         self._publish = publish
         self._clock = clock
-        self._found: dict[bytes, _Blame] = {}  # by digest, the oldest first
+        self._found: dict[bytes, _Blame] = {}  # digest -> entry, the oldest first
 
     def add(self, request: GenerateRequest, why: str) -> None:
         """Refuse this request everywhere from now on. why: what it did, as a clause."""

@@ -38,8 +38,8 @@ BEGINNING = 256  # prompts of calls with several that may wait for their first t
 TRIES = 8  # replicas that are asked before a request waits for one with room ...
 FIRST_PAUSE_S = 0.025  # ... for so long; doubles each time
 LONGEST_PAUSE_S = 0.5
-WAITING_TOKENS = 262_144  # of one call, its bytes counted as tokens: for a slow client
-MIN_TOKENS = 16_384  # of each of its prompts: a whole response is one chunk, of 1 MB here
+WAITING_TOKENS = 262_144  # tokens (and bytes) of one call that may wait for a slow client
+MIN_TOKENS = 16_384  # the least for each prompt of the call: a whole response is one chunk of 1 MB
 
 
 class Dispatcher:

@@ -34,7 +34,7 @@ class EndedSessions(RequestObserver):
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, None] = {}  # in order
+        self._waiting: dict[int, None] = {}  # sessions whose end is to be reported, in order
         self._has_some = asyncio.Event()
 
     def ended(self, attempt: Attempt) -> None:

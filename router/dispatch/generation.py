@@ -59,12 +59,14 @@ class Generation:
         losses: Losses,
     ) -> None:
         self.replica_id = current.replica_id  # the first one
-        self.placement = current.placement  # what was known when it was chosen
+        self.placement = current.placement  # the placement that chose the replica
         self.wait = current.attempt.context.wait  # before it was sent
         self.retention = current.attempt.context.retention
-        self.cached_tokens = current.first.cached_tokens  # as the first replica reported
+        self.cached_tokens = (
+            current.first.cached_tokens
+        )  # cached tokens that the first replica reported
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
-        self.request_id = request.request_id  # as the engine knows it
+        self.request_id = request.request_id  # id that the engine knows
         self.token_ids = request.token_ids
         self.features = context.features
         self._start = start
@@ -74,7 +76,7 @@ class Generation:
             context, is_resumed=True, retention=self.retention
         )
         self._current = current
-        self._first: Chunk | None = current.first  # until it was read
+        self._first: Chunk | None = current.first  # the first chunk, until it is read
         self._losses = losses
         self._emitted: list[int] = []  # token ids; of all choices, where there are several
         self._deltas: list[int] = []  # tokens in each of the engine's outputs

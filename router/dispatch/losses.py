@@ -16,8 +16,10 @@ class Losses:
     def __init__(self) -> None:
         self.replica_ids: list[str] = []
         self.gone: set[str] = set()  # replicas that get it no more; others may be connected again
-        self._died_soon: list[str] = []  # in a row
-        self._words = ""  # of the last one among them
+        self._died_soon: list[
+            str
+        ] = []  # replicas in a row that died soon after they got the request
+        self._words = ""  # the reason that the last of them gave
         self._stopped = 0  # replicas that hung while they prepared this request and others
 
     def add(

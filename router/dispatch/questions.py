@@ -13,7 +13,7 @@ from kvroute.router.dispatch.losses import Losses, last_words
 log = logging.getLogger("kvroute.dispatch")
 
 TRIES = 8  # replicas that get a question, one after the other
-ANSWER_S = 60.0  # for a replica to answer a question
+ANSWER_S = 60.0  # seconds for a replica to answer a call
 MANY = 4  # answers; a replica owes them one after the other where it processes images
 
 

@@ -12,9 +12,9 @@ from kvroute.contract.http_call import HttpPart
 from kvroute.router.api.errors import EVENTS, ApiError, refusal_of_replica
 from kvroute.router.dispatch.generation import Generation
 
-SHOWN_REPLICAS = 32  # in a header
+SHOWN_REPLICAS = 32  # replicas that a header names
 
-Ending = Callable[[bytes], bytes]  # what is sent instead of the last bytes
+Ending = Callable[[bytes], bytes]  # changes the last bytes of a response
 # Why a stream ends too early, and what was sent last, to its last event.
 Failed = Callable[[ApiError, bytes], bytes]
 Refused = Callable[[bytes, int], bytes]  # body and status of a replica's error to the client's body
@@ -28,7 +28,7 @@ class Answer:
         self.status = 0
         self.content_type = ""
         self.is_complete = False
-        self._begun: bytes | None = None  # what came together with the status
+        self._begun: bytes | None = None  # bytes that came together with the status
 
     async def begin(self) -> None:
         """Wait until the status is known.
@@ -61,7 +61,7 @@ class Answer:
         chunk = await self.generation.next()
         if chunk is None or chunk.http is None:
             return None
-        if self.is_stream and chunk.http.status >= 400:  # of a replica that was to go on
+        if self.is_stream and chunk.http.status >= 400:  # from a replica that should have continued
             raise ApiError(500, "the answer could not go on after a lost replica", "server_error")
         if chunk.http.status:
             self.status, self.content_type = chunk.http.status, chunk.http.content_type

@@ -60,7 +60,7 @@ class Answers:
         self.path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = self  # as FastAPI's routes do: it gives the span its name
+        scope["route"] = self  # gives the span its name, as FastAPI's routes do
         request, notices = Request(scope, receive), SeatNotices(send)
         entry = entered(request)
         try:

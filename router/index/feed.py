@@ -33,11 +33,11 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.feed")
 
-POLL_S = 1.0  # between reads of the replicas' records: loads, expired leases, missed changes
+POLL_S = 1.0  # seconds between reads of records: loads, expired leases, missed changes
 WAIT_MS = 200  # the longest wait for a change
-STEP_S = 0.001  # of work on the mirror; then requests get the event loop
-STEP_BLOCKS = 1000  # in one step: half a millisecond, or a few ms when the mirror's tables grow
-RETRY_S = 0.5  # between attempts while Redis is away
+STEP_S = 0.001  # seconds of work on the mirror, after which requests get the event loop
+STEP_BLOCKS = 1000  # blocks in one step: 0.5 ms, or a few ms when the mirror's tables grow
+RETRY_S = 0.5  # seconds between attempts while Redis is away
 LINGER_S = 3.0  # a replica is kept after its record vanished; Serve reports whether it runs
 
 
@@ -46,8 +46,8 @@ class Seen:
     """How much of a replica's changes is in the mirror."""
 
     incarnation: str
-    seq: int  # of the last change in the mirror
-    position: Position  # in the stream: changes up to here are in the mirror, or are outdated
+    seq: int  # number of the last change in the mirror
+    position: Position  # position in the stream: changes before it are in the mirror or outdated
 
 
 NOTHING = Seen("", 0, START)
@@ -59,9 +59,9 @@ class FeedState:
 
     is_reachable: bool  # Redis answered the last request
     age_s: float  # since the mirror was last equal to the index
-    loads: int  # of a replica's whole block set, since the start
+    loads: int  # loads of whole block sets since the start
     changes: int  # read from the stream since the start
-    blocks: int  # in the mirror
+    blocks: int  # blocks in the mirror
 
 
 class IndexedFleet(Protocol):
@@ -88,7 +88,7 @@ class Feed:
         self._mirror = fleet.mirror
         # All changes up to here are in the mirror. A poll moves it back if the stream ends earlier.
         self.position = END
-        self._seen: dict[str, Seen] = {}  # by replica id, as in the mirror
+        self._seen: dict[str, Seen] = {}  # replica id -> its state in the mirror
         self._polled: dict[str, int] = {}  # replica id -> seq in its record at the last poll
         self._records: dict[str, ReplicaRecord] = {}  # the last known ones, by replica id
         self._vanished_s: dict[str, float] = {}  # replica id -> when its record was first missing

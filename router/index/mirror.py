@@ -51,9 +51,11 @@ class Mirror:
         self._live = 0  # bits in use; all other bits of a mask are ignored
         self._tiered_ids: dict[Tier, set[str]] = {}  # replicas that have a slower tier
         self._tiered: dict[Tier, int] = {}  # their bits; tiers of which none is left stay here
-        self._copy_marks: set[int] = set()  # in which fingerprints of copies of one block differ
+        self._copy_marks: set[int] = (
+            set()
+        )  # bits in which the fingerprints of one block's copies differ
         self._dirty = 0  # released bits, perhaps still set in some masks
-        self._sweeping = 0  # those of them that the current sweep clears
+        self._sweeping = 0  # released bits that the current sweep clears
         self._unswept = 0  # tables that the current sweep has still to clear
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ from kvroute.router.index.mirror import Mirror
 from kvroute.store.index import FencedError, Index, Position
 
 CALL_S = 15.0  # the longest wait for a replica
-TRIES = 5  # to compare the mirror, while it is being loaded or seems wrong; the best result counts
+TRIES = 5  # comparisons while the mirror loads or seems wrong; the best one counts
 RETRY_S = 0.5
 
 ReadAudit = Callable[[str], Awaitable[ReplicaAudit | None]]  # replica id -> its audit

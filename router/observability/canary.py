@@ -36,7 +36,7 @@ Cause = Literal[
     "Redis is away",
     "not in the index",  # the replica runs, but is not registered
     "nothing published",
-    "other fingerprints",  # it published only other blocks
+    "other fingerprints",  # the replica published only other blocks
     "not in the mirror",
 ]
 
@@ -46,7 +46,7 @@ class Account:
     """What Redis has about a replica."""
 
     record: ReplicaRecord | None
-    blocks: int = 0  # of the canary
+    blocks: int = 0  # number of the canary's blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Result:
     before: Account | None  # when it was sent; None: Redis is away
     refusal: str = ""  # why there was no response
     answered_s: float | None = None
-    after: Account | None = None  # at the last check
+    after: Account | None = None  # account at the last check
     mirror: int = 0  # blocks in the mirror
-    seen_s: float | None = None  # from the response until all blocks were in the mirror
+    seen_s: float | None = None  # seconds from the response until the mirror had all blocks
 
 
 class Canaries:
@@ -122,7 +122,7 @@ class Canaries:
         """
         room = (
             self._fleet.replicas.max_model_len or BLOCKS * self._block_size + 2
-        )  # with the output token
+        )  # includes the output token
         blocks = max(self._fleet.caches.least_blocks, min(BLOCKS, (room - 2) // self._block_size))
         tokens = blocks * self._block_size + 1
         return np.random.default_rng().integers(*TOKEN_IDS, tokens, dtype=np.uint32)

@@ -16,7 +16,7 @@ class Neighbours:
     def __init__(self, clusters: Clusters, own: ClusterModel) -> None:
         self._clusters = clusters
         self._own = own
-        self.can_write = True  # to Redis, when it last tried
+        self.can_write = True  # whether the last write to Redis succeeded
 
     async def run(self) -> None:
         """Announces the cluster until cancelled."""

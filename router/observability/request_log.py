@@ -27,7 +27,7 @@ log = logging.getLogger("kvroute.request_log")
 
 ID_TOKENS = 128  # the fewest tokens of one id; an id for each engine block would make long lines
 ID_BITS = (1 << 53) - 1  # bits of a fingerprint that every JSON reader keeps exactly
-WRITE_S = 0.5  # between writes
+WRITE_S = 0.5  # seconds between writes
 WAITING_LINES = 10_000  # not yet written; more are dropped
 
 
@@ -36,14 +36,14 @@ class Line(msgspec.Struct):
 
     timestamp: float  # ms since 1970, when it was sent
     input_length: int
-    output_length: int  # of all its choices together
+    output_length: int  # tokens of all choices together
     hash_ids: Sequence[int]  # one for each `block_size` tokens that a cache could hold
     block_size: int
     model: str
     replica: str
     reusable_tokens: int  # cached anywhere, as far as the router knew
     expected_tokens: int  # cached there, as far as the router knew
-    cached_tokens: int | None  # as the engine reported; None, like ttft_s: there was no token
+    cached_tokens: int | None  # reported by the engine; None, as ttft_s: no token came
     predicted_ttft_s: float
     ttft_s: float | None
     duration_s: float
@@ -51,13 +51,15 @@ class Line(msgspec.Struct):
     ledger: Ledger | None  # where the prompt's tokens came from; None if there was no token
     request_id: str  # the response's x-request-id
     lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
-    tenant: str | msgspec.UnsetType = msgspec.UNSET  # whose API key it came with, if one is needed
-    broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # as in receipts
-    host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # of the cached ones: reloaded from there
+    tenant: str | msgspec.UnsetType = msgspec.UNSET  # tenant of its API key, if keys are used
+    broken: dict[str, Any] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )  # the break of the prefix, as in receipts
+    host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens that came from host memory
     evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # if the ledger has evicted tokens
     queued_s: float | msgspec.UnsetType = msgspec.UNSET  # before it was sent, if it had to wait
     seat_s: float | msgspec.UnsetType = msgspec.UNSET  # the part of it spent waiting for a seat
-    priority: str | msgspec.UnsetType = msgspec.UNSET  # its class, if it is not `default`
+    priority: str | msgspec.UnsetType = msgspec.UNSET  # priority class, if it is not `default`
     session: int | msgspec.UnsetType = msgspec.UNSET  # a hash of its client's id for it
     session_end: bool | msgspec.UnsetType = msgspec.UNSET  # the client says that it is the last
     tools: bool | msgspec.UnsetType = msgspec.UNSET  # the model might call tools

@@ -16,7 +16,7 @@ from kvroute.router.admission.waits import Wait
 from kvroute.router.middleware.request_id import HEADER
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 
-_tracing: Tracing | None = None  # of this process
+_tracing: Tracing | None = None  # the tracing of this process
 
 
 def start(router_id: str) -> None:
@@ -103,7 +103,7 @@ class Dispatches(RequestObserver):
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracer = tracing.tracer
-        self._spans: dict[str, Span] = {}  # in flight, by request id; each has one active attempt
+        self._spans: dict[str, Span] = {}  # request id -> span of its active attempt
 
     def placed(self, placement: Placement, decision_s: float) -> None:
         span = self._past_span("place", decision_s)

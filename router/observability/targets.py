@@ -17,7 +17,7 @@ from kvroute.process.metrics_port import Exposition
 from kvroute.store.index import Index
 
 LEASE_S = 3.0
-RETRY_S = 0.5  # between attempts while Redis is away
+RETRY_S = 0.5  # seconds between attempts while Redis is away
 
 Target = dict[str, Any]
 

@@ -19,9 +19,9 @@ Key = tuple[str, int]  # role; token, in steps of NEAR
 
 @dataclass(slots=True)
 class Place:
-    role: str  # of chats.PLACES
+    role: str  # one of chats.PLACES
     token: int  # the first that changed there
-    kind: str = ""  # of the text that changed there, as `volatile` names it
+    kind: str = ""  # kind of the changed text, see `volatile`
     tokens: int = 0  # lost
     requests: int = 0
 

@@ -23,7 +23,7 @@ class Sums(msgspec.Struct, frozen=True):
 
     requests: int
     tokens: Ledger
-    evicted: tuple[int, ...]  # those of that cause, by why, as in WHYS
+    evicted: tuple[int, ...]  # evicted tokens by reason, in the order of WHYS
 
     @property
     def hit_tokens(self) -> int:
@@ -40,7 +40,9 @@ class Window:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: deque[tuple[int, dict[str, list[int]]]] = deque()  # oldest first
-        self._totals: dict[str, list[int]] = {}  # of all buckets: requests, causes, whys
+        self._totals: dict[
+            str, list[int]
+        ] = {}  # replica id -> sums of all buckets: requests, causes, reasons
 
     def add(self, replica_id: str, ledger: Ledger, evicted_why: Why = "usual") -> None:
         """Add a request that ended there."""
@@ -90,7 +92,7 @@ NOTHING = (0,) * (1 + len(CAUSES) + len(WHYS))
 class Decision:
     """A request that was sent to a replica, with the JSON that the live page caches for it."""
 
-    number: int  # in the order of sending
+    number: int  # number in the order of sending
     at_s: float  # since 1970
     attempt: Attempt
     receipt: msgspec.Raw | None = field(default=None, repr=False)

@@ -20,7 +20,7 @@ class _Bucket:
     waits: int = 0
     waited_s: float = 0.0  # all together
     longest_s: float = 0.0
-    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    refused: Counter[str] = field(default_factory=Counter)  # reason -> number of refused requests
 
 
 class RecentWaits(RequestObserver):

@@ -32,8 +32,8 @@ from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 
 COUNTED = 100  # replicas whose blocks are counted in one snapshot; others keep their last counts
-HOT_S = 5.0  # between updates of the hot prefixes, which have to be decoded and looked up
-RECEIPT_REPLICAS = 8  # in a receipt: the first of the ranking
+HOT_S = 5.0  # seconds between updates of hot prefixes, which are decoded and looked up
+RECEIPT_REPLICAS = 8  # replicas in a receipt, from the start of the ranking
 STEP = 50  # replicas described before requests get the event loop
 
 encode = msgspec.json.Encoder().encode
@@ -68,7 +68,7 @@ class View:
         self._queue = queue
         self._seats = seats
         self._peers = peers
-        self._blocks: dict[str, int] = {}  # by replica id, as last counted
+        self._blocks: dict[str, int] = {}  # replica id -> blocks, as last counted
         self._counted = 0  # where the next count starts, in rotation over the fleet
         self._prefixes = b"[]"
         self._prefixes_at_s = -HOT_S

@@ -24,7 +24,7 @@ from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints, Why
 
-MUCH = 0.25  # of a prompt
+MUCH = 0.25  # share of a prompt from which a replica's part is worth a wait
 
 
 class Placement(Struct, frozen=True):
@@ -35,13 +35,13 @@ class Placement(Struct, frozen=True):
     best_hit_blocks: int  # the longest hit on any replica
     prompt_tokens: int
     block_size: int
-    busy_s: float = 1.0  # of the fleet's Scale: the unit of the costs
+    busy_s: float = 1.0  # the fleet's unit of time, from its Scale
     forks: float = 0.0  # earlier prompts that diverged where the known part of this one ends
     pressure: float = 0.0  # how tight the caches are
     lora: str = ""  # the request's LoRA adapter
     known_blocks: int = 0  # the longest part that any replica has now or had once
     partial_blocks: int = 0  # the longest part that any replica's first cache group has now
-    shared_tokens: int = 0  # at the beginning, which are everybody's though the prompt is not
+    shared_tokens: int = 0  # tokens at the beginning that all namespaces share
 
     def at(self, replica_id: str) -> Candidate:
         """Return the candidate with that id; without hits if the replica was not ranked."""
@@ -95,22 +95,22 @@ class RequestContext(Struct, frozen=True):
     """What a client's call asks for; the same for each of its prompts."""
 
     at_s: float = 0.0  # when its prompts were ready to be dispatched, on the attempts' clock
-    request_id: str = ""  # as the client knows it; a dispatch's id is longer
-    choices: int = 1  # for each prompt
-    prompts: int = 1  # of the call
-    namespace: str = ""  # its cache_salt; empty: it shares cached blocks with all others
-    tenant: str = ""  # whose API key it came with; empty: no keys are needed
+    request_id: str = ""  # id that the client knows; a dispatch's id is longer
+    choices: int = 1  # number of choices for each prompt
+    prompts: int = 1  # number of prompts in the call
+    namespace: str = ""  # namespace of its blocks; empty: it shares blocks with all others
+    tenant: str = ""  # tenant of its API key; empty: no keys are used
     entry: Entry | None = None  # into the tenant's limits; None: it has none
     lora: str = ""  # LoRA adapter to use; empty: the model itself
     named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
-    broken: Break | None = None  # it does not continue its chat's earlier prompt
+    broken: Break | None = None  # where it stops to continue its chat's earlier prompt
     is_resumed: bool = False  # a replica that was lost has generated the beginning
     features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
     urgency: Urgency = AT_EASE
-    sharer: str = ""  # with whom others share the fleet fairly; empty: it shares with nobody
-    wait: Wait = NO_WAIT  # of this prompt, in the router
+    sharer: str = ""  # unit of fair sharing; empty: none
+    wait: Wait = NO_WAIT  # wait of this prompt in the router
     said: SessionHints = NO_HINTS
-    retention: Retention | None = None  # of this prompt, once it was placed
+    retention: Retention | None = None  # retention of this prompt, once it was placed
     # Is called again and again while it waits for a seat, as its client cannot see that it does.
     still_waiting: Callable[[], Awaitable[None]] | None = None
 
@@ -204,19 +204,21 @@ class Attempt:
     mirror: Mirror
     load: ReplicaLoad
     dispatch: Dispatch
-    capacity_blocks: int  # of the replica's cache
+    capacity_blocks: int  # capacity of the replica's cache
     sent_s: float
     context: RequestContext
     placement: Placement | None = None  # why it went there; None: another router sent it
     observer: RequestObserver = NO_OBSERVER
-    boundaries: Boundaries | None = None  # of the replica's engine, if it has several cache groups
-    trace: TraceContext | None = None  # its span, if an observer keeps one
-    scale: Scale | None = None  # that learns of its end
+    boundaries: Boundaries | None = None  # boundaries of an engine with several cache groups
+    trace: TraceContext | None = None  # the attempt's span, if an observer keeps one
+    scale: Scale | None = None  # the Scale that learns from its end
     seats: Seats[Any] | None = None  # the same
     is_complete: bool = False
-    output_tokens: int = 0  # of all choices
+    output_tokens: int = 0  # tokens of all choices
     first_tokens: int = 0  # output tokens in the first chunk
-    cached_tokens: int | None = None  # of the prompt, as the engine reports in the first chunk
+    cached_tokens: int | None = (
+        None  # cached prompt tokens, reported by the engine in the first chunk
+    )
     first_token_s: float | None = None
     last_chunk_s: float | None = None
     outcome: Outcome | None = None  # None: it is in flight

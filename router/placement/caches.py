@@ -18,8 +18,10 @@ from kvroute.router.placement.replicas import ReplicaRegistry
 class Reload(NamedTuple):
     """Blocks that a replica copies back from slower tiers before it computes the rest."""
 
-    parts: tuple[TierBlocks, ...] = ()  # in the order of the prompt; empty: only a wait
-    wait_s: float = 0.0  # until all are in GPU memory, after the copies that are under way
+    parts: tuple[
+        TierBlocks, ...
+    ] = ()  # copied parts in the order of the prompt; empty: only a wait
+    wait_s: float = 0.0  # seconds until all parts are in GPU memory, after the running copies
 
     @property
     def blocks(self) -> int:
@@ -33,8 +35,8 @@ NO_RELOAD = Reload()
 class Hits(NamedTuple):
     """The leading blocks of one prompt that each replica has."""
 
-    blocks: Mapping[str, int]  # by replica id, in all tiers together; missing: none
-    reloads: Mapping[str, Reload]  # by replica id; missing: nothing to wait for
+    blocks: Mapping[str, int]  # replica id -> blocks in all tiers; no entry: none
+    reloads: Mapping[str, Reload]  # replica id -> reload; no entry: nothing to wait for
 
 
 class Caches:

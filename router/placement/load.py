@@ -21,21 +21,21 @@ MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
 UNLIMITED = 1 << 30  # adapters; used until a replica has reported its capacity
 # What decoding adds to a step. A GPU's memory and its arithmetic grow together: for 8B and 70B
 # models on L4, A100, H100 and H200, a token of context adds 3e-4 to 13e-4 prefill times of a token.
-DECODE_REQUEST = 6e-5  # of each request, in prefill times of a full step
-DECODE_TOKEN = 7e-4  # of each token of its context, in prefill times of a token
+DECODE_REQUEST = 6e-5  # time of each decoding request, in prefill times of a full step
+DECODE_TOKEN = 7e-4  # time of each token of its context, in prefill times of a token
 
 
 @dataclass(slots=True)
 class Sent:
     """A request that waits for its first token."""
 
-    prefill_s: float  # as the speed model predicts it
+    prefill_s: float  # prefill time that the speed model predicts
     new_tokens: int
     prompt_tokens: int
     sent_s: float
-    lora: str = ""  # its LoRA adapter
+    lora: str = ""  # the request's LoRA adapter; empty: none
     loads_first: bool = False  # the adapter or blocks: its first token is no sample of the speed
-    reload_s: float = 0.0  # until its blocks are back from slower tiers; of other routers': unknown
+    reload_s: float = 0.0  # seconds until slower tiers' blocks are back; unknown for other routers
     prefix: Fingerprint | None = None  # last block of its prompt that some replica had
 
     @property
@@ -52,14 +52,14 @@ class Sent:
 @dataclass(slots=True)
 class ReplicaLoad(PrefillQueue[Sent]):
     model: PrefillModel
-    step_tokens: int = 8192  # that the engine computes in one step at most
-    capacity_tokens: int = 0  # of its KV cache; 0: unknown
+    step_tokens: int = 8192  # most tokens that the engine computes in one step
+    capacity_tokens: int = 0  # capacity of its KV cache; 0: unknown
     decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
     # Derived from the requests and updated with each one, since every decision reads them all.
     pending_tokens: int = 0
     decoding_tokens: int = 0
-    decode_step_s: float = 0.0  # what the requests decoding there add to each step
-    mean_prefill_s: float = 0.0  # of recent requests
+    decode_step_s: float = 0.0  # seconds that its decoding requests add to each step
+    mean_prefill_s: float = 0.0  # mean prefill time of recent requests
     prefilled_s: float = 0.0  # predicted prefill of all requests that have had their first token
     loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # loaded, as we know
     loras_sent: tuple[list[str], list[str]] = field(
@@ -67,9 +67,9 @@ class ReplicaLoad(PrefillQueue[Sent]):
     )  # since the last report, and between the two last reports
     # The most pending tokens that we knew: since the last report, and between the two last ones.
     peaks: tuple[int, int] = (0, 0)
-    mean_tokens: float = 0.0  # to compute, of recent requests
+    mean_tokens: float = 0.0  # mean tokens to compute of recent requests
     reloads: Reloads = field(default_factory=Reloads)
-    kv: KvUse = field(default_factory=KvUse)  # what its requests hold of its KV cache
+    kv: KvUse = field(default_factory=KvUse)  # the part of the KV cache that its requests hold
 
     def send(self, request_id: str, sent: Sent) -> None:
         self.join(request_id, sent)

@@ -46,8 +46,8 @@ from kvroute.blocks.tiers import TierBlocks
 
 PRICE = 35.0  # rise of the price of congestion, for a lower quartile of one Scale.busy_s
 MAX_PRICE = 40.0
-COPY_PRICE = 2.5  # what a second copy of cached blocks costs others, in prefills of the copy
-ROTATION = 1.25  # what twice the mean of new conversations adds, in prefills of what is new
+COPY_PRICE = 2.5  # surcharge for a second copy of cached blocks, in prefill times of the copy
+ROTATION = 1.25  # cost of twice the mean of new conversations, in prefill times of the new part
 IDLE_POWER = 16  # rotation fades as replicas get busy: the idle share to this power
 DECODE_STEPS = 11.0  # decode steps in which a new request slows its batch, plus its prefill steps
 
@@ -64,11 +64,11 @@ class Candidate(NamedTuple):
     decode_step_s: float = 0.0  # time that the replica's decodes add to each step
     free_blocks: int = 0  # KV blocks that no running request holds
     unanswered: int = 0  # requests sent there and not yet answered
-    memory_s: float = 0.0  # until the KV cache has room for the prompt
-    lora_s: float = 0.0  # to load the request's LoRA adapter there; 0: nothing to load
+    memory_s: float = 0.0  # seconds until the KV cache has room for the prompt
+    lora_s: float = 0.0  # seconds to load the request's LoRA adapter; 0: nothing to load
     reloads: tuple[TierBlocks, ...] = ()  # the last of hit_blocks, in slower tiers than the GPU
-    reload_s: float = 0.0  # until these are in GPU memory
-    worth: float = 1.0  # what others lose by a second there, in seconds of a healthy replica
+    reload_s: float = 0.0  # seconds until the reloaded blocks are in GPU memory
+    worth: float = 1.0  # seconds of a healthy replica that one second here is worth to others
     branch_share: float = 1.0  # conversations that began there with this prefix, over the mean
 
     @property

@@ -5,7 +5,7 @@ again, is computed again, and pushes others out in turn. So computing a token co
 r / (1 - r) further tokens later, which is the pressure.
 """
 
-WEIGHT = 0.01  # of the latest prompt
+WEIGHT = 0.01  # weight of the latest prompt in the means
 MOST = 3.0
 
 
@@ -13,8 +13,8 @@ class Pressure:
     """Of all replicas together, as one router's prompts show it."""
 
     def __init__(self) -> None:
-        self._computed_tokens = 0.0  # of recent prompts, in the mean
-        self._evicted_tokens = 0.0  # those of them that some replica once had
+        self._computed_tokens = 0.0  # mean tokens to compute of recent prompts
+        self._evicted_tokens = 0.0  # mean tokens of these that some replica once had
 
     def sent(self, *, computed_tokens: int, evicted_tokens: int) -> None:
         """Record a prompt: tokens to compute, and those of them that some replica once had."""

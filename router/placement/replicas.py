@@ -30,8 +30,12 @@ class ReplicaRegistry:
         self, handshake: Handshake, running: Callable[[], Collection[str]] | None = None
     ) -> None:
         self.handshake = handshake
-        self.layouts: dict[str, Boundaries] = {}  # of engines with several cache groups
-        self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}  # of replicas that have slower tiers
+        self.layouts: dict[
+            str, Boundaries
+        ] = {}  # replica id -> boundaries, for engines with several cache groups
+        self.tiers: dict[
+            str, Mapping[Tier, TierFacts]
+        ] = {}  # replica id -> its slower tiers, if it has any
         self.free_blocks: dict[str, int] = {}  # KV blocks that no running request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}

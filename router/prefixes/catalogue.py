@@ -26,9 +26,9 @@ from kvroute.store.prefixes import Prefix, Prefixes, assigned, own_id, shared_to
 log = logging.getLogger("kvroute.prefixes")
 
 POLL_S = 0.25
-COUNT_S = 1.0  # between writes of the counts
+COUNT_S = 1.0  # seconds between writes of the counts
 RETIRE_S = 5.0  # a newer version is in use for this time before the older ones are released
-RETRY_S = 0.5  # between attempts while Redis is away
+RETRY_S = 0.5  # seconds between attempts while Redis is away
 COMPARED = 50  # names with an unknown one, for an error; each takes up to a millisecond
 
 
@@ -57,9 +57,9 @@ class Catalogue:
         self.store = store
         self._fleet = fleet
         self.block_size = block_size
-        self._versions: dict[str, list[Prefix]] = {}  # by id, oldest first
+        self._versions: dict[str, list[Prefix]] = {}  # id -> versions, oldest first
         self._shared: list[Prefix] = []  # every version of those that all namespaces share
-        self._revision: int | None = None  # of the last read; None: nothing was read yet
+        self._revision: int | None = None  # revision of the last read; None: nothing was read yet
         self._reading = asyncio.Lock()
         self._outage = Outage(log, "named prefixes stay as they are")
         self._settled_s: dict[str, float] = {}  # name in use with older versions -> since when

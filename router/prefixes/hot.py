@@ -16,7 +16,7 @@ import numpy as np
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
 
-MEMORY_S = 60.0  # after which a use counts 1/e
+MEMORY_S = 60.0  # seconds after which a use counts 1/e
 KEPT = 256  # prefixes; up to twice as many between two cleanups
 SAME_USES = 0.9  # if this share of a prefix's uses continue to a longer one, only that one is hot
 UNKNOWN: TokenIds = np.empty(0, dtype=np.uint32)
@@ -36,9 +36,11 @@ EVERYBODY = Owner()
 class Hot:
     """A prefix, and what it saved recently."""
 
-    end: Fingerprint  # of its last block
+    end: Fingerprint  # fingerprint of the last block
     blocks: int
-    token_ids: TokenIds = field(default_factory=lambda: UNKNOWN)  # from its second use on
+    token_ids: TokenIds = field(
+        default_factory=lambda: UNKNOWN
+    )  # token ids, known from the second use on
     longest_before: Fingerprint | None = None  # end of the longest known prefix that it begins with
     uses: float = 0.0  # decayed, as of at_s
     tokens_saved: float = 0.0

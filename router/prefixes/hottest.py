@@ -9,7 +9,7 @@ from kvroute.router.prefixes.hot import Hot, HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
 
 SHOWN = 20  # prefixes
-SHOWN_TOKENS = 32  # of each prefix, as text
+SHOWN_TOKENS = 32  # tokens of each prefix that are shown as text
 
 
 class Hottest:

@@ -51,7 +51,7 @@ class ChatTemplate:
         self._template = template
         self._defaults = defaults or {}
         self._with_unused_tools = with_unused_tools
-        self._facts: dict[bool, _Facts] = {}  # by whether there are tools
+        self._facts: dict[bool, _Facts] = {}  # whether there are tools -> facts
 
     @property
     def source(self) -> str:

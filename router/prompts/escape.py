@@ -19,7 +19,7 @@ from kvroute.router.api.response_object import members
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
 CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
-FIELDS = {  # of bodies, which come into prompts
+FIELDS = {  # fields of bodies whose texts come into prompts
     CHATS: CHAT,
     MESSAGES: CHAT,
     f"{MESSAGES}/count_tokens": CHAT,
@@ -27,10 +27,10 @@ FIELDS = {  # of bodies, which come into prompts
     RESPONSES: (*CHAT, "input", "instructions", "previous_input_messages"),
     COMPLETIONS: (),
 }
-OTHER_FIELDS = ("messages",)  # of other routes
+OTHER_FIELDS = ("messages",)  # such fields of other routes
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MARKS = ",[{"  # before each JSON value, but for those of one-member objects
-FEW = 1000  # of these, in the text; then it is not worth to look closer
+FEW = 1000  # matches in a text from which each value is checked without a closer look
 STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 EXACT = ("enum", "const", "default")  # members of a tool's schema that the model repeats
 
@@ -155,7 +155,7 @@ class _Values:
         """
         self._count(text)
         try:
-            before = json.loads(text)  # as vLLM does
+            before = json.loads(text)  # parsed as vLLM parses it
         except ValueError:
             before = None
         if not isinstance(before, dict | list):

@@ -29,7 +29,7 @@ BEFORE_VALUE = r"""(?:["']\s*[~+,]|\{[{%}]|%)"""
 BRACKETED = re.compile(r"[<\[{(].*[>\])}]", re.DOTALL)
 QUOTED = r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 DELETED = re.compile(rf"""\breplace\(\s*{QUOTED}\s*,\s*(?:""|'')\s*[,)]""", re.DOTALL)
-ROUNDS = 2  # of deletions; a text that needs more has been made to do harm
+ROUNDS = 2  # rounds of deletions; a text that needs more was made to do harm
 
 
 class SpecialTokens:

@@ -23,9 +23,9 @@ from kvroute.router.prompts.segments import Cutter, SegmentCache
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
 INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
-INLINE_BYTES = 8_192  # of a body; up to 9 ms of breaking special tokens, mostly some us
+INLINE_BYTES = 8_192  # bodies up to this size are escaped in the event loop, within 9 ms
 INLINE_MESSAGES = 64  # about 1 ms of rendering
-JOB_CHARACTERS = 65_536  # of short texts in one worker's turn: a call with many shares the workers
+JOB_CHARACTERS = 65_536  # characters of short texts in one job, so that calls share the workers
 WORKERS = 2
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 

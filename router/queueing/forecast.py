@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 RECENT = 4.5  # time constant of the mean rate of arrivals, in Scale.busy_s
 DELAYS = (*(0.11 * 2.0**k for k in range(10)), math.inf)  # upper bounds of classes, in Scale.busy_s
-KEEP = 0.95  # of the earlier waits' weight, at each further one
+KEEP = 0.95  # weight of earlier waits that is left at each further wait
 PRIOR = 2.3  # waits as forecast before any was seen, in Scale.busy_s
 LEAST, MOST = 0.25, 4.0  # bounds of a correction
-LATE = 0.02  # of the requests near their limit: so many may wait longer than it
-LATER = 0.1  # by which a margin grows with each of them
-NEAR = 0.5  # of its limit: a forecast above it tells how good forecasts are there
+LATE = 0.02  # share of the requests near their limit that may wait longer than it
+LATER = 0.1  # growth of the margin for each request that waits longer
+NEAR = 0.5  # share of the limit above which forecasts are compared with waits
 MAX_MARGIN = 4.0
 
 
@@ -27,7 +27,9 @@ class ArrivalRates:
 
     def __init__(self, busy_s: Callable[[], float]) -> None:
         self._busy_s = busy_s
-        self._recent_s = [0.0] * len(DELAYS)  # of prefill, as of _at_s
+        self._recent_s = [0.0] * len(
+            DELAYS
+        )  # seconds of prefill per class of delay, at the time _at_s
         self._at_s = 0.0
 
     def add(self, prefill_s: float, delay_s: float, now_s: float) -> None:
@@ -98,7 +100,7 @@ class Margin:
     """By which forecasts must stay below a request's limit, so that few wait in vain until then."""
 
     def __init__(self) -> None:
-        self.factor = 1.0  # of a forecast, at least 1
+        self.factor = 1.0  # factor that a forecast is multiplied by, at least 1
 
     def learn(self, forecast_share: float, *, is_late: bool) -> None:
         """forecast_share: of the request's limit. is_late: it was refused after all."""

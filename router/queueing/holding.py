@@ -42,7 +42,7 @@ Answer = asyncio.Future[Refusal | None]  # None: it is its turn
 class Admitted(Struct, frozen=True):
     """The permission for a request to go to a replica."""
 
-    at_s: float  # its place in the engines' order, on this router's clock
+    at_s: float  # place in the engines' order, as a time on this router's clock
     wait: Wait = NO_WAIT
     among: Sequence[str] = ()  # the replicas that it may go to; empty: all
     refused_s: float = 0.0  # the wait of requests that were just refused
@@ -196,7 +196,7 @@ class Holding:
         while self._queue and (held := self._due(replicas)):
             if not held.request.done():
                 held.request.set_result(None)
-            await asyncio.sleep(0)  # it is sent, and counts as load there
+            await asyncio.sleep(0)  # let the request be sent, so that it counts as load
             replicas = self._trusted()
 
     def _due(self, replicas: Sequence[str]) -> QueuedRequest[Answer] | None:

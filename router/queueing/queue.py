@@ -39,7 +39,7 @@ LOOKED_AT = 64  # background requests searched for a prompt that an idle replica
 DIVIDE_S = 1.0  # time between two checks which tenants are above their share
 AGAIN_S = 0.9  # turns are published again after this long, for routers that started since
 PATIENCE_S = 0.4  # time that another router has to send the request whose turn it is
-STALE_S = 1.0  # what a router saw of the replicas is void if its last look is older
+STALE_S = 1.0  # seconds after which a router's last look at the replicas is outdated
 WAKE = 0.01  # time between two looks at the replicas while requests wait, in Scale.busy_s
 MIN_WAKE_S, MAX_WAKE_S = 0.005, 0.1  # bounds of that time, so that the event loop stays idle
 PUBLISHED = (*range(1, 17), *(2**k for k in range(5, 15)))  # places whose turns are published
@@ -56,8 +56,8 @@ class QueuedRequest(Generic[R]):
     prefill_s: float  # predicted prefill time on the best replica
     priority_s: float = 0.0  # delay of its turn that the client asked for
     is_interactive: bool = False
-    is_batch: bool = False  # it is a background request
-    tenant: str = ""  # whose share it counts for; empty: it is not counted
+    is_batch: bool = False  # whether it is a background request
+    tenant: str = ""  # tenant whose share it uses; empty: no share
     home: str = ""  # the replica that has most of its prompt cached; empty: no replica has much
     turn_s: float = 0.0  # set by the queue
     was_background: bool = False  # set by the queue: it has waited as a background request
@@ -108,7 +108,9 @@ class Queue(Generic[R]):
         self._above = _Line[R]()  # background requests of tenants above their share
         self._batch = _Line[R]()
         self._shares = Shares()
-        self._others: dict[str, Waiting] = {}  # by router; their turns on our clock
+        self._others: dict[
+            str, Waiting
+        ] = {}  # router -> its waiting requests, with turns on this router's clock
         self._has_changed = False  # since the turns were published
         self._published_s = -math.inf
         self._divided_s = -math.inf  # when shares were last checked

@@ -17,8 +17,10 @@ from kvroute.router.queueing.refusals import no_seat
 from kvroute.router.queueing.wake import Wake
 
 WAITING = 1000  # requests that may wait; half of --max-requests, so that others get in
-POLL_S = 0.25  # between two looks for a free seat: idle time frees them, and other routers do
-NOTICE_S = 15.0  # between two signs of life: proxies give up after 30 or 60 s without a byte
+POLL_S = 0.25  # seconds between two looks for a free seat; idle time and other routers free seats
+NOTICE_S = (
+    15.0  # seconds between two signs of life; proxies give up after 30 or 60 s without a byte
+)
 
 Answer = asyncio.Future[None]  # done: its session has a seat
 
@@ -92,7 +94,7 @@ class Seating:
                 return
             if self._clock() >= until_s:
                 self._seats.remove(waiter)
-                wait_s = self._seats.forecast_s(waiter)  # of one that comes now
+                wait_s = self._seats.forecast_s(waiter)  # wait of a request that comes now
                 raise self._refusal(context, "has waited", until_s - waiter.arrived_s, wait_s)
             if context.still_waiting is not None:
                 await context.still_waiting()

@@ -18,10 +18,10 @@ class Shares:
     """
 
     def __init__(self) -> None:
-        self._used_s: dict[str, float] = {}  # by tenant, as of _at_s
+        self._used_s: dict[str, float] = {}  # tenant -> seconds of prefill used, at the time _at_s
         self._total_s = 0.0
         self._at_s = 0.0
-        self._waited_s: dict[str, float] = {}  # by tenant: when it last waited
+        self._waited_s: dict[str, float] = {}  # tenant -> time at which it last waited
 
     def use(self, tenant: str, prefill_s: float, now_s: float) -> None:
         """Count the prefill of a request that goes to a replica."""

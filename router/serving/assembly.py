@@ -63,7 +63,7 @@ class Parts:
     ) -> None:
         """limits: of tenants, if this model's channel tells the other routers of them."""
         deployment = replicas.deployment_name
-        self._handle = replicas.options()  # from now on, Serve tells which replicas it runs
+        self._handle = replicas.options()  # from now on, Serve publishes which replicas it runs
         running = partial(serves.running_replicas, deployment)
         known = partial(serves.replicas, deployment)
         self.settings = settings

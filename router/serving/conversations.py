@@ -46,7 +46,7 @@ NO_INPUT = Input(b"[]")
 class Expanded(Struct, frozen=True):
     """A call with all that its prompts are made of."""
 
-    call: Call  # with the whole conversation
+    call: Call  # the call with the whole conversation
     previous_id: str | None = None  # the response that it goes on with; None: it begins a new one
     store: Callable[[Members], Awaitable[None]] | None = None  # stores its response; None: do not
     prefix: Prefix | None = None  # the named prefix before its prompts
@@ -115,7 +115,7 @@ class Conversations:
         try:
             items = _decoded(joined([turn.items for turn in before]))
             return items + _decoded(last.items)[: last.inputs]
-        except DECODE_ERRORS:  # of another writer: they are no objects
+        except DECODE_ERRORS:  # written by another program: they are no objects
             return None
 
     async def _before(self, previous_id: str, salt: str) -> list[StoredTurn]:

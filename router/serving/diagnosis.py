@@ -121,7 +121,10 @@ async def redis_facts(redis: Any) -> Facts:
         "maxmemory_bytes": memory["maxmemory"],
         "used_bytes": memory["used_memory"],
         "answers_in_s": received_s - sent_s,
-        "clock_ahead_s": (redis_s - received_s, redis_s - sent_s),  # of our clock: min, max
+        "clock_ahead_s": (
+            redis_s - received_s,
+            redis_s - sent_s,
+        ),  # bounds of how far this clock is ahead: min, max
     }
 
 

@@ -13,7 +13,7 @@ from kvroute.router.serving.expansion import named_prefix
 from kvroute.router.serving.rendering import Renderer, http_call
 from kvroute.store.prefixes import Prefix
 
-WHOLE_S = 600.0  # for a replica to answer a call as a whole; it may have many texts to embed
+WHOLE_S = 600.0  # seconds for a replica to answer a whole call, which may have many texts
 
 
 async def passed_on(call: Call, request_id: str, parts: Parts, renderer: Renderer) -> Response:

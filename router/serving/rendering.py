@@ -25,7 +25,7 @@ from kvroute.router.prompts.image_homes import ImageHomes, first_image
 from kvroute.store.prefixes import Prefix
 from kvroute.wire.structs import token_ids_of
 
-CHECKED = 100  # of so many prompts that a router has rendered, a replica renders one again
+CHECKED = 100  # one in this many rendered prompts is rendered again by a replica
 # Fields of a completion that change its prompt in a way that only a replica knows.
 ONLY_REPLICAS = ("add_special_tokens", "prompt_embeds", "suffix", "truncate_prompt_tokens")
 
@@ -41,7 +41,7 @@ class RenderedCall(Struct, frozen=True):
     """A call with the token ids of its prompts."""
 
     call: Call
-    token_ids: Sequence[TokenIds]  # of each prompt
+    token_ids: Sequence[TokenIds]  # token ids of each prompt
     # The replica takes these token ids; otherwise it renders the body itself, and the ids only
     # serve placement.
     is_rendered: bool = True

@@ -30,7 +30,7 @@ async def stored(expanded: Expanded, response: Response) -> Response:
 async def _whole(expanded: Expanded, body: bytes) -> bytes:
     try:
         response = members(body)
-    except DECODE_ERRORS:  # what the client then gets is the replica's own
+    except DECODE_ERRORS:  # the client gets the replica's own bytes
         return body
     if expanded.previous_id is not None:
         response = with_previous(response, expanded.previous_id)
@@ -45,7 +45,7 @@ class _StoredEvents(Response):
 
     def __init__(self, expanded: Expanded, stream: StreamingResponse) -> None:
         super().__init__(status_code=stream.status_code)
-        self.raw_headers = stream.raw_headers  # what is added here is sent
+        self.raw_headers = stream.raw_headers  # headers that are added here are sent
         self._expanded = expanded
         self._stream = stream
 

@@ -14,7 +14,7 @@ from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 
 ALIKE = 16  # tokens in a row that both prompts have, so that they count as going on alike
-SURE = 64  # as many cannot be alike by chance, as a chat's markup between two messages can
+SURE = 64  # equal tokens that are no coincidence, unlike the markup between two messages
 REACH = 2_048  # tokens; what comes soon behind the place is looked for so far behind it at least
 SEARCHED = 131_072  # tokens behind the place; so the longest prompts take milliseconds
 STEP = 1_024  # tokens compared at once, at first: most differences come early
@@ -34,8 +34,8 @@ class Difference:
     """The first place where two prompts differ, and how they go on alike behind it."""
 
     token: int  # the first that differs, counted from 0
-    before: Span  # what stood there in the earlier prompt
-    after: Span  # what stands there now
+    before: Span  # the changed part in the earlier prompt
+    after: Span  # the changed part in this prompt
     alike: int  # tokens behind it that both prompts have
 
     def around(self, tokens: int) -> slice:
@@ -47,10 +47,12 @@ class Difference:
 class Break:
     """A chat's prompt that is not the earlier one continued."""
 
-    role: str  # of chats.PLACES: of the message that changed, or what else did
-    message: int | None  # its number in the chat, from 0; None: no message changed
+    role: str  # one of chats.PLACES: the role of the changed message, or another part
+    message: (
+        int | None
+    )  # number of the changed message in the chat, from 0; None: no message changed
     difference: Difference
-    kind: str = ""  # of the text that changed, as `volatile` names it; empty: no such kind
+    kind: str = ""  # kind of the changed text, see `volatile`; empty: another kind
 
     @property
     def lost(self) -> range:

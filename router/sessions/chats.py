@@ -20,13 +20,16 @@ from kvroute.contract.generation import TokenIds
 from kvroute.router.sessions.breaks import Break, Difference, difference
 
 CAPACITY_TOKENS = 8_000_000  # 32 MB
-MESSAGE_TOKENS, TURN_TOKENS = 24, 256  # what the rest takes, in tokens' room: 100 bytes, 1 kB
-MAX_MESSAGES = 2_048  # of a chat that is followed; a longer one costs too much to compare
+MESSAGE_TOKENS, TURN_TOKENS = (
+    24,
+    256,
+)  # memory of a message and a turn besides tokens: 100 bytes and 1 kB, in tokens
+MAX_MESSAGES = 2_048  # messages of a chat; longer chats cost too much to compare
 SHORT = 16  # characters; many chats have such a message
 FOUND_BY = 8  # a chat is found by that many of its last messages
 SHARERS = 4  # the latest chats that are found by the same message
 LOOKED_AT = 16  # messages of a new chat that others have too
-SURE_MESSAGES = 2  # so many in a row make a chat the same one
+SURE_MESSAGES = 2  # equal messages in a row from which two prompts are the same chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHERS = ("tools", "template", "other")  # definitions of tools; how messages become a prompt
@@ -163,7 +166,7 @@ class Chats:
 
     def _keep(self, turn: SentChat) -> None:
         if not turn.telling:
-            return  # it could not be found again
+            return  # no later turn could find it
         self._turns[turn] = None
         self.room_tokens += turn.room_tokens
         for key in turn.keys:

@@ -33,7 +33,7 @@ TURNS = (1, 2, 4)  # the last number of a turn in each kind; further ones are of
 BUCKETS = len(TURNS) + 1
 ENDED = 2 * BUCKETS  # the kind of turns that are the last ones, as their clients say
 KINDS = ENDED + 1  # before it: of each bucket, turns without tools, then those with tools
-UNLIKELY = 0.4  # of the turns that come back of the likeliest kind; a kind below is unlikely to
+UNLIKELY = 0.4  # kinds of turns below this share of the likeliest kind's returns are unlikely
 WRONG = 0.1  # the share of ends that clients may get wrong and still be believed
 
 
@@ -107,7 +107,7 @@ class Returns:
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self.counts = TurnCounts()
-        self._rng = rng or random.Random()  # for numbers of sessions without a name
+        self._rng = rng or random.Random()  # makes numbers for sessions without a name
         self._ends: OrderedDict[Fingerprint, _End] = OrderedDict()
         self._sessions: OrderedDict[int, Fingerprint] = OrderedDict()  # named ones: latest end
 

@@ -2,8 +2,8 @@
 
 import re
 
-CONTEXT_TOKENS = 12  # of the prompt before and behind the change: marks such as "<total_tokens>"
-MAX_TOKENS = 64  # of a change; a longer one is no date and no counter
+CONTEXT_TOKENS = 12  # prompt tokens on each side of a change, for marks such as "<total_tokens>"
+MAX_TOKENS = 64  # tokens of a change; a longer change is no date and no counter
 # The first that is found counts.
 KINDS = (
     ("a count of the tokens that are left", re.compile(r"total_tokens|tokens (?:left|remaining)")),
