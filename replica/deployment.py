@@ -223,7 +223,7 @@ class Replica:
         others need the report.
         """
         while True:
-            self._server.tell([rank.backlog.pending_tokens for rank in self._ranks])
+            self._server.report_pending([rank.backlog.pending_tokens for rank in self._ranks])
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     async def _die_with_engine(self) -> None:

@@ -70,7 +70,7 @@ class ReplicaMetrics:
             self._cached_tokens.inc(chunk.cached_tokens)
         self._output_tokens.inc(len(chunk.token_ids))
 
-    def happened(self, events: Iterable[KVEvent], groups: int | None = None) -> None:
+    def record_events(self, events: Iterable[KVEvent], groups: int | None = None) -> None:
         """Count changes of the engine's cache.
 
         Args:

@@ -77,7 +77,7 @@ class Ghosts:
             size: blocks * self._block_tokens for size, blocks in zip(SIZES, totals, strict=True)
         }
 
-    def happened(self, events: Iterable[KVEvent]) -> None:
+    def record_events(self, events: Iterable[KVEvent]) -> None:
         """Record changes of the engine's cache, in order."""
         for event in events:
             match event:

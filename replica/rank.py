@@ -71,8 +71,8 @@ class Rank:
         return asyncio.create_task(events, name="events")
 
     def _record_events(self, events: Sequence[KVEvent]) -> None:
-        self._metrics.happened(events, self._groups)
-        self.ghosts.happened(events)
+        self._metrics.record_events(events, self._groups)
+        self.ghosts.record_events(events)
         if self._copies:
             for event in events:
                 if isinstance(event, Transfers):

@@ -24,7 +24,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.heard = 0  # number of received messages
+        self.received_messages = 0  # number of received messages
         self._reader = Reader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -36,7 +36,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             for kind, payload in self._reader.feed(data):
-                self.heard += 1
+                self.received_messages += 1
                 self.received(kind, payload)
         except DECODE_ERRORS as error:
             self.abort(f"received a message that cannot be read: {error}")

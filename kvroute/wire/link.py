@@ -144,10 +144,10 @@ class Link(Connection):
     LostError if the connection ends before that.
     """
 
-    def __init__(self, replica_id: str, secret: bytes, told: OnPending = nothing) -> None:
+    def __init__(self, replica_id: str, secret: bytes, on_pending: OnPending = nothing) -> None:
         super().__init__()
         self.replica_id = replica_id
-        self._on_pending = told
+        self._on_pending = on_pending
         self.loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.closed: asyncio.Future[None] = self.loop.create_future()
@@ -323,7 +323,7 @@ async def connect(
     secret: bytes,
     *,
     within_s: float,
-    told: OnPending = nothing,
+    on_pending: OnPending = nothing,
 ) -> Link:
     """Connect to a replica, and return the link once both ends have proven themselves.
 
@@ -338,7 +338,7 @@ async def connect(
     Raises:
         LostError: there is no connection within `within_s`.
     """
-    link = Link(replica_id, secret, told)
+    link = Link(replica_id, secret, on_pending)
     try:
         async with asyncio.timeout(within_s):
             await link.loop.create_connection(lambda: link, host, port)

@@ -57,7 +57,7 @@ class Server:
         self.peers = set["Peer"]()
         self._most = most
         self._idle_reports = 0  # number of latest reports in a row without pending tokens
-        self.told: list[int] = []  # pending prompt tokens of each rank in the latest report
+        self.reported: list[int] = []  # pending prompt tokens of each rank in the latest report
         self._is_stopping = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -87,7 +87,7 @@ class Server:
             return f"the replica runs {self.running} requests, as many as it may"
         return ""
 
-    def tell(self, pending_tokens: Sequence[int]) -> None:
+    def report_pending(self, pending_tokens: Sequence[int]) -> None:
         """Send all routers a report of the prompt tokens that each rank has to compute.
 
         After IDLE_REPORTS reports without pending tokens, no more of them are sent.
@@ -95,9 +95,9 @@ class Server:
         self._idle_reports = 0 if any(pending_tokens) else self._idle_reports + 1
         if self._idle_reports > IDLE_REPORTS:
             return
-        self.told = [*pending_tokens]
+        self.reported = [*pending_tokens]
         for peer in self.peers:
-            peer.tell(self.told)
+            peer.report_pending(self.reported)
 
     def stop(self) -> None:
         """Refuse all requests from now on; running requests continue.
@@ -183,7 +183,7 @@ class Peer(Connection):
                 call = structs.decode_call(payload)
                 self._run(call.stream, self._answer(call))
 
-    def tell(self, pending_tokens: Sequence[int]) -> None:
+    def report_pending(self, pending_tokens: Sequence[int]) -> None:
         """Report pending tokens to the router, unless it does not read."""
         if self._is_proven and not self._is_paused:
             self.send(MessageKind.PENDING, encode(structs.Pending([*pending_tokens])))
@@ -214,7 +214,7 @@ class Peer(Connection):
         self.send(
             MessageKind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", given.nonce)))
         )
-        self.tell(self._server.told)
+        self.report_pending(self._server.reported)
 
     def _begin(self, payload: bytes) -> None:
         stream, request = structs.decode_begin(payload)

@@ -1,8 +1,9 @@
-"""What tenants have under way on all routers, and whether their limits let in more.
+"""The limits of tenants: what each has in flight on all routers, and what more there is room for.
 
-Arithmetic: no clocks, no sockets. A router knows its own requests at once. Of the others it knows
-what they last told, so all together go over a limit by what the others let in since then. While it
-is cut off from them, each enforces its share of a limit. Times are of a monotonic clock.
+Arithmetic: no clocks, no sockets. A router knows its own requests at once, and those of the others
+as of their last reports. So all routers together may exceed a limit by what the others have let in
+since then. A router that is cut off from the others enforces its share of each limit. Times are of
+a monotonic clock.
 """
 
 import math
@@ -69,7 +70,7 @@ class Limits:
         self.on_change: Callable[[], object] = lambda: None
         self._limits_of = limits_of
         self._usages: dict[str, Usage] = {}  # tenant with limits -> its usage, while there is any
-        self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> what it told
+        self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> its counts
         self._changed = set[str]()  # tenants, since the last report
         self._complete_s = -math.inf  # when all were last reported
         self._shared_by = 1
@@ -145,8 +146,8 @@ class Limits:
         requests, tokens = (usage.requests, usage.prompt_tokens) if usage else (0, 0)
         if self._shared_by > 1:
             return requests, tokens
-        for told in self._others.values():
-            if there := told.get(tenant):
+        for reported in self._others.values():
+            if there := reported.get(tenant):
                 requests, tokens = requests + there.requests, tokens + there.prompt_tokens
         return requests, tokens
 
@@ -202,14 +203,16 @@ class Limits:
         if before is None and not is_complete:
             return
         known = before if before and not is_complete else dict[str, TenantCounts]()
-        told = {count.tenant: count for count in counts}
+        reported = {count.tenant: count for count in counts}
         room = BUSY_TENANTS - len(known)
-        new = [*islice((tenant for tenant in told if tenant not in known), room)]
-        told = {tenant: told[tenant] for tenant in [*new, *(told.keys() & known.keys())]}
-        for tenant, each in told.items():
+        new = [*islice((tenant for tenant in reported if tenant not in known), room)]
+        reported = {
+            tenant: reported[tenant] for tenant in [*new, *(reported.keys() & known.keys())]
+        }
+        for tenant, each in reported.items():
             last = before.get(tenant) if before else None
             self._charge_other(each, last, before is None, now_s)
-        known.update(told)
+        known.update(reported)
         self._others[router] = known
 
     def forget(self, router: str) -> None:
@@ -234,17 +237,17 @@ class Limits:
         self.unsent()
 
     def _charge_other(
-        self, told: TenantCounts, before: TenantCounts | None, is_first: bool, now_s: float
+        self, reported: TenantCounts, before: TenantCounts | None, is_first: bool, now_s: float
     ) -> None:
-        limits = self._limits_of(told.tenant)
+        limits = self._limits_of(reported.tenant)
         each_minute = limits and limits.uncached_tokens_per_minute
         if self._shared_by > 1 or not each_minute:
             return
-        spent = told.spent - (before.spent if before else 0)
+        spent = reported.spent - (before.spent if before else 0)
         if not (spent or is_first):
             return
-        usage = self._usage(told.tenant, now_s)
-        debt = max(usage.debt, told.debt) if is_first else usage.debt + spent
+        usage = self._usage(reported.tenant, now_s)
+        debt = max(usage.debt, reported.debt) if is_first else usage.debt + spent
         usage.debt = min(max(0.0, debt), max(usage.debt, MAX_TOLD_MINUTES * each_minute))
 
     def _counts(self, tenant: str, now_s: float) -> TenantCounts:

@@ -117,7 +117,7 @@ class Seats(Generic[R]):
         self._seat_tokens = Counter[int]()  # tenant -> its seats
         self._busy_share = 0.0
         self._pressure = 0.0
-        self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # tenant -> its waiting requests
+        self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # tenant -> waiting
         self._elsewhere: dict[
             str, tuple[int, float]
         ] = {}  # router -> number of waiting requests, first arrival

@@ -39,7 +39,7 @@ TTLS = ("5m", "30m", "1h", "24h")  # times to live that ask to keep a prompt; `i
 CACHEABLE_FIELDS = ("system", "tools", "messages", "input")  # their items can have `cache_control`
 
 
-def said_of(headers: Mapping[str, str], call: Call) -> SessionHints:
+def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:
     """Return the session, its end and the cache hints that a request sends.
 
     Raises:

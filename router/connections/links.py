@@ -43,10 +43,10 @@ class Links:
     def __init__(
         self,
         replicas: Callable[[], ServeReplicas],
-        told: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
+        on_pending: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
     ) -> None:
         """told: called with what a rank says that it has to compute."""
-        self._told = told
+        self._on_pending = on_pending
         self.losses = 0  # connections that ended while Serve ran the replica
         self._failures: dict[str, tuple[float, str]] = {}  # replica id -> since when, and why
         self._replicas = replicas
@@ -80,10 +80,10 @@ class Links:
         """Return the replicas that run requests of this router, even if Serve has removed them."""
         return {id_ for id_, link in self._links.items() if link.streams}
 
-    def heard(self, replica_id: str) -> int:
+    def received_messages(self, replica_id: str) -> int:
         """How many messages have come from it."""
         link = self._links.get(replica_id)
-        return link.heard if link else 0
+        return link.received_messages if link else 0
 
     def owed(self, rank_id: str) -> int:
         """How many questions its replica has not answered yet."""
@@ -182,7 +182,7 @@ class Links:
                 address.port,
                 address.secret,
                 within_s=CONNECT_S,
-                told=partial(self._tell, replica_id),
+                on_pending=partial(self._report_pending, replica_id),
             )
         except (RayError, UnknownReplicaError, LostError, TimeoutError, *DECODE_ERRORS) as error:
             self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
@@ -194,9 +194,9 @@ class Links:
         self.losses += 1
         return True
 
-    def _tell(self, replica_id: str, pending_tokens: Sequence[int]) -> None:
+    def _report_pending(self, replica_id: str, pending_tokens: Sequence[int]) -> None:
         for rank_id, tokens in zip(self.told_ranks(replica_id), pending_tokens, strict=False):
-            self._told(rank_id, tokens)
+            self._on_pending(rank_id, tokens)
 
     def _note(self, replica_id: str, reason: str) -> None:
         since_s, known = self._failures.get(replica_id, (time.monotonic(), ""))

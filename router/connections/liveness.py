@@ -47,7 +47,7 @@ class Liveness:
         self._fleet = fleet
         self._dead_checks = max(SUSPECT_CHECKS, round(hang_timeout_s / CHECK_INTERVAL_S))
         self._quiet: dict[str, int] = {}  # replica id -> checks without a sign of life
-        self._heard: dict[str, int] = {}  # replica id -> its messages at the last check
+        self._received: dict[str, int] = {}  # replica id -> its messages at the last check
         self._probed: set[str] = set()  # ids of replicas with a probe in flight
 
     def running(self) -> list[str]:
@@ -73,7 +73,7 @@ class Liveness:
         watched = self._links.busy().union(replicas.ids())
         for replica_id in self._quiet.keys() - watched:
             del self._quiet[replica_id]
-            self._heard.pop(replica_id, None)
+            self._received.pop(replica_id, None)
         for replica_id in watched:
             quiet = self._quiet[replica_id] = self._quiet_checks(replica_id)
             if quiet and quiet % self._dead_checks == 0:
@@ -87,9 +87,9 @@ class Liveness:
 
     def _quiet_checks(self, replica_id: str) -> int:
         """Return the number of checks, up to this one, without a sign of life."""
-        quiet, heard = self._quiet.get(replica_id, 0), self._links.heard(replica_id)
-        has_spoken = heard != self._heard.get(replica_id, heard)
-        self._heard[replica_id] = heard
+        quiet, heard = self._quiet.get(replica_id, 0), self._links.received_messages(replica_id)
+        has_spoken = heard != self._received.get(replica_id, heard)
+        self._received[replica_id] = heard
         # An idle replica with a valid lease is alive. This does not hold for a replica that was
         # declared dead: it is idle because its requests were ended.
         is_alive = has_spoken or (quiet < self._dead_checks and self._is_idle(replica_id))

@@ -96,7 +96,7 @@ class Ticket:
             self.context.entry.admit(request_id, tokens, new_tokens, now_s)
         retention = self.context.retention
         if retention is None:
-            retention = self._gate.fleet.retention(placement, self.context.said)
+            retention = self._gate.fleet.retention(placement, self.context.hints)
         self.context = replace(self.context, retention=retention)
         return await self._has_seat(placement) and await self._is_due(placement)
 

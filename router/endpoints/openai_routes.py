@@ -30,7 +30,7 @@ from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
-from kvroute.router.api.sessions import said_of
+from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
 from kvroute.router.dispatch.chat_batch import answered_together
 from kvroute.router.dispatch.relay import whole_response
@@ -94,10 +94,10 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
     with leaving(entry):
         call = _with_headers(await bodies.read(parse_any, request), request)
         try:
-            said = said_of(request.headers, call)
+            hints = hints_of(request.headers, call)
             model = models.named(call.model, limits_of(request))
             context = RequestContext(
-                namespace=call.cache_salt, lora=model.adapter(call.model) or "", said=said
+                namespace=call.cache_salt, lora=model.adapter(call.model) or "", hints=hints
             )
             receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
@@ -208,7 +208,7 @@ async def _answer(
         lora=model.adapter(call.model) or "",
         urgency=urgency if is_first else urgency.without_bound(),
         sharer=sharer_of(call.caller, call.body.get("user")),
-        said=said_of(request.headers, call),
+        hints=hints_of(request.headers, call),
         still_waiting=notices.of(call) if notices else None,
     )
     response = await model.requests.answer(call, context)

@@ -21,7 +21,7 @@ from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.eviction_history import EvictionHistory
 from kvroute.router.index.masks import TABLES, Masks
 
-# After that time the index has told what an engine stored: within two of the feed's polls, it has
+# After that time the index has what an engine stored: within two of the feed's polls, it has
 # noticed any change that it missed.
 TOLD_S = 2.0
 
@@ -100,9 +100,9 @@ class Mirror:
 
     def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         """Take over what the index tells; from now on, it also tells when they are gone."""
-        slot, told = self._slots[replica_id], [*fingerprints]
-        self._held.mark(slot, told)
-        self._expected.unmark(slot, told)
+        slot, members = self._slots[replica_id], [*fingerprints]
+        self._held.mark(slot, members)
+        self._expected.unmark(slot, members)
 
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         self._remember(self._held.unmark(self._slots[replica_id], fingerprints))
@@ -135,7 +135,7 @@ class Mirror:
         self._expected.unmark(self._bits(replica_id), fingerprints)
 
     def computed(self, replica_id: str, fingerprints: Sequence[Fingerprint], now_s: float) -> None:
-        """Expect the blocks of a request that has ended until the index must have told of them.
+        """Expect the blocks of a request that has ended until the index must have them.
 
         The next turn of its conversation may come sooner than that.
         """
@@ -143,7 +143,7 @@ class Mirror:
             self._computed.append((now_s, replica_id, fingerprints))
 
     def forget_computed(self, now_s: float) -> None:
-        """Expect no longer what the index must have told of by now."""
+        """Expect no longer the blocks that the index must have by now."""
         while self._computed and self._computed[0][0] <= now_s - TOLD_S:
             _, replica_id, fingerprints = self._computed.popleft()
             self.unexpect(replica_id, fingerprints)

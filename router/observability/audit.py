@@ -148,6 +148,6 @@ def _in_host(replica: ReplicaAudit | None) -> dict[str, Any]:
     """Return both comparisons of the blocks in host memory; nothing for a replica without any."""
     if replica is None or replica.in_host is msgspec.UNSET:
         return {}
-    told = replica.in_host
-    blocks = {"engine": told.true_blocks, "replica": told.blocks}
-    return {"in_host": {"blocks": blocks, "drift": told.drift}}
+    comparison = replica.in_host
+    blocks = {"engine": comparison.true_blocks, "replica": comparison.blocks}
+    return {"in_host": {"blocks": blocks, "drift": comparison.drift}}

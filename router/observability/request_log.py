@@ -132,9 +132,9 @@ class RequestLog(RequestObserver):
             queued_s=waited_s or msgspec.UNSET,
             seat_s=attempt.context.wait.seat_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),
-            session=attempt.context.said.session & ID_BITS or msgspec.UNSET,
-            session_end=attempt.context.said.is_end or msgspec.UNSET,
-            tools=attempt.context.said.has_tools or msgspec.UNSET,
+            session=attempt.context.hints.session & ID_BITS or msgspec.UNSET,
+            session_end=attempt.context.hints.is_end or msgspec.UNSET,
+            tools=attempt.context.hints.has_tools or msgspec.UNSET,
         )
 
     def _ids(self, chain: Sequence[Fingerprint]) -> list[int]:

@@ -109,7 +109,7 @@ class RequestContext(Struct, frozen=True):
     urgency: Urgency = AT_EASE
     sharer: str = ""  # unit of fair sharing; empty: none
     wait: Wait = NO_WAIT  # wait of this prompt in the router
-    said: SessionHints = NO_HINTS
+    hints: SessionHints = NO_HINTS
     retention: Retention | None = None  # retention of this prompt, once it was placed
     # Is called again and again while it waits for a seat, as its client cannot see that it does.
     still_waiting: Callable[[], Awaitable[None]] | None = None

@@ -259,11 +259,11 @@ class Fleet:
         answer_s = self.loads.scale.answer_s
         return answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
 
-    def retention(self, placement: Placement, said: SessionHints = NO_HINTS) -> Retention:
+    def retention(self, placement: Placement, hints: SessionHints = NO_HINTS) -> Retention:
         """Return how long a replica should keep the prompt's blocks."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks
-        return self.returns.retention(chain, known_blocks, said, shared_blocks)
+        return self.returns.retention(chain, known_blocks, hints, shared_blocks)
 
     # Dispatches.
 

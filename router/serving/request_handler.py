@@ -40,7 +40,7 @@ from kvroute.router.serving.expansion import expand
 from kvroute.router.serving.passed_on import passed_on
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
 from kvroute.router.serving.responding import respond
-from kvroute.router.sessions.breaks import Break, told_apart
+from kvroute.router.sessions.breaks import Break, with_image_numbers
 from kvroute.router.sessions.chats import Chats
 from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
 
@@ -116,7 +116,7 @@ class RequestHandler:
             )
             scope = Scope(context.lora, context.namespace, shared_tokens)
             placement = self._parts.fleet.place(prompt, running, now_s, scope, features)
-            retention = self._parts.fleet.retention(placement, context.said)
+            retention = self._parts.fleet.retention(placement, context.hints)
             receipts.append(
                 receipt(placement, policy=self._policy, broken=broken, retention=retention)
             )
@@ -179,7 +179,7 @@ class RequestHandler:
         if messages is None:
             return None
         scope = f"{lora}|{prefix.id if prefix else ''}|{call.cache_salt}"
-        ids = told_apart(rendered.token_ids[0], rendered.features)
+        ids = with_image_numbers(rendered.token_ids[0], rendered.features)
         found = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
         if found and found.difference.after.tokens <= MAX_TOKENS:
             around = found.difference.around(CONTEXT_TOKENS)

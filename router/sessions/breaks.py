@@ -79,17 +79,19 @@ class Break:
         }
 
 
-def told_apart(token_ids: TokenIds, features: Sequence[Feature]) -> TokenIds:
+def with_image_numbers(token_ids: TokenIds, features: Sequence[Feature]) -> TokenIds:
     """Return the ids with a number for each image in place of its tokens.
 
     The tokens themselves are the same for all images.
     """
     if not features:
         return token_ids
-    told = token_ids.copy()
+    numbered = token_ids.copy()
     for feature in features:
-        told[feature.offset : feature.end] = np.uint32(xxh32_intdigest(feature.identifier.encode()))
-    return told
+        numbered[feature.offset : feature.end] = np.uint32(
+            xxh32_intdigest(feature.identifier.encode())
+        )
+    return numbered
 
 
 def difference(old: TokenIds, new: TokenIds, *, seed: int) -> Difference | None:

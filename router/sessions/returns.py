@@ -118,7 +118,7 @@ class Returns:
         self,
         chain: Sequence[Fingerprint],
         known_blocks: int,
-        said: SessionHints,
+        hints: SessionHints,
         shared_blocks: int = 0,
     ) -> Retention:
         """Return how a replica is to keep a prompt's blocks.
@@ -130,20 +130,20 @@ class Returns:
             shared_blocks: how many of them are everybody's: no conversation goes on from there.
         """
         end = chain[-1] if chain else NO_BLOCK
-        before = self._before(chain, known_blocks, said.session, shared_blocks)
+        before = self._before(chain, known_blocks, hints.session, shared_blocks)
         earlier = self._ends.get(before)
         turn = SessionTurn(
             end,
-            said.session or self._session_after(earlier, end),
+            hints.session or self._session_after(earlier, end),
             _number_after(earlier, end),
             before,
-            is_named=said.session != 0,
-            is_last=said.is_end,
-            has_tools=said.has_tools,
-            tenant=said.tenant,
+            is_named=hints.session != 0,
+            is_last=hints.is_end,
+            has_tools=hints.has_tools,
+            tenant=hints.tenant,
         )
         order = self.counts.order(_kind(turn))
-        if said.is_promised and not said.is_end:
+        if hints.is_promised and not hints.is_end:
             order = Order.USUAL
         return Retention(turn, RetentionHint(order, turn.session), self._lost(earlier))
 

@@ -80,7 +80,7 @@ class Running:
     async def pump(self) -> None:
         async for events in self.engine.events():
             self.transfers += [event for event in events if isinstance(event, Transfers)]
-            self.ghosts.happened(events)
+            self.ghosts.record_events(events)
             if comparison := self.table.apply(events, self.changes):
                 self.comparisons.append(comparison)
 

@@ -20,7 +20,7 @@ class Routed:
         self.fleet.mirror.join(REPLICA)
         self.fleet.update([ReplicaRecord(REPLICA, "1", 0, engine.facts, engine.load())])
 
-    async def hear(self) -> None:
+    async def receive(self) -> None:
         """The mirror follows all events so far."""
         assert (await self.running.compare()).drift == 0
         changes, self.running.changes = self.running.changes, Changes()

@@ -166,10 +166,10 @@ def test_a_replica_knows_how_much_it_computes_for_want_of_cache() -> None:
     ghosts = Ghosts(capacity_blocks=4, block_tokens=10)
     missed = Missed(ghosts)
     assert missed.share(0.0) == 0.0
-    ghosts.happened([BlockStored([1], [Fingerprint(1)]), BlockRemoved([1])])
+    ghosts.record_events([BlockStored([1], [Fingerprint(1)]), BlockRemoved([1])])
     missed.computed(30)
     assert missed.share(2.0) == 0.0
-    ghosts.happened([BlockStored([1], [Fingerprint(1)])])
+    ghosts.record_events([BlockStored([1], [Fingerprint(1)])])
     missed.computed(10)
     assert missed.share(4.0) == pytest.approx(10 / 40, rel=0.01)
     missed.computed(40)

@@ -61,7 +61,7 @@ class Replicas:
             await until(lambda: self._wired.links.connected() == ["r0"])
             tasks = [asyncio.create_task(self._ask(prompt)) for prompt in prompts]
             await until(lambda: len(self.asked) == len(prompts))
-            await until(lambda: self._wired.links.heard("r0") > len(prompts))
+            await until(lambda: self._wired.links.received_messages("r0") > len(prompts))
             self._wired.list("r1")
             await until(lambda: "r1" in self._wired.links.connected())
             self._wired.links.lose("r0", error)
@@ -112,7 +112,7 @@ async def test_requests_that_stop_two_replicas_together_are_sent_to_no_third() -
             for prompt in (PROMPT, PROMPT + 1)
         ]
         for asks, stopped, following in ((2, "r0", "r1"), (4, "r1", "r2")):
-            while len(asked) < asks or wired.links.heard(stopped) <= 2:
+            while len(asked) < asks or wired.links.received_messages(stopped) <= 2:
                 await asyncio.sleep(0.01)
             wired.list(following)
             while following not in wired.links.connected():
@@ -168,7 +168,7 @@ def test_the_list_of_blamed_requests_has_a_bound() -> None:
 def test_routers_share_blamed_requests() -> None:
     publisher, there = PeerPublisher("here"), PoisonList()
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
-    subscriber = PeerSubscriber(fleet, own="there", blamed=there.hear)
+    subscriber = PeerSubscriber(fleet, own="there", blamed=there.receive)
     PoisonList(publisher.blamed).add(request_of(), "it stopped r0")
     subscriber.receive(decode(encode(publisher.take())))
     assert is_refused(there, request_of())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
-from kvroute.router.sessions.breaks import ALIKE, Difference, difference, told_apart
+from kvroute.router.sessions.breaks import ALIKE, Difference, difference, with_image_numbers
 
 
 def tokens(count: int, *, of: int = 0) -> TokenIds:
@@ -41,12 +41,14 @@ def test_messages_that_were_dropped_are_what_stood_there() -> None:
 
 def test_another_image_is_a_difference_though_its_tokens_are_the_same() -> None:
     prompt = np.concatenate([HEAD, np.full(30, 7, np.uint32), REST])
-    cat, dog = [told_apart(prompt, [Feature(name, len(HEAD) + 2, 20)]) for name in ("cat", "dog")]
+    cat, dog = [
+        with_image_numbers(prompt, [Feature(name, len(HEAD) + 2, 20)]) for name in ("cat", "dog")
+    ]
     found = difference(cat, dog, seed=5)
     assert found is not None
     assert (found.token, found.after.tokens) == (len(HEAD) + 2, 20)
     assert difference(cat, cat, seed=5) is None
-    assert told_apart(prompt, []) is prompt
+    assert with_image_numbers(prompt, []) is prompt
 
 
 def test_a_prompt_that_goes_on_has_no_difference() -> None:

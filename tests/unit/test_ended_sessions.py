@@ -82,7 +82,7 @@ async def test_the_end_of_a_last_request_is_told_to_all(said: SessionHints) -> N
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), observer=ended)
     async with replicas.wired as wired:
         running = asyncio.create_task(ended.run(wired.links))
-        context = RequestContext(time.monotonic(), said=said)
+        context = RequestContext(time.monotonic(), hints=said)
         generation = await dispatcher_of(wired, fleet).begin(PROMPT, completion(), context)
         while await generation.next():
             assert replicas.told == []

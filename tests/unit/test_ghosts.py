@@ -51,7 +51,7 @@ def hits(pool: BlockPool, prompts: Sequence[TokenIds], *, ghosts: Ghosts | None 
         pool.free(table)
         events = pool.drain()
         if ghosts is not None:
-            ghosts.happened(events)
+            ghosts.record_events(events)
     return found
 
 
@@ -87,7 +87,7 @@ def test_a_larger_cache_never_has_fewer_hits_and_the_list_never_exceeds_the_cach
     ghosts = Ghosts(8, SIZE)
     for event in [*events, BlockStored([-1], ())]:
         before = ghosts.hit_tokens
-        ghosts.happened([event])
+        ghosts.record_events([event])
         found = ghosts.hit_tokens
         assert list(found.values()) == sorted(found.values())
         assert all(found[size] >= before[size] for size in SIZES)
@@ -98,7 +98,7 @@ def test_the_list_is_bounded_if_blocks_are_only_evicted() -> None:
     for size in (1, 1_000):
         ghosts = Ghosts(8, SIZE)
         for first in range(0, 1_000, size):
-            ghosts.happened([removed(*range(first, first + size))])
+            ghosts.record_events([removed(*range(first, first + size))])
         assert len(ghosts) <= 3 * 8
 
 
@@ -110,11 +110,11 @@ def test_only_a_block_without_a_copy_left_is_a_ghost_and_each_once(
     gone = set[int]()
     for is_stored, block in steps:
         if is_stored:
-            ghosts.happened([stored(block)])
+            ghosts.record_events([stored(block)])
             there[block] += 1
             gone.discard(block)
         elif there[block]:
-            ghosts.happened([removed(block)])
+            ghosts.record_events([removed(block)])
             there[block] -= 1
             gone |= set() if there[block] else {block}
         assert sorted(each for part in ghosts._parts for each in part) == sorted(gone)
@@ -123,7 +123,7 @@ def test_only_a_block_without_a_copy_left_is_a_ghost_and_each_once(
 
 def test_a_ghost_that_is_evicted_again_is_the_youngest_and_in_the_list_once() -> None:
     ghosts = Ghosts(8, SIZE)
-    ghosts.happened([removed(*range(6)), stored(100), removed(0)])
+    ghosts.record_events([removed(*range(6)), stored(100), removed(0)])
     assert [[*part] for part in ghosts._parts] == [[4, 5, 0], [2, 3], [1]]
 
 
@@ -137,22 +137,22 @@ def stored(*blocks: int, group: int = 0) -> BlockStored:
 
 def test_the_evictions_since_a_blocks_own_show_how_large_the_cache_had_to_be() -> None:
     ghosts = Ghosts(8, SIZE)  # room for 2, 2 and 4 ghosts
-    ghosts.happened([removed(*range(9)), stored(100)])
+    ghosts.record_events([removed(*range(9)), stored(100)])
     for block, expected in ((0, (0, 0, 0)), (1, (0, 0, 1)), (5, (0, 1, 2)), (8, (1, 2, 3))):
-        ghosts.happened([stored(block)])
+        ghosts.record_events([stored(block)])
         assert tuple(ghosts.hit_tokens.values()) == tuple(SIZE * blocks for blocks in expected)
 
 
 def test_blocks_after_a_miss_are_no_hits_of_a_smaller_cache() -> None:
     ghosts = Ghosts(8, SIZE)
-    ghosts.happened([removed(*range(4)), stored(3, 100, 2)])
+    ghosts.record_events([removed(*range(4)), stored(3, 100, 2)])
     assert ghosts.hit_tokens == dict.fromkeys(SIZES, SIZE)
 
 
 def test_an_emptied_cache_and_lost_events_leave_no_ghosts() -> None:
     for event in (AllBlocksCleared(), EventsLost()):
         ghosts = Ghosts(8, SIZE)
-        ghosts.happened([removed(1), event, BlockStored([1], [Fingerprint(1)])])
+        ghosts.record_events([removed(1), event, BlockStored([1], [Fingerprint(1)])])
         assert ghosts.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
@@ -164,21 +164,21 @@ def test_one_group_is_followed_the_first_of_the_layouts_first_entry(
     engine.facts = msgspec.structs.replace(engine.facts, layout=layout)
     monkeypatch.setattr(engine, "members", (1, 0))
     ghosts = ghosts_of(engine, BlockTable(engine.members))
-    ghosts.happened(
+    ghosts.record_events(
         [removed(1), removed(2, group=1), BlockStored([1], [Fingerprint(1)]), stored(2, group=1)]
     )
     assert ghosts.hit_tokens == dict.fromkeys(SIZES, 32)
     assert sum(ghosts._limits) == 64 * 16 // 32
     monkeypatch.setattr(engine, "members", (None,))
     without = ghosts_of(engine, BlockTable(engine.members))
-    without.happened([removed(1), BlockStored([1], [Fingerprint(1)])])
+    without.record_events([removed(1), BlockStored([1], [Fingerprint(1)])])
     assert without.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
 def test_metrics_have_all_ranks_ghost_hits() -> None:
     ranks = [Ghosts(8, SIZE), Ghosts(8, 2 * SIZE)]
     for ghosts in ranks:
-        ghosts.happened([removed(1), BlockStored([1], [Fingerprint(1)])])
+        ghosts.record_events([removed(1), BlockStored([1], [Fingerprint(1)])])
     assert ghost_hit_tokens(ranks) == dict.fromkeys(SIZES, 3 * SIZE)
 
 
@@ -196,10 +196,10 @@ def test_blocks_that_are_reloaded_from_host_memory_are_not_missed() -> None:
         BlockStored([1], [Fingerprint(1)], group=1),
         BlockRemoved([1]),
     ]
-    ghosts.happened(before)
+    ghosts.record_events(before)
     table.apply(before, Changes())
-    ghosts.happened([BlockStored([1], [Fingerprint(1)])])
+    ghosts.record_events([BlockStored([1], [Fingerprint(1)])])
     assert ghosts.hit_tokens["2"] == 0
     table.apply([BlockRemoved([1], group=1)], Changes())
-    ghosts.happened([BlockRemoved([1]), BlockStored([1], [Fingerprint(1)])])
+    ghosts.record_events([BlockRemoved([1]), BlockStored([1], [Fingerprint(1)])])
     assert ghosts.hit_tokens["2"] == 10

@@ -26,14 +26,14 @@ def test_a_block_that_leaves_the_engine_stays_known_in_host_memory() -> None:
 def test_stores_in_host_memory_do_not_count_for_the_engines_cache() -> None:
     registry = CollectorRegistry()
     metrics = ReplicaMetrics(registry)
-    metrics.happened([*STORED, BlockRemoved([20], group=1)], groups=1)
+    metrics.record_events([*STORED, BlockRemoved([20], group=1)], groups=1)
     assert registry.get_sample_value("kvroute_engine_stored_blocks_total") == 1
     assert registry.get_sample_value("kvroute_engine_evicted_blocks_total") == 0
 
 
 def test_transfers_are_counted_by_direction() -> None:
     registry = CollectorRegistry()
-    ReplicaMetrics(registry).happened([Transfers(64, 100, 0.5, 10, 0.25)] * 2)
+    ReplicaMetrics(registry).record_events([Transfers(64, 100, 0.5, 10, 0.25)] * 2)
     assert registry.get_sample_value("kvroute_engine_reloaded_tokens_total") == 128
     for name, way, value in (
         ("bytes", "in", 200),

@@ -74,7 +74,7 @@ class Router:
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
         context = RequestContext(
-            now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait, said=said
+            now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait, hints=said
         )
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
@@ -183,7 +183,7 @@ async def test_a_line_tells_how_long_its_request_waited(router: Router) -> None:
 async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router) -> None:
     turns = [SessionHints(2**63 - 1), SessionHints(2**63 - 1, is_end=True), NO_HINTS]
     for said in turns:
-        await router.answer(400, said=said)
+        await router.answer(400, hints=said)
     first, last, nobodys = await logged(router)
     assert first["session"] == last["session"] == int(float(first["session"]))
     assert (last["session_end"], "session_end" in first) == (True, False)
@@ -194,7 +194,7 @@ async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router
 
 async def test_a_line_tells_that_a_request_had_tools(router: Router) -> None:
     for said in (SessionHints(has_tools=True), NO_HINTS):
-        await router.answer(400, said=said)
+        await router.answer(400, hints=said)
     with_tools, without = await logged(router)
     assert with_tools["tools"] is True
     assert "tools" not in without

@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import CHATS, MAX_NAME, MESSAGES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.sessions import AGENTS, SESSION, said_of, session_number
+from kvroute.router.api.sessions import AGENTS, SESSION, hints_of, session_number
 from kvroute.router.sessions.returns import NO_HINTS, SessionHints
 
 ID = "54c1eb09-bc4c-4d2f-98eb-6d2ab2d5e2fe"
@@ -31,7 +31,7 @@ def said(
     body: dict[str, Any], headers: dict[str, str] | None = None, caller: Caller | None = None
 ) -> SessionHints:
     call = parse_call(CHATS, json.dumps(body).encode())
-    return said_of(httpx.Headers(headers or {}), replace(call, caller=caller))
+    return hints_of(httpx.Headers(headers or {}), replace(call, caller=caller))
 
 
 def session(body: dict[str, Any], headers: dict[str, str] | None = None) -> int:
@@ -94,10 +94,10 @@ def test_an_id_means_the_same_session_in_a_header_and_in_a_body() -> None:
         body = parse_call(CHATS, json.dumps({"session_id": id_}).encode())
         for name in (SESSION, *AGENTS):
             sent = Headers(raw=[(name.encode(), id_.encode())])
-            found = said_of(sent, parse_call(CHATS, b"{}"))
-            assert found == said_of({}, body) == SessionHints(session_number("", id_))
+            found = hints_of(sent, parse_call(CHATS, b"{}"))
+            assert found == hints_of({}, body) == SessionHints(session_number("", id_))
     latin = Headers(raw=[(SESSION.encode(), "gespräch".encode("latin-1"))])
-    assert said_of(latin, parse_call(CHATS, b"{}")).session == session_number("", "gespräch")
+    assert hints_of(latin, parse_call(CHATS, b"{}")).session == session_number("", "gespräch")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_anthropics_client_sends_session_id_and_ttl_in_anthropics_fields() -> No
         )
 
     body, headers = sent(ask)
-    found = said_of(headers, parse_call(MESSAGES, json.dumps(body).encode()))
+    found = hints_of(headers, parse_call(MESSAGES, json.dumps(body).encode()))
     assert found == SessionHints(session_number("", ID), is_promised=True)
 
 

@@ -63,7 +63,7 @@ class Line:
         placement = self.fleet.place_chain(chain, tokens, [REPLICA], self.now_s)
         said = more.pop("said", SessionHints(session))
         retention = self.fleet.retention(placement, said)
-        context = RequestContext(self.now_s, said=said, retention=retention)
+        context = RequestContext(self.now_s, hints=said, retention=retention)
         context = replace(context, **more)
         waited_s = await self.seating.seat(placement, context)
         self.fleet.sent(placement, REPLICA, f"{session} {len(chain)}", self.now_s, context).end()
@@ -120,7 +120,7 @@ async def test_the_last_turn_of_a_session_gives_its_seat_back() -> None:
         await line.begin(1, 2)
         waiting = asyncio.create_task(line.ask(2))
         await line.has_waiting(1)
-        await line.ask(1, said=SessionHints(1, is_end=True))
+        await line.ask(1, hints=SessionHints(1, is_end=True))
         assert await waiting == 0.0
 
 

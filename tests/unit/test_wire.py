@@ -249,12 +249,15 @@ async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
         streams = [link.open(request(), most_waiting=MOST) for link in links for _ in range(50)]
         await until(lambda: engine.running == 100)
         await until(lambda: all(stream.is_preparing for stream in streams))  # both ends know it
-        before = [link.heard for link in links]
+        before = [link.received_messages for link in links]
         for _ in range(20):
             engine.step()
             first = [await stream.next() for stream in streams]
             assert len({each and each.token_ids for each in first}) == 1
-        assert [link.heard - was for link, was in zip(links, before, strict=True)] == [20, 20]
+        assert [link.received_messages - was for link, was in zip(links, before, strict=True)] == [
+            20,
+            20,
+        ]
         assert [await stream.next() for stream in streams] == [None] * 100
 
 
@@ -458,15 +461,15 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
 async def test_a_replica_tells_what_is_pending_until_that_is_nothing() -> None:
     async with served(Engine(), links=0) as (server, _):
         heard: list[Sequence[int]] = []
-        server.tell([1, 2])
+        server.report_pending([1, 2])
         early = await connect(
-            *("a", LOOPBACK, server.port, server.secret), within_s=5, told=heard.append
+            *("a", LOOPBACK, server.port, server.secret), within_s=5, on_pending=heard.append
         )
         await until(lambda: heard == [[1, 2]])
-        server.tell([1, 2])
+        server.report_pending([1, 2])
         for _ in range(10):
-            server.tell([0, 0])
-        server.tell([3, 0])
+            server.report_pending([0, 0])
+        server.report_pending([3, 0])
         await until(lambda: heard and heard[-1] == [3, 0])
         assert heard == [[1, 2], [1, 2], *[[0, 0]] * IDLE_REPORTS, [3, 0]]
         early.lose(LostError("over"))

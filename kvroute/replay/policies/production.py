@@ -86,7 +86,7 @@ class Production:
     def arrived(self, request: Request, now_s: float) -> None:
         """Let the request wait for a seat if its session needs one, then for its turn."""
         placement = self._place(request, now_s)
-        retention = self._fleet.retention(placement, self._said(request))
+        retention = self._fleet.retention(placement, self._hints(request))
         self._retentions[request.index] = retention
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         is_busy = least_s >= self._queue.hold_s
@@ -97,7 +97,7 @@ class Production:
         else:
             self._seats.add(waiter)
 
-    def _said(self, request: Request) -> SessionHints:
+    def _hints(self, request: Request) -> SessionHints:
         session = hash_number(request.session, bits=SESSION_BITS) if request.session else 0
         return SessionHints(session, is_end=request.is_end, has_tools=request.has_tools)
 

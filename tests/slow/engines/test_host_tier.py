@@ -153,7 +153,7 @@ async def test_a_model_with_linear_attention_finds_its_states_there_too(tmp_path
         routed, prompt = Routed(running), prompt_of(620, 1)
         await running.ask(prompt, max_tokens=1)
         await flood(running)
-        await routed.hear()
+        await routed.receive()
         placement = routed.fleet.place(np.array(prompt, np.uint32), [REPLICA], 0.0)
         again = await running.ask(prompt, max_tokens=1)
         await until(lambda: total(running.transfers).reloaded_tokens > 0)

@@ -56,7 +56,7 @@ class Seeing(Routed):
     async def ask(self, *contents: Content, salt: str = "", max_tokens: int = 4) -> Asked:
         """A chat of these messages, by users and assistants in turn. How much of it was cached,
         which the router has expected."""
-        await self.hear()
+        await self.receive()
         call = call_of(*contents, max_tokens=max_tokens, **({"cache_salt": salt} if salt else {}))
         rendered = await self.running.engine.render(call)
         ids = np.frombuffer(rendered.token_ids, "<u4")

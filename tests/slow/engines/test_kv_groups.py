@@ -62,7 +62,7 @@ class Listener:
         for number, hash_ in enumerate(request.block_hashes, start=1):
             self.prints[maybe_convert_block_hash(hash_)] = chain[number * size // UNIT - 1]
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         for event in self.cache.events():
             match event:
                 case BlockStored(hashes, found, group):
@@ -96,9 +96,9 @@ def test_each_group_tells_what_it_has_by_the_fingerprints_of_its_blocks_ends(
         listener.learn(prompt + answer, namespace)
         with contextlib.suppress(MemoryError):
             cache.run(prompt, answer, namespace=namespace)
-        listener.hear()
+        listener.receive()
     assert cache.pool.reset_prefix_cache()
-    listener.hear()
+    listener.receive()
 
 
 @pytest.mark.parametrize("shape", ["plain", "one window", "states"])

@@ -37,7 +37,7 @@ class Model(Routed):
     async def ask(self, prompt: list[int], answer: list[int] | None = None) -> int:
         """How much of the prompt was cached, which the router has expected. The answer's tokens are
         added to `answer`."""
-        await self.hear()
+        await self.receive()
         placement = self.fleet.place(np.array(prompt, np.uint32), [REPLICA], 0.0)
         chunks = await self.running.ask(prompt, max_tokens=4 if answer is None else 70)
         if answer is not None:
