@@ -1,4 +1,4 @@
-"""What a tenant is charged for is what its requests asked for and what they took."""
+"""A tenant is charged for its requests' tokens and for the GPU time that they took."""
 
 import random
 from collections import Counter
@@ -24,18 +24,18 @@ from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 from tests.support.records import record
 
-TOKENS_PER_S = 1000.0  # of prefill, however long the prompt
+TOKENS_PER_S = 1000.0  # speed of prefill for prompts of every length
 
 
 class AsPredicted(PrefillSpeed):
-    """Of a replica that is as fast as it says, whatever is measured."""
+    """The speed of a replica that is exactly as fast as predicted."""
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
-        """Nothing."""
+        """Ignore measured times."""
 
 
 class Kept:
-    """What is to last."""
+    """Accounts that outlive the router, in memory."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Counter[str]] = {}
@@ -78,7 +78,7 @@ class Charged:
         return self.registry.get_sample_value(f"kvroute_tenant_{name}_total", labels)
 
 
-def hear(
+def receive(
     attempt: Attempt, *, at_s: float, tokens: int = 1, cached: int = 0, is_last: bool = False
 ) -> None:
     attempt.receive(Chunk((7,) * tokens, cached, is_last), at_s)
@@ -87,7 +87,7 @@ def hear(
 def test_prefill_is_charged_for_what_was_computed_and_the_rest_is_saved() -> None:
     charged = Charged(gpus=4)
     attempt = charged.send("acme")
-    hear(attempt, at_s=1.0, cached=80, is_last=True)
+    receive(attempt, at_s=1.0, cached=80, is_last=True)
     attempt.end()
     account = charged.account("acme")
     assert account["requests"] == {"ok": 1, "cancelled": 0, "refused": 0, "failed": 0}
@@ -100,22 +100,22 @@ def test_requests_that_decode_together_share_the_replica() -> None:
     charged = Charged()
     one, two = charged.send("one", tokens=1), charged.send("two", tokens=1)
     for attempt in (one, two):
-        hear(attempt, at_s=10.0, cached=100)
-    hear(one, at_s=12.0, is_last=True)
+        receive(attempt, at_s=10.0, cached=100)
+    receive(one, at_s=12.0, is_last=True)
     one.end()
-    hear(two, at_s=15.0, is_last=True)
+    receive(two, at_s=15.0, is_last=True)
     two.end()
     assert charged.account("one")["gpu_seconds"]["decode"] == pytest.approx(1.0, abs=0.001)
     assert charged.account("two")["gpu_seconds"]["decode"] == pytest.approx(4.0, abs=0.001)
 
 
-def test_a_prefill_is_not_charged_to_those_that_decode_meanwhile() -> None:
+def test_a_prefill_is_not_charged_to_requests_that_decode_meanwhile() -> None:
     charged = Charged()
     decodes, computed = charged.send("decodes"), charged.send("computed", tokens=1000)
-    hear(decodes, at_s=10.0, cached=100)
-    hear(computed, at_s=12.0)
+    receive(decodes, at_s=10.0, cached=100)
+    receive(computed, at_s=12.0)
     computed.end()
-    hear(decodes, at_s=12.0, is_last=True)
+    receive(decodes, at_s=12.0, is_last=True)
     decodes.end()
     assert charged.account("decodes")["gpu_seconds"]["decode"] == pytest.approx(1.0, abs=0.001)
     assert charged.account("computed")["gpu_seconds"]["prefill"] == pytest.approx(1.0)
@@ -124,23 +124,23 @@ def test_a_prefill_is_not_charged_to_those_that_decode_meanwhile() -> None:
 def test_requests_of_other_routers_take_their_share() -> None:
     charged = Charged()
     own, foreign = charged.send("acme"), charged.send("")
-    hear(own, at_s=10.0, cached=100)
-    hear(foreign, at_s=10.0, cached=100)
-    hear(own, at_s=12.0, is_last=True)
+    receive(own, at_s=10.0, cached=100)
+    receive(foreign, at_s=10.0, cached=100)
+    receive(own, at_s=12.0, is_last=True)
     own.end()
     assert 1.0 <= charged.account("acme")["gpu_seconds"]["decode"] < 2.0
     assert list(charged.kept.sums) == ["acme"]
 
 
-def test_a_request_that_two_replicas_answered_is_one_and_took_what_both_did() -> None:
+def test_a_request_that_two_replicas_answered_counts_once_with_the_time_of_both() -> None:
     charged = Charged()
     lost = charged.send("acme")
-    hear(lost, at_s=1.0, tokens=3)
-    hear(lost, at_s=2.0, tokens=2)
+    receive(lost, at_s=1.0, tokens=3)
+    receive(lost, at_s=2.0, tokens=2)
     lost.end("failed")
     second = charged.send("acme", tokens=105, to="b", at_s=3.0, is_resumed=True)
-    hear(second, at_s=4.0)
-    hear(second, at_s=7.0, tokens=4, is_last=True)
+    receive(second, at_s=4.0)
+    receive(second, at_s=7.0, tokens=4, is_last=True)
     second.end()
     account = charged.account("acme")
     assert account["requests"] == {"ok": 1, "cancelled": 0, "refused": 0, "failed": 1}
@@ -150,7 +150,7 @@ def test_a_request_that_two_replicas_answered_is_one_and_took_what_both_did() ->
     assert account["gpu_seconds"]["decode"] == pytest.approx(1.0 + 3.0)
 
 
-def test_what_moved_before_it_ran_or_was_refused_costs_nothing() -> None:
+def test_a_request_that_moved_before_it_ran_or_was_refused_costs_nothing() -> None:
     charged = Charged()
     charged.send("acme").end("moved")
     charged.send("acme").end("refused")
@@ -162,18 +162,18 @@ def test_what_moved_before_it_ran_or_was_refused_costs_nothing() -> None:
 def test_without_keys_nothing_is_counted() -> None:
     charged = Charged()
     attempt = charged.send("")
-    hear(attempt, at_s=1.0, is_last=True)
+    receive(attempt, at_s=1.0, is_last=True)
     attempt.end()
     assert not charged.accounts.totals
     assert not charged.kept.sums
     assert charged.value("output_tokens", tenant="") is None
 
 
-def test_only_so_many_tenants_have_series_of_their_own() -> None:
+def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
     charged = Charged()
     for number in range(NAMED + 5):
         attempt = charged.send(f"t{number}")
-        hear(attempt, at_s=1.0, is_last=True)
+        receive(attempt, at_s=1.0, is_last=True)
         attempt.end()
     charged.send("t0").end("refused")
     samples = [sample for metric in charged.registry.collect() for sample in metric.samples]
@@ -184,7 +184,7 @@ def test_only_so_many_tenants_have_series_of_their_own() -> None:
     assert len(charged.kept.sums) == NAMED + 5
 
 
-def test_a_tenant_of_that_name_does_not_take_a_named_place() -> None:
+def test_a_tenant_with_the_name_of_the_others_does_not_count_as_named() -> None:
     accounts = dict[str, Counter[str]]()
     for name in ("a", OTHER, "b", "c"):
         bounded(accounts, name, most=2).update({"ok": 1})
@@ -208,7 +208,7 @@ ATTEMPTS = st.lists(
 def test_accounts_are_the_sums_of_their_requests(
     attempts: Sequence[tuple[str, int, int, int, Outcome | None]], gpus: int
 ) -> None:
-    """And what the GPUs took together is no more than there was time."""
+    """Together, the requests take no more GPU time than has passed."""
     charged, expected, sent = Charged(gpus=gpus), Counter[tuple[str, str]](), []
     now_s = 0.0
     for number, (tenant, tokens, *_) in enumerate(attempts):
@@ -217,7 +217,7 @@ def test_accounts_are_the_sums_of_their_requests(
         _, _, cached, chunks, end = attempts[number]
         for chunk in range(chunks):
             now_s += 0.25
-            hear(attempt, at_s=now_s, cached=cached, is_last=chunk == chunks - 1)
+            receive(attempt, at_s=now_s, cached=cached, is_last=chunk == chunks - 1)
         if number % 3 == 2:  # others go on for longer
             attempt.end(end)
     for attempt, (tenant, *_, end) in zip(sent, attempts, strict=True):
