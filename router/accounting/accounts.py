@@ -26,7 +26,7 @@ from kvroute.router.placement.attempts import Attempt, Outcome, RequestObserver
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 
-NAMED = 100  # tenants with their own name in the metrics, in the order of their first request
+NAMED = 100  # tenants with their own name in the metrics: the first ones that sent a request
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "moved")
 PHASES = ("prefill", "decode")
 US = 1_000_000  # microseconds per second; times are whole microseconds, so that sums are exact

@@ -1,8 +1,8 @@
 """Divides a replica's time among the requests that decode there at the same time.
 
-While n requests decode, each is charged 1/n of the passing time. While the engine computes prompts,
-which is predicted by the speed model, nothing is charged. So the charges of all requests and all
-prefills add up to the time that the replica was busy.
+While n requests decode, each is charged 1/n of the passing time. Nothing is charged for the time in
+which the engine computes prompts, as predicted by the speed model. So the charges of all requests
+and all prefills add up to the time that the replica was busy.
 
 The result is an estimate. The router learns of other routers' requests some milliseconds later, and
 updates the clock only when one of its own requests starts or ends decoding. Between two updates, n
@@ -22,7 +22,7 @@ class DecodeTime:
         self._prefilled_s = load.prefilled_s  # the replica's sum of computed prefill then
         self._prefill_s = 0.0  # computed prefill that is not yet subtracted from the passing time
         self._charged_s = 0.0  # the clock: time charged to a request that decoded all the time
-        self._starts_s: dict[str, float] = {}  # request id -> the clock when it started to decode
+        self._starts_s: dict[str, float] = {}  # request id -> value of the clock at its first token
 
     @property
     def is_over(self) -> bool:

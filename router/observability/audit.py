@@ -1,7 +1,7 @@
 """Compares four lists of each replica's blocks: the engine's, the replica's, Redis's, the mirror's.
 
-Each replica compares the first three exactly, between two of its writes. The router compares its
-mirror with Redis. Blocks that changed while both were read are ignored.
+Each replica compares the first three. The router compares its mirror with Redis, and ignores blocks
+that change while it reads both.
 """
 
 import asyncio

@@ -93,7 +93,8 @@ class Canaries:
             namespace=f"canary-{uuid.uuid4().hex}",
         )
         chain = self._fleet.caches.chain(request.token_ids, request.scope)
-        added = self._fleet.caches.added(replica_id, chain) or chain  # none if caching is off
+        # `added` returns nothing if caching is off.
+        added = self._fleet.caches.added(replica_id, chain) or chain
         before, sent_s = await self._account(replica_id, added), time.monotonic()
         try:
             await self._send(replica_id, request)

@@ -158,7 +158,7 @@ class RequestCounts(RequestObserver):
             + ".",
             "tier",
         )
-        # Every label value starts at 0: a rate needs the 0 before the first event.
+        # All series start at 0, so that Prometheus's rate() includes the first event.
         self._outcomes = {name: outcomes.labels(name) for name in get_args(Outcome)}
         for code in REFUSALS:
             self._refusals.labels(code)

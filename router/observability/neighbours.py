@@ -11,7 +11,7 @@ from kvroute.store.clusters import SILENCE_S, ClusterModel, Clusters
 
 
 class Neighbours:
-    """The clusters in this Redis that serve a model with the name of one of this cluster."""
+    """Other clusters in this Redis that serve a model with the same name as this cluster's."""
 
     def __init__(self, clusters: Clusters, own: ClusterModel) -> None:
         self._clusters = clusters

@@ -48,7 +48,7 @@ class QueueMetrics(RequestObserver):
             buckets=RATIOS,
             registry=registry,
         )
-        # Every label value starts at 0: a rate needs the 0 before the first event.
+        # All series start at 0, so that Prometheus's rate() includes the first event.
         self._waits = {priority: waits.labels(priority) for priority in PRIORITIES}
         self._refusals = {
             labels: refusals.labels(*labels) for labels in product(PRIORITIES, get_args(Refusal))

@@ -10,7 +10,7 @@ from kvroute.router.page.recent import BUCKET_S, WINDOW_S
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 
-NEAR = 64  # tokens; changes this close count as one place, as for ids with the same first letters
+NEAR = 64  # tokens; two changes this close count as one place
 KEPT = 32  # places in one bucket of the window; the losses at others are only in the ledger
 WORST = 3  # places that the page shows
 

@@ -15,7 +15,7 @@ from kvroute.router.sessions.returns import WHYS, Why
 
 DECISIONS = 50  # decisions in memory
 WINDOW_S = 300.0  # time over which tokens and requests are summed
-BUCKET_S = 5.0  # part of the window that is dropped at once
+BUCKET_S = 5.0  # length of the window's parts; the oldest part is dropped as a whole
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -40,7 +40,8 @@ class Window:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: deque[tuple[int, dict[str, list[int]]]] = deque()  # oldest first
-        self._totals: dict[str, list[int]] = {}  # of all buckets: requests, causes, whys
+        # By replica, over all buckets: requests, tokens by cause, evicted tokens by reason.
+        self._totals: dict[str, list[int]] = {}
 
     def add(self, replica_id: str, ledger: Ledger, evicted_why: Why = "usual") -> None:
         """Add a request that ended at the replica."""
