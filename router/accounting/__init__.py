@@ -1,1 +1,1 @@
-"""What each tenant uses, counted in a router and added up in Redis."""
+"""Each tenant's usage, counted in the routers and summed in Redis."""

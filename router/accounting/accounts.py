@@ -1,17 +1,17 @@
-"""A router counts what each tenant uses: requests, tokens, and seconds of GPUs spent and saved.
+"""Counts each tenant's requests, tokens, and GPU seconds spent and saved.
 
-One GPU second is a second of one GPU; a replica on CPUs counts as one GPU. What is counted, and how
-exact it is:
+A GPU second is one second of one GPU; a replica on CPUs counts as one GPU. GPU seconds are
+estimated:
 
-prefill     the speed model's time for the tokens that were computed, corrected by measured times to
-            first tokens, times the GPUs of the replica's rank
-decode      the request's share of the replica's time from its first token to its last
-            (decode_time.py), times those GPUs
-saved       the speed model's time for the tokens that came from the cache, likewise
+prefill     the speed model's time for the computed tokens, corrected by measured times to first
+            token, times the number of GPUs of the replica's rank
+decode      the request's share of the replica's time between its first and last token
+            (decode_time.py), times the same number of GPUs
+saved       the prefill time of the tokens that came from the cache, estimated in the same way
 
-A request that goes on at another replica because the first was lost is one request, with the tokens
-that its client asked for. What it took is the sum of both. What a replica did before it was lost
-without a first token is unknown, and no tenant's.
+A request that continues at another replica after a loss counts as one request with its client's
+tokens, and its GPU seconds are those of both replicas. If a replica is lost before a request's
+first token, its work for the request is unknown and charged to no tenant.
 """
 
 from collections import Counter
@@ -26,82 +26,83 @@ from kvroute.router.placement.attempts import Attempt, Outcome, RequestObserver
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 
-NAMED = 100  # tenants with a name of their own in the metrics, first come
+NAMED = 100  # tenants with their own name in the metrics: the first ones that sent a request
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "moved")
 PHASES = ("prefill", "decode")
-US = 1_000_000  # times are counted in whole microseconds, whose sums are exact
+US = 1_000_000  # microseconds per second; times are whole microseconds, so that sums are exact
 
 
 class Ledgers(Protocol):
-    """Where accounts last longer than the router."""
+    """A store of accounts that outlives the router."""
 
     def add(self, tenant: str, used: Account) -> None: ...
 
 
 class Accounts(RequestObserver):
-    """Counts requests that came with an API key, when they end; all others cost nothing."""
+    """Counts requests with an API key when they end."""
 
     def __init__(self, *, gpus: int, lasting: Ledgers) -> None:
-        """gpus: of each rank; 1 on CPUs."""
-        self.totals: dict[str, Counter[str]] = {}  # tenant -> account since the router's start
-        self._gpus = gpus
+        self.totals: dict[str, Counter[str]] = {}  # by tenant, since the router's start
+        self._gpus = gpus  # GPUs of each rank; 1 on CPUs
         self._lasting = lasting
-        self._decoding: dict[str, DecodeTime] = {}  # replicas where own requests decode
+        self._decoding: dict[
+            str, DecodeTime
+        ] = {}  # replicas at which this router's requests decode
 
     def first_token(self, attempt: Attempt) -> None:
         if not attempt.context.tenant or attempt.first_token_s is None:
             return
-        there = self._decoding.get(attempt.replica_id)
-        if there is None:
-            there = DecodeTime(attempt.load, attempt.first_token_s)
-            self._decoding[attempt.replica_id] = there
-        there.begin(attempt.request_id, attempt.first_token_s)
+        decode_time = self._decoding.get(attempt.replica_id)
+        if decode_time is None:
+            decode_time = DecodeTime(attempt.load, attempt.first_token_s)
+            self._decoding[attempt.replica_id] = decode_time
+        decode_time.begin(attempt.request_id, attempt.first_token_s)
 
     def ended(self, attempt: Attempt) -> None:
         tenant = attempt.context.tenant
-        if not tenant or attempt.outcome == "moved":  # another replica will report it
+        if not tenant or attempt.outcome == "moved":  # counted when it ends at another replica
             return
-        found = used(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
-        bounded(self.totals, tenant, most=NAMED).update(found)
-        self._lasting.add(tenant, found)
+        usage = used(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
+        bounded(self.totals, tenant, most=NAMED).update(usage)
+        self._lasting.add(tenant, usage)
 
     def _decode_s(self, attempt: Attempt) -> float:
-        there = self._decoding.get(attempt.replica_id)
-        if there is None or attempt.last_chunk_s is None:
+        decode_time = self._decoding.get(attempt.replica_id)
+        if decode_time is None or attempt.last_chunk_s is None:
             return 0.0
-        seconds = there.end(attempt.request_id, attempt.last_chunk_s)
-        if there.is_over:
+        seconds = decode_time.end(attempt.request_id, attempt.last_chunk_s)
+        if decode_time.is_over:
             del self._decoding[attempt.replica_id]
         return seconds
 
 
 def bounded(accounts: dict[str, Counter[str]], tenant: str, *, most: int) -> Counter[str]:
-    """Return the tenant's account; a new one if there is none."""
+    """Return the tenant's account, or that of OTHER if there would be more than `most`."""
     return accounts.setdefault(named(tenant, accounts, most=most), Counter())
 
 
 def named(tenant: str, known: Collection[str], *, most: int) -> str:
-    """Its name among those that are known; OTHER if it would be beyond `most`."""
-    is_room = len(known) - (OTHER in known) < most
-    return tenant if is_room or tenant in known else OTHER
+    """Return the tenant's name, or OTHER if there are `most` other names already."""
+    has_room = len(known) - (OTHER in known) < most
+    return tenant if has_room or tenant in known else OTHER
 
 
 def used(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
     """Return what an ended attempt adds to its tenant's account, without zeros.
 
-    These are its outcome, its tokens by cause, and times in microseconds.
+    These are its outcome, its tokens by cause, and its times in microseconds.
     """
-    found = {attempt.outcome or "ok": 1, "output_tokens": attempt.output_tokens}
-    found["decode_us"] = round(US * gpus * decode_s)
+    usage = {attempt.outcome or "ok": 1, "output_tokens": attempt.output_tokens}
+    usage["decode_us"] = round(US * gpus * decode_s)
     ledger = attempt.ledger()
     if ledger is not None:
         tokens = attempt.dispatch.prompt_tokens
         cached = min(ledger.hit + ledger.unexpected_hit, tokens)
-        found["prefill_us"] = _prefill_us(attempt, cached, tokens, gpus)
+        usage["prefill_us"] = _prefill_us(attempt, cached, tokens, gpus)
         if not attempt.context.is_resumed:
-            found |= msgspec.structs.asdict(ledger)
-            found["saved_us"] = _prefill_us(attempt, 0, cached, gpus)
-    return {name: count for name, count in found.items() if count}
+            usage |= msgspec.structs.asdict(ledger)
+            usage["saved_us"] = _prefill_us(attempt, 0, cached, gpus)
+    return {name: count for name, count in usage.items() if count}
 
 
 def _prefill_us(attempt: Attempt, start: int, end: int, gpus: int) -> int:
@@ -110,7 +111,7 @@ def _prefill_us(attempt: Attempt, start: int, end: int, gpus: int) -> int:
 
 
 def as_json(tenant: str, account: Account) -> dict[str, Any]:
-    """Return the account for clients; times are in GPU seconds."""
+    """Return the account as JSON for clients, with times in GPU seconds."""
     return {
         "tenant": tenant,
         "requests": {outcome: account.get(outcome, 0) for outcome in OUTCOMES},

@@ -1,8 +1,8 @@
-"""A router adds what tenants use to Redis every few seconds, each day's to that day's account.
+"""Adds tenants' usage to Redis every few seconds, in one account for each day.
 
-While Redis is away it waits here: at most MAX_TENANTS and one batch for each of KEPT_DAYS. A batch
-whose answer was lost is sent again as it is, and counts once. A router that is killed loses what it
-has not sent: FLUSH_S of what had ended.
+While Redis is away, usage is kept here: at most MAX_TENANTS accounts and one batch for each of
+KEPT_DAYS days. A batch without a reply from Redis is sent again unchanged, and counts once. A
+router that is killed loses the usage of the last FLUSH_S seconds.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from redis.exceptions import RedisError
 from kvroute.router.accounting.accounts import bounded
 from kvroute.store.accounts import KEPT_DAYS, MAX_TENANTS, Account, DailyAccounts, encode
 
-FLUSH_S = 2.0
+FLUSH_S = 2.0  # time between two writes
 DAY_S = 86_400
 
 
 @dataclass(slots=True)
 class Day:
-    """What Redis does not have, as far as the router knows."""
+    """A day's usage that Redis has not confirmed."""
 
-    accounts: dict[str, Counter[str]] = field(default_factory=dict)  # not sent
-    batch: tuple[int, bytes] | None = None  # sent, perhaps in vain: its number and content
+    accounts: dict[str, Counter[str]] = field(default_factory=dict)  # not sent yet
+    batch: tuple[int, bytes] | None = None  # number and content of a batch sent without a reply
 
 
 class LastingAccounts:
-    """One router's, of one model. clock: seconds since 1970."""
+    """One router's accounts of one model; `clock` returns seconds since 1970."""
 
     def __init__(
         self, store: DailyAccounts, router_id: str, *, clock: Callable[[], float] = time.time
@@ -43,7 +43,7 @@ class LastingAccounts:
         self._batches = 0
 
     def add(self, tenant: str, used: Account) -> None:
-        """Add usage to today's account of the tenant; it is written soon."""
+        """Add usage to the tenant's account of today; Redis gets it with the next write."""
         today = int(self._clock() // DAY_S)
         if today not in self._days:
             self._days[today] = Day()
@@ -52,18 +52,18 @@ class LastingAccounts:
         bounded(self._days[today].accounts, tenant, most=MAX_TENANTS).update(used)
 
     async def run(self) -> None:
-        """Write waiting usage to Redis until cancelled."""
+        """Write the usage to Redis every FLUSH_S until cancelled."""
         while True:
             await asyncio.sleep(FLUSH_S)
             await self.close()
 
     async def close(self) -> None:
-        """Write waiting usage now, if Redis answers; the feed logs an outage."""
+        """Write the usage to Redis now, if Redis answers; the feed logs an outage."""
         with contextlib.suppress(RedisError, OSError):
             await self.flush()
 
     async def flush(self) -> None:
-        """Redis has all that was added before. RedisError or OSError: the rest still waits."""
+        """Write all usage to Redis; after RedisError or OSError, the rest is kept for later."""
         for number, day in list(self._days.items()):
             date = datetime.date(1970, 1, 1) + datetime.timedelta(days=number)
             if day.batch:
@@ -74,7 +74,7 @@ class LastingAccounts:
                 self._days.pop(number, None)
 
     async def of_days(self, days: Iterable[datetime.date]) -> dict[str, Account]:
-        """Return the sums of each tenant, as Redis has them.
+        """Return each tenant's sum over the days, as stored in Redis.
 
         Raises:
             RedisError, OSError: Redis is away.

@@ -49,7 +49,7 @@ MAX_N = 128  # choices for one prompt
 MAX_CHOICES = 1024  # number of prompts times n, in one request
 MAX_VALUES = 100_000  # JSON values of a body without token ids; a replica's event loop parses them
 MAX_NAME = 256  # characters of a name, a salt or a session id
-MAX_COPIED = 16 << 20  # bytes of the other fields times the prompts, since each prompt gets a copy
+MAX_COPIED = 16 << 20  # bytes of all copies of the other fields; each prompt of a body gets a copy
 # Fields of a message's part that hold an image, a video or a sound. The part may also have a uuid.
 MEDIA = (
     *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
@@ -116,7 +116,7 @@ class Call(Struct, frozen=True):
 
     @property
     def cache_salt(self) -> str:
-        """Return the salt of the request's cached blocks: the tenant's, with that of the body."""
+        """Return the salt of the request's cached blocks: the tenant's and the body's together."""
         return salted(self.caller, self.body.get("cache_salt") or "")
 
     @property
@@ -125,7 +125,7 @@ class Call(Struct, frozen=True):
         return owner(self.caller, self.body.get("cache_salt") or "")
 
     def as_generating(self) -> "Call | None":
-        """Return the generating call whose tokens this call counts; None if it does not count."""
+        """Return the generating call whose prompt tokens this call counts; None on other routes."""
         if self.path == COUNT_TOKENS:
             thinking = self.body.get("thinking")
             budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
@@ -202,7 +202,7 @@ class Call(Struct, frozen=True):
 
     @property
     def needs_prompt_text(self) -> bool:
-        """Return whether the response has the prompt's text, so that vLLM must render the body."""
+        """Return whether the response includes the prompt's text, for which vLLM needs the body."""
         return any(self.body.get(name) is True for name in WITH_PROMPT_TEXT)
 
     def with_prompt(self, number: int) -> bytes:
@@ -394,7 +394,10 @@ def _is_prompt(path: str, name: str, items: Sequence[Any]) -> bool:
 
 
 def _compact(prompt: Sequence[Any]) -> Any:
-    """Return lists of token ids as arrays, which take a tenth of the memory; others unchanged."""
+    """Return lists of token ids as arrays, which take a tenth of the memory.
+
+    Any other prompt is returned unchanged.
+    """
     if ids := _token_ids(prompt):
         return ids[0]
     lists = [item for item in prompt if isinstance(item, list)]

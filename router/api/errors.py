@@ -22,7 +22,9 @@ ANTHROPIC_TYPES = {  # Anthropic's type of error for each HTTP status
     503: "overloaded_error",
 }
 EVENTS = "text/event-stream"  # the content type of streams
-RESPONSES = "/v1/responses"  # the route in whose streams an error is a named and numbered event
+RESPONSES = (
+    "/v1/responses"  # on this route, an error in a stream is an event with a name and a number
+)
 DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
 MAX_MESSAGE = 1500  # characters of a replica's message, since vLLM quotes whole values in messages
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
@@ -103,7 +105,7 @@ def _anthropic(error: ApiError) -> bytes:
 
 
 def event_of_refusal(body: bytes, status: int, *, path: str) -> bytes:
-    """Return the end of a stream without any event yet, from the body of an error response."""
+    """Return the end of a stream that had no event yet, made from an error response's body."""
     try:
         members = msgspec.json.decode(body)["error"]
         message, kind = str(members["message"]), str(members["type"])
@@ -136,7 +138,7 @@ def refusal_of_replica(data: bytes, status: int, *, path: str) -> bytes:
 
 
 def _shortened(message: str) -> str:
-    """Return a message; a long one loses its middle."""
+    """Return the message without its middle if it is longer than MAX_MESSAGE."""
     if len(message) <= MAX_MESSAGE:
         return message
     half = MAX_MESSAGE // 2

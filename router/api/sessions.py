@@ -1,4 +1,4 @@
-"""Reads a client's session id, its end and its cache hints from the body and the headers.
+"""Reads the session id, the end of the session and cache hints from a request's body and headers.
 
 kvroute's own fields are checked. Unknown values in fields of other APIs and of coding agents are
 ignored and never rejected, since new versions of these APIs may have new values.
@@ -34,8 +34,13 @@ PARENTS = (
 )
 CODEX_PARENT = ("x-codex-parent-thread-id",)
 USER_ID_MARK = "_session_"  # stands before the session id in `user_id` of Claude Code < 2.1.78
-MAX_USER = 1024  # characters of a `user_id`; a session id is not searched in a longer one
-TTLS = ("5m", "30m", "1h", "24h")  # times to live that ask to keep a prompt; `in_memory` does not
+MAX_USER = 1024  # characters of a `user_id`; longer ones are ignored
+TTLS = (
+    "5m",
+    "30m",
+    "1h",
+    "24h",
+)  # TTLs that ask to keep a prompt; OpenAI's `in_memory` does not ask
 CACHEABLE_FIELDS = ("system", "tools", "messages", "input")  # their items can have `cache_control`
 
 
@@ -57,7 +62,7 @@ def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:
 
 
 def session_number(namespace: str, id_: str) -> int:
-    """Return a session's number: SESSION_BITS bits, not 0, different in each namespace."""
+    """Return a number of SESSION_BITS bits for a session id in a namespace; it is never 0."""
     return hash_number(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
 
 

@@ -1,4 +1,4 @@
-"""Requests that arrive together start one by one, with other work of the event loop between."""
+"""Lets requests that arrive together start one by one, so that other tasks run between them."""
 
 import asyncio
 import time

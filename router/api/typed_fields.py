@@ -1,7 +1,7 @@
 """Body fields that a router acts on, converted to the values that vLLM reads.
 
-vLLM reads `"2"` and `2.0` as the whole number 2, and `"no"` as false. If the router did not do the
-same, it could count other choices than the replica, or store a response that the replica does not.
+vLLM reads `"2"` and `2.0` as the whole number 2, and `"no"` as false. The router must read the same
+values. Otherwise its number of choices, for example, could differ from the replica's.
 """
 
 from collections.abc import Mapping

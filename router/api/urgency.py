@@ -42,7 +42,10 @@ def urgency_of(
 
 
 def sharer_of(caller: Caller | None, user: object) -> str:
-    """Return the tenant that gets a fair share of the fleet, else the body's user, else ""."""
+    """Return the name for which the queue counts a fair share: the tenant, or the body's user.
+
+    It is empty if the request has neither.
+    """
     if caller is not None:
         return caller.tenant
     if not isinstance(user, str) or len(user) <= MAX_USER:

@@ -10,7 +10,7 @@ DEFAULT_DAYS = 30  # number of days if the client does not send the first day
 def days_between(since: str | None, until: str | None, *, today: date, most: int) -> list[date]:
     """Return the days from `since` to `until`, both included.
 
-    `until` defaults to today. The default of `since` makes a period of DEFAULT_DAYS.
+    `until` defaults to today. Without `since`, the period has DEFAULT_DAYS days.
 
     Raises:
         ApiError: a date is not valid, or the period has no day or more than `most` days.

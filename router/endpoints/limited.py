@@ -39,14 +39,14 @@ def entered(request: Request) -> Entry | None:
 
 
 def add_headers(request: Request, entry: Entry | None, response: Response) -> None:
-    """Add headers with the rest of the tenant's limits."""
+    """Add headers that show how much of the tenant's limits is left."""
     if entry is not None:
         limits: Limits = request.app.state.limits
         response.headers.update(rate_headers(limits.room(entry.tenant, time.monotonic())))
 
 
 def leaving(entry: Entry | None) -> AbstractContextManager[None]:
-    """Return a context at whose end the request is no longer under way.
+    """Return a context manager that ends the counting of a request.
 
     A rejected request gives back its tokens. A client that disconnects does not get them back,
     since a replica may have computed them.

@@ -14,7 +14,7 @@ from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.api.errors import EVENTS, ApiError, event, event_of_refusal
 
 COMMENT = b": waiting for a seat\n\n"  # clients skip comments
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # the event that Anthropic's API sends meanwhile
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # the event that Anthropic's API sends in a pause
 
 
 class SeatNotices:

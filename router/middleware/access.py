@@ -26,7 +26,7 @@ USE = (
     *("/v1/route", "/v1/sessions"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
-READ = ("/v1/prefixes",)  # routes whose GET needs the role observe, and other methods manage
+READ = ("/v1/prefixes",)  # GET needs the role observe; other methods need the role manage
 MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")
 
 FIRST_WAIT_S = 0.05  # delay of an address's first rejection; it doubles with each further one

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.turns import Turns
 
-CROWD = 64  # open requests above which new ones leave the event loop more time between them
+CROWD = 64  # with more open requests than this, the starts of new ones are further apart
 
 
 class Admission:

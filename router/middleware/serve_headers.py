@@ -54,7 +54,7 @@ def _is_obeyed(name: bytes) -> bool:
 
 
 def _utf8(value: bytes) -> bytes:
-    """Return the value, read as Latin-1 if it is not UTF-8."""
+    """Return the value in UTF-8; a value that is not UTF-8 is taken for Latin-1."""
     if value.isascii():
         return value
     try:

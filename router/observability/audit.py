@@ -1,7 +1,7 @@
-"""Compares all accounts of the blocks: of the engine, the replica, Redis and this router's mirror.
+"""Compares four lists of each replica's blocks: the engine's, the replica's, Redis's, the mirror's.
 
-Each replica compares the first three exactly, between two of its writes. The mirror is compared
-with Redis here; blocks that changed while both were read are left out, since they prove nothing.
+Each replica compares the first three. The router compares its mirror with Redis, and ignores blocks
+that change while it reads both.
 """
 
 import asyncio
@@ -24,29 +24,36 @@ from kvroute.router.index.feed import Feed
 from kvroute.router.index.mirror import Mirror
 from kvroute.store.index import FencedError, Index, Position
 
-CALL_S = 15.0  # the longest wait for a replica
-TRIES = 5  # comparisons while the mirror loads or seems wrong; the best one counts
-RETRY_S = 0.5
+CALL_S = 15.0  # longest wait for a replica's audit
+TRIES = 5  # comparisons of a mirror that is loading or seems wrong; the best result counts
+RETRY_S = 0.5  # time between two of these comparisons
 
 ReadAudit = Callable[[str], Awaitable[ReplicaAudit | None]]  # replica id -> its audit
 
 
 class Audit:
-    """Audits all replicas. RedisError or OSError when Redis is away. Errors found are corrected."""
+    """Audits all replicas, and has the mirror reload replicas for which it is wrong."""
 
     def __init__(self, index: Index, feed: Feed, mirror: Mirror, read_audit: ReadAudit) -> None:
         self._index = index
         self._feed = feed
         self._mirror = mirror
         self._read_audit = read_audit
-        self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})  # blocks, of all audits
+        self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})  # wrong blocks in all audits
 
     async def run(self) -> list[dict[str, Any]]:
-        """Return a report on each replica in the index; null for what could not be compared."""
+        """Return a report on each replica in the index, with null for missing comparisons.
+
+        Raises:
+            RedisError, OSError: Redis is away.
+        """
         records = await self._index.records()
         audits = await asyncio.gather(*(self._read_audit(record.id) for record in records))
         mirrors = [await self._best_of(record) for record in records]
-        reports = [_report(*each) for each in zip(records, audits, mirrors, strict=True)]
+        reports = [
+            _report(record, audit, mirror)
+            for record, audit, mirror in zip(records, audits, mirrors, strict=True)
+        ]
         for report in reports:
             self.drift.update({account: n or 0 for account, n in report["drift"].items()})
         return reports
@@ -54,9 +61,9 @@ class Audit:
     async def _best_of(self, record: ReplicaRecord) -> Comparison | None:
         best: Comparison | None = None
         for _ in range(TRIES):
-            found = await self.compare(record.id)
-            if found is not None and (best is None or found.drift < best.drift):
-                best = found
+            comparison = await self.compare(record.id)
+            if comparison is not None and (best is None or comparison.drift < best.drift):
+                best = comparison
             if best is not None and not best.drift:
                 break
             await asyncio.sleep(RETRY_S)
@@ -85,32 +92,32 @@ class Audit:
         )
 
     async def _mirrored(self, replica_id: str) -> set[Fingerprint]:
-        found = set[Fingerprint]()
+        blocks = set[Fingerprint]()
         for part in self._mirror.walk(replica_id):
-            found.update(part)
-            await asyncio.sleep(0)  # requests go first
-        return found
+            blocks.update(part)
+            await asyncio.sleep(0)  # lets requests run
+        return blocks
 
     async def _changed_since(self, position: Position, replica_id: str) -> set[Fingerprint] | None:
-        """Blocks that changed there from `position` until now; None if all may have changed."""
+        """Return the replica's blocks that changed since `position`; None if all may have."""
         blocks, end = set[Fingerprint](), await self._index.position()
         while position < end:
-            begin = position
-            for at, change in await self._index.follow(begin, block_ms=1):
-                position = at
+            start = position
+            for next_position, change in await self._index.follow(start, block_ms=1):
+                position = next_position
                 await asyncio.sleep(0)
                 if change is None or change.replica_id != replica_id:
                     continue
                 if change.joined or change.cleared:
                     return None
                 blocks.update(change.added, change.removed)
-            if position == begin:
-                return None  # the stream has dropped the rest
+            if position == start:
+                return None  # Redis has trimmed the rest of the stream
         return blocks
 
 
 def audit_reader(links: Links, unreadable: Unreadable) -> ReadAudit:
-    """Return a function that reads one replica's audit; it returns None without an answer."""
+    """Return a function that reads one replica's audit, which is None without an answer."""
 
     async def read_audit(replica_id: str) -> ReplicaAudit | None:
         try:
@@ -145,7 +152,7 @@ def _report(
 
 
 def _in_host(replica: ReplicaAudit | None) -> dict[str, Any]:
-    """Return both comparisons of the blocks in host memory; nothing for a replica without any."""
+    """Return the comparison of blocks in host memory; empty for a replica without host memory."""
     if replica is None or replica.in_host is msgspec.UNSET:
         return {}
     comparison = replica.in_host

@@ -1,7 +1,7 @@
-"""A tiny request to each replica checks that its blocks appear in the index and in the mirror.
+"""Sends a tiny request to each replica, and checks that its blocks appear in index and mirror.
 
-Its blocks are in a namespace that is never used again, so any of them that appear are the canary's.
-It is not a user's request, so routers neither log nor count it.
+This canary has its own namespace, which is used only once, so its blocks cannot be those of another
+request. It is not a user's request, so routers neither log nor count it.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import Index
 from kvroute.wire.structs import encode_begin
 
-CALL_S = 15.0  # the longest wait for a response, which includes the engine's queue
-SEEN_S = 5.0  # the longest wait for its blocks after that
+CALL_S = 15.0  # longest wait for the response, including the engine's queue
+SEEN_S = 5.0  # longest wait for the blocks after the response
 CHECK_INTERVAL_S = 0.02
 BLOCKS = 3  # full blocks in a canary's prompt
-TOKEN_IDS = (100, 1000)  # ordinary tokens of any vocabulary
+TOKEN_IDS = (100, 1000)  # range of token ids that are ordinary tokens in any vocabulary
 
 Send = Callable[[str, GenerateRequest], Awaitable[None]]
 
@@ -36,34 +36,34 @@ Cause = Literal[
     "Redis is away",
     "not in the index",  # the replica runs, but is not registered
     "nothing published",
-    "other fingerprints",  # the replica published only other blocks
+    "other fingerprints",  # it published only other blocks
     "not in the mirror",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What Redis has about a replica."""
+    """A replica's record in Redis, and how many of the canary's blocks Redis has."""
 
     record: ReplicaRecord | None
-    blocks: int = 0  # number of the canary's blocks
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """The result of one canary."""
 
-    expected: int  # blocks
-    before: Account | None  # when it was sent; None: Redis is away
-    refusal: str = ""  # why there was no response
-    answered_s: float | None = None
-    after: Account | None = None  # account at the last check
+    expected: int  # blocks that should appear
+    before: Account | None  # state of Redis before the request; None if Redis was away
+    refusal: str = ""  # reason why there was no response
+    answered_s: float | None = None  # time to the response
+    after: Account | None = None  # state of Redis at the last check
     mirror: int = 0  # blocks in the mirror
-    seen_s: float | None = None  # seconds from the response until the mirror had all blocks
+    seen_s: float | None = None  # time from the response until the mirror had all blocks
 
 
 class Canaries:
-    """Sends a canary to each replica that this router could send a request to."""
+    """Sends a canary to each replica to which this router can send requests."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Canaries:
         self._block_size = block_size
 
     async def run(self) -> list[dict[str, Any]]:
-        """Return a report on each replica, whatever is wrong with it or with Redis."""
+        """Return a report on each replica, also if the replica or Redis fails."""
         ids = sorted(self._running())
         results = await asyncio.gather(*(self._check(replica_id) for replica_id in ids))
         return list(map(report, ids, results))
@@ -93,9 +93,8 @@ class Canaries:
             namespace=f"canary-{uuid.uuid4().hex}",
         )
         chain = self._fleet.caches.chain(request.token_ids, request.scope)
-        added = (
-            self._fleet.caches.added(replica_id, chain) or chain
-        )  # without caching: none, as is told
+        # `added` returns nothing if caching is off.
+        added = self._fleet.caches.added(replica_id, chain) or chain
         before, sent_s = await self._account(replica_id, added), time.monotonic()
         try:
             await self._send(replica_id, request)
@@ -116,19 +115,18 @@ class Canaries:
         )
 
     def _prompt(self) -> TokenIds:
-        """Return BLOCKS full blocks and the token that is always computed.
+        """Return a prompt of full blocks plus one token, since the last token is always computed.
 
-        There are fewer blocks if the context is short, and at least as many as a hit needs.
+        It has BLOCKS blocks, or fewer if the context is short, but enough for a cache hit.
         """
-        room = (
-            self._fleet.replicas.max_model_len or BLOCKS * self._block_size + 2
-        )  # includes the output token
-        blocks = max(self._fleet.caches.least_blocks, min(BLOCKS, (room - 2) // self._block_size))
+        max_tokens = self._fleet.replicas.max_model_len or BLOCKS * self._block_size + 2
+        fitting = (max_tokens - 2) // self._block_size  # without the last token and the output
+        blocks = max(self._fleet.caches.least_blocks, min(BLOCKS, fitting))
         tokens = blocks * self._block_size + 1
         return np.random.default_rng().integers(*TOKEN_IDS, tokens, dtype=np.uint32)
 
     async def _wait(self, replica_id: str, chain: Sequence[Fingerprint]) -> None:
-        """Return when the mirror has all blocks, or after SEEN_S."""
+        """Wait until the mirror has all blocks, but at most SEEN_S."""
         deadline_s = time.monotonic() + SEEN_S
         while self._mirrored(replica_id, chain) < len(chain) and time.monotonic() < deadline_s:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -145,7 +143,7 @@ class Canaries:
 
 
 def canary_sender(links: Links) -> Send:
-    """Return a function that sends to one particular replica; it raises UnansweredError."""
+    """Return a function that sends a canary to a replica, and raises UnansweredError."""
 
     async def send(replica_id: str, request: GenerateRequest) -> None:
         await links.call(replica_id, "canary", encode_begin(0, request), within_s=CALL_S)
@@ -169,7 +167,7 @@ def report(replica_id: str, result: Result) -> dict[str, Any]:
 
 
 def cause_of(result: Result) -> Cause | None:
-    """Why some of the canary's blocks did not appear; None if all did."""
+    """Return why some of the canary's blocks did not appear; None if all did."""
     before, after = result.before, result.after
     if result.answered_s is None:
         return "no answer"

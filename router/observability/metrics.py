@@ -1,8 +1,7 @@
 """A router's Prometheus metrics: latencies, tokens by cause, and the accuracy of its predictions.
 
-No series has a label for a replica, a router or a client: Prometheus adds the scraped process as a
-label (targets.py). So the number of series is fixed, except for two for each declared prefix, and
-those of tenants (tenant_metrics.py) and of their refusals.
+The labels have a fixed number of values, except for replicas, declared prefixes and tenants, whose
+numbers are limited. Prometheus adds the scraped process as a label (targets.py).
 """
 
 import time
@@ -62,36 +61,37 @@ class Waits(RequestObserver):
             return Histogram(f"kvroute_{name}", documentation, buckets=buckets, registry=registry)
 
         self._decision = histogram(
-            "decision_seconds", "To rank the replicas for a prompt.", DECISIONS_S
+            "decision_seconds", "Time that the router took to rank the replicas.", DECISIONS_S
         )
         self._backlog = histogram(
             "backlog_seconds",
-            "Prefill queued where a request was sent, as the router saw it then.",
+            "Prefill queued at the chosen replica when a request was placed, as predicted by the "
+            "router.",
             BACKLOGS_S,
         )
         self._first_token = histogram(
             "time_to_first_token_seconds",
-            "From a request's arrival, its wait in the queue included, to its first token.",
+            "Time from a request's arrival to its first token, including its wait in the queue.",
             WAITS_S,
         )
         self._prediction = histogram(
             "prediction_ratio",
-            "Time to the first token at a replica, over what the router predicted.",
+            "Time to the first token at a replica, divided by the router's prediction.",
             RATIOS,
         )
         self._gap = FastHistogram(
             "kvroute_inter_token_seconds",
-            "From one chunk of an answer to its next; answers with n above 1 are left out.",
+            "Time between two chunks of an answer. Requests with n above 1 are not counted.",
             GAPS_S,
             registry,
         )
         self._token = histogram(
             "time_per_output_token_seconds",
-            "Each token's mean time after the first ones, of whole answers with n = 1.",
+            "Mean time per token after the first ones, for complete answers with n = 1.",
             GAPS_S,
         )
         self._answer = histogram(
-            "request_seconds", "From a request's arrival to the end of a whole answer.", REQUESTS_S
+            "request_seconds", "Time from a request's arrival to its complete answer.", REQUESTS_S
         )
 
     def placed(self, placement: Placement, decision_s: float) -> None:
@@ -128,34 +128,37 @@ class RequestCounts(RequestObserver):
 
         outcomes = counter(
             "requests",
-            "Requests sent to a replica, by how they ended there: ok, cancelled, refused, failed "
-            "(it was lost; they are sent again), moved (it was full or gone before they came).",
+            "Requests sent to a replica, by outcome: ok, cancelled, refused, failed (the replica "
+            "was lost; the request is sent again), moved (the replica was full, or lost before the "
+            "request arrived).",
             "outcome",
         )
         self._refusals = counter(
             "refused_requests",
-            "Requests that got an error in place of an answer, by its code, whether they came to a "
-            "replica or not.",
+            "Requests that got an error instead of an answer, from a router or a replica, by the "
+            "error's code.",
             "code",
         )
         tokens = counter(
-            "prompt_tokens", "Tokens of prompts, by where they came from (the ledger).", "cause"
+            "prompt_tokens",
+            "Prompt tokens by cause: tokens from a cache, and reasons why others were computed.",
+            "cause",
         )
         evicted = counter(
             "evicted_prompt_tokens",
-            "Those of the cause evicted, by why they were gone: ended (their session had), "
-            "unlikely (its kind seldom comes back), usual (they were the next in turn, or their "
-            "replica is gone).",
+            "Prompt tokens with the cause evicted, by reason: ended (their session had ended), "
+            "unlikely (a return of their session was unlikely), usual (they were the least "
+            "recently used, or their replica was lost).",
             "why",
         )
         tiers = counter(
             "hit_prompt_tokens",
-            "Tokens of prompts that came from a cache, by where it was: "
-            + ", ".join(["gpu", *(f"or {t.name}: reloaded from {t.label}" for t in SLOWER)])
-            + ", as far as the router expected that.",
+            "Prompt tokens from a cache, by tier: gpu"
+            + "".join(f", {t.name} (reloaded from {t.label}, as predicted)" for t in SLOWER)
+            + ".",
             "tier",
         )
-        # Every label value starts at 0: a rate needs the 0 before the first event.
+        # All series start at 0, so that Prometheus's rate() includes the first event.
         self._outcomes = {name: outcomes.labels(name) for name in get_args(Outcome)}
         for code in REFUSALS:
             self._refusals.labels(code)
@@ -165,21 +168,23 @@ class RequestCounts(RequestObserver):
         self._saved_s = {
             tier: counter(
                 f"{tier.name}_saved_seconds",
-                f"Prefill that blocks in {tier.label} saved, less the wait for their copies, as "
-                "the router predicted both.",
+                f"Seconds of prefill saved by blocks in {tier.label}, minus the time to copy them, "
+                "as predicted by the router.",
             )
             for tier in SLOWER
         }
         self._reusable_tokens = counter(
-            "reusable_tokens", "Tokens of those prompts that the best replica had or expected."
+            "reusable_tokens",
+            "Prompt tokens that the replica with the longest cached prefix had or expected.",
         )
-        self._output_tokens = counter("output_tokens", "Tokens of answers.")
+        self._output_tokens = counter("output_tokens", "Output tokens.")
         self._spilled = counter(
-            "spilled_requests", "Requests sent where less of their prompt is cached than elsewhere."
+            "spilled_requests",
+            "Requests sent to a replica with less of their prompt cached than another replica.",
         )
         self._in_flight = Gauge(
             "kvroute_requests_in_flight",
-            "Requests sent to a replica and not ended.",
+            "Requests that are running at a replica or queued there.",
             registry=registry,
         )
 
@@ -213,13 +218,13 @@ class RequestCounts(RequestObserver):
 
 
 class OverLimit:
-    """Counts of requests that a tenant's limits refused."""
+    """Counts the requests that were rejected for a tenant's limits."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._counter = Counter(
             "kvroute_tenant_refused_requests",
-            "Requests refused for a limit of their tenant: requests, prompt_tokens, "
-            f"uncached_tokens. Tenants after the first {NAMED} are `{OTHER}`.",
+            "Requests rejected for a limit of their tenant: requests, prompt_tokens, "
+            f"uncached_tokens. All tenants after the first {NAMED} count as `{OTHER}`.",
             ("tenant", "limit"),
             registry=registry,
         )
@@ -244,68 +249,70 @@ class RouterMetrics(RequestObservers):
         self._readings = Readings(registry)
 
     def export(self, fleet: Fleet, feed: Feed) -> None:
-        """Export the state of the fleet and the feed, too."""
+        """Export the state of the fleet and of the feed."""
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
             "kvroute_replicas",
-            "Replicas whose lease ran when the router last heard of it.",
+            "Replicas with a valid lease when the router last read the index.",
             lambda: len(replicas_of(record.id for record in fleet.replicas.records)),
         )
         gauge(
             "kvroute_degraded_replicas",
-            "Replicas whose cache is ignored, since they differ from the router.",
+            "Replicas whose cache is ignored, since their engine or tokenizer differs from the "
+            "router's.",
             lambda: len(replicas_of(fleet.replicas.degraded)),
         )
         gauge(
             "kvroute_busy_seconds",
-            "The fleet's unit of time: what a new request finds left of the prompt that a replica "
-            "computes, in the mean. Placement and queue count in it.",
+            "The fleet's unit of time for placement and queue: the mean remaining prefill of the "
+            "prompt that a replica computes when a request arrives.",
             lambda: fleet.loads.scale.busy_s,
         )
         self._readings.gauge_of(
             "replica",
             "kvroute_replica_slowness",
-            "How many times as long as its engine claims a replica computes prompts, as the router "
-            "has learned from first tokens.",
+            "A replica's measured prefill time divided by the time that its engine reports, as "
+            "learned from first tokens.",
             fleet.loads.slowness,
         )
         gauge(
             "kvroute_mirror_blocks",
-            "Blocks that the router knows of, counted once however many replicas hold them; those "
-            "in host memory apart from those in GPU memory.",
+            "Different blocks that the router knows at any replica. A block in both GPU and host "
+            "memory counts twice.",
             lambda: feed.state.blocks,
         )
         gauge(
             "kvroute_index_reachable",
-            "1 while Redis answers the router, else 0; requests go on without it.",
+            "1 while Redis answers the router, else 0. Requests are also served without Redis.",
             lambda: feed.state.is_reachable,
         )
         gauge(
             "kvroute_index_age_seconds",
-            "Since what the router knows was last equal to the index.",
+            "Time since the router's mirror was last equal to the index.",
             lambda: feed.state.age_s,
         )
         counter("kvroute_index_changes", "Changes read from the index.", lambda: feed.state.changes)
         counter(
             "kvroute_index_loads",
-            "Times that a replica's whole set was read: at its start, and after trouble.",
+            "Times that the whole list of a replica's blocks was read: at its start and after "
+            "errors.",
             lambda: feed.state.loads,
         )
 
     def export_queue(self, queue: Queue[Any]) -> None:
-        """Export the requests that wait in the queue now."""
+        """Export the current state of the queue."""
         export(queue, self._readings, time.monotonic)
 
     def export_seats(self, seats: Seats[Any]) -> None:
-        """Export how many sessions hold a seat or wait for one now."""
+        """Export how many sessions now hold a seat or wait for one."""
         seat_metrics.export(seats, self._readings, time.monotonic)
 
     def export_prefixes(self, catalogue: Catalogue) -> None:
-        """One series for each prefix while it is declared, so MAX_PREFIXES bounds them."""
+        """Export a series for each declared prefix; their number is limited by MAX_PREFIXES."""
         self._readings.counter_of(
             "prefix",
             "kvroute_prefix_saved_tokens",
-            "Tokens of a named prefix that its requests took from a cache.",
+            "Tokens of a declared prefix that came from a cache.",
             catalogue.saved_tokens,
         )
 
@@ -313,8 +320,8 @@ class RouterMetrics(RequestObservers):
         self._readings.counter_of(
             "account",
             "kvroute_audit_drift_blocks",
-            "Blocks in which audits by this router found an account to be wrong: the replica's of "
-            "its engine, Redis's of the replica, or this router's mirror of Redis.",
+            "Wrong blocks that this router's audits found, by account: replica (differs from its "
+            "engine), redis (differs from the replica), mirror (differs from Redis).",
             lambda: audit.drift,
         )
 
@@ -322,27 +329,27 @@ class RouterMetrics(RequestObservers):
         self._readings.counter_of(
             "kind",
             "kvroute_unreadable_records",
-            "Times that something in Redis, or from another process, was skipped since it cannot "
-            "be read: of another version, of another cluster, or garbage.",
+            "Records in Redis and messages of other processes that were skipped because they could "
+            "not be read: another version, another cluster, or corrupt.",
             lambda: unreadable.counts,
         )
 
     def export_blamed(self, blamed: PoisonList) -> None:
         self._readings.counter(
             "kvroute_blamed_requests",
-            "Requests that stopped replicas, so that no replica gets them for some minutes.",
+            "Requests blamed for the loss of replicas, which are rejected for some minutes.",
             lambda: blamed.added,
         )
 
     def export_links(self, links: Links) -> None:
         self._readings.gauge(
             "kvroute_connected_replicas",
-            "Replicas to which the router has a connection, so that they can get requests.",
+            "Replicas to which the router has a connection.",
             lambda: len(replicas_of(links.connected())),
         )
         self._readings.counter(
             "kvroute_lost_connections",
-            "Connections to replicas that ended, for whatever reason.",
+            "Connections to replicas that ended for any reason.",
             lambda: links.losses,
         )
 
@@ -350,24 +357,24 @@ class RouterMetrics(RequestObservers):
         self._readings.counter_of(
             "outcome",
             "kvroute_stored_responses",
-            "Responses that were to be stored: stored, too_large, known (one has this id already), "
-            "failed (Redis is away, slow or full).",
+            "Responses to store, by outcome: stored, too_large, known (a response has this id "
+            "already), failed (Redis is away, slow or full).",
             lambda: responses.counts,
         )
         self._readings.counter(
             "kvroute_evicted_responses",
-            "Stored responses that made room for this router's new ones.",
+            "Stored responses that this router evicted to store new ones.",
             lambda: responses.evicted,
         )
         self._readings.gauge(
             "kvroute_stored_response_bytes",
-            "What all stored responses took in Redis when this router last stored one.",
+            "Bytes of all stored responses in Redis when this router last stored one.",
             lambda: responses.bytes,
         )
 
     def export_log(self, log: RequestLog) -> None:
         self._readings.counter(
             "kvroute_request_log_dropped_lines",
-            "Lines missing in the request log, since the disk is full or slow.",
+            "Lines missing in the request log because the disk is full or slow.",
             lambda: log.dropped,
         )

@@ -1,4 +1,4 @@
-"""A router announces its cluster in Redis, and finds other clusters that use the same Redis."""
+"""Registers the cluster in Redis, and finds other clusters that use the same Redis."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,15 @@ from kvroute.store.clusters import SILENCE_S, ClusterModel, Clusters
 
 
 class Neighbours:
-    """The clusters in this Redis that serve one model of this cluster."""
+    """Other clusters in this Redis that serve a model with the same name as this cluster's."""
 
     def __init__(self, clusters: Clusters, own: ClusterModel) -> None:
         self._clusters = clusters
         self._own = own
-        self.can_write = True  # whether the last write to Redis succeeded
+        self.can_write = True  # False if the last write to Redis failed
 
     async def run(self) -> None:
-        """Announces the cluster until cancelled."""
+        """Renew the cluster's registration until cancelled."""
         while True:
             try:
                 await self._clusters.announce(self._own)
@@ -33,14 +33,14 @@ class Neighbours:
             await self._clusters.withdraw(self._own)
 
     async def report(self) -> dict[str, Any]:
-        """Return this cluster, and others that serve a model of the same name.
+        """Return this cluster, and the others that serve a model of the same name.
 
         Raises:
             RedisError, OSError: Redis is away.
         """
         others = [
-            {**msgspec.structs.asdict(each), "is_twin": each.is_twin_of(self._own)}
-            for each in await self._clusters.all()
-            if each.model == self._own.model and each != self._own
+            {**msgspec.structs.asdict(other), "is_twin": other.is_twin_of(self._own)}
+            for other in await self._clusters.all()
+            if other.model == self._own.model and other != self._own
         ]
         return {"own": msgspec.structs.asdict(self._own), "others": others}

@@ -1,6 +1,6 @@
-"""Metrics of a router's queue: what waits, for how long, and who is turned away.
+"""Metrics of a router's queue: waiting requests, their waits, and rejected requests.
 
-Labels are lines, priorities and reasons, so the number of series is fixed.
+The labels are lines, priorities and reasons, so the number of series is fixed.
 """
 
 import math
@@ -17,37 +17,38 @@ from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.queueing.queue import Queue, QueueState
 
 WAITS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
-WORTH_S = 0.1  # shorter waits say nothing about forecasts
+WORTH_S = 0.1  # waits and forecasts below this are too short to measure the forecasts' accuracy
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
 class QueueMetrics(RequestObserver):
-    """Requests that had to wait, and those that got an error in place of it."""
+    """Measures the waits of requests, and counts the requests that the queue rejected."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         waits = Histogram(
             "kvroute_queue_wait_seconds",
-            "How long requests waited in the router while every replica had enough to do; of those "
-            "that had to wait.",
+            "Time that requests waited in the router because every replica was busy. Requests that "
+            "did not have to wait are not counted.",
             ("priority",),
             buckets=WAITS_S,
             registry=registry,
         )
         refusals = Counter(
             "kvroute_queue_refused_requests",
-            "Requests that got an error in place of a replica, by the reason: forecast (they would "
-            "wait longer than they may), deadline (they have), full (too many wait), no_replica "
-            "(none is ready), no_seat (their session would wait too long for a seat, or did).",
+            "Requests that the queue rejected, by reason: forecast (the predicted wait was above "
+            "their limit), deadline (they waited up to their limit), full (too many requests "
+            "waited), no_replica (no replica was ready), no_seat (the wait of their session for a "
+            "seat was above the limit, or predicted to be).",
             ("priority", "reason"),
             registry=registry,
         )
         self._ratio = Histogram(
             "kvroute_queue_forecast_ratio",
-            "What requests waited in the router, over what was forecast when they came.",
+            "Time that requests waited in the router, divided by the wait predicted at arrival.",
             buckets=RATIOS,
             registry=registry,
         )
-        # Every label value starts at 0: a rate needs the 0 before the first event.
+        # All series start at 0, so that Prometheus's rate() includes the first event.
         self._waits = {priority: waits.labels(priority) for priority in PRIORITIES}
         self._refusals = {
             labels: refusals.labels(*labels) for labels in product(PRIORITIES, get_args(Refusal))
@@ -63,27 +64,27 @@ class QueueMetrics(RequestObserver):
 
 
 def export(queue: Queue[Any], readings: Readings, clock: Callable[[], float]) -> None:
-    """Export the requests that wait now, by line."""
+    """Export the number, the prefill and the oldest wait of waiting requests, by line."""
 
-    def each(value: Callable[[QueueState], float]) -> Callable[[], dict[str, float]]:
+    def by_line(value: Callable[[QueueState], float]) -> Callable[[], dict[str, float]]:
         return lambda: {line: value(state) for line, state in queue.state(clock()).items()}
 
     readings.gauge_of(
         "line",
         "kvroute_queue_requests",
-        "Requests that wait in the router, by line: default, or filling (batch requests, and those "
-        "of tenants that had more than their share; they fill what others leave).",
-        each(lambda state: state.requests),
+        "Requests that wait in the router, by line: default, or filling (background requests: "
+        "batch requests, and requests of tenants above their fair share).",
+        by_line(lambda state: state.requests),
     )
     readings.gauge_of(
         "line",
         "kvroute_queue_prefill_seconds",
-        "Seconds of prefill that those requests are predicted to take.",
-        each(lambda state: state.prefill_s),
+        "Predicted seconds of prefill of the requests that wait in the router.",
+        by_line(lambda state: state.prefill_s),
     )
     readings.gauge_of(
         "line",
         "kvroute_queue_oldest_seconds",
-        "How long the oldest of those requests has waited.",
-        each(lambda state: state.oldest_s),
+        "Time that the oldest request in the router's queue has waited.",
+        by_line(lambda state: state.oldest_s),
     )

@@ -1,8 +1,8 @@
-"""A router writes one JSON line for each request: its lengths, placement and outcome.
+"""Writes a JSON line for each request with its lengths, placement and outcome.
 
 `kvroute replay` reads the lines. They contain lengths, times and block ids, but no text and no
 token ids. The log cannot delay or fail a request: a separate task writes the lines, and drops them
-when the disk is too slow.
+if the disk is too slow.
 """
 
 import asyncio
@@ -25,51 +25,52 @@ from kvroute.router.sessions.breaks import Break
 
 log = logging.getLogger("kvroute.request_log")
 
-ID_TOKENS = 128  # the fewest tokens of one id; an id for each engine block would make long lines
-ID_BITS = (1 << 53) - 1  # bits of a fingerprint that every JSON reader keeps exactly
-WRITE_S = 0.5  # seconds between writes
-WAITING_LINES = 10_000  # not yet written; more are dropped
+ID_TOKENS = 128  # least tokens for one id, since an id for each engine block would make long lines
+ID_BITS = (1 << 53) - 1  # mask of the bits of a fingerprint that every JSON reader keeps exactly
+WRITE_S = 0.5  # time between two writes
+WAITING_LINES = 10_000  # lines that may wait for the disk; further ones are dropped
 
 
 class Line(msgspec.Struct):
-    """One request at one replica. The first four are Mooncake's; workload/trace.py reads it."""
+    """One request at one replica, in an extension of Mooncake's format.
 
-    timestamp: float  # ms since 1970, when it was sent
+    The first four fields are Mooncake's. `kvroute replay` reads them in workload/trace.py.
+    """
+
+    timestamp: float  # arrival, in milliseconds since 1970
     input_length: int
-    output_length: int  # tokens of all choices together
-    hash_ids: Sequence[int]  # one for each `block_size` tokens that a cache could hold
+    output_length: int  # output tokens of all choices together
+    hash_ids: Sequence[int]  # an id for each `block_size` tokens that a cache could hold
     block_size: int
     model: str
     replica: str
-    reusable_tokens: int  # cached anywhere, as far as the router knew
-    expected_tokens: int  # cached there, as far as the router knew
-    cached_tokens: int | None  # reported by the engine; None, as ttft_s: no token came
+    reusable_tokens: int  # longest cached prefix at any replica, as far as the router knew
+    expected_tokens: int  # cached prefix at this replica, as far as the router knew
+    cached_tokens: int | None  # cached prefix that the engine reported; None without a first token
     predicted_ttft_s: float
-    ttft_s: float | None
+    ttft_s: float | None  # None without a first token
     duration_s: float
-    outcome: str  # ok | cancelled | refused | failed: lost with its replica, perhaps sent again
-    ledger: Ledger | None  # where the prompt's tokens came from; None if there was no token
-    request_id: str  # the response's x-request-id
-    lora: str | msgspec.UnsetType = msgspec.UNSET  # the requested adapter
-    tenant: str | msgspec.UnsetType = msgspec.UNSET  # tenant of its API key, if keys are used
-    broken: dict[str, Any] | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # the break of the prefix, as in receipts
-    host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens that came from host memory
-    evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # if the ledger has evicted tokens
-    queued_s: float | msgspec.UnsetType = msgspec.UNSET  # before it was sent, if it had to wait
-    seat_s: float | msgspec.UnsetType = msgspec.UNSET  # the part of it spent waiting for a seat
-    priority: str | msgspec.UnsetType = msgspec.UNSET  # priority class, if it is not `default`
-    session: int | msgspec.UnsetType = msgspec.UNSET  # a hash of its client's id for it
-    session_end: bool | msgspec.UnsetType = msgspec.UNSET  # the client says that it is the last
-    tools: bool | msgspec.UnsetType = msgspec.UNSET  # the model might call tools
+    outcome: str  # ok | cancelled | refused | failed (the replica was lost; perhaps sent again)
+    ledger: Ledger | None  # prompt tokens by cause; None without a first token
+    request_id: str  # x-request-id of the response
+    lora: str | msgspec.UnsetType = msgspec.UNSET  # requested adapter
+    tenant: str | msgspec.UnsetType = msgspec.UNSET  # owner of the API key, if keys are needed
+    broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # changed place, as in receipts
+    host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens reloaded from host memory
+    evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # reason for the ledger's evicted tokens
+    queued_s: float | msgspec.UnsetType = msgspec.UNSET  # wait before it was sent, if any
+    seat_s: float | msgspec.UnsetType = msgspec.UNSET  # part of queued_s spent waiting for a seat
+    priority: str | msgspec.UnsetType = msgspec.UNSET  # priority, if it is not `default`
+    session: int | msgspec.UnsetType = msgspec.UNSET  # hash of the client's session id
+    session_end: bool | msgspec.UnsetType = msgspec.UNSET  # True for a session's last request
+    tools: bool | msgspec.UnsetType = msgspec.UNSET  # True if the model might call tools
 
 
 class RequestLog(RequestObserver):
-    """Writes one router's lines of one model into one file."""
+    """Writes one router's lines of one model to a file."""
 
     def __init__(self, file: Path, *, model: str, block_size: int) -> None:
-        self.dropped = 0
+        self.dropped = 0  # lines that were not written
         self._file = file
         self._model = model
         self._blocks_per_id = -(-ID_TOKENS // block_size)
@@ -86,13 +87,13 @@ class RequestLog(RequestObserver):
         self._lines.append(self._line(attempt, attempt.placement))
 
     async def run(self) -> None:
-        """Write the waiting lines until cancelled."""
+        """Write the waiting lines every WRITE_S until cancelled."""
         while True:
             await asyncio.sleep(WRITE_S)
             await self.flush()
 
     async def flush(self) -> None:
-        """Write the waiting lines, or drop them."""
+        """Write the waiting lines, or drop them if that fails."""
         lines, self._lines = self._lines, []
         if not lines:
             return
@@ -141,9 +142,9 @@ class RequestLog(RequestObserver):
         step = self._blocks_per_id
         return [fingerprint & ID_BITS for fingerprint in chain[step - 1 :: step]]
 
-    def _drop(self, lines: int, why: str) -> None:
+    def _drop(self, lines: int, reason: str) -> None:
         if not self.dropped:
-            log.warning("requests are missing in the log %s: %s", self._file, why)
+            log.warning("requests are missing in the log %s: %s", self._file, reason)
         self.dropped += lines
 
 
@@ -156,7 +157,7 @@ def _unless_default(priority: Priority) -> str | msgspec.UnsetType:
 
 
 def _append(file: Path, lines: Sequence[Line]) -> None:
-    """Append all lines or none: a partial line would corrupt the log."""
+    """Append all lines or none, since a partial line would corrupt the log."""
     text = msgspec.json.Encoder().encode_lines(lines)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab", buffering=0) as log:

@@ -1,6 +1,6 @@
-"""Tracing spans of a request's steps in this router: how long each took, and where it went.
+"""Tracing spans of a request's steps in this router, with their durations and the replica.
 
-Without tracing, each step costs only one check of a variable.
+Without tracing, each step takes only one check of a variable.
 """
 
 import time
@@ -16,11 +16,11 @@ from kvroute.router.admission.waits import Wait
 from kvroute.router.middleware.request_id import HEADER
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 
-_tracing: Tracing | None = None  # the tracing of this process
+_tracing: Tracing | None = None  # this process's tracing; None if it is off
 
 
 def start(router_id: str) -> None:
-    """Start to record spans, if the environment names a collector."""
+    """Start to record spans if the environment has the address of a collector."""
     global _tracing
     _tracing = start_tracing("kvroute-router", router_id)
 
@@ -31,20 +31,21 @@ def dispatches() -> RequestObserver | None:
 
 
 def close() -> None:
-    """Send the last spans, or drop them."""
+    """Send the last spans, or drop them if that fails."""
     if _tracing:
         _tracing.close()
 
 
 def step(name: str) -> AbstractContextManager[object]:
-    """Return a context manager that records a span."""
+    """Return a context that records a span for the block."""
     return _tracing.tracer.start_as_current_span(name) if _tracing else nullcontext()
 
 
 class Requests:
-    """Records a span for each HTTP request, from its headers to the response's last byte.
+    """ASGI middleware that records a span from a request's headers to its response's last byte.
 
-    An incoming `traceparent` is continued. GET requests, which machines poll, have no span.
+    The span continues the client's `traceparent`. GET requests, which monitoring polls, have no
+    span.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -56,12 +57,12 @@ class Requests:
             return
         with _request_span(_tracing, scope) as span:
 
-            async def send_noted(message: Message) -> None:
+            async def send_recorded(message: Message) -> None:
                 if message["type"] == "http.response.start":
-                    _note_status(span, message["status"])
+                    _record_status(span, message["status"])
                 await send(message)
 
-            await self._app(scope, receive, send_noted)
+            await self._app(scope, receive, send_recorded)
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def _request_span(tracing: Tracing, scope: Scope) -> Iterator[Span]:
         try:
             yield span
         except Exception:
-            _note_status(span, 500)  # an outer layer makes the response
+            _record_status(span, 500)  # an outer layer sends this response
             raise
         finally:
             if route := scope.get("route"):
@@ -88,14 +89,14 @@ def _request_span(tracing: Tracing, scope: Scope) -> Iterator[Span]:
                 span.set_attribute("http.route", route.path)
 
 
-def _note_status(span: Span, status: int) -> None:
+def _record_status(span: Span, status: int) -> None:
     span.set_attribute("http.response.status_code", status)
     if status >= 500:
         span.set_status(StatusCode.ERROR)
 
 
 class Dispatches(RequestObserver):
-    """Records a span for each decision, each wait in the queue, and each dispatch of a prompt.
+    """Records a span for each placement decision, each wait in the queue, and each dispatch.
 
     A dispatch's span ends with the response. If a replica was full, its dispatch and the next one
     share a span.
@@ -103,7 +104,7 @@ class Dispatches(RequestObserver):
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracer = tracing.tracer
-        self._spans: dict[str, Span] = {}  # request id -> span of its active attempt
+        self._spans: dict[str, Span] = {}  # span of each running request's attempt, by request id
 
     def placed(self, placement: Placement, decision_s: float) -> None:
         span = self._past_span("place", decision_s)
@@ -154,7 +155,7 @@ class Dispatches(RequestObserver):
         span.end()
 
     def _past_span(self, name: str, took_s: float) -> Span:
-        """Return the span of a step that has just ended."""
+        """Return a span of a step that has just ended and took this long."""
         return self._tracer.start_span(name, start_time=time.time_ns() - int(took_s * 1e9))
 
     def _begin(self, attempt: Attempt) -> Span:

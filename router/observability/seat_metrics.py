@@ -13,13 +13,13 @@ WAITS_S = (1, 5, 15, 30, 60, 120, 180, 300, 450, 600, 1200)
 
 
 class SeatMetrics(RequestObserver):
-    """How long requests waited for a seat, of those that had to wait and got one."""
+    """Measures how long requests waited for a seat, if they had to wait and got one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waits = Histogram(
             "kvroute_seat_wait_seconds",
-            "How long requests waited in the router until their session had a seat; of those that "
-            "had to wait.",
+            "Time that requests waited in the router until their session had a seat. Requests that "
+            "did not have to wait are not counted.",
             buckets=WAITS_S,
             registry=registry,
         )
@@ -29,20 +29,21 @@ class SeatMetrics(RequestObserver):
 
 
 def export(seats: Seats[Any], readings: Readings, clock: Callable[[], float]) -> None:
-    """Export the sessions and seats of now."""
+    """Export the current numbers of sessions and seats."""
     readings.gauge(
         "kvroute_sessions_active",
-        "Sessions of all routers that have sent a request in the last minute, or have one running.",
+        "Sessions of all routers with a running request, or with a request in the last minute.",
         lambda: seats.state(clock()).sessions,
     )
     readings.gauge(
         "kvroute_seats_held",
-        "Sessions of all routers that hold a seat. Those of a first prompt hold none.",
+        "Sessions of all routers that hold a seat. A session does not need one for its first "
+        "prompt.",
         lambda: seats.state(clock()).seats,
     )
     readings.gauge(
         "kvroute_seats_limited",
-        "1 while sessions need a seat to send, else 0.",
+        "1 while sessions need a seat to send requests, else 0.",
         lambda: seats.state(clock()).is_limited,
     )
     readings.gauge(
@@ -52,6 +53,6 @@ def export(seats: Seats[Any], readings: Readings, clock: Callable[[], float]) ->
     )
     readings.gauge(
         "kvroute_seat_oldest_seconds",
-        "How long the first of those requests has waited.",
+        "Time that the oldest request has waited for a seat.",
         lambda: seats.state(clock()).oldest_s,
     )

@@ -1,7 +1,7 @@
 """The addresses of all processes' metrics, in the format of Prometheus's HTTP service discovery.
 
 Every process serves its metrics on its own port. A replica's address is in its record in the index.
-A router announces its own here, so any router can list all of them.
+A router writes its own address to the index here, so that any router can list all of them.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from kvroute.contract.records import ProcessLocation, RouterDescription
 from kvroute.process.metrics_port import Exposition
 from kvroute.store.index import Index
 
-LEASE_S = 3.0
-RETRY_S = 0.5  # seconds between attempts while Redis is away
+LEASE_S = 3.0  # time after which the address of a lost router is dropped
+RETRY_S = 0.5  # time between two attempts while Redis is away
 
 Target = dict[str, Any]
 
 
 class Announcer:
-    """Announces the address of one router's metrics."""
+    """Writes the address of one router's metrics to the index, and renews its lease."""
 
     def __init__(self, index: Index, router_id: str, exposition: Exposition, node: str) -> None:
         self._index = index
@@ -33,7 +33,7 @@ class Announcer:
         self._description = RouterDescription(whereabouts)
 
     async def run(self) -> None:
-        """Renews the router's lease until cancelled."""
+        """Renew the router's lease until cancelled."""
         while True:
             try:
                 await self._index.announce_router(
@@ -44,14 +44,18 @@ class Announcer:
                 await asyncio.sleep(RETRY_S)  # the feed logs the outage
 
     async def leave(self) -> None:
-        """Withdraws the address and closes the port."""
+        """Remove the address from the index and close the port."""
         with contextlib.suppress(RedisError, OSError):
             await self._index.withdraw_router(self._router_id)
         await asyncio.to_thread(self._exposition.close)
 
 
 async def targets(index: Index, model: str) -> list[Target]:
-    """Every process with a valid lease and metrics. RedisError or OSError without Redis."""
+    """Return every process that has a valid lease and serves metrics.
+
+    Raises:
+        RedisError, OSError: Redis is away.
+    """
     records = await index.records()
     replicas = {replica_of(record.id): record.whereabouts for record in records}
     routers = {id_: router.whereabouts for id_, router in (await index.routers()).items()}

@@ -1,4 +1,4 @@
-"""A router's telemetry of one model: all request observers, and where they report to."""
+"""A router's telemetry of one model: its request observers, and the tasks that publish them."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -46,14 +46,21 @@ class Telemetry:
         also: RequestObserver,
         lasting: LastingAccounts | None,
     ) -> None:
-        """also: another observer. lasting: None without API keys, which tenants have."""
+        """Make the observers that the settings ask for.
+
+        Args:
+            router_id: the id of this router.
+            settings: the settings of the model.
+            also: one more observer.
+            lasting: accounts of tenants; None without API keys.
+        """
         self.recent = Recent()
         self.recent_waits = RecentWaits()
         self.places = Places()
         self._router_id = router_id
         self._settings = settings
         self._log = _request_log(router_id, settings)
-        self._registry = CollectorRegistry()  # not the process's, which may serve other models
+        self._registry = CollectorRegistry()  # separate, as the process may serve other models
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self._announcer: Announcer | None = None
         self._lasting = lasting
@@ -77,7 +84,7 @@ class Telemetry:
         queue: Queue[Any],
         seats: Seats[Any] | None,
     ) -> None:
-        """Prometheus can scrape and find this router from now on, unless metrics are off."""
+        """Serve the metrics and write their address to the index, unless metrics are off."""
         if self._metrics is None:
             return
         self._metrics.export(fleet, feed)
@@ -117,12 +124,12 @@ class Telemetry:
         return {name: worker.run() for name, worker in workers.items() if worker}
 
     def refused(self, error: Exception) -> None:
-        """Record an error that a client gets instead of a response."""
+        """Count an error that a client got instead of a response."""
         if self._metrics:
             self._metrics.refused(error)
 
     def over_limit(self, tenant: str, limit: str) -> None:
-        """Record that a client was refused because of this limit of its tenant."""
+        """Count a request that was rejected for this limit of its tenant."""
         if self._metrics:
             self._metrics.over_limit(tenant, limit)
 

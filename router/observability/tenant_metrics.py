@@ -1,4 +1,4 @@
-"""What each tenant uses, as Prometheus metrics: NAMED tenants by name, all others as one."""
+"""Prometheus metrics of each tenant's usage: NAMED tenants by name, all others together."""
 
 from collections.abc import Iterable
 
@@ -19,22 +19,26 @@ class TenantMetrics(Collector):
         totals = [(name, dict(account)) for name, account in list(self._accounts.totals.items())]
         requests = _counter(
             "requests",
-            "Requests of each tenant with an API key, by how they ended: ok, cancelled, refused; "
-            "failed (the replica was lost; most are sent again, and end once more).",
+            "Requests of each tenant with an API key, by outcome: ok, cancelled, refused, failed "
+            "(the replica was lost; most are sent again and then counted again).",
             "outcome",
         )
         prompt_tokens = _counter(
-            "prompt_tokens", "Tokens of those requests' prompts, by the ledger's cause.", "cause"
+            "prompt_tokens",
+            "Tokens of the prompts of each tenant's requests, by the ledger's cause.",
+            "cause",
         )
-        output_tokens = _counter("output_tokens", "Tokens of those requests' answers.")
+        output_tokens = _counter("output_tokens", "Output tokens of each tenant's requests.")
         spent = _counter(
             "gpu_seconds",
-            "GPU seconds that those requests took, by phase: prefill (as the speed model has it), "
-            "decode (each request's share of its replica's time). A CPU replica is one GPU.",
+            "GPU seconds that each tenant's requests took, by phase: prefill (predicted by the "
+            "speed model), decode (each request's share of its replica's time). A CPU replica "
+            "counts as one GPU.",
             "phase",
         )
         saved = _counter(
-            "gpu_seconds_saved", "GPU seconds that the cached tokens would have taken in prefill."
+            "gpu_seconds_saved",
+            "GPU seconds of prefill that cached tokens saved for each tenant's requests.",
         )
         for tenant, account in totals:
             for outcome in OUTCOMES:

@@ -1,1 +1,1 @@
-"""What the live page and the doctor show of a router: its last decisions, queue and seats."""
+"""The router's state for the live page and the doctor: its last decisions, queue and seats."""

@@ -1,8 +1,8 @@
-"""Each open live page receives, once a second, what has changed since its last event.
+"""Sends each open live page, once a second, the changes since its last event.
 
 A state is a set of JSON values by key. The router keeps the last state that it sent to each
-listener. So a listener that reads slowly misses states, but no change. States are made only while
-there are listeners, and all listeners share them.
+listener, so a listener that reads slowly skips states but does not miss a change. States are made
+only while there are listeners, and all listeners share them.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ import msgspec
 
 from kvroute.router.api.errors import ApiError
 
-PERIOD_S = 1.0
-FRESH_S = 0.5  # a state up to this age is sent again
-LISTENERS = 16  # each costs a message a second, which is long if there are many replicas
+PERIOD_S = 1.0  # time between two events of a page
+FRESH_S = 0.5  # age up to which a state is shared with further listeners
+LISTENERS = 16  # open pages; each gets one event a second, which is long with many replicas
 
 State = Mapping[str, bytes]
 
 
 class Live:
-    """Sends the states of `snapshot` to listeners, until they disconnect or `over` returns."""
+    """Sends the results of `snapshot` to listeners until they disconnect or `over` returns."""
 
     def __init__(
         self, snapshot: Callable[[], Awaitable[State]], over: Callable[[], Awaitable[None]]
@@ -35,12 +35,16 @@ class Live:
         self._made_s = -FRESH_S
 
     async def listen(self) -> AsyncIterator[bytes]:
-        """Server-sent events: the whole state, then changes. ApiError at too many listeners."""
+        """Return server-sent events: the whole state first, then changes.
+
+        Raises:
+            ApiError: too many pages are open.
+        """
         if self.listeners >= LISTENERS:
             raise ApiError(
                 503,
-                f"{LISTENERS} live pages are open at this router, the most that it serves; "
-                "close one and try again",
+                f"{LISTENERS} live pages are open at this router, which is the limit; close one "
+                "and try again",
                 type="server_error",
             )
         events = self._events()
@@ -75,7 +79,10 @@ class Live:
 
 
 def event(sent: State, state: State) -> bytes:
-    """Return the changes since the state that was sent last; `whole` if none was sent."""
+    """Return an event with the changes from `sent` to `state`, or the whole state if none was sent.
+
+    An empty `sent` means that the listener has not received a state yet.
+    """
     changed = {key: msgspec.Raw(value) for key, value in state.items() if sent.get(key) != value}
     gone = list(sent.keys() - state.keys())
     data = msgspec.json.encode({"changed": changed, "gone": gone})
@@ -84,5 +91,5 @@ def event(sent: State, state: State) -> bytes:
 
 async def _chain(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield first
-    async for each in events:
-        yield each
+    async for later in events:
+        yield later

@@ -1,4 +1,4 @@
-"""Where chats changed in the last five minutes, and how many prompt tokens that cost a cache."""
+"""Where chats' prompts changed in the last five minutes, and how many cached tokens that lost."""
 
 import time
 from collections import deque
@@ -10,20 +10,20 @@ from kvroute.router.page.recent import BUCKET_S, WINDOW_S
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 
-NEAR = 64  # tokens; changes so near each other are at one place, as of ids that begin alike
-KEPT = 32  # places in a part of the window; what is lost at others is in the ledger only
-WORST = 3  # places that are told
+NEAR = 64  # tokens; two changes this close count as one place
+KEPT = 32  # places in one bucket of the window; the losses at others are only in the ledger
+WORST = 3  # places that the page shows
 
-Key = tuple[str, int]  # role; token, in steps of NEAR
+Key = tuple[str, int]  # role of the place, and its token divided by NEAR
 
 
 @dataclass(slots=True)
 class Place:
     role: str  # one of chats.PLACES
-    token: int  # the first that changed there
-    kind: str = ""  # kind of the changed text, see `volatile`
-    tokens: int = 0  # lost
-    requests: int = 0
+    token: int  # first token that changed at this place
+    kind: str = ""  # kind of the text that changed, as in sessions/volatile.py
+    tokens: int = 0  # prompt tokens that could have come from a cache without the change
+    requests: int = 0  # requests with a change at this place
 
     def add(self, token: int, tokens: int, requests: int) -> None:
         self.token = min(self.token, token)
@@ -32,7 +32,7 @@ class Place:
 
 
 class Places(RequestObserver):
-    """Sums over the last WINDOW_S, by place."""
+    """Lost tokens by place, over the last WINDOW_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,7 +44,7 @@ class Places(RequestObserver):
             self.add(broken, ledger.broken)
 
     def add(self, broken: Break, tokens: int) -> None:
-        """Add a request that lost this many tokens."""
+        """Add a request whose changed prompt lost this many cached tokens."""
         now = self._roll()
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
@@ -54,15 +54,15 @@ class Places(RequestObserver):
             place.kind = broken.kind or place.kind
 
     def worst(self) -> list[dict[str, Any]]:
-        """Return the places where most was lost, as JSON."""
+        """Return the places with the most lost tokens, as JSON."""
         self._roll()
         sums: dict[Key, Place] = {}
         for _, places in self._buckets:
-            for each in places.values():
-                if place := _at(sums, each.role, each.token, most=KEPT * len(self._buckets)):
-                    place.add(each.token, each.tokens, each.requests)
-                    place.kind = each.kind or place.kind
-        found = sorted(sums.values(), key=lambda place: -place.tokens)[:WORST]
+            for part in places.values():
+                if place := _at(sums, part.role, part.token, limit=KEPT * len(self._buckets)):
+                    place.add(part.token, part.tokens, part.requests)
+                    place.kind = part.kind or place.kind
+        worst = sorted(sums.values(), key=lambda place: -place.tokens)[:WORST]
         return [
             {
                 "role": place.role,
@@ -71,7 +71,7 @@ class Places(RequestObserver):
                 "tokens": place.tokens,
                 "requests": place.requests,
             }
-            for place in found
+            for place in worst
         ]
 
     def _roll(self) -> int:
@@ -82,9 +82,9 @@ class Places(RequestObserver):
         return now
 
 
-def _at(places: dict[Key, Place], role: str, token: int, *, most: int = KEPT) -> Place | None:
-    """Return the place there, a new one if necessary; None if there are too many."""
+def _at(places: dict[Key, Place], role: str, token: int, *, limit: int = KEPT) -> Place | None:
+    """Return the place of the token, which may be a new one; None if there are too many."""
     key = (role, token // NEAR)
-    if key not in places and len(places) < most:
+    if key not in places and len(places) < limit:
         places[key] = Place(role, token)
     return places.get(key)

@@ -1,4 +1,4 @@
-"""A router keeps its last decisions, and the sources of the last five minutes' prompt tokens."""
+"""The router's last decisions, and the causes of the last five minutes' prompt tokens."""
 
 import time
 from collections import deque
@@ -13,9 +13,9 @@ from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.ledger import CAUSES, Ledger
 from kvroute.router.sessions.returns import WHYS, Why
 
-DECISIONS = 50  # kept
-WINDOW_S = 300.0  # over which the sums are taken
-BUCKET_S = 5.0  # part of the window that is dropped at once
+DECISIONS = 50  # decisions in memory
+WINDOW_S = 300.0  # time over which tokens and requests are summed
+BUCKET_S = 5.0  # length of the window's parts; the oldest part is dropped as a whole
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class Sums(msgspec.Struct, frozen=True):
 
     requests: int
     tokens: Ledger
-    evicted: tuple[int, ...]  # evicted tokens by reason, in the order of WHYS
+    evicted: tuple[int, ...]  # tokens of the cause `evicted` by reason, in the order of WHYS
 
     @property
     def hit_tokens(self) -> int:
@@ -35,17 +35,16 @@ class Sums(msgspec.Struct, frozen=True):
 
 
 class Window:
-    """Sums over the last WINDOW_S, by replica; replicas without a request in it are dropped."""
+    """Sums over the last WINDOW_S by replica, without replicas that had no request in it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: deque[tuple[int, dict[str, list[int]]]] = deque()  # oldest first
-        self._totals: dict[
-            str, list[int]
-        ] = {}  # replica id -> sums of all buckets: requests, causes, reasons
+        # By replica, over all buckets: requests, tokens by cause, evicted tokens by reason.
+        self._totals: dict[str, list[int]] = {}
 
     def add(self, replica_id: str, ledger: Ledger, evicted_why: Why = "usual") -> None:
-        """Add a request that ended there."""
+        """Add a request that ended at the replica."""
         now = self._roll()
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
@@ -63,9 +62,9 @@ class Window:
         now = int(self._clock() // BUCKET_S)
         while self._buckets and self._buckets[0][0] <= now - WINDOW_S // BUCKET_S:
             for replica_id, counts in self._buckets.popleft()[1].items():
-                left = list(map(sub, self._totals[replica_id], counts))
-                if left[0]:
-                    self._totals[replica_id] = left
+                rest = list(map(sub, self._totals[replica_id], counts))
+                if rest[0]:
+                    self._totals[replica_id] = rest
                 else:
                     del self._totals[replica_id]
         return now
@@ -76,12 +75,13 @@ def _sums(requests: int, *tokens: int) -> Sums:
 
 
 def summed(sums: Collection[Sums]) -> dict[str, Any]:
-    """Return the total of the sums, as JSON."""
+    """Return the total of the replicas' sums, as JSON."""
+    ledgers = [replica.tokens for replica in sums]
     return {
         "window_s": WINDOW_S,
-        "requests": sum(each.requests for each in sums),
-        "tokens": {cause: sum(getattr(each.tokens, cause) for each in sums) for cause in CAUSES},
-        "evicted": {why: sum(each.evicted[i] for each in sums) for i, why in enumerate(WHYS)},
+        "requests": sum(replica.requests for replica in sums),
+        "tokens": {cause: sum(getattr(ledger, cause) for ledger in ledgers) for cause in CAUSES},
+        "evicted": {why: sum(replica.evicted[i] for replica in sums) for i, why in enumerate(WHYS)},
     }
 
 
@@ -92,15 +92,15 @@ NOTHING = (0,) * (1 + len(CAUSES) + len(WHYS))
 class Decision:
     """A request that was sent to a replica, with the JSON that the live page caches for it."""
 
-    number: int  # number in the order of sending
-    at_s: float  # since 1970
+    number: int  # 1 for the first request that this router sent
+    at_s: float  # time of sending, in seconds since 1970
     attempt: Attempt
     receipt: msgspec.Raw | None = field(default=None, repr=False)
-    summary: bytes = b""  # JSON, once the request has ended
+    summary: bytes = b""  # JSON of the decision; empty until the request has ended
 
 
 class Recent(RequestObserver):
-    """Keeps the last DECISIONS in memory; costs a few microseconds for each request."""
+    """Keeps the last DECISIONS in memory, which takes a few microseconds for each request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)  # oldest first

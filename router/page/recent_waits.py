@@ -1,4 +1,7 @@
-"""A router counts the waits and refusals of the last five minutes, for the doctor and the page."""
+"""Waits in the queue and rejected requests of the last five minutes, for the doctor and the page.
+
+Waits of batch requests are not counted, since batch requests are expected to wait.
+"""
 
 import time
 from collections import Counter, deque
@@ -14,20 +17,17 @@ from kvroute.router.placement.attempts import RequestObserver
 
 @dataclass(slots=True)
 class _Bucket:
-    """What happened in BUCKET_S."""
+    """Sums over one part of the window, which is BUCKET_S long."""
 
     number: int
-    waits: int = 0
-    waited_s: float = 0.0  # all together
+    waits: int = 0  # requests that had to wait
+    waited_s: float = 0.0  # sum of their waits
     longest_s: float = 0.0
-    refused: Counter[str] = field(default_factory=Counter)  # reason -> number of refused requests
+    refused: Counter[str] = field(default_factory=Counter)  # rejected requests by reason
 
 
 class RecentWaits(RequestObserver):
-    """The waits of the last minutes, without those of batch requests, which are there to wait.
-
-    It takes a microsecond for each request that waits or is refused.
-    """
+    """Counts waits and rejections, which takes a microsecond for each of them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class RecentWaits(RequestObserver):
         self._now().refused[refusal] += 1
 
     def as_json(self) -> dict[str, Any]:
-        """How many had to wait, for how long, and the refusals by reason."""
+        """Return how many requests waited, for how long, and the rejections by reason."""
         self._drop_old()
         waits = sum(bucket.waits for bucket in self._buckets)
         waited_s = sum(bucket.waited_s for bucket in self._buckets)

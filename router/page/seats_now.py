@@ -1,4 +1,4 @@
-"""The seats of sessions, as one router sees them: as JSON."""
+"""JSON of the seats of sessions, as one router knows them."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from kvroute.router.admission.seats import Seats
 
 
 def as_json(seats: Seats[Any], now_s: float) -> dict[str, Any]:
-    """Return how many sessions are active and hold seats, who waits for one, and why."""
+    """Return how many sessions are active, hold seats or wait for one, and the limits."""
     state = seats.state(now_s)
     return {
         "is_limited": state.is_limited,

@@ -1,13 +1,13 @@
-"""The live page's state of the fleet, as one router sees it: a JSON value for each key.
+"""The live page's state of the fleet, as one router knows it: a JSON value for each key.
 
-router          this router, its model and how well it knows the index
-queue           what waits here and in all routers, and the last minutes' waits and refusals
-seats           of sessions: how many are held, and who waits for one; none where they are off
-ledger          where the prompts' tokens came from, for the requests in recent.Window, and where
-                chats changed
+router          this router, its model, and how recent its knowledge of the index is
+queue           requests that wait in this router and in all routers, recent waits and rejections
+seats           how many sessions hold a seat or wait for one; null if seats are off
+ledger          prompt tokens by cause, for the requests in recent.Window, and the places where
+                chats' prompts changed
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
 replica/ID      a replica's record, and the sums of its requests
-decision/N      where a request went, its result and its receipt: numbers, no text
+decision/N      where a request went, its result and its receipt, without any text of the request
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 
 COUNTED = 100  # replicas whose blocks are counted in one snapshot; others keep their last counts
-HOT_S = 5.0  # seconds between updates of hot prefixes, which are decoded and looked up
-RECEIPT_REPLICAS = 8  # replicas in a receipt, from the start of the ranking
-STEP = 50  # replicas described before requests get the event loop
+HOT_S = 5.0  # time between two updates of the hot prefixes, which have to be decoded
+RECEIPT_REPLICAS = 8  # best-ranked replicas that a receipt shows
+STEP = 50  # replicas that are described before other tasks get the event loop
 
 encode = msgspec.json.Encoder().encode
 
@@ -68,8 +68,8 @@ class View:
         self._queue = queue
         self._seats = seats
         self._peers = peers
-        self._blocks: dict[str, int] = {}  # replica id -> blocks, as last counted
-        self._counted = 0  # where the next count starts, in rotation over the fleet
+        self._blocks: dict[str, int] = {}  # last counted number of blocks by replica id
+        self._counted = 0  # index of the replica at which the next count starts
         self._prefixes = b"[]"
         self._prefixes_at_s = -HOT_S
 
@@ -87,9 +87,9 @@ class View:
         }
         states = self._states(records)
         by_id = {record.id: record for record in records}
-        for number, (replica_id, how) in enumerate(sorted(states.items())):
+        for number, (replica_id, status) in enumerate(sorted(states.items())):
             facts = self._replica(by_id.get(replica_id), sums.get(replica_id))
-            state[f"replica/{replica_id}"] = encode({"id": replica_id, "state": how, **facts})
+            state[f"replica/{replica_id}"] = encode({"id": replica_id, "state": status, **facts})
             if number % STEP == STEP - 1:
                 await asyncio.sleep(0)
         for decision in list(self._recent.decisions):
@@ -115,24 +115,24 @@ class View:
         }
 
     def _states(self, records: Sequence[ReplicaRecord]) -> dict[str, str]:
-        """One word for every replica that Serve runs or the index knows."""
+        """Return the state of every replica that Serve runs or that is in the index."""
         states = {record.id: "away" for record in records}  # starting, leaving, or lost
         states |= dict.fromkeys(self._liveness.running(), "silent")  # suspect
         states |= dict.fromkeys(self._liveness.trusted(), "ready")
-        differ = self._fleet.replicas.degraded.keys() & self._liveness.trusted()
-        states |= dict.fromkeys(differ, "degraded")
+        degraded = self._fleet.replicas.degraded.keys() & self._liveness.trusted()
+        states |= dict.fromkeys(degraded, "degraded")
         return states
 
     def _replica(self, record: ReplicaRecord | None, sums: Sums | None) -> dict[str, Any]:
-        answered = {
+        totals = {
             "requests": sums.requests if sums else 0,
             "prompt_tokens": sums.prompt_tokens if sums else 0,
             "hit_tokens": sums.hit_tokens if sums else 0,
         }
-        if record is None:  # not announced yet
-            return answered
+        if record is None:  # the replica has not registered in the index yet
+            return totals
         tiers = record.facts.tiers
-        return answered | {
+        return totals | {
             "node": record.whereabouts.node,
             "capacity_blocks": record.facts.capacity_blocks,
             **{
@@ -151,14 +151,14 @@ class View:
         attempt = decision.attempt
         assert attempt.placement is not None, "only this router's own attempts have observers"
         if decision.receipt is None:
-            made = receipt(
+            explained = receipt(
                 attempt.placement,
                 policy=self._settings.policy,
                 broken=attempt.context.broken,
                 retention=attempt.context.retention,
                 most=RECEIPT_REPLICAS,
             )
-            decision.receipt = msgspec.Raw(encode(made))
+            decision.receipt = msgspec.Raw(encode(explained))
         waited_s = None if attempt.first_token_s is None else attempt.first_token_s - attempt.sent_s
         ledger, reloaded = attempt.ledger(), attempt.reloaded_tokens
         summary = encode(
@@ -195,14 +195,14 @@ class View:
         return self._prefixes
 
     async def _count_blocks(self, records: Sequence[ReplicaRecord]) -> None:
-        """Count the blocks of some replicas, others each time; of none while Redis is away."""
+        """Count the blocks of the next COUNTED replicas in rotation; forget all without Redis."""
         start = self._counted % max(1, len(records))
-        some = [*records[start:], *records[:start]][:COUNTED]
-        self._counted = start + len(some)
+        counted = [*records[start:], *records[:start]][:COUNTED]
+        self._counted = start + len(counted)
         try:
-            counts = await self._index.counts(some)
+            counts = await self._index.counts(counted)
         except (RedisError, OSError):
             self._blocks = {}
             return
-        known = {record.id for record in records}
-        self._blocks = {id_: n for id_, n in self._blocks.items() if id_ in known} | counts
+        ids = {record.id for record in records}
+        self._blocks = {id_: n for id_, n in self._blocks.items() if id_ in ids} | counts

@@ -1,4 +1,4 @@
-"""What waits in a router's queue and, as far as it knows, in those of all routers: as JSON."""
+"""JSON of the requests that wait in a router's queue, and in the queues of all routers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,9 +7,10 @@ from kvroute.router.queueing.queue import Queue, QueueState
 
 
 def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
-    """Return requests, seconds of prefill, and the wait of the oldest request, also by line.
+    """Return the number of requests, their prefill and the oldest wait, in total and by line.
 
-    `all_routers` has what the other routers published; they publish no background requests.
+    `all_routers` includes the queues of other routers as they last reported them. Reports leave out
+    background requests.
     """
     lines = queue.state(now_s)
     here, elsewhere = total(lines.values()), queue.elsewhere()
@@ -24,7 +25,7 @@ def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
 
 
 def total(states: Iterable[QueueState]) -> QueueState:
-    """Of several lines or routers."""
+    """Return the sum of several lines or routers, with the longest wait of all."""
     states = list(states)
     return QueueState(
         sum(state.requests for state in states),

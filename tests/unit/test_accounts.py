@@ -1,4 +1,4 @@
-"""What a tenant is charged for is what its requests asked for and what they took."""
+"""A tenant is charged for its requests' tokens and for the GPU time that they took."""
 
 import random
 from collections import Counter
@@ -24,18 +24,18 @@ from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 from tests.support.records import record
 
-TOKENS_PER_S = 1000.0  # of prefill, however long the prompt
+TOKENS_PER_S = 1000.0  # speed of prefill for prompts of every length
 
 
 class AsPredicted(PrefillSpeed):
-    """Of a replica that is as fast as it says, whatever is measured."""
+    """The speed of a replica that is exactly as fast as predicted."""
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
-        """Nothing."""
+        """Ignore measured times."""
 
 
 class Kept:
-    """What is to last."""
+    """Accounts that outlive the router, in memory."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Counter[str]] = {}
@@ -109,7 +109,7 @@ def test_requests_that_decode_together_share_the_replica() -> None:
     assert charged.account("two")["gpu_seconds"]["decode"] == pytest.approx(4.0, abs=0.001)
 
 
-def test_a_prefill_is_not_charged_to_those_that_decode_meanwhile() -> None:
+def test_a_prefill_is_not_charged_to_requests_that_decode_meanwhile() -> None:
     charged = Charged()
     decodes, computed = charged.send("decodes"), charged.send("computed", tokens=1000)
     receive(decodes, at_s=10.0, cached=100)
@@ -132,7 +132,7 @@ def test_requests_of_other_routers_take_their_share() -> None:
     assert list(charged.kept.sums) == ["acme"]
 
 
-def test_a_request_that_two_replicas_answered_is_one_and_took_what_both_did() -> None:
+def test_a_request_that_two_replicas_answered_counts_once_with_the_time_of_both() -> None:
     charged = Charged()
     lost = charged.send("acme")
     receive(lost, at_s=1.0, tokens=3)
@@ -150,7 +150,7 @@ def test_a_request_that_two_replicas_answered_is_one_and_took_what_both_did() ->
     assert account["gpu_seconds"]["decode"] == pytest.approx(1.0 + 3.0)
 
 
-def test_what_moved_before_it_ran_or_was_refused_costs_nothing() -> None:
+def test_a_request_that_moved_before_it_ran_or_was_refused_costs_nothing() -> None:
     charged = Charged()
     charged.send("acme").end("moved")
     charged.send("acme").end("refused")
@@ -169,7 +169,7 @@ def test_without_keys_nothing_is_counted() -> None:
     assert charged.value("output_tokens", tenant="") is None
 
 
-def test_only_so_many_tenants_have_series_of_their_own() -> None:
+def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
     charged = Charged()
     for number in range(NAMED + 5):
         attempt = charged.send(f"t{number}")
@@ -184,7 +184,7 @@ def test_only_so_many_tenants_have_series_of_their_own() -> None:
     assert len(charged.kept.sums) == NAMED + 5
 
 
-def test_a_tenant_of_that_name_does_not_take_a_named_place() -> None:
+def test_a_tenant_with_the_name_of_the_others_does_not_count_as_named() -> None:
     accounts = dict[str, Counter[str]]()
     for name in ("a", OTHER, "b", "c"):
         bounded(accounts, name, most=2).update({"ok": 1})
@@ -208,7 +208,7 @@ ATTEMPTS = st.lists(
 def test_accounts_are_the_sums_of_their_requests(
     attempts: Sequence[tuple[str, int, int, int, Outcome | None]], gpus: int
 ) -> None:
-    """And what the GPUs took together is no more than there was time."""
+    """Together, the requests take no more GPU time than has passed."""
     charged, expected, sent = Charged(gpus=gpus), Counter[tuple[str, str]](), []
     now_s = 0.0
     for number, (tenant, tokens, *_) in enumerate(attempts):

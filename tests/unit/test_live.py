@@ -1,4 +1,4 @@
-"""Who listens learns what changed; the sums are of the last minutes; a decision has its receipt."""
+"""Live pages receive all changes; sums cover the last minutes."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from kvroute.router.placement.ledger import Ledger, account
 from kvroute.router.sessions.returns import Why
 from tests.support.waiting import until
 
-# What is remembered of requests.
+# The sums over the window.
 
 
 class Clock:
@@ -30,7 +30,7 @@ def ledger(tokens: int, delivered: int = 0) -> Ledger:
     return account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=delivered)
 
 
-def test_sums_are_of_the_window_whenever_they_are_read() -> None:
+def test_sums_cover_the_window_whenever_they_are_read() -> None:
     clock, rng = Clock(), random.Random(0)
     window, added = Window(clock), list[tuple[float, str, int]]()
     for _ in range(2000):
@@ -56,7 +56,7 @@ def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
     assert not window._buckets
 
 
-def test_what_was_evicted_is_summed_by_why_and_leaves_the_window_with_its_request() -> None:
+def test_evicted_tokens_are_summed_by_reason_and_leave_the_window_with_their_request() -> None:
     clock = Clock()
     window = Window(clock)
     whys: list[Why] = ["usual", "ended", "usual"]
@@ -69,78 +69,80 @@ def test_what_was_evicted_is_summed_by_why_and_leaves_the_window_with_its_reques
     assert found["tokens"]["evicted"] == 30
 
 
-# Who is told of it.
+# The events for listeners.
 
 
 async def never() -> None:
     await asyncio.Event().wait()
 
 
-class Things:
-    """What there is to see, and how often it was looked at."""
+class Source:
+    """A state that the test sets, and the number of snapshots of it."""
 
     def __init__(self) -> None:
-        self.now: dict[str, bytes] = {}
-        self.looks = 0
+        self.state: dict[str, bytes] = {}
+        self.snapshots = 0
 
     async def snapshot(self) -> State:
-        self.looks += 1
-        return dict(self.now)
+        self.snapshots += 1
+        return dict(self.state)
 
 
 @pytest.fixture
-def live(monkeypatch: pytest.MonkeyPatch) -> tuple[Things, Live]:
+def live(monkeypatch: pytest.MonkeyPatch) -> tuple[Source, Live]:
     monkeypatch.setattr("kvroute.router.page.live.PERIOD_S", 0.01)
     monkeypatch.setattr("kvroute.router.page.live.FRESH_S", 0.0)
-    things = Things()
-    return things, Live(things.snapshot, never)
+    source = Source()
+    return source, Live(source.snapshot, never)
 
 
 def read(event: bytes) -> tuple[str, dict[str, Any], list[str]]:
     kind, data = event.decode().removesuffix("\n\n").split("\n")
-    told = json.loads(data.removeprefix("data: "))
-    return kind.removeprefix("event: "), told["changed"], told["gone"]
+    fields = json.loads(data.removeprefix("data: "))
+    return kind.removeprefix("event: "), fields["changed"], fields["gone"]
 
 
-async def test_a_listener_is_told_all_and_then_what_changed(live: tuple[Things, Live]) -> None:
-    things, page = live
-    things.now = {"a": b"1", "b": b"2"}
+async def test_a_listener_gets_the_whole_state_and_then_the_changes(
+    live: tuple[Source, Live],
+) -> None:
+    source, page = live
+    source.state = {"a": b"1", "b": b"2"}
     events = await page.listen()
     assert read(await anext(events)) == ("whole", {"a": 1, "b": 2}, [])
-    things.now = {"a": b"1", "b": b"3", "c": b"4"}
+    source.state = {"a": b"1", "b": b"3", "c": b"4"}
     assert read(await anext(events)) == ("change", {"b": 3, "c": 4}, [])
-    things.now = {"c": b"4"}
+    source.state = {"c": b"4"}
     kind, changed, gone = read(await anext(events))
     assert (kind, changed, sorted(gone)) == ("change", {}, ["a", "b"])
 
 
-async def test_whoever_reads_slowly_misses_no_change(live: tuple[Things, Live]) -> None:
-    things, page = live
-    things.now = {"first": b"0"}
+async def test_a_slow_listener_misses_no_change(live: tuple[Source, Live]) -> None:
+    source, page = live
+    source.state = {"first": b"0"}
     slow, quick = await page.listen(), await page.listen()
     await anext(slow)
     for number in range(5):
-        things.now = {str(number): b"0"}
+        source.state = {str(number): b"0"}
         await anext(quick)
-    things.now |= {"last": b"1"}
+    source.state |= {"last": b"1"}
     assert read(await anext(slow)) == ("change", {"4": 0, "last": 1}, ["first"])
 
 
-async def test_listeners_share_a_look_and_without_them_nobody_looks(
-    live: tuple[Things, Live], monkeypatch: pytest.MonkeyPatch
+async def test_listeners_share_a_snapshot_and_without_listeners_there_is_none(
+    live: tuple[Source, Live], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvroute.router.page.live.FRESH_S", 60.0)
-    things, page = live
-    assert things.looks == 0
+    source, page = live
+    assert source.snapshots == 0
     listening = [await page.listen() for _ in range(3)]
     for events in listening:
         await anext(events)
         await anext(events)
-    assert things.looks == 1
+    assert source.snapshots == 1
 
 
 async def test_one_listener_too_many_is_refused_until_another_leaves(
-    live: tuple[Things, Live],
+    live: tuple[Source, Live],
 ) -> None:
     _, page = live
     listening = [await page.listen() for _ in range(LISTENERS)]
@@ -152,13 +154,13 @@ async def test_one_listener_too_many_is_refused_until_another_leaves(
     await page.listen()
 
 
-async def test_listeners_are_let_go_when_the_router_finishes() -> None:
+async def test_listeners_are_disconnected_when_the_router_stops() -> None:
     over = asyncio.Event()
 
     async def ends() -> None:
         await over.wait()
 
-    page = Live(Things().snapshot, ends)
+    page = Live(Source().snapshot, ends)
     events = await page.listen()
     await anext(events)
     over.set()

@@ -1,4 +1,4 @@
-"""The places where chats change, in the order of what they cost."""
+"""The places where chats' prompts change, in the order of the cached tokens that they lose."""
 
 import itertools
 
@@ -24,8 +24,8 @@ def at(token: int, role: str = "system") -> Break:
     return Break(role, 0, Difference(token, SPAN, SPAN, alike=100))
 
 
-def told(places: Places) -> list[tuple[str, int, int, int]]:
-    """Role, token, lost tokens and requests of each place."""
+def worst(places: Places) -> list[tuple[str, int, int, int]]:
+    """Return role, token, lost tokens and requests of each place."""
     names = ("role", "token", "tokens", "requests")
     return [tuple(place[name] for name in names) for place in places.worst()]
 
@@ -34,32 +34,36 @@ def test_changes_near_each_other_are_one_place_that_begins_with_the_first() -> N
     places = Places(Clock())
     for token in (1217, 1216, 1220):
         places.add(at(token), 100)
-    assert told(places) == [("system", 1216, 300, 3)]
+    assert worst(places) == [("system", 1216, 300, 3)]
 
 
-def test_the_costliest_place_comes_first_and_roles_are_told_apart() -> None:
+def test_the_costliest_place_comes_first_and_roles_are_separate() -> None:
     places = Places(Clock())
     places.add(at(10), 100)
     places.add(at(10, "tools"), 300)
     places.add(at(5000), 200)
-    assert told(places) == [("tools", 10, 300, 1), ("system", 5000, 200, 1), ("system", 10, 100, 1)]
+    assert worst(places) == [
+        ("tools", 10, 300, 1),
+        ("system", 5000, 200, 1),
+        ("system", 10, 100, 1),
+    ]
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
+def test_changes_older_than_the_window_are_forgotten() -> None:
     clock = Clock()
     places = Places(clock)
     places.add(at(10), 100)
     clock.now_s += WINDOW_S / 2
     places.add(at(10), 50)
-    assert told(places) == [("system", 10, 150, 2)]
+    assert worst(places) == [("system", 10, 150, 2)]
     clock.now_s += WINDOW_S / 2 + BUCKET_S
-    assert told(places) == [("system", 10, 50, 1)]
+    assert worst(places) == [("system", 10, 50, 1)]
     clock.now_s += WINDOW_S
-    assert told(places) == []
+    assert worst(places) == []
 
 
 @given(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 10**6)), max_size=200))
-def test_however_many_places_there_are_some_are_kept_and_few_told(
+def test_the_numbers_of_kept_and_shown_places_are_limited(
     changes: list[tuple[str, int]],
 ) -> None:
     clock = Clock()
@@ -67,7 +71,7 @@ def test_however_many_places_there_are_some_are_kept_and_few_told(
     for (role, token), moved_s in zip(changes, itertools.cycle((0.0, 0.1, 6.0))):
         clock.now_s += moved_s
         places.add(at(token, role), 1)
-    assert len(told(places)) <= WORST
+    assert len(worst(places)) <= WORST
     assert all(len(kept) <= KEPT for _, kept in places._buckets)
     assert len(places._buckets) <= WINDOW_S / BUCKET_S
-    assert sum(tokens for _, _, tokens, _ in told(places)) <= len(changes)
+    assert sum(tokens for _, _, tokens, _ in worst(places)) <= len(changes)

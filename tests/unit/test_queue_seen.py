@@ -1,4 +1,4 @@
-"""The queue as users see it: waiting requests, their waits, and refusals."""
+"""The queue in status, doctor, metrics and spans: waiting requests, their waits, and refusals."""
 
 from typing import get_args
 
@@ -58,7 +58,7 @@ def test_waiting_requests_are_shown_by_line_and_for_all_routers() -> None:
     }
 
 
-def test_waiting_requests_of_a_router_that_is_gone_do_not_count() -> None:
+def test_waiting_requests_of_a_lost_router_do_not_count() -> None:
     queue = filled()
     queue.forget("other")
     assert waiting.as_json(queue, 104.0)["all_routers"] == {"requests": 3, "prefill_s": 3.5}

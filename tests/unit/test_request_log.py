@@ -1,4 +1,4 @@
-"""The request log tells what happened, replay reads it, and no request ever waits for it."""
+"""The request log has a line for each request, replay reads it, and no request waits for it."""
 
 import asyncio
 import math
@@ -68,7 +68,7 @@ class Router:
         said: SessionHints = NO_HINTS,
         **fields: Any,
     ) -> None:
-        """As the dispatcher does: sends, listens to so many chunks, and ends."""
+        """Send a request, receive its chunks and end it, as the dispatcher does."""
         token_ids = np.arange(prompt, dtype=np.uint32)
         request = GenerateRequest("r", token_ids, call=completion(**{"max_tokens": 8} | fields))
         now_s = time.monotonic()
@@ -109,7 +109,7 @@ async def logged(router: Router) -> list[dict[str, Any]]:
     return lines(router.log._file)
 
 
-async def test_a_line_tells_what_was_expected_and_what_happened(router: Router) -> None:
+async def test_a_line_has_the_prediction_and_the_outcome(router: Router) -> None:
     await router.answer(1000)
     router.fleet.mirror.forget_computed(math.inf)
     router.fleet.mirror.add("a", router.fleet.caches.chain(np.arange(1000, dtype=np.uint32))[:20])
@@ -151,7 +151,7 @@ def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id:
     assert log._ids(chain)[0] == chain[of_one_id // block_size - 1]
 
 
-async def test_a_line_names_the_place_where_its_chat_changed(router: Router) -> None:
+async def test_a_line_has_the_place_where_its_chat_changed(router: Router) -> None:
     await router.answer(400, broken=Break("user", 3, Difference(40, SPAN, SPAN, alike=300)))
     (line,) = await logged(router)
     assert line["ledger"].items() >= {"broken": 300, "new": 84, "tail": 16}.items()
@@ -162,7 +162,7 @@ async def test_a_line_names_the_place_where_its_chat_changed(router: Router) -> 
     )
 
 
-async def test_a_line_names_its_tenant_and_replay_reads_it(router: Router) -> None:
+async def test_a_line_has_its_tenant_and_replay_reads_it(router: Router) -> None:
     await router.answer(400, tenant="acme")
     await router.answer(400)
     named, nobodys = await logged(router)
@@ -171,7 +171,7 @@ async def test_a_line_names_its_tenant_and_replay_reads_it(router: Router) -> No
     assert len(read(router.log._file, limit=None, seed=0)) == 2
 
 
-async def test_a_line_tells_how_long_its_request_waited(router: Router) -> None:
+async def test_a_line_has_the_wait_of_its_request(router: Router) -> None:
     await router.answer(100, urgency=Urgency("batch"), wait=Wait("batch", "busy", 2.5))
     await router.answer(100)
     waited, at_once = await logged(router)
@@ -180,7 +180,7 @@ async def test_a_line_tells_how_long_its_request_waited(router: Router) -> None:
     assert not {"queued_s", "priority"} & at_once.keys()
 
 
-async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router) -> None:
+async def test_a_line_has_its_session_and_replay_reads_it(router: Router) -> None:
     turns = [SessionHints(2**63 - 1), SessionHints(2**63 - 1, is_end=True), NO_HINTS]
     for said in turns:
         await router.answer(400, hints=said)
@@ -192,7 +192,7 @@ async def test_a_line_tells_whose_turn_it_was_and_replay_reads_it(router: Router
     assert [each.session for each in read_back] == 2 * [f"{first['session']}"] + [None]
 
 
-async def test_a_line_tells_that_a_request_had_tools(router: Router) -> None:
+async def test_a_line_shows_that_a_request_had_tools(router: Router) -> None:
     for said in (SessionHints(has_tools=True), NO_HINTS):
         await router.answer(400, hints=said)
     with_tools, without = await logged(router)
@@ -200,7 +200,7 @@ async def test_a_line_tells_that_a_request_had_tools(router: Router) -> None:
     assert "tools" not in without
 
 
-async def test_a_line_says_why_what_was_cached_once_is_gone(router: Router) -> None:
+async def test_a_line_has_the_reason_for_evicted_tokens(router: Router) -> None:
     await router.answer(400)
     chain = router.fleet.caches.chain(np.arange(800, dtype=np.uint32))
     router.fleet.mirror.add("a", chain)
@@ -212,7 +212,7 @@ async def test_a_line_says_why_what_was_cached_once_is_gone(router: Router) -> N
     assert evicted["evicted_why"] == "usual"
 
 
-async def test_a_line_tells_what_came_from_host_memory(router: Router) -> None:
+async def test_a_line_has_the_tokens_from_host_memory(router: Router) -> None:
     facts = msgspec.structs.replace(FACTS, host=TierFacts(1000, 1000, 1e9))
     router.fleet.update([ReplicaRecord("a", "1", 0, facts, LOAD)])
     await router.answer(400)
@@ -232,14 +232,14 @@ async def test_choices_count_together(router: Router) -> None:
     ]
 
 
-async def test_a_client_that_left_is_told_apart(router: Router) -> None:
+async def test_a_request_whose_client_left_is_cancelled(router: Router) -> None:
     await router.answer(100, max_tokens=5000, stop_after=2)
     (line,) = await logged(router)
     assert line["outcome"] == "cancelled"
     assert line["output_length"] < 5000
 
 
-async def test_a_request_that_failed_is_told_apart(router: Router) -> None:
+async def test_a_failed_request_has_its_own_outcome(router: Router) -> None:
     await router.engine.close()
     with pytest.raises(EngineDeadError):
         await router.answer(100)
@@ -247,7 +247,7 @@ async def test_a_request_that_failed_is_told_apart(router: Router) -> None:
     assert (line["outcome"], line["ttft_s"], line["cached_tokens"]) == ("failed", None, None)
 
 
-async def test_a_full_disk_costs_lines_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_disk_drops_lines_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     router = Router(Path("/dev/full"))
     for _ in range(3):
         await router.answer(100)
@@ -270,7 +270,7 @@ async def test_a_disk_that_fills_up_keeps_whole_lines(router: Router) -> None:
     assert router.log.dropped == 1
 
 
-async def test_a_disk_that_hangs_costs_lines_and_no_time(
+async def test_a_disk_that_hangs_drops_lines_without_delaying_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_log, "WAITING_LINES", 2)
@@ -289,7 +289,7 @@ async def test_a_disk_that_hangs_costs_lines_and_no_time(
     await router.engine.close()
 
 
-def test_a_folder_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match=r"--request-log is '.*/file'.*name another folder"):
         check_request_log(tmp_path / "file")
@@ -297,7 +297,7 @@ def test_a_folder_that_cannot_be_had_stops_the_start(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """Inside, no file of this process grows beyond that many bytes."""
+    """Limit the size of this process's files to that many bytes within the block."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

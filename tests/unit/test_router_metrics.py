@@ -1,4 +1,4 @@
-"""What a router counts of a request, however many replicas answered it."""
+"""The router's metrics of a request, with one or more replicas that answered it."""
 
 import random
 
@@ -18,8 +18,8 @@ from kvroute.router.sessions.returns import WHYS, Retention, Why
 from tests.support.records import FACTS, LOAD
 
 
-class Told:
-    """A fleet of two replicas whose router counts."""
+class RouterWithMetrics:
+    """A fleet of two replicas, and its router's metrics."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -35,7 +35,7 @@ class Told:
             self.fleet.mirror.join(name)
 
     def send(self, context: RequestContext, to: str = "a", *, at_s: float) -> Attempt:
-        """A prompt of 10 tokens."""
+        """Place a prompt of 10 tokens."""
         placement = self.fleet.place(np.arange(10, dtype=np.uint32), ["a", "b"], at_s)
         return self.fleet.sent(placement, to, "r", at_s, context)
 
@@ -50,57 +50,57 @@ class Told:
         }
 
 
-def say(attempt: Attempt, *, at_s: float, is_last: bool = False) -> None:
+def receive(attempt: Attempt, *, at_s: float, is_last: bool = False) -> None:
     attempt.receive(Chunk((1,), 0, is_last), at_s)
 
 
-def test_an_answer_of_two_replicas_is_one_request_that_waited_once() -> None:
-    told = Told()
-    lost = told.send(RequestContext(100.0), at_s=100.0)
+def test_an_answer_of_two_replicas_is_one_request_with_one_first_token() -> None:
+    router = RouterWithMetrics()
+    lost = router.send(RequestContext(100.0), at_s=100.0)
     lost.end("failed")
-    second = told.send(RequestContext(100.0), "b", at_s=101.0)
-    say(second, at_s=102.0)
+    second = router.send(RequestContext(100.0), "b", at_s=101.0)
+    receive(second, at_s=102.0)
     second.end("failed")
-    third = told.send(RequestContext(100.0, is_resumed=True), at_s=103.0)
+    third = router.send(RequestContext(100.0, is_resumed=True), at_s=103.0)
     for at_s in (104.0, 104.5, 105.0):
-        say(third, at_s=at_s, is_last=at_s == 105.0)
+        receive(third, at_s=at_s, is_last=at_s == 105.0)
     third.end()
-    assert told.outcomes() == {"failed": 2, "ok": 1}
-    assert told.value("time_to_first_token_seconds_sum") == 2.0
-    assert told.value("time_to_first_token_seconds_count") == 1
-    assert told.value("request_seconds_sum") == 5.0
-    assert told.value("inter_token_seconds_sum") == 1.0
-    assert told.value("time_per_output_token_seconds_sum") == 0.5
+    assert router.outcomes() == {"failed": 2, "ok": 1}
+    assert router.value("time_to_first_token_seconds_sum") == 2.0
+    assert router.value("time_to_first_token_seconds_count") == 1
+    assert router.value("request_seconds_sum") == 5.0
+    assert router.value("inter_token_seconds_sum") == 1.0
+    assert router.value("time_per_output_token_seconds_sum") == 0.5
 
 
 def test_a_request_sent_away_from_its_prefix_is_a_spill() -> None:
-    told = Told()
-    told.fleet.mirror.add("a", told.fleet.caches.chain(np.arange(10, dtype=np.uint32)))
-    attempt = told.send(RequestContext(0.0), "b", at_s=0.0)
-    say(attempt, at_s=1.0, is_last=True)
+    router = RouterWithMetrics()
+    router.fleet.mirror.add("a", router.fleet.caches.chain(np.arange(10, dtype=np.uint32)))
+    attempt = router.send(RequestContext(0.0), "b", at_s=0.0)
+    receive(attempt, at_s=1.0, is_last=True)
     attempt.end()
-    assert told.value("spilled_requests_total") == 1
-    assert told.value("prompt_tokens_total", cause="spilled") == 8
-    assert told.value("prompt_tokens_total", cause="tail") == 2
+    assert router.value("spilled_requests_total") == 1
+    assert router.value("prompt_tokens_total", cause="spilled") == 8
+    assert router.value("prompt_tokens_total", cause="tail") == 2
 
 
 def test_a_request_without_a_token_counts_no_tokens() -> None:
-    told = Told()
-    told.send(RequestContext(0.0), at_s=0.0).end("refused")
-    assert told.outcomes() == {"refused": 1}
-    assert sum(told.value("prompt_tokens_total", cause=cause) or 0 for cause in CAUSES) == 0
+    router = RouterWithMetrics()
+    router.send(RequestContext(0.0), at_s=0.0).end("refused")
+    assert router.outcomes() == {"refused": 1}
+    assert sum(router.value("prompt_tokens_total", cause=cause) or 0 for cause in CAUSES) == 0
 
 
 @pytest.mark.parametrize("why", WHYS)
-def test_what_was_lost_to_eviction_is_told_by_why_it_went(why: Why) -> None:
-    told = Told()
-    chain = told.fleet.caches.chain(np.arange(10, dtype=np.uint32))
-    told.fleet.mirror.add("a", chain)
-    told.fleet.mirror.remove("a", chain)
+def test_evicted_tokens_are_counted_by_reason(why: Why) -> None:
+    router = RouterWithMetrics()
+    chain = router.fleet.caches.chain(np.arange(10, dtype=np.uint32))
+    router.fleet.mirror.add("a", chain)
+    router.fleet.mirror.remove("a", chain)
     retention = Retention(SessionTurn(Fingerprint(1), 1, 2), RetentionHint(), why)
-    attempt = told.send(RequestContext(0.0, retention=retention), at_s=0.0)
-    say(attempt, at_s=1.0, is_last=True)
+    attempt = router.send(RequestContext(0.0, retention=retention), at_s=0.0)
+    receive(attempt, at_s=1.0, is_last=True)
     attempt.end()
-    assert told.value("prompt_tokens_total", cause="evicted") == 8
-    found = {each: told.value("evicted_prompt_tokens_total", why=each) for each in WHYS}
-    assert found == {each: 8 * (each == why) for each in WHYS}
+    assert router.value("prompt_tokens_total", cause="evicted") == 8
+    tokens = {reason: router.value("evicted_prompt_tokens_total", why=reason) for reason in WHYS}
+    assert tokens == {reason: 8 * (reason == why) for reason in WHYS}

@@ -1,4 +1,4 @@
-"""Users see whether sessions wait for seats, for how long and why."""
+"""Doctor and metrics show whether sessions wait for seats, for how long and why."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def report(sessions: Sessions) -> dict[str, Any]:
 
 
 def thrashing() -> Sessions:
-    """Return seats of which two are taken while a third session waits, as the cache is full."""
+    """Return seats that two sessions hold while a third one waits, because the cache is full."""
     sessions = Sessions()
     for session in (1, 2, 3):
         sessions.begin(session, 300)
@@ -25,7 +25,7 @@ def thrashing() -> Sessions:
     return sessions
 
 
-def test_the_doctor_warns_while_sessions_wait_and_says_why() -> None:
+def test_the_doctor_warns_while_sessions_wait_and_gives_the_reason() -> None:
     (check,) = seats([report(thrashing())])
     assert (check.name, check.grade) == ("seats", "warning")
     assert check.finding == (

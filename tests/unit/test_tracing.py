@@ -1,4 +1,4 @@
-"""Spans go where OpenTelemetry's variables say, and tell what became of each dispatch."""
+"""Spans are sent to the collector in OpenTelemetry's variables, and record each dispatch."""
 
 import random
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def spans(traces: Tracing, kept: InMemorySpanExporter) -> tuple[ReadableSpan, ..
         (HERE | THERE, "http://there:1/mine"),
     ],
 )
-def test_spans_go_where_the_environment_says(
+def test_spans_are_sent_to_the_collector_in_the_environment(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], endpoint: str | None
 ) -> None:
     for name, value in env.items():
@@ -70,17 +70,17 @@ def test_spans_go_where_the_environment_says(
     assert traces_endpoint() == endpoint
 
 
-def test_nothing_starts_where_no_collector_is_named() -> None:
+def test_tracing_is_off_without_a_collector() -> None:
     assert start_tracing("kvroute-test", "1") is None
 
 
-def test_a_protocol_that_is_not_spoken_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(tracing.PROTOCOL, "http/json")
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'http/json'; expected"):
         protocol()
 
 
-async def test_an_answer_that_nobody_waits_for_ends_its_span(
+async def test_an_answer_whose_client_left_ends_its_span(
     traces: Tracing, kept: InMemorySpanExporter
 ) -> None:
     engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
@@ -100,7 +100,7 @@ def sent(fleet: Fleet, replica_id: str) -> Attempt:
     return fleet.sent(placement, replica_id, "r", 0.0)
 
 
-def test_a_span_tells_what_came_from_host_memory(
+def test_a_span_has_the_tokens_from_host_memory(
     traces: Tracing, kept: InMemorySpanExporter
 ) -> None:
     observer = Dispatches(traces)
@@ -116,7 +116,7 @@ def test_a_span_tells_what_came_from_host_memory(
     assert span.attributes["kvroute.host_tokens"] == 8
 
 
-def test_a_full_replica_and_the_one_it_went_to_instead_share_a_span(
+def test_the_dispatches_to_a_full_replica_and_to_the_next_one_share_a_span(
     traces: Tracing, kept: InMemorySpanExporter
 ) -> None:
     observer = Dispatches(traces)
