@@ -65,7 +65,7 @@ class Router:
         tenant: str = "",
         urgency: Urgency = AT_EASE,
         wait: Wait = NO_WAIT,
-        said: SessionHints = NO_HINTS,
+        hints: SessionHints = NO_HINTS,
         **fields: Any,
     ) -> None:
         """Send a request, receive its chunks and end it, as the dispatcher does."""
@@ -74,7 +74,7 @@ class Router:
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, ["a"], now_s, features=features)
         context = RequestContext(
-            now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait, hints=said
+            now_s, broken=broken, tenant=tenant, urgency=urgency, wait=wait, hints=hints
         )
         attempt = self.fleet.sent(placement, "a", "r", now_s, context)
         try:
@@ -182,8 +182,8 @@ async def test_a_line_has_the_wait_of_its_request(router: Router) -> None:
 
 async def test_a_line_has_its_session_and_replay_reads_it(router: Router) -> None:
     turns = [SessionHints(2**63 - 1), SessionHints(2**63 - 1, is_end=True), NO_HINTS]
-    for said in turns:
-        await router.answer(400, hints=said)
+    for hints in turns:
+        await router.answer(400, hints=hints)
     first, last, nobodys = await logged(router)
     assert first["session"] == last["session"] == int(float(first["session"]))
     assert (last["session_end"], "session_end" in first) == (True, False)
@@ -193,8 +193,8 @@ async def test_a_line_has_its_session_and_replay_reads_it(router: Router) -> Non
 
 
 async def test_a_line_shows_that_a_request_had_tools(router: Router) -> None:
-    for said in (SessionHints(has_tools=True), NO_HINTS):
-        await router.answer(400, hints=said)
+    for hints in (SessionHints(has_tools=True), NO_HINTS):
+        await router.answer(400, hints=hints)
     with_tools, without = await logged(router)
     assert with_tools["tools"] is True
     assert "tools" not in without
