@@ -10,7 +10,7 @@ import pytest
 
 from kvroute.local.launch import check_engine_args
 from kvroute.local.progress import Progress, StartError
-from kvroute.settings.options import Dtype
+from kvroute.settings.options.replica import Dtype
 from kvroute.settings.owned_engine_args import FIXED, OWNED
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.serve import load
