@@ -22,7 +22,8 @@ from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.mirror import Mirror
-from kvroute.store.index import FencedError, Index, Position
+from kvroute.store.index import FencedError, Index
+from kvroute.store.index_values import Position
 
 CALL_S = 15.0  # the longest wait for a replica
 TRIES = 5  # to compare the mirror, while it is being loaded or seems wrong; the best result counts

@@ -21,8 +21,8 @@ from kvroute.router.api.calls import MAX_ITEMS, MAX_NAME, MAX_VALUES, RESPONSES,
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
+from kvroute.store.named_prefix import Prefix
 from kvroute.store.outage import Outage
-from kvroute.store.prefixes import Prefix
 from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, TooLongError, joined
 
 log = logging.getLogger("kvroute.conversations")

@@ -21,7 +21,8 @@ from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
 from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes, assigned
+from kvroute.store.named_prefix import Prefix, assigned
+from kvroute.store.prefixes import Prefixes
 from tests.support.chunks import collected
 from tests.support.waiting import until
 

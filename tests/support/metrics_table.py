@@ -33,7 +33,8 @@ from kvroute.router.queueing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes
+from kvroute.store.named_prefix import Prefix
+from kvroute.store.prefixes import Prefixes
 from kvroute.store.responses import Responses
 
 NOWHERE = "redis://127.0.0.1"
