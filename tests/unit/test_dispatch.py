@@ -16,7 +16,8 @@ import pytest
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
 from kvroute.contract.priority import Priority
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.admission.waits import Refusal, Urgency
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
