@@ -202,7 +202,7 @@ class SimulatedEngine(Engine):
         if table := self._pins.pop(name, None):
             self._pool.free(table)
         if self._host_pins.pop(name, None):
-            self._pool.unpin_in_host(name)
+            self._pool.pin_in_host(name, ())
 
     async def end_session(self, session: int) -> None:
         for job in self._jobs:  # blocks of running requests are evicted first, too
@@ -358,7 +358,7 @@ class SimulatedEngine(Engine):
     def _pin(self, request: GenerateRequest, table: Table) -> None:
         blocks = len(request.prompt_ids) // self.config.block_size
         if request.is_host_pin:
-            self._pool.pin_in_host(request.pin, table, blocks)
+            self._pool.pin_in_host(request.pin, table.hashes[:blocks])
             self._host_pins[request.pin] = blocks
             return
         replaced = self._pins.get(request.pin)
