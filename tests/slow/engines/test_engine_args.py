@@ -34,8 +34,8 @@ def complaints(**engine_args: Any) -> str:
 
 def of_replica(**engine_args: Any) -> Any:
     """What vLLM is started with."""
-    from kvroute.replica.vllm_engine.async_llm import engine_args as made
     from kvroute.replica.vllm_engine.core.subscription import Subscription
+    from kvroute.replica.vllm_engine.vllm_args import engine_args as made
 
     settings = ReplicaSettings(
         model="m", served_model_name="n", redis_url="", dtype="float32", engine_args=engine_args
