@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.api.calls import MAX_ITEMS, MAX_NAME, MAX_VALUES, RESPONSES, Call, values_in
+from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
+from kvroute.router.api.calls import RESPONSES, Call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
