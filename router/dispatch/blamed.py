@@ -49,7 +49,7 @@ class PoisonList:
         self._note(digest, why)
         self._publish(digest)
 
-    def hear(self, digest: bytes) -> None:
+    def receive(self, digest: bytes) -> None:
         """Add a request of another router."""
         self._note(digest, "it stopped a replica, as another router has seen")
 

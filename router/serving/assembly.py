@@ -121,7 +121,7 @@ class Parts:
             own=router_id,
             limits=limits,
             queue=self.queue,
-            blamed=self.blamed.hear,
+            blamed=self.blamed.receive,
         )
 
         # The way of a request to a replica.

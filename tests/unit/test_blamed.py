@@ -168,7 +168,7 @@ def test_the_list_of_blamed_requests_has_a_bound() -> None:
 def test_routers_share_blamed_requests() -> None:
     publisher, there = PeerPublisher("here"), PoisonList()
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
-    subscriber = PeerSubscriber(fleet, own="there", blamed=there.hear)
+    subscriber = PeerSubscriber(fleet, own="there", blamed=there.receive)
     PoisonList(publisher.blamed).add(request_of(), "it stopped r0")
     subscriber.receive(decode(encode(publisher.take())))
     assert is_refused(there, request_of())
