@@ -36,7 +36,8 @@ async def start_engines(settings: ReplicaSettings) -> Sequence[Engine]:
 
 
 def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
-    from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+    from kvroute.replica.sim_engine.config import SimulatedConfig
+    from kvroute.replica.sim_engine.simulated import SimulatedEngine
 
     capacity_tokens = settings.simulated_blocks * settings.block_size
     max_model_len = min(capacity_tokens, settings.max_model_len or _context_tokens(folder))

@@ -24,7 +24,8 @@ from kvroute.contract.records import Description, Load, Pins
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent
 from kvroute.replica.engine.protocol import Engine
-from kvroute.store.index import BATCH_BLOCKS, FencedError, Index, WriterState
+from kvroute.store.index import BATCH_BLOCKS, FencedError, Index
+from kvroute.store.index_values import WriterState
 from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.publisher")

@@ -22,7 +22,8 @@ from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.replica.engine.pins import room_for_pin
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes, assigned, shared_tokens
+from kvroute.store.named_prefix import Prefix, assigned, shared_tokens
+from kvroute.store.prefixes import Prefixes
 
 log = logging.getLogger("kvroute.warmer")
 

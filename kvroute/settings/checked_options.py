@@ -6,7 +6,7 @@ from kvroute.contract.adapters import Adapter, read_adapter
 from kvroute.settings import owned_engine_args
 from kvroute.settings.help import SettingsError
 from kvroute.settings.multi_task import Task, read_tasks
-from kvroute.settings.options import ModelOptions
+from kvroute.settings.options.model import ModelOptions
 
 
 class CheckedOptions(ModelOptions):

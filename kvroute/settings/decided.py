@@ -2,7 +2,7 @@
 
 from kvroute.contract.adapters import Adapter
 from kvroute.settings import parsers
-from kvroute.settings.options import CPU_BLOCK_SIZE, CommonOptions
+from kvroute.settings.options.common import CPU_BLOCK_SIZE, CommonOptions
 from kvroute.store.keys import DEFAULT_CLUSTER
 
 

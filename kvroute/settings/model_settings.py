@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvroute.settings.checked_options import CheckedOptions
-from kvroute.settings.options import (
-    CPU_BLOCK_SIZE,
-    GPU_BLOCK_SIZE,
-    DeploymentOptions,
-)
+from kvroute.settings.options.common import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE
+from kvroute.settings.options.deployment import DeploymentOptions
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.router import RouterSettings
 

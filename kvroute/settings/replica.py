@@ -2,7 +2,7 @@
 
 from kvroute.settings import parsers
 from kvroute.settings.decided import CommonSettings
-from kvroute.settings.options import ReplicaOptions
+from kvroute.settings.options.replica import ReplicaOptions
 
 
 class ReplicaSettings(CommonSettings, ReplicaOptions):

@@ -2,7 +2,7 @@
 
 from kvroute.settings.decided import CommonSettings
 from kvroute.settings.multi_task import Task
-from kvroute.settings.options import RouterOptions
+from kvroute.settings.options.router import RouterOptions
 
 
 class RouterSettings(CommonSettings, RouterOptions):

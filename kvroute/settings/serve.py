@@ -10,7 +10,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.help import Environment, SettingsError, explain
 from kvroute.settings.model_settings import Detected, ModelSettings, decide
-from kvroute.settings.options import PER_MODEL, ModelOptions, Options, in_order
+from kvroute.settings.options.cluster import Options
+from kvroute.settings.options.common import in_order
+from kvroute.settings.options.model import PER_MODEL, ModelOptions
 from kvroute.store.keys import DEFAULT_CLUSTER
 
 

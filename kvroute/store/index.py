@@ -1,4 +1,6 @@
-"""The index in Redis: which replica holds which blocks. Only this module has its keys and formats.
+"""The index in Redis: which replica holds which blocks.
+
+Only this module has its keys, and only index_values.py decodes its records and changes.
 
 All keys of one model of one cluster share a hash tag, so they are on one node of a Redis Cluster.
 TAG is CLUSTER/MODEL, with %, { and } escaped as in a URL, and also / in the cluster's part:
@@ -32,12 +34,12 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import redis.asyncio as redis
 
-from kvroute.blocks.fingerprint import Fingerprint, pack, unpack
+from kvroute.blocks.fingerprint import Fingerprint, pack
 from kvroute.contract.records import (
     NO_PINS,
     Description,
@@ -45,9 +47,6 @@ from kvroute.contract.records import (
     Pins,
     ReplicaRecord,
     RouterDescription,
-    decode_description,
-    decode_load,
-    decode_pins,
     decode_router,
     encode,
     encode_pins,
@@ -55,6 +54,17 @@ from kvroute.contract.records import (
 from kvroute.contract.unreadable import DECODE_ERRORS, Kind, Unreadable, UnreadableError, text
 from kvroute.store import scripts
 from kvroute.store.connection import with_timeout
+from kvroute.store.index_values import (
+    START,
+    Change,
+    Position,
+    Records,
+    Snapshot,
+    WriterState,
+    decode_change,
+    decode_record,
+    decode_seq,
+)
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 BATCH_BLOCKS = 5000  # most fingerprints in one change, to limit the time of one script in Redis
@@ -65,76 +75,11 @@ BATCH_BLOCKS = 5000  # most fingerprints in one change, to limit the time of one
 STREAM_MS = 30_000
 STREAM_CHANGES = 50_000
 READ_CHANGES = 500  # most changes that `follow` reads at once
-SEQ_DIGITS = 18  # most digits of a number of changes; longer numbers are unreadable
 READ_RECORDS = 100  # most records that are read at once: about 2 ms of a router's time
 
 
 class FencedError(Exception):
     """Redis has lost the writer's state or has the state of another writer: register again."""
-
-
-class Position(NamedTuple):
-    """A position in the stream of changes; later positions are greater."""
-
-    at_ms: int  # time of the change on Redis's clock
-    number: int  # number of the change among the changes of that millisecond
-
-    @classmethod
-    def parse(cls, entry_id: bytes) -> "Position":
-        at_ms, number = entry_id.split(b"-")
-        return cls(int(at_ms), int(number))
-
-    def __str__(self) -> str:
-        return f"{self.at_ms}-{self.number}"
-
-
-START = Position(0, 0)  # a position before all changes
-END = Position(2**64 - 1, 2**64 - 1)  # a position after all changes
-
-
-@dataclass(frozen=True, slots=True)
-class WriterState:
-    """The state that a replica's writer expects in Redis; every write checks and advances it."""
-
-    replica_id: str
-    incarnation: str  # new at every registration
-    seq: int = 0  # number of changes since the registration
-    blocks: int = 0  # number of blocks in the replica's set
-    described: str = field(default="", compare=False, repr=False)  # SHA-1 of the description
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One entry of the stream."""
-
-    replica_id: str
-    incarnation: str
-    seq: int
-    joined: bool = False  # the replica has registered, and holds no blocks yet
-    left: bool = False  # the replica has shut down
-    cleared: bool = False  # all blocks were removed before `added` were added
-    added: tuple[Fingerprint, ...] = ()
-    removed: tuple[Fingerprint, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A replica's set of blocks at one moment."""
-
-    seq: int  # number of the last change that the set includes
-    position: Position  # the stream's end at that moment: later changes are not included
-    packed: bytes  # the fingerprints, as `pack` returns them
-
-    @property
-    def blocks(self) -> tuple[Fingerprint, ...]:
-        return unpack(self.packed)
-
-
-class Records(NamedTuple):
-    """The replicas with a valid lease."""
-
-    readable: list[ReplicaRecord]  # replicas with a readable record, ordered by id
-    reasons: dict[str, str]  # why the record of each other replica cannot be read, by id
 
 
 class Index:
@@ -306,7 +251,7 @@ class Index:
             reason = f"{foreign} members of its set are not fingerprints"
             self.unreadable.add("blocks", record.id, reason)
         try:
-            return Snapshot(_seq(seq), Position.parse(last) if last else START, packed)
+            return Snapshot(decode_seq(seq), Position.parse(last) if last else START, packed)
         except UnreadableError as error:
             raise FencedError(f"replica {record.id} has no readable record: {error}") from None
 
@@ -407,13 +352,13 @@ class Index:
     ) -> ReplicaRecord | str | None:
         """Return the record; None without a lease; a string with the reason if it is unreadable."""
         try:
-            return _decode_record(self._model, replica_id, fields)
+            return decode_record(self._model, replica_id, fields)
         except DECODE_ERRORS as error:
             return self.unreadable.add("replica", replica_id, error)
 
     def _decoded(self, at: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
         try:
-            return _change(fields)
+            return decode_change(fields)
         except DECODE_ERRORS as error:
             self.unreadable.add("change", at, error)
         except KeyError as missing:
@@ -467,48 +412,3 @@ def _milliseconds(seconds: float) -> int:
 
 def _end(last_entries: list[tuple[bytes, Any]]) -> Position:
     return Position.parse(last_entries[0][0]) if last_entries else START
-
-
-def _decode_record(
-    model: str, replica_id: str, fields: Sequence[bytes | None] | bytes
-) -> ReplicaRecord | None:
-    """Decode a record; None without a lease. Raises one of unreadable.DECODE_ERRORS."""
-    if isinstance(fields, bytes):
-        raise UnreadableError(fields.decode(errors="replace"))
-    if fields.count(None) == len(fields):
-        return None
-    incarnation, seq, facts, load, pins = fields
-    if incarnation is None or seq is None or facts is None or load is None or pins is None:
-        raise UnreadableError("a field of its record is missing")
-    described = decode_description(facts)
-    if described.model not in ("", model):
-        raise UnreadableError(f"its model is {described.model!r}")
-    return ReplicaRecord(
-        replica_id,
-        text(incarnation),
-        _seq(seq),
-        described.facts,
-        decode_load(load),
-        decode_pins(pins),
-        described.identity,
-        described.whereabouts,
-    )
-
-
-def _seq(packed: bytes | None) -> int:
-    if packed is None or not packed.isdigit() or len(packed) > SEQ_DIGITS:
-        raise UnreadableError(f"its number of changes is {packed!r}"[:100])
-    return int(packed)
-
-
-def _change(fields: Mapping[bytes, bytes]) -> Change:
-    return Change(
-        replica_id=text(fields[b"r"]),
-        incarnation=text(fields[b"i"]),
-        seq=_seq(fields[b"s"]),
-        joined=b"j" in fields,
-        left=b"l" in fields,
-        cleared=fields.get(b"c") == b"1",
-        added=unpack(fields.get(b"a", b"")),
-        removed=unpack(fields.get(b"d", b"")),
-    )

@@ -14,159 +14,33 @@ counted.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import msgspec
 import numpy as np
 import redis.asyncio as redis
 from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
-from kvroute.blocks.tiers import GPU, HOST, Tier
-from kvroute.contract.prefix_id import TENANT_SEPARATOR
-from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version, encode
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError, text
+from kvroute.contract.records import encode
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
 from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+from kvroute.store.named_prefix import (
+    Prefix,
+    PrefixKey,
+    PrefixTerms,
+    decode_terms,
+    is_same,
+    terms_of,
+)
 
 TOKEN_BYTES = 4  # bytes of one token id
 NUMBER_DIGITS = 18  # most digits of a number; longer numbers are unreadable
-MAX_TENANT = 256  # most characters of a tenant's name or salt
 
 
 class OtherTenantError(Exception):
     """Another tenant has declared the prefix."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prefix:
-    """One version of a named prefix; its id and version determine the tokens."""
-
-    id: str  # the id that clients send (task_id 1 is "1"), or own_id() for a tenant's own prefix
-    version: int  # starts at 1; each new declaration of the id adds 1
-    token_ids: NDArray[np.uint32] = field(compare=False, repr=False)  # shape (n,)
-    source: Mapping[str, Any] = field(repr=False)  # {"prompt": str} or {"messages": [...]}
-    replicas: int | None = None  # how many replicas keep it warm; None: all
-    is_pinned: bool = True  # False: replicas compute it, but may evict it
-    expires_at_s: float | None = None  # Unix time; None: never
-    tenant: str = ""  # the tenant whose API key declared it; empty: declared without a key
-    namespace: str = ""  # cache salt of its tenant, whose requests reuse it; empty: no salt
-    is_shared: bool = False  # True: requests of all namespaces reuse its full blocks
-    is_in_host: bool = False  # True: it is pinned in host memory, not in the engines' own
-
-    @property
-    def tier(self) -> Tier:
-        """Return the tier in which replicas pin it."""
-        return HOST if self.is_in_host else GPU
-
-    @property
-    def label(self) -> str:
-        """Return the name that its tenant's clients use."""
-        return self.id.rpartition(TENANT_SEPARATOR)[2]
-
-    @property
-    def name(self) -> str:
-        return f"{self.id}@{self.version}"
-
-    def full_blocks(self, block_size: int) -> int:
-        """Return its number of full blocks; every request computes the tokens after them."""
-        return len(self.token_ids) // block_size
-
-    def full_tokens(self, block_size: int) -> int:
-        """Return the number of tokens in its full blocks."""
-        return self.full_blocks(block_size) * block_size
-
-    def is_expired(self, now_s: float) -> bool:
-        return self.expires_at_s is not None and self.expires_at_s <= now_s
-
-
-class PrefixMessage(msgspec.Struct):
-    """The fields that every chat message has."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str
-
-
-class Source(msgspec.Struct):
-    """The source of a declaration: exactly one of these fields."""
-
-    prompt: str | None = None
-    messages: list[PrefixMessage] | None = None
-
-
-class PrefixTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """A declaration without its tokens."""
-
-    order: Annotated[int, msgspec.Meta(ge=0, le=2**60)]  # position among all declarations
-    source: dict[str, Any]  # the fields of a Source, and any others that the client sent
-    replicas: AtLeastOne | None = None
-    is_pinned: bool = True
-    expires_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
-    tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
-    namespace: Annotated[str, msgspec.Meta(max_length=MAX_TENANT)] = ""
-    is_shared: bool = False
-    is_in_host: bool | msgspec.UnsetType = msgspec.UNSET  # left out unless it is True
-    version: int = VERSION
-
-
-class PrefixKey(NamedTuple):
-    """The parts of a prefix's name."""
-
-    id: str
-    version: int
-
-    @classmethod
-    def parse(cls, name: bytes) -> "PrefixKey":
-        """Split ID@VERSION. Raises UnreadableError."""
-        id_, _, version = text(name).rpartition("@")
-        if not (id_ and version.isdecimal() and version.isascii() and len(version) < 10):
-            raise UnreadableError("its name is not ID@VERSION")
-        return cls(id_, int(version))
-
-
-_terms = msgspec.json.Decoder(PrefixTerms)
-_versions = msgspec.json.Decoder(Versioned)
-
-
-def own_id(tenant: str, name: str) -> str:
-    """Return the id of a prefix that only this tenant can use, so that tenants can reuse names."""
-    return f"{tenant}{TENANT_SEPARATOR}{name}"
-
-
-def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
-    """Return the tokens of the longest of these prefixes that the prompt starts with.
-
-    Only full blocks of a prefix count.
-    """
-    longest, now_s = 0, time.time()
-    for prefix in shared:
-        full = prefix.full_tokens(block_size)
-        is_longer = longest < full <= len(token_ids) and not prefix.is_expired(now_s)
-        if is_longer and _begins(prefix.token_ids, token_ids, full):
-            longest = full
-    return longest
-
-
-def _begins(ids: NDArray[np.uint32], others: NDArray[np.uint32], tokens: int) -> bool:
-    # Most prefixes differ in the first or the last token. To compare all tokens of a thousand
-    # prefixes would take milliseconds.
-    last = tokens - 1
-    is_candidate = ids[0] == others[0] and ids[last] == others[last]
-    return bool(is_candidate) and np.array_equal(ids[:tokens], others[:tokens])
-
-
-def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
-    """Return which of the live replicas keep the prefix warm, by rendezvous hashing.
-
-    Every process that knows the same replicas gets the same result. If a replica joins or leaves,
-    only its own prefixes move. A new version goes to the replicas of the old one.
-    """
-    ranked = sorted(replica_ids, key=lambda replica_id: _rank(prefix.id, replica_id), reverse=True)
-    if prefix.replicas is None:
-        return ranked
-    return ranked[: prefix.replicas]
 
 
 class Prefixes:
@@ -349,7 +223,7 @@ class Prefixes:
         """Decode a declaration; None if it is unreadable."""
         try:
             PrefixKey.parse(name)
-            return _decode_terms(packed)
+            return decode_terms(packed)
         except DECODE_ERRORS as error:
             self.unreadable.add("prefix", name, error)
             return None
@@ -383,7 +257,7 @@ class Prefixes:
         pipe.set(self._revision, revision + len(prefixes))
         for order, (prefix, packed) in enumerate(zip(prefixes, existing, strict=True), revision):
             terms = packed and self._terms(prefix.name.encode(), packed)
-            new_terms = _terms_of(prefix, order=terms.order if terms else order)
+            new_terms = terms_of(prefix, order=terms.order if terms else order)
             pipe.hset(self._declared, prefix.name, encode(new_terms))
             pipe.hset(self._tokens, prefix.name, prefix.token_ids.astype("<u4").tobytes())
             pipe.hset(self._versions, prefix.id, prefix.version)
@@ -422,48 +296,6 @@ class Prefixes:
         return revision + 1 if revision else time.time_ns() // 1000
 
 
-def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
-    return xxh3_64_intdigest(f"{prefix_id}\0{replica_id}".encode()), replica_id
-
-
-DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespace", "is_shared")
-
-
-def is_same(first: Prefix, second: Prefix) -> bool:
-    """Return whether two declarations are equal, apart from version and expiry."""
-    return np.array_equal(first.token_ids, second.token_ids) and all(
-        getattr(first, name) == getattr(second, name) for name in DECLARED
-    )
-
-
-def _terms_of(prefix: Prefix, *, order: int) -> PrefixTerms:
-    return PrefixTerms(
-        order=order,
-        source=dict(prefix.source),
-        replicas=prefix.replicas,
-        is_pinned=prefix.is_pinned,
-        expires_at_s=prefix.expires_at_s,
-        tenant=prefix.tenant,
-        namespace=prefix.namespace,
-        is_shared=prefix.is_shared,
-        is_in_host=prefix.is_in_host or msgspec.UNSET,
-    )
-
-
-def _decode_terms(packed: bytes) -> PrefixTerms:
-    """Decode a declaration. Raises one of DECODE_ERRORS."""
-    check_version(_versions, packed)
-    terms = _terms.decode(packed)
-    source = msgspec.convert(terms.source, Source)
-    if (source.prompt is None) == (source.messages is None):
-        raise UnreadableError("its source must be either a prompt or messages")
-    return terms
-
-
-def _is_expired(terms: PrefixTerms, now_s: float) -> bool:
-    return terms.expires_at_s is not None and terms.expires_at_s <= now_s
-
-
 def _number(packed: bytes | None) -> int:
     """Decode a number; 0 if it is missing or unreadable."""
     return int(packed) if packed and packed.isdigit() and len(packed) <= NUMBER_DIGITS else 0
@@ -471,3 +303,7 @@ def _number(packed: bytes | None) -> int:
 
 def _id(name: bytes) -> str:
     return name.decode(errors="replace").rsplit("@", 1)[0]
+
+
+def _is_expired(terms: PrefixTerms, now_s: float) -> bool:
+    return terms.expires_at_s is not None and terms.expires_at_s <= now_s

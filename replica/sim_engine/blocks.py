@@ -3,6 +3,7 @@
 A block's hash is its fingerprint.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -68,12 +69,8 @@ class BlockPool:
         self._transfers = NO_TRANSFERS
 
     @property
-    def free_blocks(self) -> int:
-        return len(self._cache.free)
-
-    @property
     def used_blocks(self) -> int:
-        return self.capacity_blocks - self.free_blocks
+        return self.capacity_blocks - len(self._cache.free)
 
     def copies(self) -> dict[BlockHash, int]:
         """Return the number of blocks cached under each hash."""
@@ -105,7 +102,7 @@ class BlockPool:
         If too few blocks are free, change nothing and return False.
         """
         missing = self._blocks_for(tokens) - len(table.blocks)
-        if missing > self.free_blocks:
+        if missing > len(self._cache.free):
             return False
         table.blocks += self._cache.take(missing)
         if self.prefix_caching:
@@ -191,14 +188,10 @@ class BlockPool:
         hashes = table.hashes[:blocks]
         return Table(tokens, table.scope, hashes, held, cached=blocks)
 
-    def pin_in_host(self, name: str, table: Table, blocks: int) -> None:
-        """Pin the first blocks of the table in host memory."""
+    def pin_in_host(self, name: str, hashes: Sequence[Fingerprint]) -> None:
+        """Replace the blocks of a pin in host memory; without any blocks, the pin ends."""
         if self._host is not None:
-            self._host.pin(name, table.hashes[:blocks])
-
-    def unpin_in_host(self, name: str) -> None:
-        if self._host is not None:
-            self._host.pin(name, ())
+            self._host.pin(name, hashes)
 
     def reset(self) -> bool:
         """Clear all cached blocks; if a block is held, clear nothing and return False."""

@@ -1,117 +1,39 @@
-"""The simulated engine: vLLM's scheduling and block accounting, modelled time, and no model."""
+"""The simulated engine: vLLM's scheduling and block accounting, modelled time, and no model.
+
+scheduler.py decides which requests are in the batch; blocks.py counts their blocks.
+"""
 
 import asyncio
 import math
-from bisect import bisect_left, insort
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
 from itertools import count
-from operator import attrgetter
 
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import HOST_GROUPS
-from kvroute.contract.adapters import LOAD_S, Residents
+from kvroute.contract.adapters import Residents
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.preparation import prepared
-from kvroute.contract.records import EngineFacts, Load, TierFacts
+from kvroute.contract.records import EngineFacts, Load
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.sim_engine import http_response
 from kvroute.replica.sim_engine.blocks import BlockPool, Table
-from kvroute.replica.sim_engine.copies import Copies
+from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary, salt
 from kvroute.replica.sim_engine.output import Output, TokenLogprob, joined
+from kvroute.replica.sim_engine.pace import Pace
 from kvroute.replica.sim_engine.sampling import Sampling
+from kvroute.replica.sim_engine.scheduler import Batch, SimulatedScheduler
+from kvroute.replica.sim_engine.sequences import Job, RunningChoice
 
 MAX_WAITING_EVENTS = 100_000  # with more unread events, all are replaced by EventsLost
 INSTANT_TOKENS_PER_S = 1e6  # claimed prefill speed of an engine whose prefill takes no time
-SHORTEST_SLEEP_S = 0.001  # shorter delays accumulate until they reach this many seconds
-LONGEST_LAG_S = 0.05  # at most this many seconds of lost time are caught up
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedConfig:
-    """An engine's sizes and speed. The default speed is about an 8B model's on one large GPU."""
-
-    model: str = "simulated"  # the model's name in responses
-    revision: str = ""
-    block_size: int = 32  # number of tokens in a block
-    capacity_blocks: int = 4096
-    max_model_len: int = 8192  # maximum number of tokens of prompt and answer together
-    prefill_tokens_per_s: float = 10_000.0  # speed at a prompt's start; 0: prefill takes no time
-    attention_tokens: float = 32768.0  # at this position, prefill of a token takes twice as long
-    decode_step_s: float = 0.008  # seconds of every step, in addition to prefill
-    decode_per_seq_s: float = 0.00005  # additional seconds of a step for each decoding sequence
-    max_running: int = 128  # maximum number of sequences in the batch
-    max_batched_tokens: int = 2048  # maximum number of tokens in a step
-    stream_interval: int = 1  # number of tokens in each chunk of an answer after the first chunk
-    prefix_caching: bool = True
-    pin_share: float = 0.3  # maximum share of the KV cache for pins
-    host: TierFacts | None = None  # tier in host memory; needs prefix_caching
-    adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that can be loaded
-    max_loras: int = 4  # maximum number of different adapters in a batch
-    max_cpu_loras: int = 16  # maximum number of adapters in memory; at least max_loras
-    lora_load_s: float = LOAD_S  # seconds to load an adapter, in which no step runs
-    vocabulary: Sequence[int] = range(1000, 1512)  # generated token ids, without a tokenizer
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A request in the engine."""
-
-    request: GenerateRequest
-    sampling: Sampling
-    max_tokens: int  # maximum number of tokens of each choice
-    order: tuple[float, int]  # sort key: time on the engine's clock, then number of arrival
-    unfinished: int  # number of choices that have not finished
-    cached_tokens: int | None = None  # cached prompt tokens at the first admission
-    outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: the end
-
-
-@dataclass(slots=True, eq=False)
-class _RunningChoice:
-    """One of a job's sequences, waiting or in the batch."""
-
-    job: _Job
-    index: int
-    table: Table
-    generator: TokenGenerator
-    text: StopText
-    computed: int = 0  # number of leading tokens whose KV is computed
-    generated: int = 0  # number of generated tokens
-    unsent: list[Output] = field(default_factory=list)  # outputs of one token each
-
-    @property
-    def order(self) -> tuple[float, int, int]:
-        """Return the sort key: the smallest is admitted first and preempted last."""
-        return (*self.job.order, self.index)
-
-    @property
-    def lora(self) -> str:
-        return self.job.request.lora
-
-    @property
-    def keep(self) -> RetentionHint:
-        return self.job.request.keep or RetentionHint()
-
-    @property
-    def missing(self) -> int:
-        """Return the number of tokens to compute before the next token can be drawn."""
-        return len(self.table.token_ids) - self.computed
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.generated > 0 and self.missing == 1
-
-
-Batch = dict[_RunningChoice, int]  # choice -> number of its tokens that a step computes
-ORDER = attrgetter("order")
 
 
 class SimulatedEngine(Engine):
@@ -166,18 +88,14 @@ class SimulatedEngine(Engine):
         self._adapters = Residents(self.facts.max_cpu_loras)
         self._pins: dict[str, Table] = {}
         self._host_pins: dict[str, int] = {}
-        self._jobs: set[_Job] = set()
+        self._jobs: set[Job] = set()
         self._arrivals = count()
-        self._waiting: list[_RunningChoice] = []  # sorted by `order`
-        self._running: list[_RunningChoice] = []  # in the order of admission
-        self._reloads = Copies[
-            _RunningChoice
-        ]()  # admitted choices that wait for copies from host memory
+        self._scheduler = SimulatedScheduler(config, self._pool, self._prefill)
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
         self._has_work = asyncio.Event()
-        self._pace = _Pace()
-        self._scheduler: asyncio.Task[None] | None = None
+        self._pace = Pace()
+        self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._is_closed = False
 
@@ -226,7 +144,7 @@ class SimulatedEngine(Engine):
             async for output in outputs:
                 yield output
 
-    def _job(self, request: GenerateRequest, sampling: Sampling) -> _Job:
+    def _job(self, request: GenerateRequest, sampling: Sampling) -> Job:
         """Return a job for the request. Raises ValueError if this engine can never run it."""
         if request.pin:
             admit_pin(request, self)
@@ -246,9 +164,9 @@ class SimulatedEngine(Engine):
                 f"{self.config.capacity_blocks}; send a shorter prompt or a smaller max_tokens"
             )
         order = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
-        return _Job(request, sampling, max_tokens, order, unfinished=sampling.n)
+        return Job(request, sampling, max_tokens, order, unfinished=sampling.n)
 
-    def _repeated(self, job: _Job) -> Iterator[Output]:
+    def _repeated(self, job: Job) -> Iterator[Output]:
         """Yield the outputs that another engine has generated already."""
         call, answered = job.request.call, iter(job.request.answered_ids.tolist())
         choice = self._new_choice(job, 0)
@@ -268,15 +186,15 @@ class SimulatedEngine(Engine):
 
     def load(self) -> Load:
         return Load(
-            len(self._running),
-            len(self._waiting) + len(self._reloads),
+            len(self._scheduler.running),
+            len(self._scheduler.waiting) + len(self._scheduler.reloads),
             self._pool.used_blocks,
             tuple(self._adapters.names),
             self.config.lora_load_s,
         )
 
     async def check(self) -> None:
-        has_ended = self._scheduler is not None and self._scheduler.done()
+        has_ended = self._task is not None and self._task.done()
         if self._is_closed or has_ended:
             raise EngineDeadError("the simulated engine has stopped") from self._failure
 
@@ -284,7 +202,7 @@ class SimulatedEngine(Engine):
         if table := self._pins.pop(name, None):
             self._pool.free(table)
         if self._host_pins.pop(name, None):
-            self._pool.unpin_in_host(name)
+            self._pool.pin_in_host(name, ())
 
     async def end_session(self, session: int) -> None:
         for job in self._jobs:  # blocks of running requests are evicted first, too
@@ -297,7 +215,7 @@ class SimulatedEngine(Engine):
         self._publish()
 
     async def reset_prefix_cache(self) -> bool:
-        if self._running or self._reloads:
+        if self._scheduler.running or self._scheduler.reloads:
             return False
         for name in {*self.pins, *self.host_pins}:
             await self.unpin(name)
@@ -309,12 +227,12 @@ class SimulatedEngine(Engine):
         """Stop the engine; open streams end with EngineDeadError."""
         self._is_closed = True
         self._has_events.set()
-        if self._scheduler is not None:
-            self._scheduler.cancel()
+        if self._task is not None:
+            self._task.cancel()
             with suppress(asyncio.CancelledError):
-                await self._scheduler
+                await self._task
 
-    async def _stream(self, job: _Job) -> AsyncGenerator[Output, None]:
+    async def _stream(self, job: Job) -> AsyncGenerator[Output, None]:
         await self.check()
         self._submit(job)
         open_choices = job.unfinished
@@ -327,34 +245,31 @@ class SimulatedEngine(Engine):
                 yield output
         finally:
             self._jobs.discard(job)
-            self._abort(job)
+            self._scheduler.abort(job)
 
-    def _submit(self, job: _Job) -> None:
-        if self._scheduler is None:
-            self._scheduler = asyncio.create_task(self._run())
-            self._scheduler.add_done_callback(self._end_streams)
+    def _submit(self, job: Job) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+            self._task.add_done_callback(self._end_streams)
         self._jobs.add(job)
-        self._queue(self._choice(job, 0))
+        self._scheduler.add(self._choice(job, 0))
         self._has_work.set()
 
-    def _queue(self, choice: _RunningChoice) -> None:
-        insort(self._waiting, choice, key=ORDER)
-
-    def _end_streams(self, scheduler: asyncio.Task[None]) -> None:
-        self._failure = None if scheduler.cancelled() else scheduler.exception()
+    def _end_streams(self, task: asyncio.Task[None]) -> None:
+        self._failure = None if task.cancelled() else task.exception()
         for job in self._jobs:
             job.outputs.put_nowait(None)
 
-    def _choice(self, job: _Job, index: int) -> _RunningChoice:
+    def _choice(self, job: Job, index: int) -> RunningChoice:
         """Return a choice that continues where another engine has stopped."""
         choice = self._new_choice(job, index)
         for token_id in job.request.answered_ids.tolist():
             self._output(choice, token_id)  # already delivered; a stop string may begin in it
         return choice
 
-    def _new_choice(self, job: _Job, index: int) -> _RunningChoice:
+    def _new_choice(self, job: Job, index: int) -> RunningChoice:
         request, sampling = job.request, job.sampling
-        return _RunningChoice(
+        return RunningChoice(
             job,
             index,
             self._pool.table(request.token_ids, request.scope),
@@ -362,35 +277,17 @@ class SimulatedEngine(Engine):
             StopText(sampling.stop),
         )
 
-    def _abort(self, job: _Job) -> None:
-        """Remove the job from the engine."""
-        if not job.unfinished:
-            return
-        job.unfinished = 0
-        first = bisect_left(self._waiting, (*job.order, 0), key=ORDER)
-        end = bisect_left(self._waiting, (*job.order, job.sampling.n), lo=first, key=ORDER)
-        del self._waiting[first:end]
-        for choice in [choice for choice in self._running if choice.job is job]:
-            self._leave(choice, choice.keep if choice.generated else None)
-        for choice in [choice for choice in self._reloads if choice.job is job]:
-            self._reloads.drop(choice)
-            self._pool.drop_reload(choice.table)
-
-    def _leave(self, choice: _RunningChoice, keep: RetentionHint | None = None) -> None:
-        """Remove a choice from the batch; `keep` is its blocks' retention if it has ended."""
-        self._running.remove(choice)
-        self._pool.free(choice.table, keep)
-
     async def _run(self) -> None:
         self._pace.restart()
         while True:
-            if not (self._running or self._waiting or self._reloads):
+            if not self._scheduler.has_work:
                 self._has_work.clear()
                 await self._has_work.wait()
                 self._pace.restart()
-            self._end_reloads()
-            batch = self._schedule()
-            if batch or not self._reloads:
+            now_s = asyncio.get_running_loop().time()
+            self._scheduler.end_reloads(now_s)
+            batch = self._scheduler.schedule(now_s)
+            if batch or not self._scheduler.reloads:
                 await self._pace.spend(self._loading_s(batch) + self._step_s(batch))
             else:
                 await self._wait_for_reload()
@@ -402,109 +299,11 @@ class SimulatedEngine(Engine):
     async def _wait_for_reload(self) -> None:
         """Wait until the first copy from host memory has ended, or until a request arrives."""
         self._has_work.clear()
-        left_s = self._reloads.next_end_s - asyncio.get_running_loop().time()
+        left_s = self._scheduler.reloads.next_end_s - asyncio.get_running_loop().time()
         with suppress(TimeoutError):
             async with asyncio.timeout(left_s):
                 await self._has_work.wait()
         self._pace.restart()
-
-    def _end_reloads(self) -> None:
-        """Add choices whose copies from host memory have ended to the batch."""
-        while self._reloads and self._reloads.next_end_s <= asyncio.get_running_loop().time():
-            choice = self._reloads.pop()
-            self._pool.end_reload(choice.table)
-            choice.computed = choice.table.cached * self.config.block_size
-            self._running.append(choice)
-
-    def _schedule(self) -> Batch:
-        """Return the next step; the blocks that it fills are held and cached now, as in vLLM."""
-        running = len(self._running)
-        batch, budget = self._continue_running(self.config.max_batched_tokens)
-        if len(self._running) == running:  # after a preemption no request is admitted
-            batch |= self._admit_waiting(budget)
-        return batch
-
-    def _continue_running(self, budget: int) -> tuple[Batch, int]:
-        """Divide the token budget among running choices in the order of admission.
-
-        If there are too few free blocks, choices that are last in order are preempted. All choices
-        except the last admitted are decoding, so a long prefill gets the rest of the budget.
-
-        Returns:
-            The batch, and the rest of the budget.
-        """
-        batch: Batch = {}
-        while budget and len(batch) < len(self._running):
-            choice = self._running[len(batch)]
-            tokens = min(choice.missing, budget)
-            while not self._pool.extend(choice.table, choice.computed + tokens):
-                victim = self._preempt_latest()
-                budget += batch.pop(victim, 0)
-                if victim is choice:
-                    return batch, budget
-            batch[choice] = tokens
-            budget -= tokens
-        return batch, budget
-
-    def _preempt_latest(self) -> _RunningChoice:
-        victim = max(self._running, key=ORDER)
-        self._pool.forget(victim.table, victim.computed)
-        self._leave(victim)
-        victim.computed = 0
-        self._queue(victim)
-        return victim
-
-    def _admit_waiting(self, budget: int) -> Batch:
-        batch: Batch = {}
-        while budget and len(self._running) + len(self._reloads) < self.config.max_running:
-            choice = self._next_waiting()
-            if choice is None:
-                break
-            hit_blocks = self._pool.admit(choice.table)
-            if hit_blocks is None:
-                break
-            self._waiting.remove(choice)
-            choice.computed = hit_blocks * self.config.block_size
-            reloaded = self._reload(choice)
-            if choice.job.cached_tokens is None:
-                choice.job.cached_tokens = choice.computed + reloaded
-            if reloaded:
-                continue
-            self._running.append(choice)
-            tokens = min(choice.missing, budget)
-            self._pool.extend(choice.table, choice.computed + tokens)
-            batch[choice] = tokens
-            budget -= tokens
-        return batch
-
-    def _reload(self, choice: _RunningChoice) -> int:
-        """Copy blocks after the choice's hits from host memory, if this is faster than computing.
-
-        Returns the number of tokens of these blocks.
-        """
-        blocks = self._pool.hits_in_host(choice.table)
-        if not blocks or self.config.host is None:
-            return 0
-        copy_s, tokens = self.config.host.reload_s(blocks), blocks * self.config.block_size
-        if copy_s >= self._prefill.seconds(choice.computed, choice.computed + tokens):
-            return 0
-        self._pool.begin_reload(choice.table, blocks)
-        self._reloads.begin(choice, copy_s, asyncio.get_running_loop().time())
-        return tokens
-
-    def _next_waiting(self) -> _RunningChoice | None:
-        """Return the first waiting choice that can be admitted.
-
-        Its adapter must have a place in the batch. If its blocks are just being copied for another
-        choice, it waits until both can share the blocks.
-        """
-        loras = {choice.lora for choice in (*self._running, *self._reloads) if choice.lora}
-        is_full = len(loras) >= self.config.max_loras
-        for choice in self._waiting:
-            has_place = not (is_full and choice.lora and choice.lora not in loras)
-            if has_place and not self._pool.is_reloading(choice.table):
-                return choice
-        return None
 
     def _loading_s(self, batch: Batch) -> float:
         """Load the batch's adapters, and return the time that this takes."""
@@ -537,7 +336,7 @@ class SimulatedEngine(Engine):
             if not choice.missing:
                 self._generate_token(choice)
 
-    def _generate_token(self, choice: _RunningChoice) -> None:
+    def _generate_token(self, choice: RunningChoice) -> None:
         """Draw the choice's next token, and deliver it if a chunk is complete."""
         job = choice.job
         token_id = choice.generator.next_token()
@@ -554,12 +353,12 @@ class SimulatedEngine(Engine):
             job.unfinished -= 1
             if job.request.pin:
                 self._pin(job.request, choice.table)
-            self._leave(choice, choice.keep)
+            self._scheduler.remove(choice, choice.keep)
 
     def _pin(self, request: GenerateRequest, table: Table) -> None:
         blocks = len(request.prompt_ids) // self.config.block_size
         if request.is_host_pin:
-            self._pool.pin_in_host(request.pin, table, blocks)
+            self._pool.pin_in_host(request.pin, table.hashes[:blocks])
             self._host_pins[request.pin] = blocks
             return
         replaced = self._pins.get(request.pin)
@@ -567,7 +366,7 @@ class SimulatedEngine(Engine):
         if replaced:
             self._pool.free(replaced)
 
-    def _output(self, choice: _RunningChoice, token_id: int) -> Output:
+    def _output(self, choice: RunningChoice, token_id: int) -> Output:
         """Add a token to the choice, and return its output."""
         choice.generated += 1
         text, finish_reason = self._text(choice, token_id)
@@ -580,7 +379,7 @@ class SimulatedEngine(Engine):
             finish_reason,
         )
 
-    def _text(self, choice: _RunningChoice, token_id: int) -> tuple[str, str | None]:
+    def _text(self, choice: RunningChoice, token_id: int) -> tuple[str, str | None]:
         """Return the text to send after this token, and the finish reason if it is the last."""
         text = self._vocabulary.words[token_id]
         if choice.generated > choice.job.sampling.min_tokens:
@@ -591,31 +390,13 @@ class SimulatedEngine(Engine):
             return text + choice.text.rest(), "length"
         return text, None
 
-    def _logprobs(self, job: _Job, token_id: int) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, job: Job, token_id: int) -> tuple[TokenLogprob, ...]:
         alternatives = job.sampling.logprobs
         if alternatives is None:
             return ()
         return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
 
-    def _queue_siblings(self, job: _Job) -> None:
+    def _queue_siblings(self, job: Job) -> None:
         """Queue the job's other choices, which find the prompt in the cache."""
         for index in range(1, job.sampling.n):
-            self._queue(self._choice(job, index))
-
-
-class _Pace:
-    """Keeps modelled time: steps have the right mean duration although sleeps are inexact."""
-
-    def __init__(self) -> None:
-        self._ends_at_s = 0.0  # end of the last step, on the event loop's clock
-
-    def restart(self) -> None:
-        """Let the next step begin now."""
-        self._ends_at_s = asyncio.get_running_loop().time()
-
-    async def spend(self, step_s: float) -> None:
-        """Wait until the step ends; time lost by long sleeps and computations is subtracted."""
-        now_s = asyncio.get_running_loop().time()
-        self._ends_at_s = max(self._ends_at_s + step_s, now_s - LONGEST_LAG_S)
-        left_s = self._ends_at_s - now_s
-        await asyncio.sleep(left_s if left_s >= SHORTEST_SLEEP_S else 0)
+            self._scheduler.add(self._choice(job, index))

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import psutil
 from msgspec.structs import replace
-from vllm.config import KVEventsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
@@ -23,7 +22,6 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from kvroute.contract.adapters import sufficient_rank
 from kvroute.contract.generation import (
     CannotRunError,
     Chunk,
@@ -34,9 +32,6 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
-from kvroute.process.builtin_model import is_builtin
-from kvroute.process.memory import memory_bytes
-from kvroute.process.tracing import traces_endpoint
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
@@ -44,15 +39,13 @@ from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.blocks.keeping import keep_args
 from kvroute.replica.vllm_engine.core.continued import ContinuingLLM
-from kvroute.replica.vllm_engine.core.endpoints import listed
 from kvroute.replica.vllm_engine.core.lora import Adapters
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
 from kvroute.replica.vllm_engine.core.subscription import Subscription
-from kvroute.replica.vllm_engine.dtype import choose_dtype
-from kvroute.replica.vllm_engine.engine_args import checked, front_args
-from kvroute.replica.vllm_engine.host.args import check_tier, host_args
+from kvroute.replica.vllm_engine.engine_args import front_args
+from kvroute.replica.vllm_engine.host.args import check_tier
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
@@ -60,6 +53,7 @@ from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.process.last_words import CrashLog
+from kvroute.replica.vllm_engine.vllm_args import engine_args
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
@@ -285,56 +279,6 @@ class VllmEngine:
             self._http.close()
             await asyncio.to_thread(self._llm.shutdown)
         self._subscription.close()
-
-
-def engine_args(
-    settings: ReplicaSettings, model: str, subscriptions: Sequence[Subscription]
-) -> AsyncEngineArgs:
-    """Return vLLM's arguments from kvroute's settings and from the user's --engine-args.
-
-    All other arguments have vLLM's defaults. `subscriptions` has an item for each rank.
-    """
-    on_cpu = current_platform.is_cpu()
-    scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
-    ours: dict[str, Any] = {
-        "model": model,
-        "served_model_name": settings.served_model_name,
-        "dtype": choose_dtype(settings.dtype, is_builtin=is_builtin(settings.model), on_cpu=on_cpu),
-        "block_size": settings.block_size,
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "data_parallel_size": settings.data_parallel_size,
-        # None is vLLM's default: it is off for models for which caching would give wrong results,
-        # such as embedding models that pool over all tokens.
-        "enable_prefix_caching": None if settings.prefix_caching else False,
-        "stream_interval": settings.stream_interval,
-        "scheduler_cls": f"kvroute.replica.vllm_engine.core.scheduler.{scheduler}",
-        "scheduling_policy": "priority",
-        "kv_events_config": KVEventsConfig(
-            enable_kv_cache_events=settings.prefix_caching,
-            publisher="zmq" if settings.prefix_caching else "null",
-            endpoint=listed(subscription.endpoint for subscription in subscriptions),
-            replay_endpoint=listed(subscription.replay_endpoint for subscription in subscriptions),
-        ),
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "revision": settings.revision or None,
-        "otlp_traces_endpoint": traces_endpoint(),
-    }
-    if settings.adapters:
-        ours["enable_lora"] = True
-        ours["max_loras"] = settings.max_loras
-        ours["max_cpu_loras"] = settings.kept_loras
-        ours["max_lora_rank"] = sufficient_rank(settings.adapters)
-    ours |= host_args(settings, node_bytes=memory_bytes(), on_cpu=on_cpu)
-    on_cpus = {
-        "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
-        "enforce_eager": True,
-        # With several ranks, vLLM's default is a further process for each rank; all of these
-        # processes would be bound to the first core.
-        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else None,
-    }
-    args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours
-    return AsyncEngineArgs(**{name: value for name, value in args.items() if value is not None})
 
 
 class _Stats(StatLoggerBase):

@@ -4,7 +4,7 @@ The replica's HTTP application checks the fields. A router reads what it needs t
 and a replica for it, and rejects bodies that would delay or harm other requests.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,11 +16,21 @@ from pydantic import TypeAdapter, ValidationError
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import PrefixId
 from kvroute.keys.keyring import Caller, owner, salted
-from kvroute.router.api.declaration import MAX_MESSAGES
-from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.call_limits import (
+    MAX_CHOICES,
+    MAX_N,
+    check_copies,
+    check_count,
+    check_grammars,
+    check_lengths,
+    check_name,
+    check_template_kwargs,
+    check_values,
+    values_in,
+)
+from kvroute.router.api.errors import invalid, shown, unsupported
 from kvroute.router.api.media_options import check_media_options
-from kvroute.router.api.parsing import BOM, json_object
-from kvroute.router.api.typed_fields import read_as_vllm_does
+from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
 
 CHATS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -45,49 +55,16 @@ PASSED_ON = (
     INVOCATIONS,
 )
 
-MAX_N = 128  # choices for one prompt
-MAX_CHOICES = 1024  # number of prompts times n, in one request
-MAX_VALUES = 100_000  # JSON values of a body without token ids; a replica's event loop parses them
-MAX_NAME = 256  # characters of a name, a salt or a session id
-MAX_COPIED = 16 << 20  # bytes of all copies of the other fields; each prompt of a body gets a copy
 # Fields of a message's part that hold an image, a video or a sound. The part may also have a uuid.
 MEDIA = (
     *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
     *("audio_url", "audio_embeds", "input_audio"),
 )
-# Lists of the scoring routes. Each item is a prompt and takes a replica's event loop 100 us.
-SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
-# Largest number of items of a field. The replica's event loop compares every output token with
-# every stop string, and tokenizes every bad word. vLLM's GPU engines have room for 128 stop ids and
-# 1024 ids in the last two fields, and crash if there are more.
-MAX_ITEMS = {
-    "messages": MAX_MESSAGES,
-    **dict.fromkeys(("input", *SCORED), 4096),
-    "tools": 1024,
-    **dict.fromkeys(("stop", "stop_sequences"), 256),
-    **dict.fromkeys(("bad_words", "stop_token_ids"), 128),
-    **dict.fromkeys(("allowed_token_ids", "logit_bias"), 1024),
-}
-MAX_KEYS = 4096  # members of an object such as metadata; the replica needs 20 us for a bad one
-LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")
-MAX_TEXT = 16_384  # characters of all texts in one of LISTED_TEXTS
-# Fields that vLLM compiles to a grammar. A replica's event loop needs 6 us for each JSON value, and
-# 0.6 us for each character of a structural tag that is a text.
-GRAMMARS = ("response_format", "structured_outputs", "text", "output_config", "output_format")
-MAX_GRAMMAR_VALUES = 16_384  # JSON values in all of GRAMMARS and the tools together
-MAX_GRAMMAR_BYTES = 131_072  # bytes of one of GRAMMARS, as JSON
 PROMPT_FIELDS = ("prompt", "prompt_embeds")  # fields of a completion that hold its prompts
 # Fields that make vLLM put the prompt's text into the response.
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
 # Fields that would let a client replace the prompt after routing, or use the GPU after its request.
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "background")
-# Arguments of transformers' apply_chat_template, which vLLM also takes from chat_template_kwargs.
-# They are not variables of templates. `padding` with `max_length` could make a prompt very long.
-TOKENIZER_ARGUMENTS = (
-    *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
-    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
-
 # Fields, and types of parts, that bodies of /v1/messages can have and chats cannot.
 MESSAGES_FIELDS = frozenset({"system", "stop_sequences"})
 MESSAGES_PARTS = frozenset({"tool_use", "tool_result"})
@@ -237,23 +214,26 @@ def parse_call(path: str, raw: bytes) -> Call:
             raise unsupported(
                 name, f"{name} is {shown(body[name])}, which is not supported; leave {name} out"
             )
-    _check_template_kwargs(body.get("chat_template_kwargs"))
+    check_template_kwargs(body.get("chat_template_kwargs"))
     check_media_options(body)
-    _check_name("cache_salt", body.get("cache_salt"))
-    _check_count("n", body.get("n"), MAX_N)
-    _check_lengths(path, body)
+    check_name("cache_salt", body.get("cache_salt"))
+    check_count("n", body.get("n"), MAX_N)
+    given = body.get("input")
+    is_text = path in PASSED_ON and isinstance(given, list) and bool(_token_ids(given))
+    check_lengths(body, has_token_input=is_text)
     prompt = body.get("prompt")
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
-    _check_values(body)
-    _check_grammars(body)
+    check_values(body)
+    check_grammars(body)
     _check_images(raw, body)
     call = Call(path, raw, body, _input_values(body.get("input")))
     choices = call.n * (max(1, call.prompt_count) if path == COMPLETIONS else 1)
     if choices > MAX_CHOICES:
         message = f"the prompts and n make {choices} choices; the limit is {MAX_CHOICES}"
         raise invalid("prompt", message)
-    _check_copies(call)
+    prompts = call.prompt_count if path == COMPLETIONS else 1
+    check_copies(body, prompts=prompts, body_bytes=len(raw))
     return call
 
 
@@ -312,7 +292,7 @@ def _check_images(raw: bytes, body: Mapping[str, Any]) -> None:
     uuid means an image that other replicas do not have.
     """
     for field, value, uuid in _named_parts(raw, body):
-        _check_name("uuid", uuid)
+        check_name("uuid", uuid)
         if value is None or value == {"url": None}:
             raise invalid(
                 field, f"{field} is null, with the uuid {shown(uuid)}; send the image each time"
@@ -324,73 +304,6 @@ def _prefix_id(field: str, value: object) -> str:
         return _PREFIX_ID.validate_python(value)
     except ValidationError:
         raise invalid(field, f"{field} is {shown(value)}; expected {PREFIX_NAME}") from None
-
-
-def _check_template_kwargs(given: object) -> None:
-    for name in TOKENIZER_ARGUMENTS:
-        if isinstance(given, dict) and name in given:
-            raise unsupported(
-                "chat_template_kwargs",
-                f"chat_template_kwargs has {name}, an argument of the tokenizer; send variables of "
-                "the chat template only",
-            )
-
-
-def _check_name(name: str, value: object) -> None:
-    if value is not None and not (isinstance(value, str) and len(value) <= MAX_NAME):
-        raise invalid(
-            name, f"{name} is {shown(value)}; expected a string of up to {MAX_NAME} characters"
-        )
-
-
-def _check_count(name: str, value: object, limit: int) -> None:
-    if isinstance(value, int) and value > limit:
-        raise invalid(name, f"{name} is {value}; expected a whole number from 1 to {limit}")
-
-
-def _check_lengths(path: str, body: Mapping[str, Any]) -> None:
-    for name, items in body.items():
-        if isinstance(items, dict):
-            limit = MAX_ITEMS.get(name, MAX_KEYS)
-        elif isinstance(items, list) and name in MAX_ITEMS and not _is_prompt(path, name, items):
-            limit = MAX_ITEMS[name]
-        else:
-            continue
-        if len(items) > limit:
-            raise invalid(name, f"{name} has {len(items)} items; send {limit} at most")
-    for name in LISTED_TEXTS:
-        _check_text(name, body.get(name))
-
-
-def _check_grammars(body: Mapping[str, Any]) -> None:
-    """Raise an ApiError if grammars or tools would take a replica's event loop too long."""
-    given = {name: body[name] for name in GRAMMARS if isinstance(body.get(name), dict)}
-    values = values_in([*given.values(), body.get("tools")])
-    if values > MAX_GRAMMAR_VALUES:
-        names = " and ".join([*given, *(["tools"] if body.get("tools") else [])])
-        raise invalid(
-            names,
-            f"{names} has more than {MAX_GRAMMAR_VALUES} JSON values; send a smaller schema, or "
-            "fewer tools",
-        )
-    for name, value in given.items():
-        size = len(msgspec.json.encode(value))
-        if size > MAX_GRAMMAR_BYTES:
-            raise invalid(
-                name, f"{name} has {size} bytes; send a schema of {MAX_GRAMMAR_BYTES} at most"
-            )
-
-
-def _check_text(name: str, texts: object) -> None:
-    listed = texts if isinstance(texts, list) else [texts]
-    size = sum(len(text) for text in listed if isinstance(text, str))
-    if size > MAX_TEXT:
-        raise invalid(name, f"{name} has {size} characters; send {MAX_TEXT} at most")
-
-
-def _is_prompt(path: str, name: str, items: Sequence[Any]) -> bool:
-    """Return whether the items are the token ids of one text to embed."""
-    return path in PASSED_ON and name == "input" and bool(_token_ids(items))
 
 
 def _compact(prompt: Sequence[Any]) -> Any:
@@ -428,43 +341,5 @@ def _has_one_type(prompts: Sequence[Any]) -> bool:
     return types <= {str} or types <= {np.ndarray}
 
 
-def _check_copies(call: Call) -> None:
-    """Raise an ApiError if the copies of the other fields, one for each prompt, are too large."""
-    prompts = call.prompt_count if call.path == COMPLETIONS else 1
-    if prompts < 2 or prompts * len(call.raw) <= MAX_COPIED:
-        return
-    size = len(msgspec.json.encode({**call.body, "prompt": None, "prompt_embeds": None}))
-    if prompts * size > MAX_COPIED:
-        raise ApiError(
-            413,
-            f"the fields next to prompt take {size} bytes, and each of the {prompts} prompts needs "
-            f"a copy; the limit is {MAX_COPIED} together. Send fewer prompts at once",
-            code="request_too_large",
-        )
-
-
-def values_in(values: Iterable[Any]) -> int:
-    """Return the number of JSON values at any depth; the count stops soon after MAX_VALUES."""
-    count = 0
-    pending = [values]
-    while pending and count <= MAX_VALUES:
-        for value in pending.pop():
-            count += 1
-            if isinstance(value, dict):
-                pending.append(value.values())
-            elif isinstance(value, list):
-                pending.append(value)
-    return count
-
-
 def _input_values(given: object) -> int:
     return values_in(given) if isinstance(given, list) else 0
-
-
-def _check_values(body: Mapping[str, Any]) -> None:
-    if values_in(body.values()) > MAX_VALUES:
-        raise ApiError(
-            413,
-            f"the body has more than {MAX_VALUES} JSON values; send fewer",
-            code="request_too_large",
-        )

@@ -3,11 +3,11 @@
 from msgspec import Raw
 from msgspec.json import decode, encode
 
-from kvroute.router.api.calls import CHATS, MAX_CHOICES, MAX_COPIED, Call, parse_call
+from kvroute.router.api.call_limits import MAX_CHOICES, MAX_COPIED
+from kvroute.router.api.calls import CHATS, Call, parse_call
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
-from kvroute.router.api.parsing import BOM, json_object
+from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
 from kvroute.router.api.response_object import members
-from kvroute.router.api.typed_fields import read_as_vllm_does
 
 CHAT_BATCH = f"{CHATS}/batch"
 SINGLE_CHATS = ("stream", "tools", "use_beam_search")  # fields that vLLM's batches do not support

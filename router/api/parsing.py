@@ -3,16 +3,26 @@
 Routers call these functions through bodies.py, so that a large body does not delay other requests.
 """
 
-from typing import TypeVar
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvroute.router.api.errors import ApiError, invalid, shown
 
 Model = TypeVar("Model", bound=BaseModel)
 BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark
+_WHOLE, _YES_OR_NO = TypeAdapter[int](int), TypeAdapter[bool](bool)
+_TYPES: Mapping[str, TypeAdapter[Any]] = {
+    **dict.fromkeys(("n", "priority", "prompt_logprobs", "top_logprobs"), _WHOLE),
+    **dict.fromkeys(
+        ("echo", "store", "background", "return_prompt_text", "enable_response_messages"),
+        _YES_OR_NO,
+    ),
+}
 
 
 def parse(model: type[Model], raw: bytes) -> Model:
@@ -43,6 +53,19 @@ def json_object(raw: bytes) -> dict[str, object]:
             400, f"the body is {shown(body)}; expected a JSON object", code="invalid_json"
         )
     return body
+
+
+def read_as_vllm_does(body: dict[str, Any]) -> None:
+    """Replace the fields of a body that the router acts on by the values that vLLM reads.
+
+    vLLM reads `"2"` and `2.0` as the whole number 2, and `"no"` as false. If the router did not do
+    the same, it could count other choices than the replica, or store a response that the replica
+    does not. A value that vLLM rejects stays unchanged, and the replica answers with vLLM's error.
+    """
+    for name in _TYPES.keys() & body.keys():
+        if body[name] is not None:
+            with suppress(ValidationError):
+                body[name] = _TYPES[name].validate_python(body[name])
 
 
 def _first_error(model: type[BaseModel], error: ValidationError) -> ApiError:

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from pydantic import BaseModel, Field
 
 from kvroute.contract.generation import TokenIds
-from kvroute.router.api.calls import COMPLETIONS, MAX_CHOICES, Call, parse_call
+from kvroute.router.api.call_limits import MAX_CHOICES
+from kvroute.router.api.calls import COMPLETIONS, Call, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import BOM, json_object, parse
 from kvroute.router.api.response_object import members

@@ -11,7 +11,8 @@ import msgspec
 
 from kvroute.contract.keep import SESSION_BITS, hash_number, tenant_number
 from kvroute.keys.keyring import tenant_of
-from kvroute.router.api.calls import MAX_NAME, Call, objects
+from kvroute.router.api.call_limits import MAX_NAME
+from kvroute.router.api.calls import Call, objects
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.sessions.returns import SessionHints
 

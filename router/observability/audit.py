@@ -22,7 +22,8 @@ from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.mirror import Mirror
-from kvroute.store.index import FencedError, Index, Position
+from kvroute.store.index import FencedError, Index
+from kvroute.store.index_values import Position
 
 CALL_S = 15.0  # longest wait for a replica's audit
 TRIES = 5  # comparisons of a mirror that is loading or seems wrong; the best result counts

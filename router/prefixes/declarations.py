@@ -17,7 +17,8 @@ from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.prefixes.catalogue import Catalogue, is_visible, is_warm, keepers
 from kvroute.router.prefixes.tenant_limits import check_limits
 from kvroute.router.prompts.composer import PrefixComposer
-from kvroute.store.prefixes import OtherTenantError, Prefix, is_same, own_id
+from kvroute.store.named_prefix import Prefix, is_same, own_id
+from kvroute.store.prefixes import OtherTenantError
 
 MAX_PREFIXES = 1_000  # versions of all names together
 

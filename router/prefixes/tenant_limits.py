@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
-from kvroute.store.prefixes import Prefix
+from kvroute.store.named_prefix import Prefix
 
 
 def check_limits(

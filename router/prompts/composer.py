@@ -15,7 +15,7 @@ from kvroute.contract.generation import TokenIds
 from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.store.prefixes import Prefix
+from kvroute.store.named_prefix import Prefix
 
 REMEMBERED = 1_000  # rendered prefixes in the cache
 

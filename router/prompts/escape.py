@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from pydantic_core import from_json
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MAX_VALUES, MESSAGES, RESPONSES, Call
+from kvroute.router.api.call_limits import MAX_VALUES
+from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.api.response_object import members
 from kvroute.router.prompts.special_tokens import SpecialTokens

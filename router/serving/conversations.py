@@ -17,12 +17,13 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.api.calls import MAX_ITEMS, MAX_NAME, MAX_VALUES, RESPONSES, Call, values_in
+from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
+from kvroute.router.api.calls import RESPONSES, Call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
+from kvroute.store.named_prefix import Prefix
 from kvroute.store.outage import Outage
-from kvroute.store.prefixes import Prefix
 from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, TooLongError, joined
 
 log = logging.getLogger("kvroute.conversations")

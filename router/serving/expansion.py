@@ -9,7 +9,7 @@ from kvroute.router.api.calls import Call
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.conversations import Conversations, Expanded, continued
-from kvroute.store.prefixes import Prefix
+from kvroute.store.named_prefix import Prefix
 
 
 async def expand(

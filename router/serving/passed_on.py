@@ -11,7 +11,7 @@ from kvroute.router.dispatch.relay import whole_response
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.expansion import named_prefix
 from kvroute.router.serving.rendering import Renderer, http_call
-from kvroute.store.prefixes import Prefix
+from kvroute.store.named_prefix import Prefix
 
 WHOLE_S = 600.0  # seconds for a replica to answer a whole call, which may have many texts
 

@@ -14,7 +14,8 @@ from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes
+from kvroute.store.named_prefix import Prefix
+from kvroute.store.prefixes import Prefixes
 
 
 class PrefixService:

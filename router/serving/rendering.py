@@ -22,7 +22,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.image_homes import ImageHomes, first_image
-from kvroute.store.prefixes import Prefix
+from kvroute.store.named_prefix import Prefix
 from kvroute.wire.structs import token_ids_of
 
 CHECKED = 100  # one in this many rendered prompts is rendered again by a replica

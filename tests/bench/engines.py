@@ -24,7 +24,7 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.settings.options import CPU_BLOCK_SIZE
+from kvroute.settings.options.common import CPU_BLOCK_SIZE
 from tests.bench.apart import apart
 from tests.bench.beside_batch import beside_batch
 from tests.bench.stock_server import stock_server

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvroute.prefill.speed import PrefillModel
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.replica.sim_engine.simulated import SimulatedConfig
+from kvroute.replica.sim_engine.config import SimulatedConfig
 from tests.bench.report import Row, Section
 from tests.support.serving import start_cluster
 

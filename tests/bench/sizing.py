@@ -16,7 +16,8 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
-from kvroute.store.index import BATCH_BLOCKS, Index, WriterState
+from kvroute.store.index import BATCH_BLOCKS, Index
+from kvroute.store.index_values import WriterState
 from tests.bench.apart import apart
 from tests.bench.decision import median_ms
 from tests.bench.events import DESCRIPTION, LEASE_S, LOAD

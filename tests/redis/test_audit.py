@@ -10,7 +10,8 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import TierFacts
 from kvroute.doctor import checks
 from kvroute.replica.engine.kv_events import BlockRemoved, EventsLost
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from tests.support.mirrors import held_by
 from tests.support.records import NO_DRIFT
 from tests.support.side import Side

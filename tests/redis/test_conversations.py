@@ -10,7 +10,8 @@ from fastapi.responses import StreamingResponse
 from redis.asyncio import Redis
 from starlette.types import Message
 
-from kvroute.router.api.calls import CHATS, MAX_ITEMS, MAX_VALUES, RESPONSES, parse_call
+from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES
+from kvroute.router.api.calls import CHATS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.serving.conversations import Conversations, Expanded, continued
 from kvroute.router.serving.stored_response import stored

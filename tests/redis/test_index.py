@@ -16,15 +16,8 @@ from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, Blo
 from kvroute.replica.publisher import Publisher
 from kvroute.router.index.feed import Feed, Seen
 from kvroute.router.placement.fleet import Fleet
-from kvroute.store.index import (
-    BATCH_BLOCKS,
-    START,
-    Change,
-    FencedError,
-    Index,
-    Snapshot,
-    WriterState,
-)
+from kvroute.store.index import BATCH_BLOCKS, FencedError, Index
+from kvroute.store.index_values import START, Change, Snapshot, WriterState
 from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, FACTS, LOAD
 from tests.support.waiting import until

@@ -26,7 +26,8 @@ from kvroute.replica.publisher import Publisher
 from kvroute.router.index.feed import Feed
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.connection import connect
-from kvroute.store.index import Change, FencedError, Index, Position, WriterState
+from kvroute.store.index import FencedError, Index
+from kvroute.store.index_values import Change, Position, WriterState
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, LOAD

@@ -20,7 +20,8 @@ from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.settings.multi_task import Task
 from kvroute.store.connection import connect
-from kvroute.store.prefixes import Prefix, Prefixes
+from kvroute.store.named_prefix import Prefix
+from kvroute.store.prefixes import Prefixes
 from tests.support.records import record
 from tests.support.waiting import until
 

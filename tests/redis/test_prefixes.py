@@ -10,7 +10,8 @@ from redis.asyncio import Redis
 
 from kvroute.contract.records import Warm
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes, assigned
+from kvroute.store.named_prefix import Prefix, assigned
+from kvroute.store.prefixes import Prefixes
 from tests.support.records import DESCRIPTION, LOAD
 
 TEXT = {"prompt": "You are a lawyer."}

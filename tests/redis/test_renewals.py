@@ -9,7 +9,8 @@ from redis.asyncio import Redis
 from kvroute.contract.records import Pins, Warm
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
-from kvroute.store.index import Index, WriterState
+from kvroute.store.index import Index
+from kvroute.store.index_values import WriterState
 from tests.support.records import DESCRIPTION, LOAD
 
 LEASE_S = 60.0  # renewed by itself only long after what is tested

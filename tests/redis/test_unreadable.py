@@ -36,7 +36,8 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.store.clusters import KEY, ClusterModel, Clusters
 from kvroute.store.connection import connect
-from kvroute.store.index import START, FencedError, Index
+from kvroute.store.index import FencedError, Index
+from kvroute.store.index_values import START
 from kvroute.store.keys import key_prefix
 from kvroute.store.prefixes import Prefixes
 from tests.support.mirrors import held_by

@@ -18,10 +18,12 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, TierFacts, Warm
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes, assigned
+from kvroute.store.named_prefix import Prefix, assigned
+from kvroute.store.prefixes import Prefixes
 from tests.support.chunks import collected
 from tests.support.waiting import until
 
@@ -378,6 +380,6 @@ def warming_tokens(engine: SimulatedEngine) -> list[int]:
     """Of each request that warms a prefix: tokens that did not come from the cache."""
     return [
         len(choice.job.request.token_ids) - (choice.job.cached_tokens or 0)
-        for choice in engine._running
+        for choice in engine._scheduler.running
         if choice.job.request.pin
     ]

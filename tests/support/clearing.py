@@ -38,7 +38,7 @@ def _clearing() -> Callable[[Any], int]:
 
         (rank,) = actor._replica_impl._user_callable_wrapper.user_callable._ranks
         engine = rank.engine
-        asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine._scheduler.get_loop())
+        asyncio.run_coroutine_threadsafe(engine.reset_prefix_cache(), engine._task.get_loop())
         return len(engine._pool.copies())
 
     return clear

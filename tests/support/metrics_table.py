@@ -15,7 +15,8 @@ from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import ghosts_of
 from kvroute.replica.publisher import Publisher
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
@@ -33,7 +34,8 @@ from kvroute.router.queueing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefix, Prefixes
+from kvroute.store.named_prefix import Prefix
+from kvroute.store.prefixes import Prefixes
 from kvroute.store.responses import Responses
 
 NOWHERE = "redis://127.0.0.1"

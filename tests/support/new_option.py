@@ -4,7 +4,7 @@ import sys
 import types
 from pathlib import Path
 
-import kvroute.settings
+import kvroute.settings.options
 
 ABOVE = '    """The options for every replica."""\n'
 DEFINITION = '    lookahead: Annotated[int, Positive, Option(CACHE, "Tokens to guess.")] = 3\n'
@@ -29,11 +29,11 @@ def main() -> None:
 
 
 def define() -> None:
-    """The module of options, with the definition among those of replicas."""
-    (folder,) = kvroute.settings.__path__
-    file = Path(folder) / "options.py"
+    """Define the module of the replicas' options with one option more."""
+    (folder,) = kvroute.settings.options.__path__
+    file = Path(folder) / "replica.py"
     above, docstring, below = file.read_text().partition(ABOVE)
-    module = types.ModuleType("kvroute.settings.options")
+    module = types.ModuleType("kvroute.settings.options.replica")
     sys.modules[module.__name__] = module
     exec(compile(above + docstring + DEFINITION + below, file, "exec"), vars(module))
 

@@ -12,7 +12,8 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, EngineFacts, TierFacts
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability.audit import Audit
 from kvroute.router.placement.fleet import Fleet

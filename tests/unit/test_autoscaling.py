@@ -34,7 +34,8 @@ from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import Ghosts
 from kvroute.replica.missed import HALF_LIFE_S, Missed
 from kvroute.replica.rank import Rank, autoscaling_stats
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.placement.attempts import Attempt
 from kvroute.router.placement.fleet import Fleet
 from kvroute.settings.help import SettingsError

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.chain import EVERYBODY
 from kvroute.keys.keyring import Caller
-from kvroute.router.api.calls import (
-    CHATS,
-    COMPLETIONS,
+from kvroute.router.api.call_limits import (
     MAX_CHOICES,
     MAX_COPIED,
     MAX_GRAMMAR_BYTES,
@@ -22,9 +20,13 @@ from kvroute.router.api.calls import (
     MAX_N,
     MAX_TEXT,
     MAX_VALUES,
+    TOKENIZER_ARGUMENTS,
+)
+from kvroute.router.api.calls import (
+    CHATS,
+    COMPLETIONS,
     MESSAGES,
     RESPONSES,
-    TOKENIZER_ARGUMENTS,
     Call,
     parse_any,
     parse_call,

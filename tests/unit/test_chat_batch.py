@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from fastapi import Response
 
-from kvroute.router.api.calls import CHATS, COMPLETIONS, INVOCATIONS, MAX_CHOICES, parse_invocation
+from kvroute.router.api.call_limits import MAX_CHOICES
+from kvroute.router.api.calls import CHATS, COMPLETIONS, INVOCATIONS, parse_invocation
 from kvroute.router.api.chat_batch import parse_chat_batch
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.chat_batch import answered_together

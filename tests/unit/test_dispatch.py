@@ -16,7 +16,8 @@ import pytest
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
 from kvroute.contract.priority import Priority
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.admission.waits import Refusal, Urgency
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
@@ -288,6 +289,8 @@ async def test_a_request_waits_for_a_replica_with_room_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvroute.router.dispatch.dispatcher.WAITING", 2)
+    # Between two tries a request does not count as waiting: the third one must come before that.
+    monkeypatch.setattr("kvroute.router.dispatch.dispatcher.FIRST_PAUSE_S", 0.5)
     async with Client(*[IMMORTAL] * 4, most=0).serving() as client:
         waiting = [asyncio.create_task(client.asked()) for _ in range(2)]
         await until(lambda: client.dispatcher._waiting == 2)

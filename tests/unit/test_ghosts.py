@@ -24,7 +24,8 @@ from kvroute.replica.engine.kv_events import (
 from kvroute.replica.engine_metrics import ghost_hit_tokens
 from kvroute.replica.ghosts import SIZES, Ghosts, ghosts_of
 from kvroute.replica.sim_engine.blocks import BlockPool
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 
 SIZE = 4  # tokens in a block
 CAPACITY = 16  # blocks

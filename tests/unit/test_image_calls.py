@@ -12,7 +12,8 @@ import pytest
 
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.http_call import Rendered, decode_call, encode_rendered
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.api.calls import MESSAGES, parse_call
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet

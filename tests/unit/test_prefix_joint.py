@@ -18,7 +18,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.api.errors import ApiError
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.store.prefixes import Prefix
+from kvroute.store.named_prefix import Prefix
 
 BLOCK = 4
 SYSTEM = {"role": "system", "content": "You are a lawyer. Rule 1: be brief. " * 5}

@@ -22,7 +22,8 @@ from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.local.launch import check_request_log
 from kvroute.local.progress import StartError
 from kvroute.replay.workload.trace import read
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Urgency, Wait
 from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog

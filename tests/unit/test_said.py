@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from starlette.datastructures import Headers
 
 from kvroute.keys.keyring import Caller
-from kvroute.router.api.calls import CHATS, MAX_NAME, MESSAGES, parse_call
+from kvroute.router.api.call_limits import MAX_NAME
+from kvroute.router.api.calls import CHATS, MESSAGES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import AGENTS, SESSION, hints_of, session_number
 from kvroute.router.sessions.returns import NO_HINTS, SessionHints

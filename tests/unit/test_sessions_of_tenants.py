@@ -8,7 +8,8 @@ import pytest
 
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.keep import RetentionHint
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.api.sessions import session_number
 from tests.support.answers import completion
 from tests.support.chunks import streamed

@@ -16,7 +16,8 @@ from kvroute.local.launch import cluster_id
 from kvroute.settings import checked_options
 from kvroute.settings.help import SettingsError, env_names, flags
 from kvroute.settings.model_settings import Detected, ModelSettings
-from kvroute.settings.options import ReplicaOptions, RouterOptions
+from kvroute.settings.options.replica import ReplicaOptions
+from kvroute.settings.options.router import RouterOptions
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.router import RouterSettings
 from kvroute.settings.serve import ServeSettings, load

@@ -22,7 +22,8 @@ from kvroute.replica.engine.kv_events import (
     KVEvent,
 )
 from kvroute.replica.sim_engine import simulated
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from tests.support.answers import completion, end_of, logprobs_of
 from tests.support.answers import ids_of as said
 from tests.support.answers import text_of as text

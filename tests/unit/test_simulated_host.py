@@ -22,7 +22,8 @@ from kvroute.replica.engine.kv_events import (
     Transfers,
 )
 from kvroute.replica.engines import start_engines
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.chunks import streamed
 

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Load
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from tests.support.answers import completion, end_of, ids_of
 from tests.support.chunks import collected, streamed
 

@@ -12,15 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.router.api.calls import (
-    CHATS,
-    COMPLETIONS,
-    MAX_VALUES,
-    MESSAGES,
-    RESPONSES,
-    Call,
-    parse_call,
-)
+from kvroute.router.api.call_limits import MAX_VALUES
+from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.escape import Escape

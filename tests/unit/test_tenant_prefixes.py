@@ -6,7 +6,7 @@ import pytest
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
 from kvroute.router.prefixes.tenant_limits import check_limits
-from kvroute.store.prefixes import Prefix
+from kvroute.store.named_prefix import Prefix
 
 BLOCK = 4
 

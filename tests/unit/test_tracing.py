@@ -13,7 +13,8 @@ from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.process import tracing
 from kvroute.process.tracing import Tracing, protocol, start_tracing, traces_endpoint
-from kvroute.replica.sim_engine.simulated import SimulatedConfig, SimulatedEngine
+from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.placement.attempts import Attempt
 from kvroute.router.placement.fleet import Fleet

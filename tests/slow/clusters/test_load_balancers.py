@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 
 from kvroute.local.ports import free_port
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.api.calls import MAX_CHOICES
+from kvroute.router.api.call_limits import MAX_CHOICES
 from tests.support.audience import Audience, Heard
 from tests.support.certificates import certificate
 from tests.support.clients import async_openai_client

@@ -10,7 +10,7 @@ import pytest
 
 from kvroute.local.launch import check_engine_args
 from kvroute.local.progress import Progress, StartError
-from kvroute.settings.options import Dtype
+from kvroute.settings.options.replica import Dtype
 from kvroute.settings.owned_engine_args import FIXED, OWNED
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.serve import load
@@ -34,8 +34,8 @@ def complaints(**engine_args: Any) -> str:
 
 def of_replica(**engine_args: Any) -> Any:
     """What vLLM is started with."""
-    from kvroute.replica.vllm_engine.async_llm import engine_args as made
     from kvroute.replica.vllm_engine.core.subscription import Subscription
+    from kvroute.replica.vllm_engine.vllm_args import engine_args as made
 
     settings = ReplicaSettings(
         model="m", served_model_name="n", redis_url="", dtype="float32", engine_args=engine_args

@@ -1,0 +1,139 @@
+"""The options for replicas and routers, and the groups and types of all options."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic.fields import FieldInfo
+
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.settings import parsers
+from kvroute.settings.help import Option, option
+from kvroute.store.keys import DEFAULT_CLUSTER
+
+CPU_BLOCK_SIZE = 32  # default tokens per block on CPUs
+GPU_BLOCK_SIZE = 16  # default tokens per block on GPUs
+
+
+MODEL = "Model"
+REPLICAS = "Replicas"
+CLUSTER = "Cluster"
+CACHE = "KV cache"
+PREFIXES = "Named prefixes"
+ADAPTERS = "LoRA adapters"
+SIMULATED = "Simulated engine (--engine simulated)"
+GROUPS = (MODEL, REPLICAS, CLUSTER, CACHE, PREFIXES, ADAPTERS, SIMULATED)
+
+Positive = Field(ge=1)
+NotNegative = Field(ge=0)
+
+
+def in_order(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
+    """Return the options sorted by group."""
+    return dict(sorted(fields.items(), key=lambda item: GROUPS.index(option(item[1]).group)))
+
+
+class CommonOptions(BaseModel):
+    """The options for every replica and every router of a model."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), defer_build=True
+    )
+
+    model: Annotated[
+        str,
+        BeforeValidator(parsers.joined),
+        Option(
+            MODEL,
+            "Built-in model, local folder or hub name. For several models, separate them with "
+            "commas or repeat --model.",
+            kind=list[str],
+        ),
+    ] = BUILTIN_MODEL
+    served_model_name: Annotated[
+        str | None,
+        Option(MODEL, "Model name that clients send.", default="same as --model"),
+    ] = None
+    revision: Annotated[
+        str,
+        Option(MODEL, "Revision of the model. Replicas of different revisions share no prefixes."),
+    ] = ""
+    cluster: Annotated[
+        str | None,
+        Field(pattern=r"^[\w.-]{1,100}$"),
+        Option(
+            CLUSTER,
+            "Id of the cluster. Clusters that share a Redis need different ids. Keep the id when "
+            "you restart a cluster.",
+            example="production",
+            default=f"HOSTNAME-PORT; {DEFAULT_CLUSTER} under serve deploy",
+        ),
+    ] = None
+    redis_url: Annotated[
+        str | None,
+        Option(
+            CLUSTER,
+            "URL of the Redis for the index, version 6.2 or newer.",
+            example="redis://127.0.0.1:6379",
+            default="kvroute starts a Redis",
+        ),
+    ] = None
+    metrics: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "Serve Prometheus metrics, each process on its own port.",
+            example="1 or 0",
+            flags=("--metrics/--no-metrics",),
+        ),
+    ] = True
+    metrics_port_range: Annotated[
+        str,
+        AfterValidator(parsers.checked_ports),
+        Option(
+            CLUSTER,
+            "Range of ports; each process serves its metrics on a free one.",
+            example="9400-9499",
+            default="any",
+        ),
+    ] = ""
+    metrics_token_file: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "File with a token that clients must send to read a process's metrics. Every node "
+            "needs the file.",
+            example="metrics-token",
+            default="no token is needed",
+        ),
+    ] = None
+    block_size: Annotated[
+        int | None,
+        Positive,
+        Option(
+            CACHE,
+            "Tokens in one block of the KV cache.",
+            example="32",
+            default=f"{CPU_BLOCK_SIZE} on CPUs, {GPU_BLOCK_SIZE} on GPUs",
+            env=("SEQ_SIZE_PER_BLOCK",),
+        ),
+    ] = None
+    engine: Annotated[
+        Literal["vllm", "simulated"],
+        Option(MODEL, "Engine that runs the model. simulated: modelled timing, without a model."),
+    ] = "vllm"
+    engine_args: Annotated[
+        dict[str, JsonValue],
+        BeforeValidator(parsers.engine_args),
+        Option(
+            MODEL,
+            "Other engine arguments of vLLM, as a JSON object or as name=value; may be repeated. "
+            "name=value has priority over the object.",
+            example="""'{"gpu_memory_utilization": 0.85}' or gpu_memory_utilization=0.85""",
+            default="none",
+            flags=("--engine-args", "--engine-arg"),
+            kind=list[str],
+        ),
+    ] = {}

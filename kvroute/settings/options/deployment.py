@@ -1,0 +1,52 @@
+"""The options for Ray Serve."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, Field
+
+from kvroute.settings.help import Option
+from kvroute.settings.options.common import CLUSTER, REPLICAS, NotNegative, Positive
+
+
+class DeploymentOptions(BaseModel):
+    """The options for Serve, which starts the replicas; replicas do not receive them."""
+
+    replicas: Annotated[
+        int, Positive, Option(REPLICAS, "Number of replicas, each with its own KV cache.")
+    ] = 2
+    max_replicas: Annotated[
+        int | None,
+        Positive,
+        Option(
+            REPLICAS,
+            "Maximum replicas. The fleet then scales with its load, and --replicas is the minimum.",
+            example="8",
+            default="same as --replicas",
+        ),
+    ] = None
+    gpus_per_replica: Annotated[
+        int | None,
+        NotNegative,
+        Option(
+            REPLICAS,
+            "GPUs of one replica, divided equally among its data parallel ranks for tensor "
+            "parallelism.",
+            example="1",
+            default="1 for each rank if the machine has GPUs",
+            flags=("--gpus-per-replica", "--tensor-parallel-size"),
+        ),
+    ] = None
+    target_wait_s: Annotated[
+        float,
+        Field(gt=0),
+        Option(CLUSTER, "Queue wait in seconds above which replicas are added (--max-replicas)."),
+    ] = 1.0
+    shrink_delay_s: Annotated[
+        float,
+        NotNegative,
+        Option(
+            REPLICAS,
+            "Seconds for which the load must fit on one replica less before a replica and its "
+            "cache are removed.",
+        ),
+    ] = 300.0

@@ -1,0 +1,147 @@
+"""The options for every replica of a model."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from kvroute.settings import parsers
+from kvroute.settings.help import Option
+from kvroute.settings.options.common import (
+    ADAPTERS,
+    CACHE,
+    CLUSTER,
+    MODEL,
+    REPLICAS,
+    SIMULATED,
+    CommonOptions,
+    NotNegative,
+    Positive,
+)
+
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # vLLM's names
+
+
+class ReplicaOptions(CommonOptions):
+    """The options for every replica."""
+
+    dtype: Annotated[
+        Dtype,
+        Option(
+            MODEL,
+            "Data type of weights and activations. auto: the model's own type, or float32 for the "
+            "built-in model on CPUs without bfloat16.",
+        ),
+    ] = "auto"
+    replica_ports: Annotated[
+        str,
+        AfterValidator(parsers.checked_ports),
+        Option(
+            REPLICAS,
+            "Range of ports; each replica listens for routers on a free one.",
+            example="20000-20999",
+            default="any",
+        ),
+    ] = ""
+    max_model_len: Annotated[
+        int | None,
+        Positive,
+        Option(
+            MODEL,
+            "Maximum tokens of prompt and answer together.",
+            example="4096",
+            default="the model's",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        Positive,
+        Option(MODEL, "Maximum requests in one batch.", example="64", default="the engine's"),
+    ] = None
+    stream_interval: Annotated[
+        int,
+        Positive,
+        Option(
+            CLUSTER,
+            "Tokens in one chunk of a streamed answer, after the first token. Routers need less "
+            "CPU time for larger chunks.",
+        ),
+    ] = 1
+    max_compile_s: Annotated[
+        float,
+        Field(gt=0, le=600),
+        Option(
+            MODEL,
+            "Maximum CPU seconds to compile the JSON schema, regex or grammar of a request. A "
+            "request that needs more gets a 400.",
+        ),
+    ] = 10.0
+    inline_system: Annotated[
+        Literal["keep", "merge"],
+        Option(
+            MODEL,
+            "Place of system messages in the middle of a /v1/messages conversation. keep: they "
+            "stay in place. merge: they move to the front, so each new one makes the cached prompt "
+            "useless.",
+        ),
+    ] = "keep"
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            CACHE,
+            "Reuse the KV cache of earlier prompts with the same prefix.",
+            example="1 or 0",
+            flags=("--prefix-caching/--no-prefix-caching",),
+            env=("REUSE_CACHE", "NIM_ENABLE_KV_CACHE_REUSE"),
+        ),
+    ] = True
+    pin_share: Annotated[
+        float,
+        Field(ge=0, le=1),
+        Option(
+            CACHE,
+            "Maximum share of the KV cache for pinned prefixes. Enough blocks for one request of "
+            "maximum length always stay free of pins.",
+        ),
+    ] = 0.3
+    host_cache_gb: Annotated[
+        str,
+        AfterValidator(parsers.checked_size),
+        Option(
+            CACHE,
+            "Host memory of each replica for blocks that its GPU cache evicts: a number of GB, or "
+            "a percentage of the node's memory, such as 30%. The ranks of the replica share it.",
+            example="64",
+        ),
+    ] = "0"
+    data_parallel_size: Annotated[
+        int,
+        Field(ge=1, le=256),
+        Option(
+            REPLICAS,
+            "Data parallel ranks of a replica, each with its own KV cache. The ranks share the "
+            "GPUs of --gpus-per-replica.",
+        ),
+    ] = 1
+    kv_cache_memory_mb: Annotated[
+        int, Positive, Option(CACHE, "KV cache of one replica or rank in MB, on CPUs.")
+    ] = 512
+    max_loras: Annotated[
+        int, Positive, Option(ADAPTERS, "Maximum different adapters in one batch of a replica.")
+    ] = 4
+    max_cpu_loras: Annotated[
+        int,
+        Positive,
+        Option(ADAPTERS, "Maximum adapters in a replica's memory, at least --max-loras."),
+    ] = 16
+    simulated_prefill_tokens_per_s: Annotated[
+        float, NotNegative, Option(SIMULATED, "Prompt tokens per second; 0: no delay.")
+    ] = 20_000.0
+    simulated_decode_ms: Annotated[
+        float, NotNegative, Option(SIMULATED, "Milliseconds for one token of the answer.")
+    ] = 10.0
+    simulated_blocks: Annotated[int, Positive, Option(SIMULATED, "Blocks in the KV cache.")] = 4096
+    simulated_host_gb_per_s: Annotated[
+        float,
+        Field(gt=0),
+        Option(SIMULATED, "Speed of copies from host memory in GB/s; a token has 131,072 bytes."),
+    ] = 25.0

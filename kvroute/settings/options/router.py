@@ -1,0 +1,132 @@
+"""The options for every router."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from kvroute.settings import parsers
+from kvroute.settings.help import Option
+from kvroute.settings.options.common import CLUSTER, MODEL, CommonOptions, NotNegative, Positive
+
+
+class RouterOptions(CommonOptions):
+    """The options for every router."""
+
+    max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Maximum request body in MB.")] = 16
+    max_requests: Annotated[
+        int,
+        Positive,
+        Option(CLUSTER, "Maximum requests in one router at a time; further ones get a 429."),
+    ] = 2000
+    max_wait_s: Annotated[
+        float,
+        Field(ge=0, le=1e6),
+        Option(
+            CLUSTER,
+            "Maximum seconds that a request waits in the router's queue. A request that would wait "
+            "longer gets a 429 at once. Batch requests have no limit unless they set one. 0 "
+            "removes the limit for all requests.",
+        ),
+    ] = 30.0
+    max_sessions: Annotated[
+        Literal["auto", "off"] | int,
+        BeforeValidator(parsers.session_limit),
+        Option(
+            CLUSTER,
+            "Maximum active sessions; other sessions wait for a seat. auto: when the contexts of "
+            "active sessions exceed the caches, as many as fit. off: no limit.",
+            example="auto, off or 100",
+            kind=str,
+        ),
+    ] = "auto"
+    # The default is 10 minutes: after that time agents and the official clients give up.
+    max_seat_wait_s: Annotated[
+        float,
+        Field(ge=0, le=1e6),
+        Option(
+            CLUSTER,
+            "Maximum seconds that a request waits for a seat of its session. A request that would "
+            "wait longer gets a 429 at once. 0: no limit.",
+        ),
+    ] = 600.0
+    policy: Annotated[
+        Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
+        Option(CLUSTER, "Policy that chooses a replica. Only kvroute uses cached prefixes."),
+    ] = "kvroute"
+    escape_special_tokens: Annotated[
+        bool | None,
+        Option(
+            MODEL,
+            "Treat special tokens in clients' messages as plain text, so that a client cannot end "
+            "a message and forge another role's. Prompts of /v1/completions are not changed.",
+            example="1 or 0",
+            default="on with --api-keys",
+            flags=("--escape-special-tokens/--no-escape-special-tokens",),
+            kind=bool,
+        ),
+    ] = None
+    api_keys: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "File of API keys; edit it with kvroute keys. Each key belongs to a tenant. Tenants "
+            "do not share caches.",
+            example="keys.json",
+            default="no keys are needed",
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str],
+        BeforeValidator(parsers.listed),
+        AfterValidator(parsers.origins),
+        Option(
+            CLUSTER,
+            "Origin whose web pages may use the cluster from a browser. For several, repeat the "
+            "option or separate them with commas. *: all web pages; use API keys in this case.",
+            example="https://chat.example.com",
+            default="only its own pages",
+        ),
+    ] = []  # noqa: RUF012  # pydantic copies the default
+    response_store_mb: Annotated[
+        int,
+        NotNegative,
+        Option(
+            CLUSTER,
+            "Redis memory in MB for the stored responses of each model, which previous_response_id "
+            "needs. 0: responses are not stored.",
+            example="256",
+        ),
+    ] = 0
+    response_ttl_s: Annotated[
+        float,
+        Field(gt=0, le=1e9),
+        Option(CLUSTER, "Seconds after its last use until a stored response expires."),
+    ] = 86_400.0
+    request_log: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "Folder for request logs, which kvroute replay reads. Each router writes one file per "
+            "model, with one line per request: lengths, times and block ids, without text.",
+            example="requests",
+            default="no log is written",
+        ),
+    ] = None
+    ui: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "Serve a live page at /ui with replicas, their caches, cache hits and routing "
+            "decisions.",
+            example="1 or 0",
+            flags=("--ui/--no-ui",),
+        ),
+    ] = True
+    hang_timeout_s: Annotated[
+        float,
+        Field(ge=2),
+        Option(CLUSTER, "Seconds without a response after which a replica is replaced."),
+    ] = 5.0

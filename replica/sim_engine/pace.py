@@ -1,0 +1,24 @@
+"""The pace of a simulated engine's steps."""
+
+import asyncio
+
+SHORTEST_SLEEP_S = 0.001  # shorter delays accumulate until they reach this many seconds
+LONGEST_LAG_S = 0.05  # at most this many seconds of lost time are caught up
+
+
+class Pace:
+    """Keeps modelled time: steps have the right mean duration although sleeps are inexact."""
+
+    def __init__(self) -> None:
+        self._ends_at_s = 0.0  # end of the last step, on the event loop's clock
+
+    def restart(self) -> None:
+        """Let the next step begin now."""
+        self._ends_at_s = asyncio.get_running_loop().time()
+
+    async def spend(self, step_s: float) -> None:
+        """Wait until the step ends; time lost by long sleeps and computations is subtracted."""
+        now_s = asyncio.get_running_loop().time()
+        self._ends_at_s = max(self._ends_at_s + step_s, now_s - LONGEST_LAG_S)
+        left_s = self._ends_at_s - now_s
+        await asyncio.sleep(left_s if left_s >= SHORTEST_SLEEP_S else 0)

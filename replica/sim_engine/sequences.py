@@ -1,0 +1,60 @@
+"""The requests in a simulated engine, and their sequences."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.keep import RetentionHint
+from kvroute.replica.sim_engine.blocks import Table
+from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator
+from kvroute.replica.sim_engine.output import Output
+from kvroute.replica.sim_engine.sampling import Sampling
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request in the engine."""
+
+    request: GenerateRequest
+    sampling: Sampling
+    max_tokens: int  # maximum number of tokens of each choice
+    order: tuple[float, int]  # sort key: time on the engine's clock, then number of arrival
+    unfinished: int  # number of choices that have not finished
+    cached_tokens: int | None = None  # cached prompt tokens at the first admission
+    outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: the end
+
+
+@dataclass(slots=True, eq=False)
+class RunningChoice:
+    """One of a job's sequences, waiting or in the batch."""
+
+    job: Job
+    index: int
+    table: Table
+    generator: TokenGenerator
+    text: StopText
+    computed: int = 0  # number of leading tokens whose KV is computed
+    generated: int = 0  # number of generated tokens
+    unsent: list[Output] = field(default_factory=list)  # outputs of one token each
+
+    @property
+    def order(self) -> tuple[float, int, int]:
+        """Return the sort key: the smallest is admitted first and preempted last."""
+        return (*self.job.order, self.index)
+
+    @property
+    def lora(self) -> str:
+        return self.job.request.lora
+
+    @property
+    def keep(self) -> RetentionHint:
+        return self.job.request.keep or RetentionHint()
+
+    @property
+    def missing(self) -> int:
+        """Return the number of tokens to compute before the next token can be drawn."""
+        return len(self.table.token_ids) - self.computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.generated > 0 and self.missing == 1

@@ -1,0 +1,69 @@
+"""vLLM's engine arguments, from kvroute's settings and from the user's --engine-args."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.config import KVEventsConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+
+from kvroute.contract.adapters import sufficient_rank
+from kvroute.process.builtin_model import is_builtin
+from kvroute.process.memory import memory_bytes
+from kvroute.process.tracing import traces_endpoint
+from kvroute.replica.vllm_engine.core.endpoints import listed
+from kvroute.replica.vllm_engine.core.subscription import Subscription
+from kvroute.replica.vllm_engine.dtype import choose_dtype
+from kvroute.replica.vllm_engine.engine_args import checked
+from kvroute.replica.vllm_engine.host.args import host_args
+from kvroute.settings.replica import ReplicaSettings
+
+
+def engine_args(
+    settings: ReplicaSettings, model: str, subscriptions: Sequence[Subscription]
+) -> AsyncEngineArgs:
+    """Return vLLM's arguments from kvroute's settings and from the user's --engine-args.
+
+    All other arguments have vLLM's defaults. `subscriptions` has an item for each rank.
+    """
+    on_cpu = current_platform.is_cpu()
+    scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
+    ours: dict[str, Any] = {
+        "model": model,
+        "served_model_name": settings.served_model_name,
+        "dtype": choose_dtype(settings.dtype, is_builtin=is_builtin(settings.model), on_cpu=on_cpu),
+        "block_size": settings.block_size,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
+        # None is vLLM's default: it is off for models for which caching would give wrong results,
+        # such as embedding models that pool over all tokens.
+        "enable_prefix_caching": None if settings.prefix_caching else False,
+        "stream_interval": settings.stream_interval,
+        "scheduler_cls": f"kvroute.replica.vllm_engine.core.scheduler.{scheduler}",
+        "scheduling_policy": "priority",
+        "kv_events_config": KVEventsConfig(
+            enable_kv_cache_events=settings.prefix_caching,
+            publisher="zmq" if settings.prefix_caching else "null",
+            endpoint=listed(subscription.endpoint for subscription in subscriptions),
+            replay_endpoint=listed(subscription.replay_endpoint for subscription in subscriptions),
+        ),
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "revision": settings.revision or None,
+        "otlp_traces_endpoint": traces_endpoint(),
+    }
+    if settings.adapters:
+        ours["enable_lora"] = True
+        ours["max_loras"] = settings.max_loras
+        ours["max_cpu_loras"] = settings.kept_loras
+        ours["max_lora_rank"] = sufficient_rank(settings.adapters)
+    ours |= host_args(settings, node_bytes=memory_bytes(), on_cpu=on_cpu)
+    on_cpus = {
+        "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
+        "enforce_eager": True,
+        # With several ranks, vLLM's default is a further process for each rank; all of these
+        # processes would be bound to the first core.
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else None,
+    }
+    args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours
+    return AsyncEngineArgs(**{name: value for name, value in args.items() if value is not None})

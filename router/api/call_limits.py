@@ -1,0 +1,155 @@
+"""Limits on the fields of a body that would delay or harm other requests at a replica."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from kvroute.router.api.declaration import MAX_MESSAGES
+from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+
+MAX_N = 128  # choices for one prompt
+MAX_CHOICES = 1024  # number of prompts times n, in one request
+MAX_VALUES = 100_000  # JSON values of a body without token ids; a replica's event loop parses them
+MAX_NAME = 256  # characters of a name, a salt or a session id
+MAX_COPIED = 16 << 20  # bytes of the other fields times the prompts, since each prompt gets a copy
+# Lists of the scoring routes. Each item is a prompt and takes a replica's event loop 100 us.
+SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
+# Largest number of items of a field. The replica's event loop compares every output token with
+# every stop string, and tokenizes every bad word. vLLM's GPU engines have room for 128 stop ids and
+# 1024 ids in the last two fields, and crash if there are more.
+MAX_ITEMS = {
+    "messages": MAX_MESSAGES,
+    **dict.fromkeys(("input", *SCORED), 4096),
+    "tools": 1024,
+    **dict.fromkeys(("stop", "stop_sequences"), 256),
+    **dict.fromkeys(("bad_words", "stop_token_ids"), 128),
+    **dict.fromkeys(("allowed_token_ids", "logit_bias"), 1024),
+}
+MAX_KEYS = 4096  # members of an object such as metadata; the replica needs 20 us for a bad one
+LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")
+MAX_TEXT = 16_384  # characters of all texts in one of LISTED_TEXTS
+# Fields that vLLM compiles to a grammar. A replica's event loop needs 6 us for each JSON value, and
+# 0.6 us for each character of a structural tag that is a text.
+GRAMMARS = ("response_format", "structured_outputs", "text", "output_config", "output_format")
+MAX_GRAMMAR_VALUES = 16_384  # JSON values in all of GRAMMARS and the tools together
+MAX_GRAMMAR_BYTES = 131_072  # bytes of one of GRAMMARS, as JSON
+# Arguments of transformers' apply_chat_template, which vLLM also takes from chat_template_kwargs.
+# They are not variables of templates. `padding` with `max_length` could make a prompt very long.
+TOKENIZER_ARGUMENTS = (
+    *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+)
+
+
+def check_template_kwargs(given: object) -> None:
+    """Raise an ApiError if the chat template's variables contain an argument of the tokenizer."""
+    for name in TOKENIZER_ARGUMENTS:
+        if isinstance(given, dict) and name in given:
+            raise unsupported(
+                "chat_template_kwargs",
+                f"chat_template_kwargs has {name}, an argument of the tokenizer; send variables of "
+                "the chat template only",
+            )
+
+
+def check_name(name: str, value: object) -> None:
+    """Raise an ApiError if the field is not a string of up to MAX_NAME characters."""
+    if value is not None and not (isinstance(value, str) and len(value) <= MAX_NAME):
+        raise invalid(
+            name, f"{name} is {shown(value)}; expected a string of up to {MAX_NAME} characters"
+        )
+
+
+def check_count(name: str, value: object, limit: int) -> None:
+    """Raise an ApiError if the field is a number above the limit."""
+    if isinstance(value, int) and value > limit:
+        raise invalid(name, f"{name} is {value}; expected a whole number from 1 to {limit}")
+
+
+def check_lengths(body: Mapping[str, Any], *, has_token_input: bool) -> None:
+    """Raise an ApiError if a list or an object in the body has too many items.
+
+    Args:
+        body: The body.
+        has_token_input: True if the field `input` is the token ids of one text, not several items.
+    """
+    for name, items in body.items():
+        if isinstance(items, dict):
+            limit = MAX_ITEMS.get(name, MAX_KEYS)
+        elif (
+            isinstance(items, list)
+            and name in MAX_ITEMS
+            and not (name == "input" and has_token_input)
+        ):
+            limit = MAX_ITEMS[name]
+        else:
+            continue
+        if len(items) > limit:
+            raise invalid(name, f"{name} has {len(items)} items; send {limit} at most")
+    for name in LISTED_TEXTS:
+        _check_text(name, body.get(name))
+
+
+def check_grammars(body: Mapping[str, Any]) -> None:
+    """Raise an ApiError if grammars or tools would take a replica's event loop too long."""
+    given = {name: body[name] for name in GRAMMARS if isinstance(body.get(name), dict)}
+    values = values_in([*given.values(), body.get("tools")])
+    if values > MAX_GRAMMAR_VALUES:
+        names = " and ".join([*given, *(["tools"] if body.get("tools") else [])])
+        raise invalid(
+            names,
+            f"{names} has more than {MAX_GRAMMAR_VALUES} JSON values; send a smaller schema, or "
+            "fewer tools",
+        )
+    for name, value in given.items():
+        size = len(msgspec.json.encode(value))
+        if size > MAX_GRAMMAR_BYTES:
+            raise invalid(
+                name, f"{name} has {size} bytes; send a schema of {MAX_GRAMMAR_BYTES} at most"
+            )
+
+
+def _check_text(name: str, texts: object) -> None:
+    listed = texts if isinstance(texts, list) else [texts]
+    size = sum(len(text) for text in listed if isinstance(text, str))
+    if size > MAX_TEXT:
+        raise invalid(name, f"{name} has {size} characters; send {MAX_TEXT} at most")
+
+
+def check_copies(body: Mapping[str, Any], *, prompts: int, body_bytes: int) -> None:
+    """Raise an ApiError if the copies of the other fields, one for each prompt, are too large."""
+    if prompts < 2 or prompts * body_bytes <= MAX_COPIED:
+        return
+    size = len(msgspec.json.encode({**body, "prompt": None, "prompt_embeds": None}))
+    if prompts * size > MAX_COPIED:
+        raise ApiError(
+            413,
+            f"the fields next to prompt take {size} bytes, and each of the {prompts} prompts needs "
+            f"a copy; the limit is {MAX_COPIED} together. Send fewer prompts at once",
+            code="request_too_large",
+        )
+
+
+def values_in(values: Iterable[Any]) -> int:
+    """Return the number of JSON values at any depth; the count stops soon after MAX_VALUES."""
+    count = 0
+    pending = [values]
+    while pending and count <= MAX_VALUES:
+        for value in pending.pop():
+            count += 1
+            if isinstance(value, dict):
+                pending.append(value.values())
+            elif isinstance(value, list):
+                pending.append(value)
+    return count
+
+
+def check_values(body: Mapping[str, Any]) -> None:
+    """Raise an ApiError if the body has more JSON values than MAX_VALUES."""
+    if values_in(body.values()) > MAX_VALUES:
+        raise ApiError(
+            413,
+            f"the body has more than {MAX_VALUES} JSON values; send fewer",
+            code="request_too_large",
+        )
