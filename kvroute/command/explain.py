@@ -20,7 +20,8 @@ COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
 
 def explain(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt's text: a user's message.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The prompt's text: a user's message."),
     ] = None,
     raw: Annotated[
         bool,

@@ -11,6 +11,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Column, Table
 
 from kvroute.client import LOCAL, Model, Url, call, fail, with_model
+from kvroute.command.help_page import HelpfulCommand, typer_app
 
 COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "shared", "hits")
 POLL_S = 0.3  # seconds between two queries of a prefix's state
@@ -23,12 +24,10 @@ Id = Annotated[
     ),
 ]
 
-prefixes = typer.Typer(
-    no_args_is_help=True, help="Named prefixes that a running cluster keeps warm."
-)
+prefixes = typer_app(no_args_is_help=True, help="Named prefixes that a running cluster keeps warm.")
 
 
-@prefixes.command()
+@prefixes.command(cls=HelpfulCommand)
 def add(
     id: Id,  # noqa: A002
     file: Annotated[
@@ -91,7 +90,7 @@ def add(
     )
 
 
-@prefixes.command(name="list")
+@prefixes.command(name="list", cls=HelpfulCommand)
 def list_(model: Model = None, url: Url = LOCAL) -> None:
     """Show the declared prefixes, and where they are warm."""
     declared = _call("GET", url, model=model)["data"]
@@ -103,7 +102,7 @@ def list_(model: Model = None, url: Url = LOCAL) -> None:
     Console().print(table)
 
 
-@prefixes.command()
+@prefixes.command(cls=HelpfulCommand)
 def rm(id: Id, model: Model = None, url: Url = LOCAL) -> None:  # noqa: A002
     """Drop a prefix, so that replicas no longer keep it warm."""
     _call("DELETE", url, id, model)

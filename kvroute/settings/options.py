@@ -24,12 +24,20 @@ GPU_BLOCK_SIZE = 16  # default tokens per block on GPUs
 
 MODEL = "Model"
 REPLICAS = "Replicas"
+ENDPOINT = "Endpoint"
+QUEUE = "Routing and the queue"
 CLUSTER = "Cluster"
+LOGS = "Logs, metrics and the live page"
 CACHE = "KV cache"
 PREFIXES = "Named prefixes"
 ADAPTERS = "LoRA adapters"
 SIMULATED = "Simulated engine (--engine simulated)"
-GROUPS = (MODEL, REPLICAS, CLUSTER, CACHE, PREFIXES, ADAPTERS, SIMULATED)
+GROUPS = (  # in the order of --help and of the documents
+    *(MODEL, REPLICAS, ENDPOINT, CACHE, QUEUE, PREFIXES, ADAPTERS),
+    *(CLUSTER, LOGS, SIMULATED),
+)
+FIRST = ("host", "port", "api_keys", "policy")  # the first options of their groups
+WHOLE_CLUSTER = (ENDPOINT, QUEUE, CLUSTER, LOGS)  # groups whose options are the same for all models
 
 Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # vLLM's names
 
@@ -38,8 +46,13 @@ NotNegative = Field(ge=0)
 
 
 def in_order(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
-    """Return the options sorted by group."""
-    return dict(sorted(fields.items(), key=lambda item: GROUPS.index(option(item[1]).group)))
+    """Return the options by group, those that most users need first."""
+    return dict(sorted(fields.items(), key=lambda item: _rank(*item)))
+
+
+def _rank(name: str, field: FieldInfo) -> tuple[int, int]:
+    first = FIRST.index(name) if name in FIRST else len(FIRST)
+    return GROUPS.index(option(field).group), first
 
 
 class CommonOptions(BaseModel):
@@ -90,7 +103,7 @@ class CommonOptions(BaseModel):
     metrics: Annotated[
         bool,
         Option(
-            CLUSTER,
+            LOGS,
             "Serve Prometheus metrics, each process on its own port.",
             example="1 or 0",
             flags=("--metrics/--no-metrics",),
@@ -100,7 +113,7 @@ class CommonOptions(BaseModel):
         str,
         AfterValidator(parsers.checked_ports),
         Option(
-            CLUSTER,
+            LOGS,
             "Range of ports; each process serves its metrics on a free one.",
             example="9400-9499",
             default="any",
@@ -110,7 +123,7 @@ class CommonOptions(BaseModel):
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            LOGS,
             "File with a token that clients must send to read a process's metrics. Every node "
             "needs the file.",
             example="metrics-token",
@@ -187,7 +200,7 @@ class ReplicaOptions(CommonOptions):
         int,
         Positive,
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Tokens in one chunk of a streamed answer, after the first token. Routers need less "
             "CPU time for larger chunks.",
         ),
@@ -276,17 +289,17 @@ class ReplicaOptions(CommonOptions):
 class RouterOptions(CommonOptions):
     """The options for every router."""
 
-    max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Maximum request body in MB.")] = 16
+    max_body_mb: Annotated[int, Positive, Option(ENDPOINT, "Maximum request body in MB.")] = 16
     max_requests: Annotated[
         int,
         Positive,
-        Option(CLUSTER, "Maximum requests in one router at a time; further ones get a 429."),
+        Option(QUEUE, "Maximum requests in one router at a time; further ones get a 429."),
     ] = 2000
     max_wait_s: Annotated[
         float,
         Field(ge=0, le=1e6),
         Option(
-            CLUSTER,
+            QUEUE,
             "Maximum seconds that a request waits in the router's queue. A request that would wait "
             "longer gets a 429 at once. Batch requests have no limit unless they set one. 0 "
             "removes the limit for all requests.",
@@ -296,7 +309,7 @@ class RouterOptions(CommonOptions):
         Literal["auto", "off"] | int,
         BeforeValidator(parsers.session_limit),
         Option(
-            CLUSTER,
+            QUEUE,
             "Maximum active sessions; other sessions wait for a seat. auto: when the contexts of "
             "active sessions exceed the caches, as many as fit. off: no limit.",
             example="auto, off or 100",
@@ -308,14 +321,14 @@ class RouterOptions(CommonOptions):
         float,
         Field(ge=0, le=1e6),
         Option(
-            CLUSTER,
+            QUEUE,
             "Maximum seconds that a request waits for a seat of its session. A request that would "
             "wait longer gets a 429 at once. 0: no limit.",
         ),
     ] = 600.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
-        Option(CLUSTER, "Policy that chooses a replica. Only kvroute uses cached prefixes."),
+        Option(QUEUE, "Policy that chooses a replica. Only kvroute uses cached prefixes."),
     ] = "kvroute"
     escape_special_tokens: Annotated[
         bool | None,
@@ -333,7 +346,7 @@ class RouterOptions(CommonOptions):
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "File of API keys; edit it with kvroute keys. Each key belongs to a tenant. Tenants "
             "do not share caches.",
             example="keys.json",
@@ -345,7 +358,7 @@ class RouterOptions(CommonOptions):
         BeforeValidator(parsers.listed),
         AfterValidator(parsers.origins),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Origin whose web pages may use the cluster from a browser. For several, repeat the "
             "option or separate them with commas. *: all web pages; use API keys in this case.",
             example="https://chat.example.com",
@@ -356,7 +369,7 @@ class RouterOptions(CommonOptions):
         int,
         NotNegative,
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Redis memory in MB for the stored responses of each model, which previous_response_id "
             "needs. 0: responses are not stored.",
             example="256",
@@ -365,13 +378,13 @@ class RouterOptions(CommonOptions):
     response_ttl_s: Annotated[
         float,
         Field(gt=0, le=1e9),
-        Option(CLUSTER, "Seconds after its last use until a stored response expires."),
+        Option(ENDPOINT, "Seconds after its last use until a stored response expires."),
     ] = 86_400.0
     request_log: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            LOGS,
             "Folder for request logs, which kvroute replay reads. Each router writes one file per "
             "model, with one line per request: lengths, times and block ids, without text.",
             example="requests",
@@ -381,7 +394,7 @@ class RouterOptions(CommonOptions):
     ui: Annotated[
         bool,
         Option(
-            CLUSTER,
+            LOGS,
             "Serve a live page at /ui with replicas, their caches, cache hits and routing "
             "decisions.",
             example="1 or 0",
@@ -391,7 +404,7 @@ class RouterOptions(CommonOptions):
     hang_timeout_s: Annotated[
         float,
         Field(ge=2),
-        Option(CLUSTER, "Seconds without a response after which a replica is replaced."),
+        Option(QUEUE, "Seconds without a response after which a replica is replaced."),
     ] = 5.0
 
 
@@ -486,7 +499,7 @@ class Options(ModelOptions):
         list[dict[str, Any]],
         BeforeValidator(parsers.from_json),
         Option(
-            CLUSTER,
+            MODEL,
             "Several models as JSON, each with its own options.",
             example='[{"model": "Qwen/Qwen3-8B", "replicas": 4}, {"model": "Qwen/Qwen3-0.6B"}]',
             default="none",
@@ -495,24 +508,24 @@ class Options(ModelOptions):
     ] = []
     routers: Annotated[int, Positive, Option(CLUSTER, "Number of router processes.")] = 1
     host: Annotated[
-        str, Option(CLUSTER, "Address to listen on. 0.0.0.0: all addresses of this machine.")
+        str, Option(ENDPOINT, "Address to listen on. 0.0.0.0: all addresses of this machine.")
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Allow a --host that other machines can reach without API keys, and any Host header. "
             "Everybody who reaches the address can then use, watch and change the cluster.",
             example="1 or 0",
             flags=("--insecure",),
         ),
     ] = False
-    port: Annotated[int, Field(ge=1, le=65535), Option(CLUSTER, "Port to listen on.")] = 8000
+    port: Annotated[int, Field(ge=1, le=65535), Option(ENDPOINT, "Port to listen on.")] = 8000
     tls_cert: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "PEM file of a certificate and its chain, for https. Under serve deploy, set "
             "KVROUTE_TLS_CERT and KVROUTE_TLS_KEY on the head node.",
             example="cert.pem",
@@ -522,7 +535,7 @@ class Options(ModelOptions):
     tls_key: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
-        Option(CLUSTER, "PEM file of the certificate's key.", example="key.pem", default="none"),
+        Option(ENDPOINT, "PEM file of the certificate's key.", example="key.pem", default="none"),
     ] = None
     drain_timeout_s: Annotated[
         float,
@@ -537,7 +550,7 @@ class Options(ModelOptions):
         float,
         Field(ge=1, le=86_400),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Seconds after which an idle connection of a client is closed. A load balancer in "
             "front needs a shorter timeout. Under serve deploy, set KVROUTE_IDLE_TIMEOUT_S on "
             "every node.",
@@ -554,7 +567,7 @@ class Options(ModelOptions):
     ] = 30.0
     log_format: Annotated[
         Literal["text", "json"],
-        Option(CLUSTER, "Format of routers' and replicas' logs. json: one object per line."),
+        Option(LOGS, "Format of routers' and replicas' logs. json: one object per line."),
     ] = "text"
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Timeout in seconds for the start of the cluster.")
@@ -564,5 +577,5 @@ class Options(ModelOptions):
 PER_MODEL = tuple(  # names of the options that can differ between several models
     name
     for name, field in in_order(ModelOptions.model_fields).items()
-    if option(field).group != CLUSTER
+    if option(field).group not in WHOLE_CLUSTER
 )
