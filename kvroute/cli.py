@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvroute.client import LOCAL, Model, Url, call, fail, with_model
+from kvroute.client import FIND, Model, Url, call, fail, with_model
 from kvroute.command.doctor_command import doctor
 from kvroute.command.explain import explain
 from kvroute.command.help_page import HelpfulCommand, typer_app
@@ -53,7 +53,7 @@ app.command("serve", cls=HelpfulCommand, rich_help_panel=RUN)(Serve)
 
 
 @app.command(cls=HelpfulCommand, rich_help_panel=WATCH)
-def status(url: Url = LOCAL) -> None:
+def status(url: Url = FIND) -> None:
     """Show the replicas of a running cluster, and the requests that wait for them."""
     cluster, console = call("GET", url, "/v1/cluster"), Console()
     console.print(_table(cluster["replicas"]))
@@ -76,7 +76,7 @@ def scale(
         int, typer.Argument(metavar="REPLICAS", help="The new number of replicas.")
     ],
     model: Model = None,
-    url: Url = LOCAL,
+    url: Url = FIND,
 ) -> None:
     """Add replicas to a running cluster, or remove some. No request is lost."""
     from kvroute.command.scale import ScaleError

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from kvroute.client import LOCAL, Model, Url, call, fail, with_model
+from kvroute.client import FIND, Model, Url, call, fail, with_model
 from kvroute.command.help_page import HelpfulCommand, typer_app
 
 COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "shared", "hits")
@@ -66,7 +66,7 @@ def add(
         bool, typer.Option("--wait/--no-wait", help="Wait until the prefix is warm.")
     ] = True,
     model: Model = None,
-    url: Url = LOCAL,
+    url: Url = FIND,
 ) -> None:
     """Declare a prefix, or a new version of it, and wait until it is warm."""
     if (file is None) == (prompt is None):
@@ -91,7 +91,7 @@ def add(
 
 
 @prefixes.command(name="list", cls=HelpfulCommand)
-def list_(model: Model = None, url: Url = LOCAL) -> None:
+def list_(model: Model = None, url: Url = FIND) -> None:
     """Show the declared prefixes, and where they are warm."""
     declared = _call("GET", url, model=model)["data"]
     columns = with_model(COLUMNS, declared)
@@ -103,7 +103,7 @@ def list_(model: Model = None, url: Url = LOCAL) -> None:
 
 
 @prefixes.command(cls=HelpfulCommand)
-def rm(id: Id, model: Model = None, url: Url = LOCAL) -> None:  # noqa: A002
+def rm(id: Id, model: Model = None, url: Url = FIND) -> None:  # noqa: A002
     """Drop a prefix, so that replicas no longer keep it warm."""
     _call("DELETE", url, id, model)
     typer.echo(f"{id}: dropped")
