@@ -7,9 +7,10 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvroute.client import LOCAL, Model, Url, call, fail, with_model
+from kvroute.client import FIND, Model, Url, call, fail, with_model
 from kvroute.command.doctor_command import doctor
 from kvroute.command.explain import explain
+from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.keys_command import keys
 from kvroute.command.prefixes_command import prefixes
 from kvroute.command.replay_command import replay
@@ -19,7 +20,11 @@ from kvroute.doctor.seat_checks import seated
 
 COLUMNS = ("id", "node", "pid", "blocks", "running", "waiting", "incarnation")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+RUN = "Run a cluster"
+WATCH = "Watch a running cluster"
+PLAN = "Plan"
+
+app = typer_app(no_args_is_help=True)
 
 
 def main() -> None:
@@ -35,14 +40,20 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def kvroute(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Serve a language model on many replicas, each prompt where its prefix is cached."""
 
 
-@app.command()
-def status(url: Url = LOCAL) -> None:
+app.command("serve", cls=HelpfulCommand, rich_help_panel=RUN)(Serve)
+
+
+@app.command(cls=HelpfulCommand, rich_help_panel=WATCH)
+def status(url: Url = FIND) -> None:
     """Show the replicas of a running cluster, and the requests that wait for them."""
     cluster, console = call("GET", url, "/v1/cluster"), Console()
     console.print(_table(cluster["replicas"]))
@@ -59,13 +70,13 @@ def status(url: Url = LOCAL) -> None:
             console.print(seated(seats))
 
 
-@app.command()
+@app.command(cls=HelpfulCommand, rich_help_panel=RUN)
 def scale(
     replicas: Annotated[
-        int, typer.Argument(help="The new number of replicas.", show_default=False)
+        int, typer.Argument(metavar="REPLICAS", help="The new number of replicas.")
     ],
     model: Model = None,
-    url: Url = LOCAL,
+    url: Url = FIND,
 ) -> None:
     """Add replicas to a running cluster, or remove some. No request is lost."""
     from kvroute.command.scale import ScaleError
@@ -121,10 +132,9 @@ def _queued(queue: dict[str, Any]) -> str:
     )
 
 
-app.command("serve")(Serve)
-app.command()(doctor)
-app.command()(explain)
-app.command()(replay)
-app.command()(tenants)
-app.add_typer(prefixes, name="prefixes")
-app.add_typer(keys, name="keys")
+app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
+app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)
+app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(tenants)
+app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
+app.add_typer(keys, name="keys", rich_help_panel=RUN)
+app.command(cls=HelpfulCommand, rich_help_panel=PLAN)(replay)

@@ -8,12 +8,38 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-WAIT_S = 60.0  # timeout of a call in seconds
-LOCAL = "http://127.0.0.1:8000"  # default of --url: a cluster on this computer
-TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # variable of --metrics-token-file
-KEY = "KVROUTE_API_KEY"  # variable with the user's key; no option, as other users can see these
+from kvroute.local.running import KEY, URL, running_urls
 
-Url = Annotated[str, typer.Option(help="The cluster's URL.")]
+WAIT_S = 60.0  # timeout of a call in seconds
+LOCAL = "http://127.0.0.1:8000"  # address of a cluster with default options
+FIND = ""  # default of --url, for which `Url` finds the cluster on this machine
+TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # variable of --metrics-token-file
+
+
+def find_url(given: str) -> str:
+    """Return the given URL, else that of the cluster on this machine, else the default one.
+
+    End the command if several clusters run on this machine.
+    """
+    urls = [given] if given else running_urls()
+    if len(urls) > 1:
+        fail(
+            f"several clusters run on this machine: {', '.join(urls)}; name one with --url or in "
+            f"the variable {URL}"
+        )
+    return urls[0].rstrip("/") if urls else LOCAL
+
+
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar=URL,
+        show_envvar=True,
+        show_default="the cluster on this machine",
+        callback=find_url,
+        help="The cluster's URL.",
+    ),
+]
 Model = Annotated[
     str | None, typer.Option(help="Name of the model; required if the cluster serves several.")
 ]
@@ -22,9 +48,7 @@ Model = Annotated[
 def call(method: str, url: str, path: str, **body: Any) -> Any:
     """Return the response's JSON. After an error, print the message and end the command."""
     try:
-        response = httpx.request(
-            method, url.rstrip("/") + path, timeout=WAIT_S, headers=key_headers(), **body
-        )
+        response = httpx.request(method, url + path, timeout=WAIT_S, headers=key_headers(), **body)
         content = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         fail(no_cluster(url, error))
@@ -60,7 +84,10 @@ def metrics_headers() -> dict[str, str]:
 
 def no_cluster(url: str, error: Exception) -> str:
     """Return the error message for a URL without a cluster."""
-    return f"--url is {url!r}, where no kvroute answers ({error}); start one with kvroute serve"
+    return (
+        f"no kvroute answers at {url} ({error}); start one with kvroute serve, or name another "
+        f"with --url or in the variable {URL}"
+    )
 
 
 def with_model(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> Sequence[str]:

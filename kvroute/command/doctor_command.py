@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvroute.client import LOCAL, Url
+from kvroute.client import FIND, Url
 
 if TYPE_CHECKING:
     from kvroute.doctor.checks import Check
@@ -19,7 +19,7 @@ STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
 
 
 def doctor(
-    url: Url = LOCAL,
+    url: Url = FIND,
     audit: Annotated[
         bool,
         typer.Option(

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvroute.blocks.tiers import SLOWER
-from kvroute.client import LOCAL, Model, Url, call, fail
+from kvroute.client import FIND, Model, Url, call, fail
 
 EVICTED = {  # reason of an eviction -> its description
     "ended": "their session had ended",
@@ -20,7 +20,8 @@ COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
 
 def explain(
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt's text: a user's message.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The prompt's text: a user's message."),
     ] = None,
     raw: Annotated[
         bool,
@@ -35,7 +36,7 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     model: Model = None,
-    url: Url = LOCAL,
+    url: Url = FIND,
 ) -> None:
     """Show which replica a prompt would go to now, and why; nothing is generated."""
     if (prompt is None) == (body is None):

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from kvroute.client import fail
+from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.keys_limit import NONE, changed, check_tenant, shown
 from kvroute.contract.priority import PRIORITIES, Priority, named
 from kvroute.keys.key_file import (
@@ -31,17 +32,20 @@ COLUMNS = ("id", "tenant", "roles", "priority", "created")
 File = Annotated[
     Path,
     typer.Option(
-        "--file", envvar="KVROUTE_API_KEYS", help="The file that kvroute serve --api-keys reads."
+        "--file",
+        envvar="KVROUTE_API_KEYS",
+        show_envvar=True,
+        help="The file that kvroute serve --api-keys reads.",
     ),
 ]
 
-keys = typer.Typer(
+keys = typer_app(
     no_args_is_help=True,
     help="API keys of a cluster. Routers read the file again within seconds after a change.",
 )
 
 
-@keys.command()
+@keys.command(cls=HelpfulCommand)
 def add(
     tenant: Annotated[
         str, typer.Option(help="Tenant that the key belongs to; tenants share no cache.")
@@ -74,7 +78,7 @@ def add(
     typer.echo(key)
 
 
-@keys.command("list")
+@keys.command("list", cls=HelpfulCommand)
 def list_keys(file: File) -> None:
     """Show all keys, without their secrets, and the tenants' limits."""
     table = Table(*(Column(name) for name in COLUMNS), box=None)
@@ -87,10 +91,14 @@ def list_keys(file: File) -> None:
         typer.echo(f" {tenant}: {shown(limits)}")
 
 
-@keys.command()
+@keys.command(cls=HelpfulCommand)
 def limit(
     tenant: Annotated[
-        str, typer.Argument(help="Tenant to limit; '*': all tenants without limits of their own.")
+        str,
+        typer.Argument(
+            metavar="TENANT",
+            help="Tenant to limit; '*': all tenants without limits of their own.",
+        ),
     ],
     file: File,
     max_requests: Annotated[
@@ -144,7 +152,7 @@ def limit(
     typer.echo(f"{tenant}: {shown(own[tenant]) if own else f'the limits of {ANY}'}")
 
 
-@keys.command()
+@keys.command(cls=HelpfulCommand)
 def revoke(
     id: Annotated[  # noqa: A002
         str,

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from kvroute.client import LOCAL, Model, Url, call, fail, with_model
+from kvroute.client import FIND, Model, Url, call, fail, with_model
+from kvroute.command.help_page import HelpfulCommand, typer_app
 
 COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "shared", "hits")
 POLL_S = 0.3  # seconds between two queries of a prefix's state
@@ -23,12 +24,10 @@ Id = Annotated[
     ),
 ]
 
-prefixes = typer.Typer(
-    no_args_is_help=True, help="Named prefixes that a running cluster keeps warm."
-)
+prefixes = typer_app(no_args_is_help=True, help="Named prefixes that a running cluster keeps warm.")
 
 
-@prefixes.command()
+@prefixes.command(cls=HelpfulCommand)
 def add(
     id: Id,  # noqa: A002
     file: Annotated[
@@ -67,7 +66,7 @@ def add(
         bool, typer.Option("--wait/--no-wait", help="Wait until the prefix is warm.")
     ] = True,
     model: Model = None,
-    url: Url = LOCAL,
+    url: Url = FIND,
 ) -> None:
     """Declare a prefix, or a new version of it, and wait until it is warm."""
     if (file is None) == (prompt is None):
@@ -91,8 +90,8 @@ def add(
     )
 
 
-@prefixes.command(name="list")
-def list_(model: Model = None, url: Url = LOCAL) -> None:
+@prefixes.command(name="list", cls=HelpfulCommand)
+def list_(model: Model = None, url: Url = FIND) -> None:
     """Show the declared prefixes, and where they are warm."""
     declared = _call("GET", url, model=model)["data"]
     columns = with_model(COLUMNS, declared)
@@ -103,8 +102,8 @@ def list_(model: Model = None, url: Url = LOCAL) -> None:
     Console().print(table)
 
 
-@prefixes.command()
-def rm(id: Id, model: Model = None, url: Url = LOCAL) -> None:  # noqa: A002
+@prefixes.command(cls=HelpfulCommand)
+def rm(id: Id, model: Model = None, url: Url = FIND) -> None:  # noqa: A002
     """Drop a prefix, so that replicas no longer keep it warm."""
     _call("DELETE", url, id, model)
     typer.echo(f"{id}: dropped")

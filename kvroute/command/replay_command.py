@@ -13,6 +13,7 @@ from kvroute.replay.hardware.profiles import (
     ProfileError,
     load_profile,
 )
+from kvroute.replay.policies.names import POLICY_NAMES
 from kvroute.replay.workload.pace import Pace
 
 if TYPE_CHECKING:
@@ -22,7 +23,13 @@ DEFAULT_LOAD = 0.8
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Requests in Mooncake's format (JSON lines).")],
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE",
+            help="File of requests in Mooncake's format (JSON lines), or a folder of request logs.",
+        ),
+    ],
     replicas: Annotated[int, typer.Option(min=1, help="Number of modelled replicas.")] = 16,
     engine: Annotated[
         str,
@@ -78,7 +85,11 @@ def replay(
         ),
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="Policies to compare, comma-separated; or all.")
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help=f"Policies to compare, separated by commas: {', '.join(POLICY_NAMES)}; or all.",
+        ),
     ] = "kvroute",
     routers: Annotated[int, typer.Option(min=1, help="Routers, each with its own view.")] = 1,
     index_delay_ms: Annotated[
@@ -248,11 +259,9 @@ def _profile(engine: str) -> Profile:
 
 
 def _names(policy: str) -> list[str]:
-    from kvroute.replay.policies.production import POLICIES
-
-    names = list(POLICIES) if policy == "all" else [name.strip() for name in policy.split(",")]
-    unknown = [name for name in names if name not in POLICIES]
+    names = [*POLICY_NAMES] if policy == "all" else [name.strip() for name in policy.split(",")]
+    unknown = [name for name in names if name not in POLICY_NAMES]
     if unknown:
-        known = ", ".join(POLICIES)
+        known = ", ".join(POLICY_NAMES)
         raise typer.BadParameter(f"--policy names {unknown[0]!r}; expected all or some of {known}")
     return names

@@ -1,7 +1,7 @@
 """The command `kvroute serve`, whose options are generated from the settings."""
 
 from dataclasses import asdict, make_dataclass
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
@@ -26,24 +26,29 @@ def serve(command_line: Any) -> None:
 def _annotation(name: str, field: FieldInfo) -> Any:
     """Return the option for Typer. Its value is None if the command line omits it."""
     text_of = option(field)
-    default = text_of.default or field.default or "none"
     kind: Any = text_of.kind or field.annotation
-    choices = ", ".join(_choices(kind))
-    text = f"{text_of.help} One of {choices}." if choices else text_of.help
     typer_option = typer.Option(
         *flags(name, field),
-        help=f"{text} (default: {default}; {', '.join(env_names(name, field))})",
-        metavar="<choice>" if choices else None,  # short, to leave room for the help texts
+        help=f"{text_of.help} [default: {_default(field)}; {', '.join(env_names(name, field))}]",
         show_default=False,
         rich_help_panel=text_of.group,
     )
     return Annotated[kind | None, typer_option]
 
 
-def _choices(kind: Any) -> tuple[str, ...]:
-    """Return the values of a Literal, or of an optional Literal."""
-    types = (kind, *get_args(kind))
-    return next((get_args(type_) for type_ in types if get_origin(type_) is Literal), ())
+def _default(field: FieldInfo) -> str:
+    """Return the default in words."""
+    match field.default:
+        case _ if described := option(field).default:
+            return described
+        case bool(is_on):
+            return "on" if is_on else "off"
+        case float(number):
+            return f"{number:g}"
+        case None | "" | []:
+            return "none"
+        case other:
+            return str(other)
 
 
 Serve = make_dataclass(  # Typer turns each field into an option, and calls this with the values

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvroute.client import LOCAL, Url, call, with_model
+from kvroute.client import FIND, Url, call, with_model
 
 COLUMNS = (
     *("tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
@@ -37,7 +37,7 @@ def tenants(
     ] = None,
     model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
     format: Annotated[Format, typer.Option(help="Output format.")] = Format.TABLE,  # noqa: A002
-    url: Url = LOCAL,
+    url: Url = FIND,
 ) -> None:
     """Show each tenant's requests, tokens, and GPU seconds spent and saved."""
     given = {"since": since, "until": until, "model": model}

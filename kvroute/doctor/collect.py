@@ -11,6 +11,7 @@ from kvroute.client import error_message, key_headers, metrics_headers
 from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports, seat_checks
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
+from kvroute.local.running import URL
 
 WAIT_S = 60.0  # timeout of a request in seconds; canaries and audits involve every replica
 
@@ -20,11 +21,11 @@ Step = Callable[[str], object]  # receives a description of each step, for the t
 def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterator[Check]:
     """Yield the checks in order, as far as the cluster responds."""
     try:
-        health = httpx.get(f"{url.rstrip('/')}/health", timeout=WAIT_S).json()
+        health = httpx.get(f"{url}/health", timeout=WAIT_S).json()
         ready = int(health["replicas"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         finding = f"no kvroute answers at {url} ({error})"
-        remedy = "start a cluster (kvroute serve), or set another --url"
+        remedy = f"start a cluster (kvroute serve), or name another with --url or {URL}"
         yield Check("cluster", "wrong", finding, remedy)
         return
     with httpx.Client(base_url=url, timeout=WAIT_S, headers=key_headers()) as client:

@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from kvroute.local.ports import free_port, is_local, listen_error
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.ray_cluster import WILDCARD_ADDRESSES, deploy, gpu_count, local_ray
+from kvroute.local.running import KEY, URL, listed
 from kvroute.local.signals import StopSignals
 from kvroute.local.vllm_check import vllm_errors
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
@@ -122,8 +123,12 @@ def _start(
     health = _wait_until_healthy(url, signals, deadline)
     running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
     running.callback(fail_health_checks, folder)
+    running.enter_context(listed(url))
     progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
-    _announce(models, url, health, progress)
+    _report(models, health, progress)
+    for line in first_steps(url, models[0].served_model_name, settings):
+        progress.say(line)
+    progress.say(f"kvroute ready at {url}", style="bold green")
 
 
 def check_port(host: str, port: int) -> None:
@@ -292,21 +297,30 @@ def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> dict
     raise StartError(f"{url}/health did not answer 200 in time; see --start-timeout-s")
 
 
-def _announce(
-    models: Sequence[ModelSettings], url: str, health: Mapping[str, Any], progress: Progress
-) -> None:
+def first_steps(url: str, model: str, settings: ServeSettings) -> Iterator[str]:
+    """Yield lines that a user can copy: a first request, and variables for other terminals."""
+    has_keys = settings.api_keys is not None
+    key = f' -H "authorization: Bearer ${KEY}"' if has_keys else ""
+    hello = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": model, "messages": hello}, ensure_ascii=False)
+    yield "for other terminals:"
+    yield f"  export {URL}={url}"
+    if has_keys:
+        yield f"  export {KEY}=...  # a key that kvroute keys add has printed"
+    yield (
+        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json'{key} -d "
+        f"{shlex.quote(body)}"
+    )
+    if settings.ui:
+        yield f"live page: {url}/ui"
+
+
+def _report(models: Sequence[ModelSettings], health: Mapping[str, Any], progress: Progress) -> None:
     for model in models:
         of_model = f" ({model.served_model_name})" if len(models) > 1 else ""
         progress.say(f"reuse_cache: {model.prefix_caching}{of_model}")
     for reason, replicas in Counter(health["degraded"].values()).items():
         progress.say(f"DEGRADED: {replicas} replicas get requests by load only: {reason}")
-    hello = [{"role": "user", "content": "Hello"}]
-    body = json.dumps({"model": models[0].served_model_name, "messages": hello}, ensure_ascii=False)
-    progress.say(
-        f"try: curl {url}/v1/chat/completions -H 'content-type: application/json' -d "
-        f"{shlex.quote(body)}"
-    )
-    progress.say(f"kvroute ready at {url}", style="bold green")
 
 
 def _routers() -> Any:

@@ -100,7 +100,7 @@ def launched(
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, "--port", str(port), *args],
-                env={**os.environ, **(env or {}), MARK: mark},
+                env={**os.environ, "XDG_STATE_HOME": folder, **(env or {}), MARK: mark},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

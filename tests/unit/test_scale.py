@@ -34,7 +34,10 @@ def test_draining_replicas_are_shown() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("0",), "REPLICAS is 0"), (("2", "--url", "http://127.0.0.1:1"), "where no kvroute answers")],
+    [
+        (("0",), "REPLICAS is 0"),
+        (("2", "--url", "http://127.0.0.1:1"), "no kvroute answers at http://127.0.0.1:1 "),
+    ],
 )
 def test_an_impossible_request_is_an_error(arguments: tuple[str, ...], message: str) -> None:
     command = [*KVROUTE, "scale", *arguments]

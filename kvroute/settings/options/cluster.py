@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvroute.settings import parsers
 from kvroute.settings.help import Option
-from kvroute.settings.options.common import CLUSTER, NotNegative, Positive
+from kvroute.settings.options.common import CLUSTER, ENDPOINT, LOGS, MODEL, NotNegative, Positive
 from kvroute.settings.options.model import ModelOptions
 
 
@@ -18,7 +18,7 @@ class Options(ModelOptions):
         list[dict[str, Any]],
         BeforeValidator(parsers.from_json),
         Option(
-            CLUSTER,
+            MODEL,
             "Several models as JSON, each with its own options.",
             example='[{"model": "Qwen/Qwen3-8B", "replicas": 4}, {"model": "Qwen/Qwen3-0.6B"}]',
             default="none",
@@ -27,24 +27,24 @@ class Options(ModelOptions):
     ] = []  # noqa: RUF012  # pydantic copies the default
     routers: Annotated[int, Positive, Option(CLUSTER, "Number of router processes.")] = 1
     host: Annotated[
-        str, Option(CLUSTER, "Address to listen on. 0.0.0.0: all addresses of this machine.")
+        str, Option(ENDPOINT, "Address to listen on. 0.0.0.0: all addresses of this machine.")
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Allow a --host that other machines can reach without API keys, and any Host header. "
             "Everybody who reaches the address can then use, watch and change the cluster.",
             example="1 or 0",
             flags=("--insecure",),
         ),
     ] = False
-    port: Annotated[int, Field(ge=1, le=65535), Option(CLUSTER, "Port to listen on.")] = 8000
+    port: Annotated[int, Field(ge=1, le=65535), Option(ENDPOINT, "Port to listen on.")] = 8000
     tls_cert: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "PEM file of a certificate and its chain, for https. Under serve deploy, set "
             "KVROUTE_TLS_CERT and KVROUTE_TLS_KEY on the head node.",
             example="cert.pem",
@@ -54,7 +54,7 @@ class Options(ModelOptions):
     tls_key: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
-        Option(CLUSTER, "PEM file of the certificate's key.", example="key.pem", default="none"),
+        Option(ENDPOINT, "PEM file of the certificate's key.", example="key.pem", default="none"),
     ] = None
     drain_timeout_s: Annotated[
         float,
@@ -69,7 +69,7 @@ class Options(ModelOptions):
         float,
         Field(ge=1, le=86_400),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Seconds after which an idle connection of a client is closed. A load balancer in "
             "front needs a shorter timeout. Under serve deploy, set KVROUTE_IDLE_TIMEOUT_S on "
             "every node.",
@@ -86,7 +86,7 @@ class Options(ModelOptions):
     ] = 30.0
     log_format: Annotated[
         Literal["text", "json"],
-        Option(CLUSTER, "Format of routers' and replicas' logs. json: one object per line."),
+        Option(LOGS, "Format of routers' and replicas' logs. json: one object per line."),
     ] = "text"
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Timeout in seconds for the start of the cluster.")

@@ -18,20 +18,33 @@ GPU_BLOCK_SIZE = 16  # default tokens per block on GPUs
 
 MODEL = "Model"
 REPLICAS = "Replicas"
+ENDPOINT = "Endpoint"
+QUEUE = "Routing and the queue"
 CLUSTER = "Cluster"
+LOGS = "Logs, metrics and the live page"
 CACHE = "KV cache"
 PREFIXES = "Named prefixes"
 ADAPTERS = "LoRA adapters"
 SIMULATED = "Simulated engine (--engine simulated)"
-GROUPS = (MODEL, REPLICAS, CLUSTER, CACHE, PREFIXES, ADAPTERS, SIMULATED)
+GROUPS = (  # in the order of --help and of the documents
+    *(MODEL, REPLICAS, ENDPOINT, CACHE, QUEUE, PREFIXES, ADAPTERS),
+    *(CLUSTER, LOGS, SIMULATED),
+)
+FIRST = ("host", "port", "api_keys", "policy")  # the first options of their groups
+WHOLE_CLUSTER = (ENDPOINT, QUEUE, CLUSTER, LOGS)  # groups whose options are the same for all models
 
 Positive = Field(ge=1)
 NotNegative = Field(ge=0)
 
 
 def in_order(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
-    """Return the options sorted by group."""
-    return dict(sorted(fields.items(), key=lambda item: GROUPS.index(option(item[1]).group)))
+    """Return the options by group, those that most users need first."""
+    return dict(sorted(fields.items(), key=lambda item: _rank(*item)))
+
+
+def _rank(name: str, field: FieldInfo) -> tuple[int, int]:
+    first = FIRST.index(name) if name in FIRST else len(FIRST)
+    return GROUPS.index(option(field).group), first
 
 
 class CommonOptions(BaseModel):
@@ -82,7 +95,7 @@ class CommonOptions(BaseModel):
     metrics: Annotated[
         bool,
         Option(
-            CLUSTER,
+            LOGS,
             "Serve Prometheus metrics, each process on its own port.",
             example="1 or 0",
             flags=("--metrics/--no-metrics",),
@@ -92,7 +105,7 @@ class CommonOptions(BaseModel):
         str,
         AfterValidator(parsers.checked_ports),
         Option(
-            CLUSTER,
+            LOGS,
             "Range of ports; each process serves its metrics on a free one.",
             example="9400-9499",
             default="any",
@@ -102,7 +115,7 @@ class CommonOptions(BaseModel):
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            LOGS,
             "File with a token that clients must send to read a process's metrics. Every node "
             "needs the file.",
             example="metrics-token",

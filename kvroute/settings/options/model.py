@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator
 
 from kvroute.settings import parsers
 from kvroute.settings.help import Option, option
-from kvroute.settings.options.common import ADAPTERS, CLUSTER, PREFIXES, in_order
+from kvroute.settings.options.common import ADAPTERS, PREFIXES, WHOLE_CLUSTER, in_order
 from kvroute.settings.options.deployment import DeploymentOptions
 from kvroute.settings.options.replica import ReplicaOptions
 from kvroute.settings.options.router import RouterOptions
@@ -56,5 +56,5 @@ class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
 PER_MODEL = tuple(  # names of the options that can differ between several models
     name
     for name, field in in_order(ModelOptions.model_fields).items()
-    if option(field).group != CLUSTER
+    if option(field).group not in WHOLE_CLUSTER
 )

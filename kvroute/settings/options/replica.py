@@ -9,7 +9,7 @@ from kvroute.settings.help import Option
 from kvroute.settings.options.common import (
     ADAPTERS,
     CACHE,
-    CLUSTER,
+    ENDPOINT,
     MODEL,
     REPLICAS,
     SIMULATED,
@@ -61,7 +61,7 @@ class ReplicaOptions(CommonOptions):
         int,
         Positive,
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Tokens in one chunk of a streamed answer, after the first token. Routers need less "
             "CPU time for larger chunks.",
         ),

@@ -7,23 +7,31 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvroute.settings import parsers
 from kvroute.settings.help import Option
-from kvroute.settings.options.common import CLUSTER, MODEL, CommonOptions, NotNegative, Positive
+from kvroute.settings.options.common import (
+    ENDPOINT,
+    LOGS,
+    MODEL,
+    QUEUE,
+    CommonOptions,
+    NotNegative,
+    Positive,
+)
 
 
 class RouterOptions(CommonOptions):
     """The options for every router."""
 
-    max_body_mb: Annotated[int, Positive, Option(CLUSTER, "Maximum request body in MB.")] = 16
+    max_body_mb: Annotated[int, Positive, Option(ENDPOINT, "Maximum request body in MB.")] = 16
     max_requests: Annotated[
         int,
         Positive,
-        Option(CLUSTER, "Maximum requests in one router at a time; further ones get a 429."),
+        Option(QUEUE, "Maximum requests in one router at a time; further ones get a 429."),
     ] = 2000
     max_wait_s: Annotated[
         float,
         Field(ge=0, le=1e6),
         Option(
-            CLUSTER,
+            QUEUE,
             "Maximum seconds that a request waits in the router's queue. A request that would wait "
             "longer gets a 429 at once. Batch requests have no limit unless they set one. 0 "
             "removes the limit for all requests.",
@@ -33,7 +41,7 @@ class RouterOptions(CommonOptions):
         Literal["auto", "off"] | int,
         BeforeValidator(parsers.session_limit),
         Option(
-            CLUSTER,
+            QUEUE,
             "Maximum active sessions; other sessions wait for a seat. auto: when the contexts of "
             "active sessions exceed the caches, as many as fit. off: no limit.",
             example="auto, off or 100",
@@ -45,14 +53,14 @@ class RouterOptions(CommonOptions):
         float,
         Field(ge=0, le=1e6),
         Option(
-            CLUSTER,
+            QUEUE,
             "Maximum seconds that a request waits for a seat of its session. A request that would "
             "wait longer gets a 429 at once. 0: no limit.",
         ),
     ] = 600.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
-        Option(CLUSTER, "Policy that chooses a replica. Only kvroute uses cached prefixes."),
+        Option(QUEUE, "Policy that chooses a replica. Only kvroute uses cached prefixes."),
     ] = "kvroute"
     escape_special_tokens: Annotated[
         bool | None,
@@ -70,7 +78,7 @@ class RouterOptions(CommonOptions):
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "File of API keys; edit it with kvroute keys. Each key belongs to a tenant. Tenants "
             "do not share caches.",
             example="keys.json",
@@ -82,7 +90,7 @@ class RouterOptions(CommonOptions):
         BeforeValidator(parsers.listed),
         AfterValidator(parsers.origins),
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Origin whose web pages may use the cluster from a browser. For several, repeat the "
             "option or separate them with commas. *: all web pages; use API keys in this case.",
             example="https://chat.example.com",
@@ -93,7 +101,7 @@ class RouterOptions(CommonOptions):
         int,
         NotNegative,
         Option(
-            CLUSTER,
+            ENDPOINT,
             "Redis memory in MB for the stored responses of each model, which previous_response_id "
             "needs. 0: responses are not stored.",
             example="256",
@@ -102,13 +110,13 @@ class RouterOptions(CommonOptions):
     response_ttl_s: Annotated[
         float,
         Field(gt=0, le=1e9),
-        Option(CLUSTER, "Seconds after its last use until a stored response expires."),
+        Option(ENDPOINT, "Seconds after its last use until a stored response expires."),
     ] = 86_400.0
     request_log: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            CLUSTER,
+            LOGS,
             "Folder for request logs, which kvroute replay reads. Each router writes one file per "
             "model, with one line per request: lengths, times and block ids, without text.",
             example="requests",
@@ -118,7 +126,7 @@ class RouterOptions(CommonOptions):
     ui: Annotated[
         bool,
         Option(
-            CLUSTER,
+            LOGS,
             "Serve a live page at /ui with replicas, their caches, cache hits and routing "
             "decisions.",
             example="1 or 0",
@@ -128,5 +136,5 @@ class RouterOptions(CommonOptions):
     hang_timeout_s: Annotated[
         float,
         Field(ge=2),
-        Option(CLUSTER, "Seconds without a response after which a replica is replaced."),
+        Option(QUEUE, "Seconds without a response after which a replica is replaced."),
     ] = 5.0

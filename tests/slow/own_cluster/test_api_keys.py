@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from dashboards.promql import filled_in
 from dashboards.tenants import TENANTS
-from kvroute.client import KEY
 from kvroute.keys.key_file import Role, read
+from kvroute.local.running import KEY
 from tests.support.browser import page
 from tests.support.fuzzing import BASES, PATHS, bodies, changed, check, fuzzing, texts
 from tests.support.prometheus_server import prometheus

@@ -1,0 +1,18 @@
+"""The names of the policies, for --help: to import the policies themselves takes half a second."""
+
+POLICY_NAMES = (
+    "kvroute",
+    "kvroute-lru",
+    "round-robin",
+    "power-of-two",
+    "least-loaded",
+    "random",
+    "consistent-hash",
+    "sglang",
+    "dynamo",
+    "dynamo-wspt",
+    "llm-d",
+    "llm-d-spec",
+    "lmetric",
+    "min-ttft",
+)

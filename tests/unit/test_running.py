@@ -1,0 +1,126 @@
+"""Commands find the cluster: by --url, by KVROUTE_URL, or because it runs on this machine."""
+
+import json
+import shlex
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvroute.cli import app
+from kvroute.client import LOCAL, find_url
+from kvroute.local.launch import first_steps
+from kvroute.local.running import listed, running_urls, state_folder
+from kvroute.settings.serve import load
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVROUTE_URL", raising=False)
+    return tmp_path / "kvroute" / "clusters"
+
+
+def test_a_cluster_is_listed_while_it_runs(folder: Path) -> None:
+    assert running_urls() == []
+    with listed("http://127.0.0.1:8123"):
+        assert running_urls() == ["http://127.0.0.1:8123"]
+    assert running_urls() == []
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", [{"started_s": 0.0}, {"pid": 2**22 + 1}])
+def test_a_cluster_that_was_killed_is_not_listed(folder: Path, change: dict[str, float]) -> None:
+    with listed("http://127.0.0.1:8123"):
+        (file,) = folder.iterdir()
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        assert running_urls() == []
+        assert not file.exists()
+
+
+def test_a_cluster_of_another_machine_and_a_damaged_file_are_not_listed(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    host = socket.gethostname()
+    (folder / "another-machine-1.json").write_text("{}")
+    (folder / f"{host}-1.json").write_text("{")
+    assert running_urls() == []
+
+
+def test_a_folder_that_cannot_be_written_does_not_stop_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with listed("http://127.0.0.1:8123"):
+        assert running_urls() == []
+
+
+def test_without_the_variable_the_folder_is_in_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert state_folder() == Path.home() / ".local/state/kvroute"
+
+
+def test_a_given_url_comes_before_a_running_cluster_and_that_before_the_default() -> None:
+    assert find_url("") == LOCAL
+    with listed("http://127.0.0.1:8123"):
+        assert find_url("") == "http://127.0.0.1:8123"
+        assert find_url("http://elsewhere:1/") == "http://elsewhere:1"
+
+
+@pytest.mark.parametrize(
+    "words", ["status", "doctor", "tenants", "explain Hello", "scale 2", "prefixes list"]
+)
+@pytest.mark.parametrize("how", ["variable", "running"])
+def test_every_command_finds_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, words: str, how: str
+) -> None:
+    asked = []
+
+    def refuse(*arguments: object, **_: object) -> httpx.Response:
+        asked.append(str(arguments[-1]))
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(httpx, "request", refuse)
+    monkeypatch.setattr(httpx, "get", refuse)
+    url = f"http://127.0.0.1:{8123 if how == 'variable' else 8124}"
+    with listed("http://127.0.0.1:8124"):
+        env = {"KVROUTE_URL": url} if how == "variable" else {}
+        result = CliRunner().invoke(app, words.split(), env=env)
+    assert result.exit_code == 1
+    assert asked
+    assert all(address.startswith(f"{url}/") for address in asked)
+
+
+def test_with_two_clusters_a_command_wants_the_url() -> None:
+    with listed("http://127.0.0.1:8123"):
+        other = state_folder() / "clusters"
+        (file,) = other.iterdir()
+        copied = file.read_text().replace("8123", "8124")
+        file.with_stem(f"{file.stem}0").write_text(copied)
+        result = CliRunner().invoke(app, ["status"])
+    assert result.exit_code == 1
+    assert "http://127.0.0.1:8123, http://127.0.0.1:8124; name one with --url" in result.output
+
+
+def test_the_first_steps_work_with_any_port() -> None:
+    url = "http://127.0.0.1:8123"
+    lines = [*first_steps(url, "it's", load({"port": 8123}))]
+    assert f"  export KVROUTE_URL={url}" in lines
+    assert f"live page: {url}/ui" in lines
+    (curl,) = (shlex.split(line)[1:] for line in lines if "curl" in line)
+    assert curl[:2] == ["curl", f"{url}/v1/chat/completions"]
+    assert json.loads(curl[-1])["model"] == "it's"
+    assert "authorization" not in "".join(lines)
+
+
+def test_the_first_steps_have_the_key_and_no_page_that_is_off(tmp_path: Path) -> None:
+    settings = load({"api_keys": str(tmp_path / "keys.json"), "ui": False})
+    lines = [*first_steps(LOCAL, "m", settings)]
+    assert any(line.startswith("  export KVROUTE_API_KEY=") for line in lines)
+    (curl,) = (line for line in lines if "curl" in line)
+    assert '-H "authorization: Bearer $KVROUTE_API_KEY"' in curl
+    assert "live page" not in "".join(lines)
