@@ -53,7 +53,11 @@ class Router:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, models: Sequence[tuple[dict[str, Any], DeploymentHandle]]
     ) -> None:
-        """models: for each one its settings (RouterSettings) and the handle of its replicas."""
+        """Start the router.
+
+        Args:
+            models: for each model, its settings (RouterSettings) and the handle of its replicas.
+        """
         self._all = list[ModelRouter]()
         self._answers = RunningAnswers()
         id_ = uuid.uuid4().hex[:12]

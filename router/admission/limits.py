@@ -224,7 +224,7 @@ class Limits:
         self._divide(max(self._shared_by, 1 + len(self._others)), now_s)
 
     def rejoin(self, now_s: float) -> None:
-        """All routers have been heard again."""
+        """Enforce the whole limits again, because all routers report again."""
         self._divide(1, now_s)
 
     def _divide(self, routers: int, now_s: float) -> None:

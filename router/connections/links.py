@@ -81,12 +81,12 @@ class Links:
         return {id_ for id_, link in self._links.items() if link.streams}
 
     def received_messages(self, replica_id: str) -> int:
-        """How many messages have come from it."""
+        """Return the number of messages that have come from the replica."""
         link = self._links.get(replica_id)
         return link.received_messages if link else 0
 
     def owed(self, rank_id: str) -> int:
-        """How many questions its replica has not answered yet."""
+        """Return the number of calls that the rank has not answered yet."""
         link = self._links.get(replica_of(rank_id))
         return link.owed if link else 0
 
@@ -154,7 +154,7 @@ class Links:
                 self._kept.pop(replica_id).cancel()
 
     async def _keep(self, replica_id: str) -> None:
-        """Stays connected to the replica until cancelled."""
+        """Stay connected to the replica until cancelled."""
         held = self._replicas().hold(replica_id)
         pause_s = FIRST_PAUSE_S
         try:

@@ -55,7 +55,7 @@ class Liveness:
         return self._links.connected()
 
     def trusted(self) -> list[str]:
-        """Those of them whose replicas are not suspect."""
+        """Return the ranks whose replicas are not suspected to hang."""
         suspect = {id_ for id_, quiet in self._quiet.items() if quiet >= SUSPECT_CHECKS}
         running = self.running()
         return [id_ for id_ in running if replica_of(id_) not in suspect] if suspect else running
@@ -68,7 +68,7 @@ class Liveness:
                 self.check(tasks)
 
     def check(self, tasks: asyncio.TaskGroup) -> None:
-        """Probes replicas that are quiet, and kills those that have been quiet for too long."""
+        """Probe quiet replicas, and kill those that have been quiet for too long."""
         replicas = self._replicas()
         watched = self._links.busy().union(replicas.ids())
         for replica_id in self._quiet.keys() - watched:

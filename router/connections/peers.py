@@ -177,11 +177,11 @@ class PeerSubscriber:
 
     @property
     def alive(self) -> int:
-        """The number of other routers with a recent heartbeat."""
+        """Return the number of other routers with a recent heartbeat."""
         return len(self._last_message_s)
 
     async def run(self, index: Index) -> None:
-        """Receives messages until cancelled."""
+        """Receive messages until cancelled."""
         while True:
             try:
                 async for payload in index.router_messages(wait_s=ALIVE_S):
@@ -195,7 +195,7 @@ class PeerSubscriber:
                 await asyncio.sleep(RETRY_S)
 
     def receive_packed(self, payload: bytes, index: Index) -> None:
-        """Receives an encoded message; an unreadable one is counted in the index's statistics."""
+        """Receive an encoded message; an unreadable one is counted in the index's statistics."""
         try:
             message = decode(payload)
         except DECODE_ERRORS as error:
@@ -260,7 +260,7 @@ class PeerSubscriber:
         self._heard_s = now_s
 
     def _share_limits(self) -> None:
-        """Limits hold for all routers together while these hear each other."""
+        """Divide the limits by the routers that are not connected with each other."""
         if self._limits is None:
             return
         now_s = self._clock()

@@ -39,7 +39,7 @@ class ServeReplicas(Protocol):
         ...
 
     async def kill(self, replica_id: str) -> None:
-        """Kills it at once, even when it hangs; Serve starts another one as replacement."""
+        """Kill the replica at once, even if it hangs; Serve starts another one in its place."""
         ...
 
 
@@ -77,5 +77,5 @@ def replicas(deployment: str) -> ServeReplicas:
 
 
 def running_replicas(deployment: str) -> list[str]:
-    """Ids of the deployment's replicas that Serve would send a request to now."""
+    """Return the ids of the deployment's replicas that Serve would send a request to now."""
     return list(replicas(deployment).ids())

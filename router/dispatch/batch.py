@@ -145,7 +145,7 @@ def _moved(choice: dict[str, Any], by: int) -> dict[str, Any]:
 
 
 def _sum(one: Any, other: Any) -> Any:
-    """Numbers added, objects field by field."""
+    """Return the sum of two JSON values: numbers are added, objects field by field."""
     if isinstance(one, dict) and isinstance(other, dict):
         return {name: _sum(one.get(name), other.get(name)) for name in one | other}
     if one is None or other is None:

@@ -54,7 +54,11 @@ class PoisonList:
         self._note(digest, "it stopped a replica, as another router has seen")
 
     def check(self, request: GenerateRequest) -> None:
-        """ApiError when this request is on the list."""
+        """Refuse a request that is on the list.
+
+        Raises:
+            ApiError: it is.
+        """
         if not self._current():  # nearly always; else a body of 1 MB takes 1 ms
             return
         if blame := self._found.get(_digest(request)):

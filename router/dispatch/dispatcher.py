@@ -172,7 +172,11 @@ class Dispatcher:
                 continue
 
     def _check(self, losses: Losses, request: GenerateRequest) -> None:
-        """ApiError when no other replica may get the request; then none gets its like either."""
+        """Refuse a request that no other replica may get, and put it on the poison list.
+
+        Raises:
+            ApiError: no other replica may get it.
+        """
         try:
             losses.check()
         except ApiError as error:
@@ -181,7 +185,11 @@ class Dispatcher:
             raise
 
     async def _wait(self, pause_s: float) -> None:
-        """For a replica with room. ApiError when too many requests wait."""
+        """Wait for a replica with room.
+
+        Raises:
+            ApiError: too many requests wait.
+        """
         if self._waiting >= WAITING:
             raise ApiError(429, "too many requests are waiting; try again later", code="overloaded")
         self._waiting += 1
@@ -257,5 +265,5 @@ class Dispatcher:
 
 
 def _most_waiting(context: RequestContext) -> int:
-    """How much may wait for a client that reads slowly."""
+    """Return the most tokens that may wait for a client that reads slowly."""
     return max(MIN_TOKENS, WAITING_TOKENS // context.prompts)

@@ -46,7 +46,7 @@ class EndedSessions(RequestObserver):
             self._has_some.set()
 
     async def run(self, links: Links) -> None:
-        """Tells the replicas until cancelled."""
+        """Report ended sessions to the replicas until cancelled."""
         while True:
             await self._has_some.wait()
             sessions = [*self._waiting][:AT_ONCE]

@@ -126,7 +126,7 @@ class Generation:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the replica's HTTP application has refused the call; it then has no tokens."""
+        """Return whether the replica's HTTP application has refused the call, without tokens."""
         return is_refused(self._current.first)
 
     def _note(self, part: HttpPart) -> None:

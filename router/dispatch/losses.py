@@ -63,11 +63,15 @@ class Losses:
 
     @property
     def is_cause(self) -> bool:
-        """Whether so many replicas have died of the request that it may be the cause."""
+        """Return whether so many replicas have died of the request that it may be the cause."""
         return len(self._died_soon) >= CAUSED
 
     def check(self) -> None:
-        """ApiError when no other replica may get the request."""
+        """Refuse the request if no other replica may get it.
+
+        Raises:
+            ApiError: no other replica may get it.
+        """
         if self.is_cause:
             raise ApiError(
                 502,

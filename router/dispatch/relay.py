@@ -46,12 +46,20 @@ class Answer:
         return self.content_type.startswith(EVENTS)
 
     async def next(self) -> bytes | None:
-        """All that has come; None after the last part. ApiError as above."""
+        """Return all that has come since the last call; None after the last part.
+
+        Raises:
+            ApiError: no replica can continue.
+        """
         data, self._begun = self._begun, None
         return await self._next() if data is None else data
 
     async def whole(self) -> bytes:
-        """All that comes. ApiError as above."""
+        """Return the whole answer.
+
+        Raises:
+            ApiError: no replica can continue.
+        """
         parts = []
         while not self.is_complete and (data := await self.next()) is not None:
             parts.append(data)

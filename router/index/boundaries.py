@@ -207,7 +207,7 @@ def _blocks(tokens: int, block_size: int) -> int:
 
 
 def _start(group: CacheGroup, block_size: int) -> Callable[[int], int]:
-    """Where the blocks begin that a boundary needs."""
+    """Return a function from a boundary to the first block that it needs."""
     tokens, size = group.block_tokens, group.block_tokens // block_size
     if group.kind in FULL:
         return lambda end: 0

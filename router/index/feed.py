@@ -104,7 +104,7 @@ class Feed:
         )
 
     async def run(self) -> None:
-        """Follows the index until cancelled."""
+        """Follow the index until cancelled."""
         while True:
             try:
                 await self._poll()
@@ -194,7 +194,7 @@ class Feed:
         self._poll_due_s = time.monotonic() + POLL_S
 
     def _end_outage(self) -> None:
-        """Redis is back. Loading a replica again discards what was inferred during the outage."""
+        """Load replicas again whose blocks were inferred while Redis was away."""
         self._outage.end()
         self._mirror.is_fed = True
         for replica_id in self._mirror.inferred:
@@ -278,7 +278,7 @@ class Feed:
             await self._yield_to_requests()
 
     async def _yield_to_requests(self) -> None:
-        """Lets requests use the event loop if this work has used it for STEP_S."""
+        """Let requests use the event loop if this work has used it for STEP_S."""
         if time.monotonic() - self._step_began_s >= STEP_S:
             await asyncio.sleep(0)
             self._step_began_s = time.monotonic()

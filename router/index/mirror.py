@@ -124,7 +124,7 @@ class Mirror:
 
     @property
     def inferred(self) -> set[str]:
-        """Replicas for which something was inferred since they joined."""
+        """Return the replicas for which something was inferred since they joined."""
         return set(self._predicted_blocks)
 
     def expect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
@@ -186,13 +186,13 @@ class Mirror:
         return bisect_left(blocks, True, lo=at_least, key=lambda i: not self.is_known(chain[i]))
 
     def is_known(self, fingerprint: Fingerprint) -> bool:
-        """Whether some replica holds the block, or once held it, in whatever memory."""
+        """Return whether some replica holds the block, or once held it, in any tier."""
         if self._was(fingerprint):
             return True
         return any(self._was(tier.member(fingerprint)) for tier in self._tiered)
 
     def is_held(self, replica_id: str, fingerprint: Fingerprint) -> bool:
-        """Whether the replica has the block; else it may be expected there."""
+        """Return whether the replica has the block; False: it may be expected there."""
         return bool(self._held.get(fingerprint) & self._bits(replica_id))
 
     def walk(self, replica_id: str) -> Iterator[list[Fingerprint]]:

@@ -52,12 +52,12 @@ class Placement(Struct, frozen=True):
 
     @property
     def known_prefix(self) -> tuple[Fingerprint, ...]:
-        """The longest part of the prompt that some replica has."""
+        """Return the longest part of the prompt that some replica has."""
         return self.chain[: self.best_hit_blocks]
 
     @property
     def home(self) -> str:
-        """A replica that has the longest part of the prompt, if that is much of it; else empty."""
+        """Return a replica with the longest part, if that is much of the prompt; else ""."""
         if self.reusable_tokens < MUCH * self.prompt_tokens:
             return ""
         return max(self.ranking, key=lambda candidate: candidate.hit_blocks).replica_id
@@ -68,7 +68,7 @@ class Placement(Struct, frozen=True):
 
     @property
     def new_tokens(self) -> int:
-        """Those that even the best replica has to compute."""
+        """Return the tokens that even the best replica has to compute."""
         return self.prompt_tokens - self.reusable_tokens
 
     @property
@@ -81,7 +81,7 @@ class Placement(Struct, frozen=True):
 
     @property
     def evicted_tokens(self) -> int:
-        """Those that some replica once had, and none has now."""
+        """Return the tokens that some replica once had and none has now."""
         return max(0, self.known_tokens - max(self.reusable_tokens, self.partial_tokens))
 
     def expected_tokens(self, replica_id: str) -> int:
@@ -336,11 +336,11 @@ class Attempt:
 
     @property
     def evicted_why(self) -> Why:
-        """Why the ledger's evicted tokens are gone, if it has some."""
+        """Return the reason why the ledger's evicted tokens are gone, if it has some."""
         return self.context.retention.lost if self.context.retention else "usual"
 
     def ledger(self) -> Ledger | None:
-        """Where the prompt's tokens came from; None until the engine has reported."""
+        """Return the prompt's tokens by cause; None until the engine has reported."""
         if self.placement is None or self.cached_tokens is None:
             return None
         return account(

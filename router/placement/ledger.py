@@ -77,7 +77,7 @@ def account(
     hit = min(begin, expected)
 
     def until(end: int) -> int:
-        """Tokens before `end` that have no cause yet."""
+        """Return the tokens before `end` that have no cause yet."""
         nonlocal begin
         before, begin = begin, max(begin, min(end, prompt_tokens))
         return begin - before

@@ -146,7 +146,10 @@ class ReplicaLoad(PrefillQueue[Sent]):
         return len(self.waiting) + len(self.decoding)
 
     def _begun_s(self) -> float:
-        """Blocks on their way from slower tiers hold up none of the others."""
+        """Return when the engine began to compute the first prompt that waits for its token.
+
+        Blocks that are being copied from slower tiers delay no other prompt.
+        """
         begun_s = (each.sent_s for each in self.waiting.values() if not each.leaves_engine)
         return max(next(begun_s), self.last_first_token_s)
 

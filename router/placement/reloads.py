@@ -22,7 +22,7 @@ class Reloads:
         self._waiting.add(request_id)
 
     def end(self, request_id: str) -> None:
-        """Its first token came, or will not come."""
+        """Forget a copy: the request's first token came, or will not come."""
         self._waiting.discard(request_id)
         if not self._waiting:
             self._end_s = -math.inf

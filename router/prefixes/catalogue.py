@@ -34,20 +34,20 @@ COMPARED = 50  # names with an unknown one, for an error; each takes up to a mil
 
 
 def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
-    """Whether all its full blocks are in that replica's cache."""
+    """Return whether all full blocks of the prefix are in that replica's cache."""
     full_blocks = prefix.full_blocks(record.facts.block_size)
     warm = record.pins.get(prefix.name)
     return not full_blocks or (warm is not None and warm.blocks >= full_blocks)
 
 
 def keepers(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-    """Those of the live replicas that keep it warm, or will soon."""
+    """Return the live replicas that keep the prefix warm, or will soon."""
     by_id = {record.id: record for record in records}
     return [by_id[replica_id] for replica_id in assigned(prefix, by_id)]
 
 
 def is_visible(prefix: Prefix, caller: Caller | None) -> bool:
-    """Whether the caller may use it and know of it."""
+    """Return whether the caller may use the prefix and know of it."""
     return caller is None or not prefix.namespace or prefix.tenant == caller.tenant
 
 
@@ -104,7 +104,7 @@ class Catalogue:
 
     @property
     def records(self) -> list[ReplicaRecord]:
-        """The live replicas as of the last poll."""
+        """Return the records of the live replicas, as of the last poll."""
         return self._fleet.replicas.records
 
     def holders(
@@ -141,11 +141,11 @@ class Catalogue:
         return None
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
-        """How many tokens of this prompt, in whole blocks, are those of a shared prefix."""
+        """Return how many tokens of this prompt, in whole blocks, belong to a shared prefix."""
         return shared_tokens(token_ids, self._shared, self.block_size) if self._shared else 0
 
     def is_settled(self, prefix: Prefix) -> bool:
-        """Whether it is warm on all replicas that keep it, as of the last poll of their records."""
+        """Return whether it is warm on all replicas that keep it, as of the last poll."""
         records = keepers(prefix, self.records)
         return bool(records) and all(is_warm(prefix, record) for record in records)
 
@@ -247,7 +247,7 @@ class Catalogue:
         await self.refresh()
 
     async def _retire(self) -> None:
-        """Releases older versions when a newer one could have been in use for RETIRE_S."""
+        """Release older versions if a newer one could have been in use for RETIRE_S."""
         now_s = time.monotonic()
         newer = [version for versions in self._versions.values() for version in versions[1:]]
         self._settled_s = {

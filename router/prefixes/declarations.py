@@ -207,7 +207,7 @@ class Declarations:
         return [record for record in warm if _is_held(prefix, record) or record.id in holders]
 
     def _pinned_blocks(self, records: Records, tier: Tier) -> Counter[str]:
-        """Blocks that each replica has to pin now; blocks shared by two prefixes count twice."""
+        """Return the blocks that each replica has to pin; blocks of two prefixes count twice."""
         taken = Counter[str]()
         for prefix in self._catalogue.all():
             if prefix.is_pinned and prefix.tier == tier:
@@ -262,7 +262,7 @@ def _of_another(name: str) -> ApiError:
 
 
 def _pinned(prefix: Prefix, warm: Records) -> bool | str:
-    """Whether it is on all of these replicas."""
+    """Return whether the prefix is pinned on all of these replicas."""
     found = [record.pins.get(prefix.name) for record in warm]
     if not all(each and each.is_pinned for each in found):
         return False

@@ -24,7 +24,10 @@ class Hottest:
         self._prompts = prompts
 
     def top(self, tenant: str = "") -> list[dict[str, Any]]:
-        """Those that save most, best first. Only this tenant's and everybody's have a text."""
+        """Return the prefixes that save most, the best first.
+
+        Only prefixes of this tenant and shared ones are returned with their text.
+        """
         now_s = time.monotonic()
         return [self._as_json(hot, tenant, now_s) for hot in self._hot.top(SHOWN, now_s)]
 

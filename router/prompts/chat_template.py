@@ -55,7 +55,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """All templates that it may use."""
+        """Return all templates that the model may use."""
         own = self._template or self._tokenizer.chat_template or ""
         return "".join(own.values()) if isinstance(own, dict) else own
 

@@ -66,7 +66,7 @@ class Escape:
         return replace(call, raw=raw, body={**call.body, **changed})
 
     def _changed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that have any, without."""
+        """Return the fields with special tokens, without these."""
         values = _Values(self._tokens)
         try:
             after = {name: values.field(name, value) for name, value in fields.items()}
@@ -142,7 +142,10 @@ class _Values:
         return self._value(value, is_schema=is_schema)
 
     def _exact(self, value: Any) -> Any:
-        """Strings keep their ends. An object may be a schema, of a property that is called so."""
+        """Return the value without special tokens; strings keep their ends.
+
+        An object may be the schema of a property with the name of a field.
+        """
         if isinstance(value, str):
             return self._tokens.text(value, may_go_on=False)
         if isinstance(value, list):
@@ -179,7 +182,7 @@ class _Values:
 
 
 def _is_answer(message: Any) -> bool:
-    """Whether it is an assistant's message that ends with text."""
+    """Return whether it is an assistant's message that ends with text."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         return False
     if message.get("tool_calls") or message.get("name"):  # templates write them behind the text

@@ -63,7 +63,7 @@ def _name(part: Mapping[str, Any]) -> str:
 
 
 def _hash(name: str) -> int:
-    """Microseconds, however many megabytes it has."""
+    """Return a hash, in microseconds however large the text is."""
     if len(name) > 3 * SAMPLE:
         middle = len(name) // 2
         sampled = name[:SAMPLE], name[middle : middle + SAMPLE], name[-SAMPLE:]

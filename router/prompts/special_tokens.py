@@ -79,11 +79,11 @@ class SpecialTokens:
         return broken[0] + self._break + broken[1:]
 
     def may_complete(self, word: str) -> bool:
-        """Whether a template could make one by what it writes around the word, such as <|word|>."""
+        """Return whether a template could make a special token of the word, such as <|word|>."""
         return not WORD.fullmatch(word) or any(word in token for token in self._tokens)
 
     def _has_any(self, text: str, *, may_go_on: bool) -> bool:
-        """Whether the text has one, or ends with the beginning of one."""
+        """Return whether the text has a special token, or ends with the beginning of one."""
         if may_go_on and self._ended(text) != text:
             return True
         return next(self._whole_ones(text), None) is not None
@@ -93,7 +93,7 @@ class SpecialTokens:
         return self._break.join(text[begin:end] for begin, end in pairwise(cuts))
 
     def _whole_ones(self, text: str) -> Iterator[int]:
-        """Where each begins."""
+        """Yield the position of each special token."""
         for begin in range(0, len(text), PIECE):
             end = begin + PIECE
             for start in self._starts.finditer(text, begin, end + self._longest):
@@ -125,7 +125,7 @@ class _Deletions:
         return self._starts.sub(lambda start: start[0] + mark, text)
 
     def _may_become(self, text: str, is_bad: Callable[[str], bool]) -> bool:
-        """By one deletion, or by all of them, one after the other, again and again."""
+        """Return whether deletions, one or all of them in any order, may make the text bad."""
         if any(is_bad(text.replace(literal, "")) for literal in self._literals if literal in text):
             return True
         for _ in range(ROUNDS):
@@ -163,12 +163,15 @@ def _break(backend: Any, tokens: Iterable[str]) -> str:
 
 
 def _is_before_values(first: str, template: str) -> bool:
-    """Whether the template writes that character directly before a value."""
+    """Return whether the template writes that character directly before a value."""
     return re.search(re.escape(first) + BEFORE_VALUE, template) is not None
 
 
 def _is_odd(rest: str) -> bool:
-    """Whether it is no usual name. One such as `image` stays, unless templates surround values."""
+    """Return whether it is no usual name.
+
+    A usual name such as `image` stays, unless templates surround values with it.
+    """
     return not WORD.fullmatch(rest)
 
 

@@ -205,7 +205,7 @@ class Prompts:
         return np.concatenate([found[segment] for segment in segments])
 
     def check_length(self, field: str, text: str, max_model_len: int | None) -> None:
-        """Refuses text that is too long for the context even with the longest tokens."""
+        """Refuse text that is too long for the context even with the longest tokens."""
         if max_model_len is not None and len(text) > max_model_len * self._longest_token:
             raise context_length_exceeded(
                 field,
@@ -255,7 +255,10 @@ def _opening(backend: Any) -> TokenIds:
 
 
 def _cutter(backend: Any) -> Cutter | None:
-    """None for a tokenizer whose text cannot be cut; then each chat is tokenised as a whole."""
+    """Return the cutter of a tokenizer; None: its texts cannot be cut.
+
+    Then each chat is tokenised as a whole.
+    """
     try:
         return Cutter(backend)
     except ValueError:
@@ -263,7 +266,7 @@ def _cutter(backend: Any) -> Cutter | None:
 
 
 def _template_message(message: ChatMessage) -> dict[str, str]:
-    """Templates know the developer role by its older name, system."""
+    """Return the message for templates, which know the developer role as system."""
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": message.content}
 

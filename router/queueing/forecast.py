@@ -87,11 +87,11 @@ class Correction:
 
     @property
     def factor(self) -> float:
-        """For the next forecast."""
+        """Return the factor for the next forecast."""
         return min(MOST, max(LEAST, self._waited_s / max(self._forecast_s, 1e-9)))
 
     def learn(self, forecast_s: float, waited_s: float) -> None:
-        """forecast_s: without a correction."""
+        """Learn from a wait and its forecast without a correction."""
         self._waited_s = KEEP * self._waited_s + waited_s
         self._forecast_s = KEEP * self._forecast_s + forecast_s
 

@@ -61,7 +61,16 @@ class Parts:
         tokenizer: Prompts,
         limits: Limits | None = None,
     ) -> None:
-        """limits: of tenants, if this model's channel tells the other routers of them."""
+        """Build all parts.
+
+        Args:
+            router_id: id of this router.
+            settings: the settings for this model.
+            replicas: handle of the model's replicas.
+            tokenizer: the model's tokenizer and template.
+            limits: limits of tenants, if this model's channel carries their counts to other
+                routers.
+        """
         deployment = replicas.deployment_name
         self._handle = replicas.options()  # from now on, Serve publishes which replicas it runs
         running = partial(serves.running_replicas, deployment)
@@ -174,7 +183,7 @@ def _tenant(settings: RouterSettings) -> ClusterModel:
 
 
 def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -> Responses | None:
-    """None: none is stored."""
+    """Return the store of responses; None: responses are not stored."""
     if not settings.response_store_mb:
         return None
     return Responses(
@@ -191,7 +200,7 @@ def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -
 def _accounts(
     settings: RouterSettings, redis: Redis, unreadable: Unreadable, router_id: str
 ) -> LastingAccounts | None:
-    """None without API keys: there are no tenants."""
+    """Return the accounts of tenants; None: there are no API keys."""
     if settings.api_keys is None:
         return None
     store = DailyAccounts(
@@ -212,7 +221,10 @@ def _handshake(settings: RouterSettings, tokenizer: Prompts) -> Handshake:
 
 
 def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
-    """None: any number of sessions may be active. Other policies do not use what is cached."""
+    """Return the seats; None: any number of sessions may be active.
+
+    Policies other than kvroute's do not use the caches, so they need no seats.
+    """
     most = settings.max_sessions
     if most == "off" or (most == "auto" and settings.policy != "kvroute"):
         return None
@@ -220,7 +232,7 @@ def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
 
 
 def _seating(settings: RouterSettings, parts: Parts) -> Seating | None:
-    """None: sessions need no seats."""
+    """Return the wait for seats; None: sessions need no seats."""
     if parts.seats is None:
         return None
     return Seating(

@@ -79,7 +79,12 @@ class Conversations:
     """One model's, in one router."""
 
     def __init__(self, store: Responses, *, most_bytes: int) -> None:
-        """most_bytes: of a body with its conversation."""
+        """Create the service.
+
+        Args:
+            store: the responses in Redis.
+            most_bytes: most bytes of a body together with its conversation.
+        """
         self._store = store
         self._most_bytes = most_bytes
         self._outage = Outage(log, "responses are not stored")
@@ -103,12 +108,20 @@ class Conversations:
             return await self._store.get(id, salt)
 
     async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
-        """Whether it was stored here. ApiError."""
+        """Delete a response, and return whether it was stored here.
+
+        Raises:
+            ApiError: Redis cannot be used.
+        """
         with needing_redis():
             return await self._store.delete(id, salt)
 
     async def input_items(self, id: str, salt: str) -> list[dict[str, Any]] | None:  # noqa: A002
-        """All that the response answers, the first item first; None as above. ApiError."""
+        """Return all items that the response answers, the first one first; None: not stored here.
+
+        Raises:
+            ApiError: Redis cannot be used.
+        """
         turns = await self._turns(id, salt)
         if not turns:
             return None

@@ -84,7 +84,7 @@ class Diagnosis:
         }
 
     def _hits(self) -> Facts:
-        """Where the recent prompts' tokens came from, and where chats changed."""
+        """Return the recent prompts' tokens by cause, and where chats changed."""
         sums = [each for model in self._models for each in model.recent_sums()]
         places = [broken_place for model in self._models for broken_place in model.broken_places()]
         places.sort(key=lambda place: -place["tokens"])
@@ -93,7 +93,7 @@ class Diagnosis:
     async def _index_facts(
         self,
     ) -> tuple[Facts, dict[str, float] | None, list[Facts] | None]:
-        """Redis, the leases, and the other clusters that serve each model through this Redis."""
+        """Return facts on Redis, the leases, and other clusters with the same models."""
         try:
             leases = await asyncio.gather(*(model.leases_s() for model in self._models))
             clusters = await asyncio.gather(*(model.clusters() for model in self._models))

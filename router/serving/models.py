@@ -42,7 +42,7 @@ class Models:
 
     @property
     def only(self) -> str | None:
-        """The name of the model if there is only one."""
+        """Return the name of the model if there is only one."""
         return self.first.name if len(self.all) == 1 else None
 
     def named(self, model: str | None, limits: TenantLimits | None = None) -> ModelRouter:

@@ -51,7 +51,7 @@ class RenderedCall(Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """The tokens of all prompts."""
+        """Return the number of tokens of all prompts."""
         return sum(map(len, self.token_ids))
 
     def placed_features(self) -> tuple[Feature, ...]:

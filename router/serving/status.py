@@ -45,12 +45,12 @@ class Status:
 
     @property
     def running(self) -> list[str]:
-        """The ids of the ranks that can get a request now."""
+        """Return the ids of the ranks that can get a request now."""
         return self._parts.liveness.running()
 
     @property
     def max_model_len(self) -> int | None:
-        """The most tokens of prompt and response together; None until a replica has reported it."""
+        """Return the most tokens of prompt and response together; None: not reported yet."""
         return self._parts.fleet.replicas.max_model_len
 
     def health(self) -> ModelHealth:

@@ -24,7 +24,7 @@ class Branches:
         return sum(self._taken.get(_key(prefix), {}).values())
 
     def shares(self, prefix: Sequence[Fingerprint], fleet: Sequence[str]) -> list[float]:
-        """Branches that each replica took of the prefix, over their mean; 1 if there are none."""
+        """Return each replica's branches of the prefix over their mean; 1 if there are none."""
         taken = self._taken.get(_key(prefix), {})
         return relative([taken.get(replica_id, 0.0) for replica_id in fleet])
 

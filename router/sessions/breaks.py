@@ -56,7 +56,7 @@ class Break:
 
     @property
     def lost(self) -> range:
-        """The tokens that a cache could have held, had it not changed."""
+        """Return the tokens that a cache could have held without the change."""
         begin = self.difference.token + self.difference.after.tokens
         return range(begin, begin + self.difference.alike)
 
@@ -95,9 +95,10 @@ def with_image_numbers(token_ids: TokenIds, features: Sequence[Feature]) -> Toke
 
 
 def difference(old: TokenIds, new: TokenIds, *, seed: int) -> Difference | None:
-    """None if `new` continues `old`, or if they do not go on alike behind the first difference.
+    """Return how the prompts differ.
 
-    seed: of the hashes, 64 bits.
+    Returns:
+        None: `new` continues `old`, or they do not agree again after the first difference.
     """
     token = _same(old, new)
     if token == min(len(old), len(new)):
@@ -115,7 +116,7 @@ def difference(old: TokenIds, new: TokenIds, *, seed: int) -> Difference | None:
 
 
 def _alike_again(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None:
-    """Where both go on alike: the position in `old`, that in `new`, and for how many tokens."""
+    """Return where both agree again: positions in `old` and `new`, and for how many tokens."""
     packed = new[:SEARCHED].tobytes()
     enough = max(ALIKE, min(SURE, len(old) // 2))
     for probe in _probes(min(len(old), SEARCHED) - ALIKE):
@@ -128,7 +129,7 @@ def _alike_again(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None:
 
 
 def _probes(last: int) -> Iterator[int]:
-    """Positions, each about twice as far as the one before, and one near the end."""
+    """Yield positions, each about twice as far as the last one, and one near the end."""
     probe = 0
     while probe <= last:
         yield probe
@@ -138,7 +139,7 @@ def _probes(last: int) -> Iterator[int]:
 
 
 def _places(packed: bytes, tokens: bytes, probe: int) -> Iterator[int]:
-    """Where these tokens stand: at the probe's own position, and else the first one in reach."""
+    """Return where these tokens are: at the probe's position, else the first place in reach."""
     begin = probe * TOKEN_BYTES
     if packed[begin : begin + len(tokens)] == tokens:
         yield probe
@@ -148,7 +149,7 @@ def _places(packed: bytes, tokens: bytes, probe: int) -> Iterator[int]:
 
 
 def _same(one: TokenIds, other: TokenIds) -> int:
-    """How many tokens both begin with."""
+    """Return the number of equal tokens at the start of both."""
     length, begin, step = min(len(one), len(other)), 0, STEP
     while begin < length:
         end = min(begin + step, length)

@@ -56,7 +56,7 @@ class SentChat:
 
     @property
     def keys(self) -> list[int]:
-        """The messages by which it is found."""
+        """Return the messages by which the chat is found."""
         return [self.messages[number] for number in self.telling[-FOUND_BY:]]
 
 
@@ -70,11 +70,14 @@ class Earlier:
 
     @property
     def is_whole(self) -> bool:
-        """The new one begins with all of it."""
+        """Return whether the new chat begins with all of it."""
         return self.parted == len(self.turn.messages)
 
     def is_same_chat(self, differ: Difference | None) -> bool:
-        """Chats may have one message in common by chance; then most of the prompts must be, too."""
+        """Return whether it is the same chat.
+
+        Chats may have one message in common by chance, so most of the prompts must be equal, too.
+        """
         if max(self.behind, self.parted if self.is_whole else 0) >= SURE_MESSAGES:
             return True
         if differ is None:
@@ -130,7 +133,7 @@ class Chats:
     def _turn(
         self, messages: Sequence[Any], token_ids: TokenIds, tools: Any, scope: str
     ) -> SentChat | None:
-        """None for what is not followed: too long, or nothing that can be hashed."""
+        """Return the turn; None: it is too long to follow, or has nothing that can be hashed."""
         if not 0 < len(messages) <= MAX_MESSAGES or len(token_ids) > self._capacity_tokens // 8:
             return None
         seed = xxh3_64_intdigest(_bytes(scope), self._seed)
@@ -156,7 +159,7 @@ class Chats:
         return earlier.turn, _break(earlier, turn, messages, differ) if differ else None
 
     def _earlier(self, turn: SentChat) -> Earlier | None:
-        """By the newest message that a kept turn has too."""
+        """Return the chat's earlier turn, found by the newest message that both have."""
         known = (each for each in reversed(turn.telling) if turn.messages[each] in self._by_message)
         for number in islice(known, LOOKED_AT):
             kept = reversed(self._by_message[turn.messages[number]])
@@ -267,7 +270,10 @@ def _bytes(text: str) -> bytes:
 
 
 def _same(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many numbers both begin with; by halves, since slices are compared without Python."""
+    """Return the number of equal numbers at the start of both.
+
+    The search halves the range, since slices are compared without Python.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -279,7 +285,7 @@ def _same(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _position(messages: Sequence[int], message: int, *, nearest: int) -> int:
-    """Where the message stands: at the nearest position, and else the last one."""
+    """Return the message's position: the nearest one, else the last one."""
     if nearest < len(messages) and messages[nearest] == message:
         return nearest
     return len(messages) - 1 - messages[::-1].index(message)

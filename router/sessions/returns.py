@@ -170,7 +170,7 @@ class Returns:
 
     @property
     def believes_ends(self) -> bool:
-        """Whether the ends that clients tell are nearly always right."""
+        """Return whether clients' declarations of ends are nearly always right."""
         return self.counts.order(ENDED) == Order.ENDED
 
     def end(self, session: int) -> None:

@@ -212,7 +212,7 @@ def _over(limit: str, name: str, cpu_s: float) -> str:
     return f"the {kind} of the structured output {exceeded}. Please {REMEDY}"
 
 
-_validate = SamplingParams._validate_structured_outputs
+vllm_validate_structured_outputs = SamplingParams._validate_structured_outputs
 
 
 def install() -> None:
@@ -223,4 +223,4 @@ def install() -> None:
 def _unless_checked(self: SamplingParams, *args: Any) -> None:
     wanted = self.structured_outputs
     if wanted is None or wanted._backend is None:  # no client can set this field
-        _validate(self, *args)
+        vllm_validate_structured_outputs(self, *args)

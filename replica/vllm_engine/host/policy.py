@@ -31,7 +31,7 @@ class RetentionPolicy(CachePolicy):
         ids = self._not_copied(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
-        self._idle.label([each.chunk_id for each in self._there(keys)], keep)
+        self._idle.label([each.chunk_id for each in self._stored(keys)], keep)
         self._idle.put(ids)
 
     def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:

@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
-_tokenise = SamplingParams.update_from_tokenizer
+vllm_update_from_tokenizer = SamplingParams.update_from_tokenizer
 
 
 def install() -> None:
@@ -19,7 +19,7 @@ def install() -> None:
 
 
 def _update_from_tokenizer(self: SamplingParams, tokenizer: Any) -> None:
-    _tokenise(self, tokenizer)
+    vllm_update_from_tokenizer(self, tokenizer)
     tokens = sum(map(len, self.bad_words_token_ids or ()))
     max_tokens = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
     if tokens > max_tokens:
