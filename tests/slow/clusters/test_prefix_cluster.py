@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import subprocess
 from collections.abc import AsyncIterator
@@ -178,28 +177,6 @@ async def test_an_update_under_twenty_streams_fails_and_mixes_nothing(
     async with asyncio.timeout(30):  # the other router may hear of it a moment later
         while (await complete(client, prefix_id="law")).prompt_tokens - alone != max(sizes):
             await asyncio.sleep(0.2)
-
-
-async def test_a_prefix_that_its_replica_cannot_serve_gets_another_one(
-    cluster: Cluster, client: AsyncOpenAI
-) -> None:
-    async def ask_on(rng: random.Random) -> None:
-        while True:
-            prompt = [rng.randrange(1000, 40_000) for _ in range(2000)]
-            await client.completions.create(
-                model=BUILTIN_MODEL, prompt=prompt, max_tokens=1, extra_body={"prefix_id": "busy"}
-            )
-
-    declare(cluster, "busy", prompt=f"busy {ENGLISH}", replicas=1)
-    await until(lambda: is_warm(cluster, "busy", replicas=1))
-    crowd = [asyncio.create_task(ask_on(random.Random(number))) for number in range(12)]
-    async with asyncio.timeout(150):  # until this machine has sent enough
-        while len(shown(cluster, "busy")["warm_on"]) < 2:
-            await asyncio.sleep(0.5)
-    for each in crowd:
-        each.cancel()
-    await asyncio.gather(*crowd, return_exceptions=True)
-    drop(cluster, "busy")
 
 
 async def test_declarations_outlive_redis(cluster: Cluster, client: AsyncOpenAI) -> None:
