@@ -207,12 +207,12 @@ class Attempt:
     capacity_blocks: int  # capacity of the replica's cache
     sent_s: float
     context: RequestContext
+    scale: Scale  # learns how long the answer took
     placement: Placement | None = None  # why it went there; None: another router sent it
     observer: RequestObserver = NO_OBSERVER
     boundaries: Boundaries | None = None  # boundaries of an engine with several cache groups
     trace: TraceContext | None = None  # the attempt's span, if an observer keeps one
-    scale: Scale | None = None  # the Scale that learns from its end
-    seats: Seats[Any] | None = None  # the same
+    seats: Seats[Any] | None = None  # seats that count this turn; None: the request is no turn
     is_complete: bool = False
     output_tokens: int = 0  # tokens of all choices
     first_tokens: int = 0  # output tokens in the first chunk
@@ -281,7 +281,7 @@ class Attempt:
 
     def _teach_answer(self) -> None:
         """Tell the fleet's scale how long the answer took."""
-        if self.scale and self.first_token_s is not None and self.last_chunk_s is not None:
+        if self.first_token_s is not None and self.last_chunk_s is not None:
             self.scale.answered(self.last_chunk_s - self.first_token_s)
 
     @property

@@ -260,7 +260,7 @@ class Fleet:
         return answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
 
     def retention(self, placement: Placement, hints: SessionHints = NO_HINTS) -> Retention:
-        """Return how long a replica should keep the prompt's blocks."""
+        """Return the prompt's turn and the retention hint for its blocks."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks
         return self.returns.retention(chain, known_blocks, hints, shared_blocks)

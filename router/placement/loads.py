@@ -87,10 +87,6 @@ class Loads:
         load = self._by_id.get(replica_id)
         return self._replicas.has_lease(replica_id) and not (load and load.is_busy)
 
-    def unanswered(self, replica_id: str) -> int:
-        """Return the number of requests in flight at a replica."""
-        return self.of(replica_id).unanswered
-
     def backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
         """Return the seconds of prefill queued or running on each replica."""
         loads = [self.of(replica_id) for replica_id in replica_ids]
@@ -123,15 +119,10 @@ class Loads:
             found.append(ReplicaCapacity(replica_id, backlog_s, free_share))
         return found
 
-    def prefill_s(self, replica_id: str, tokens: int, cached_tokens: int = 0) -> float:
-        """Return the time to compute a prompt on the replica while it is idle.
-
-        Args:
-            tokens: length of the prompt.
-            cached_tokens: leading tokens of the prompt that are cached there.
-        """
+    def prefill_s(self, replica_id: str, tokens: int) -> float:
+        """Return the time to compute a prompt of that many tokens on the idle replica."""
         load = self.of(replica_id)
-        return load.speed.slowness * load.model.seconds(cached_tokens, tokens)
+        return load.speed.slowness * load.model.seconds(0, tokens)
 
     def _describe(self, replica_id: str, load: ReplicaLoad) -> None:
         """Take over the replica's record."""
