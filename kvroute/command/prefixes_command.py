@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
@@ -128,16 +128,21 @@ def rm(id: Id, model: Model = None, url: Url = FIND) -> None:  # noqa: A002
 def _until_warm(prefix: dict[str, Any], url: str, model: str | None) -> dict[str, Any]:
     """Wait until the prefix is warm on all assigned replicas, and return its state."""
     deadline = time.monotonic() + WARM_S
-    columns = (TextColumn("warming on"), MofNCompleteColumn(), TextColumn("replicas"))
+    columns = (TextColumn("warming"), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("")
+        task = progress.add_task("waiting for replicas", total=None)
         while not prefix["assigned_to"] or len(prefix["warm_on"]) < len(prefix["assigned_to"]):
             if time.monotonic() >= deadline:
                 fail(f"warm on {_warm(prefix)} replicas after {WARM_S:g} s; see the replicas' logs")
             time.sleep(POLL_S)
             prefix = _call("GET", url, prefix["id"], model)
+            total = (prefix["tokens"] - prefix["partial_tokens"]) * len(prefix["assigned_to"])
+            computed = prefix.get("computed_tokens", 0)
             progress.update(
-                task, completed=len(prefix["warm_on"]), total=len(prefix["assigned_to"])
+                task,
+                description=f"{computed:,} of {total:,} tokens, on {_warm(prefix)} replicas",
+                completed=computed,
+                total=total,
             )
     return prefix
 
