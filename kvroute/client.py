@@ -1,7 +1,7 @@
 """HTTP calls of the commands to a running cluster."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,9 +90,9 @@ def no_cluster(url: str, error: Exception) -> str:
     )
 
 
-def with_model(columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> Sequence[str]:
-    """Return the columns of a table, with the model first if the rows belong to several."""
-    return ("model", *columns) if len({row["model"] for row in rows}) > 1 else columns
+def has_several_models(rows: Iterable[dict[str, Any]]) -> bool:
+    """Return whether rows of a table belong to several models."""
+    return len({row["model"] for row in rows}) > 1
 
 
 def fail(message: str) -> Any:

@@ -1,21 +1,22 @@
 """The command `kvroute doctor`."""
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvroute.client import FIND, Url
+from kvroute.command.tables import Column, print_table, prose
 
 if TYPE_CHECKING:
     from kvroute.doctor.checks import Check
 
-STYLES = {"ok": "green", "warning": "yellow", "wrong": "bold red"}
+STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}  # the worst grade first
 
 
 def doctor(
@@ -41,15 +42,25 @@ def doctor(
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks]))
     else:
-        Console().print(_table(checks))
+        _show(checks)
     raise typer.Exit(1 if any(check.grade == "wrong" for check in checks) else 0)
 
 
-def _table(checks: "Iterable[Check]") -> Table:
-    table = Table("check", "", "finding, and what to do")
-    for check in checks:
-        grade, finding = Text(check.grade, STYLES[check.grade]), Text(check.finding)
-        if check.remedy:
-            finding.append(f"\n-> {check.remedy}", STYLES[check.grade])
-        table.add_row(Text(check.name), grade, finding)
-    return table
+def _show(checks: "Sequence[Check]") -> None:
+    """Print a summary, then the checks: what is wrong first, then warnings."""
+    counts = Counter(check.grade for check in checks)
+    problems = [f"{counts[grade]} {grade}" for grade in ("wrong", "warning") if counts[grade]]
+    summary = f"{', '.join(problems)}, {counts['ok']} ok" if problems else "everything is ok"
+    worst = min((check.grade for check in checks), key=[*STYLES].index)
+    Console(highlight=False).print(Text(f"{len(checks)} checks: {summary}\n", STYLES[worst]))
+    columns = (Column("grade"), Column("check"), prose("finding, and what to do"))
+    ranked = sorted(checks, key=lambda check: [*STYLES].index(check.grade))
+    print_table(columns, [_row(check) for check in ranked])
+
+
+def _row(check: "Check") -> list[str | Text]:
+    style = STYLES[check.grade]
+    finding = Text(check.finding)
+    if check.remedy:
+        finding.append(f"\n-> {check.remedy}", style)
+    return [Text(check.grade, style), check.name, finding]

@@ -4,18 +4,36 @@ import json
 from typing import Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvroute.blocks.tiers import SLOWER
 from kvroute.client import FIND, Model, Url, call, fail
+from kvroute.command.tables import (
+    LEAST_S,
+    Column,
+    number,
+    print_sentence,
+    print_table,
+    prose,
+    seconds,
+)
 
 EVICTED = {  # reason of an eviction -> its description
     "ended": "their session had ended",
     "unlikely": "such conversations seldom continue",
     "usual": "ordinary eviction, or their replica was cleared or lost",
 }
-COLUMNS = ("hit_tokens", "backlog_s", "prefill_s", "unanswered", "cost_s")
+TERMS = {  # term of the cost -> what the time is spent on
+    "waiting": "prefill queued there",
+    "reload": "copies from slower memory",
+    "memory": "waiting for room in the cache",
+    "own": "computing what no replica has cached",
+    "copy": "computing what another replica has cached",
+    "lora": "loading the LoRA adapter",
+    "rotation": "starting a conversation out of turn",
+    "decode": "slowing the answers that run there",
+}
+
+Facts = dict[str, Any]  # a receipt, or a part of it
 
 
 def explain(
@@ -51,11 +69,17 @@ def explain(
             _show(receipt)
 
 
-def _show(receipt: dict[str, Any]) -> None:
-    console = Console()
-    console.print(_replicas(receipt["replicas"]))
-    console.print(_terms(receipt["replicas"][:2]))
-    console.print(_summary(receipt), soft_wrap=True)
+def _show(receipt: Facts) -> None:
+    replicas = receipt["replicas"]
+    for sentence in sentences(receipt):
+        print_sentence(sentence)
+    if replicas:
+        typer.echo()
+        print_table(*_replicas(replicas))
+    if rows := _terms(replicas[:2]):
+        typer.echo()
+        columns = [prose("extra cost"), *(number(replica["id"]) for replica in replicas[:2])]
+        print_table(columns, rows)
 
 
 def _request(prompt: str, *, is_raw: bool) -> dict[str, Any]:
@@ -69,51 +93,62 @@ def _read(file: TextIO) -> dict[str, Any]:
         return dict(fail(f"--body {file.name}: {error}; expected a JSON object"))
 
 
-def _replicas(replicas: list[dict[str, Any]]) -> Table:
-    table = Table("replica", *COLUMNS)
-    for replica in replicas:
-        table.add_row(replica["id"], *(_number(replica[column]) for column in COLUMNS))
-    return table
+def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
+    """Return the table of all replicas, without the columns in which all are 0."""
+    shown = {
+        number("cached\ntokens"): [f"{replica['hit_tokens']:,}" for replica in replicas],
+        number("queued\nprefill"): [seconds(replica["backlog_s"]) for replica in replicas],
+        number("prompt's\nprefill"): [seconds(replica["prefill_s"]) for replica in replicas],
+        number("unanswered\nrequests"): [f"{replica['unanswered']:,}" for replica in replicas],
+        number("total\ncost"): [seconds(replica["cost_s"] or 0.0) for replica in replicas],
+    }
+    kept = {column: cells for column, cells in shown.items() if {*cells} != {"0"}}
+    ids = [replica["id"] for replica in replicas]
+    return [Column("replica"), *kept], [[*row] for row in zip(ids, *kept.values(), strict=True)]
 
 
-def _terms(replicas: list[dict[str, Any]]) -> Table:
-    """Return the cost terms of the chosen replica and the second best; empty without costs."""
-    table = Table("cost in seconds", *(replica["id"] for replica in replicas))
-    costs = [replica["terms_s"] or {} for replica in replicas]
-    for term in costs[0] if costs else ():
-        table.add_row(term, *(_number(cost[term]) for cost in costs))
-    return table
+def _terms(replicas: list[Facts]) -> list[list[str]]:
+    """Return the terms in which the choice and the runner-up differ, above the smaller of both."""
+    costs = [replica["terms_s"] for replica in replicas if replica["terms_s"]]
+    if len(costs) < 2:
+        return []
+    rows = []
+    for term, label in TERMS.items():
+        pair = [cost.get(term, 0.0) for cost in costs]
+        if max(pair) - min(pair) >= LEAST_S:
+            rows.append([label, *(seconds(cost_s - min(pair)) for cost_s in pair)])
+    return rows
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"
+def sentences(receipt: Facts) -> list[str]:
+    """Return where the prompt goes and why, and what else is known of it."""
+    tokens = f"The prompt has {receipt['prompt_tokens']:,} tokens"
+    blocks = f"{receipt['reusable_blocks']:,} whole blocks of {receipt['block_size']}"
+    choice, reason = receipt["choice"], receipt["reason"]
+    return [
+        f"Goes to {choice}: {reason}." if choice else f"Goes nowhere: {reason}.",
+        f"{tokens}; {blocks} of them can be cached.",
+        *filter(None, [_reloaded(receipt["replicas"]), _evicted(receipt["evicted"])]),
+        *filter(None, [_broken(receipt["broken"])]),
+    ]
 
 
-def _summary(receipt: dict[str, Any]) -> str:
-    return (
-        f"{receipt['prompt_tokens']} tokens, {receipt['reusable_blocks']} reusable blocks of "
-        f"{receipt['block_size']}; longest cached prefix: {receipt['best_hit_tokens']} "
-        f"tokens\n{receipt['choice']}: {receipt['reason']}{_reloaded(receipt['replicas'])}"
-        f"{_evicted(receipt['evicted'])}{_broken(receipt['broken'])}"
-    )
-
-
-def _reloaded(replicas: list[dict[str, Any]]) -> str:
+def _reloaded(replicas: list[Facts]) -> str:
     """Return a line about blocks that the chosen replica has in slower tiers only, or ""."""
     choice = replicas[0] if replicas else {}
     tokens = {tier: choice.get(f"{tier.name}_tokens", 0) for tier in SLOWER}
     held = ", ".join(f"{count} tokens in {tier.label}" for tier, count in tokens.items() if count)
-    return f"\n{held}, reload {choice['reload_s']:.3g} s" if held else ""
+    return f"It has {held}; copying them takes {seconds(choice['reload_s'])}." if held else ""
 
 
-def _evicted(evicted: dict[str, Any] | None) -> str:
+def _evicted(evicted: Facts | None) -> str:
     """Return a line about tokens that were cached earlier and are not now, or ""."""
     if evicted is None:
         return ""
-    return f"\n{evicted['tokens']} more tokens were cached earlier: {EVICTED[evicted['why']]}"
+    return f"{evicted['tokens']:,} more tokens were cached earlier: {EVICTED[evicted['why']]}."
 
 
-def _broken(broken: dict[str, Any] | None) -> str:
+def _broken(broken: Facts | None) -> str:
     """Return a line about what changed in the chat since its earlier turn, or ""."""
     if broken is None:
         return ""
@@ -121,7 +156,7 @@ def _broken(broken: dict[str, Any] | None) -> str:
     message = role if index is None else f"message {index}, {role}"
     before, after = broken["before"], broken["after"]
     return (
-        f"\nthe chat changed at token {broken['token']} ({message}): {before['tokens']} tokens "
+        f"The chat changed at token {broken['token']} ({message}): {before['tokens']} tokens "
         f"({before['hash']}) became {after['tokens']} ({after['hash']}), and {broken['tokens']} "
-        "tokens after them are computed again"
+        "tokens after them are computed again."
     )

@@ -8,12 +8,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Column, Table
 
 from kvroute.client import fail
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.keys_limit import NONE, changed, check_tenant, shown
+from kvroute.command.tables import Column, print_table
 from kvroute.contract.priority import PRIORITIES, Priority, named
 from kvroute.keys.key_file import (
     ROLES,
@@ -81,14 +80,15 @@ def add(
 @keys.command("list", cls=HelpfulCommand)
 def list_keys(file: File) -> None:
     """Show all keys, without their secrets, and the tenants' limits."""
-    table = Table(*(Column(name) for name in COLUMNS), box=None)
     with _usable(file):
         content = read(file)
-    for key in content.keys:
-        table.add_row(key.id, key.tenant, " ".join(key.roles), key.priority, key.created)
-    Console().print(table)
+    rows = [
+        [key.id, key.tenant, ", ".join(key.roles), key.priority, key.created]
+        for key in content.keys
+    ]
+    print_table([*map(Column, COLUMNS)], rows)
     for tenant, limits in sorted(content.tenants.items()):
-        typer.echo(f" {tenant}: {shown(limits)}")
+        typer.echo(f"{tenant}: {shown(limits)}")
 
 
 @keys.command(cls=HelpfulCommand)

@@ -7,13 +7,12 @@ from urllib.parse import quote
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvroute.client import FIND, Model, Url, call, fail, with_model
+from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
+from kvroute.command.tables import Column, number, print_table
 
-COLUMNS = ("id", "version", "tokens", "full_blocks", "replicas", "warm", "pinned", "shared", "hits")
 POLL_S = 0.3  # seconds between two queries of a prefix's state
 WARM_S = 600.0  # seconds after which the command stops waiting for a prefix to be warm
 
@@ -94,12 +93,29 @@ def add(
 def list_(model: Model = None, url: Url = FIND) -> None:
     """Show the declared prefixes, and where they are warm."""
     declared = _call("GET", url, model=model)["data"]
-    columns = with_model(COLUMNS, declared)
-    table = Table(*(Column(column, overflow="fold") for column in columns), "tokens saved")
-    for prefix in declared:
-        cells = prefix | {"warm": _warm(prefix)}
-        table.add_row(*(str(cells[column]) for column in (*columns, "tokens_saved")))
-    Console().print(table)
+    columns = [
+        *(Column("prefix"), number("version"), number("tokens"), Column("warm on\nreplicas")),
+        *(Column("pinned"), Column("shared"), number("requests"), number("tokens\nsaved")),
+    ]
+    rows = [_row(prefix) for prefix in declared]
+    if has_several_models(declared):
+        columns.insert(0, Column("model"))
+        rows = [[prefix["model"], *row] for prefix, row in zip(declared, rows, strict=True)]
+    print_table(columns, rows)
+
+
+def _row(prefix: dict[str, Any]) -> list[str]:
+    pinned = {True: "yes", False: "no"}.get(prefix["pinned"], f"in {prefix['pinned']} memory")
+    return [
+        prefix["id"],
+        f"{prefix['version']}",
+        f"{prefix['tokens']:,}",
+        _warm(prefix),
+        pinned,
+        "yes" if prefix["shared"] else "no",
+        f"{prefix['hits']:,}",
+        f"{prefix['tokens_saved']:,}",
+    ]
 
 
 @prefixes.command(cls=HelpfulCommand)
@@ -112,16 +128,21 @@ def rm(id: Id, model: Model = None, url: Url = FIND) -> None:  # noqa: A002
 def _until_warm(prefix: dict[str, Any], url: str, model: str | None) -> dict[str, Any]:
     """Wait until the prefix is warm on all assigned replicas, and return its state."""
     deadline = time.monotonic() + WARM_S
-    columns = (TextColumn("warming on"), MofNCompleteColumn(), TextColumn("replicas"))
+    columns = (TextColumn("warming"), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task("")
+        task = progress.add_task("waiting for replicas", total=None)
         while not prefix["assigned_to"] or len(prefix["warm_on"]) < len(prefix["assigned_to"]):
             if time.monotonic() >= deadline:
                 fail(f"warm on {_warm(prefix)} replicas after {WARM_S:g} s; see the replicas' logs")
             time.sleep(POLL_S)
             prefix = _call("GET", url, prefix["id"], model)
+            total = (prefix["tokens"] - prefix["partial_tokens"]) * len(prefix["assigned_to"])
+            computed = prefix.get("computed_tokens", 0)
             progress.update(
-                task, completed=len(prefix["warm_on"]), total=len(prefix["assigned_to"])
+                task,
+                description=f"{computed:,} of {total:,} tokens, on {_warm(prefix)} replicas",
+                completed=computed,
+                total=total,
             )
     return prefix
 

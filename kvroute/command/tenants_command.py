@@ -8,16 +8,14 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
 
-from kvroute.client import FIND, Url, call, with_model
+from kvroute.client import FIND, Url, call, has_several_models
+from kvroute.command.tables import Column, number, print_table
 
-COLUMNS = (
-    *("tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
-    *("gpu_seconds", "gpu_seconds_saved"),
+CSV_COLUMNS = (
+    *("model", "tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
+    *("gpu_seconds", "gpu_seconds_saved", "failed"),
 )
-CSV_COLUMNS = ("model", *COLUMNS, "failed")
 CACHED = ("hit", "unexpected_hit")  # causes in the ledger that mean cached tokens
 
 
@@ -49,7 +47,7 @@ def tenants(
     elif format is Format.CSV:
         _print_csv(rows)
     else:
-        Console().print(_table(rows))
+        _show(rows)
         typer.echo(f"{usage['since']} to {usage['until']}, in UTC")
 
 
@@ -71,27 +69,28 @@ def _row(account: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    columns = with_model(COLUMNS, rows)
-    words = ("model", "tenant")
-    table = Table(
-        *(
-            Column(name.replace("_", " "), overflow="fold", justify="left")
-            if name in words
-            else Column(name.replace("_", " "), justify="right")
-            for name in columns
-        )
-    )
-    for row in rows:
-        shown = row | {"cached": f"{row['cached']:.1%}"}
-        table.add_row(*(_cell(shown[name]) for name in columns))
-    return table
+def _show(rows: Sequence[dict[str, Any]]) -> None:
+    columns = [
+        *(Column("tenant"), number("requests"), number("prompt\ntokens"), number("cached")),
+        *(number("output\ntokens"), number("GPU\nseconds"), number("GPU seconds\nsaved")),
+    ]
+    cells = [_cells(row) for row in rows]
+    if has_several_models(rows):
+        columns.insert(0, Column("model"))
+        cells = [[row["model"], *own] for row, own in zip(rows, cells, strict=True)]
+    print_table(columns, cells)
 
 
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["tenant"],
+        f"{row['requests']:,}",
+        f"{row['prompt_tokens']:,}",
+        f"{row['cached']:.1%}",
+        f"{row['output_tokens']:,}",
+        f"{row['gpu_seconds']:,.1f}",
+        f"{row['gpu_seconds_saved']:,.1f}",
+    ]
 
 
 def _print_csv(rows: Sequence[dict[str, Any]]) -> None:

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -25,6 +24,7 @@ from kvroute.local.guard import guarded, head_service
 from kvroute.local.haproxy.health import fail_health_checks
 from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.head_service import HEAD_SERVICE
+from kvroute.local.kept_logs import cluster_id, keep_logs, kept_logs, logs_in
 from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import free_port, is_local, listen_error
 from kvroute.local.processes import is_alive
@@ -47,14 +47,11 @@ def run(settings: ServeSettings) -> int:
     # /tmp, because the path of a Unix socket may have at most 108 bytes.
     private = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))
     folder = private / "ray"  # Ray makes this one readable to all users; its parent stays private
-    logs = folder / "session_latest" / "logs"
-    exit_code = 1
     try:
-        exit_code = guarded(partial(_serve, settings, folder))
+        return guarded(partial(_serve, settings, folder))
     finally:
-        if exit_code == 0 or not logs.exists():
+        if keep_logs(logs_in(folder), kept_logs(settings), Progress()):
             shutil.rmtree(private, ignore_errors=True)
-    return exit_code
 
 
 def _serve(settings: ServeSettings, folder: Path) -> int:
@@ -77,8 +74,6 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
             if not isinstance(error, StartError):
                 raise
             progress.fail(str(error))
-            if (folder / "session_latest").exists():
-                progress.say(f"Ray's logs are in {folder}/session_latest/logs")
             return 1
         finally:
             signals.begin_stop()
@@ -103,7 +98,8 @@ def _start(
     redis_url = _redis(settings, progress, running)
     paths = [_model(options, progress) for options in settings.each]
     progress.step("starting Ray")
-    running.enter_context(local_ray(settings, folder))
+    with progress.waiting("Ray"):
+        running.enter_context(local_ray(settings, folder))
     signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
     gpus = gpus_per_replica(settings.each, gpu_count())
@@ -120,11 +116,12 @@ def _start(
         )
     scheme = "https" if settings.tls_cert else "http"
     url = f"{scheme}://{WILDCARD_ADDRESSES.get(settings.host, settings.host)}:{settings.port}"
-    health = _wait_until_healthy(url, signals, deadline)
+    with progress.waiting("an answer of /health"):
+        health = _wait_until_healthy(url, signals, deadline)
     running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
     running.callback(fail_health_checks, folder)
     running.enter_context(listed(url))
-    progress.say(f"logs: {folder}/session_latest/logs/serve (until it stops)")
+    progress.say(f"logs: {logs_in(folder)}/serve (after the stop: {kept_logs(settings)})")
     _report(models, health, progress)
     for line in first_steps(url, models[0].served_model_name, settings):
         progress.say(line)
@@ -226,11 +223,6 @@ def check_engine_args(models: Sequence[CheckedOptions], progress: Progress) -> N
         if errors:
             of_model = f" of {model.name}" if len(models) > 1 else ""
             raise StartError(f"--engine-args{of_model}: " + "; ".join(errors))
-
-
-def cluster_id(host: str, port: int) -> str:
-    """Return the default of --cluster: stable over restarts, unique among a host's clusters."""
-    return re.sub(r"[^\w.-]", "-", f"{host}-{port}")
 
 
 def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[int]:

@@ -58,15 +58,17 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
         wait_for_applications_running=False,
     )
     shown: set[str] = set()
-    while time.monotonic() < deadline:
-        status = serve.status().applications[APPLICATION]
-        _raise_final_errors(status.deployments)
-        _show(status.deployments, shown, progress)
-        if status.status == "RUNNING":
-            return
-        if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise StartError(_reason(status))
-        signals.sleep(POLL_S)
+    with progress.waiting("Ray Serve") as update:
+        while time.monotonic() < deadline:
+            status = serve.status().applications[APPLICATION]
+            _raise_final_errors(status.deployments)
+            _show(status.deployments, shown, progress)
+            if status.status == "RUNNING":
+                return
+            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise StartError(_reason(status))
+            update(awaited(status.deployments))
+            signals.sleep(POLL_S)
     raise StartError(f"not ready in time; see --start-timeout-s\n{_reason(status)}")
 
 
@@ -173,6 +175,20 @@ def _lines(deployments: Mapping[str, Any]) -> Iterator[str]:
             yield f"{kind} {number} of {wanted}{of_model} is ready"
         if "Error:" in status.message:
             yield f"{kind}{of_model} cannot start yet: {last_line(status.message)}"
+
+
+def awaited(deployments: Mapping[str, Any]) -> str:
+    """Return which processes are not ready yet."""
+    parts = []
+    for name, status in deployments.items():
+        kind, model = name.partition(":")[0].lower(), model_of(name)
+        wanted = sum(status.replica_states.values())
+        missing = wanted - status.replica_states.get("RUNNING", 0)
+        if missing:
+            of_model = f" of {model}" if model else ""
+            loads = ", which load the model" if kind == "replica" else ""
+            parts.append(f"{missing} of {wanted} {kind}s{of_model}{loads}")
+    return "; ".join(parts) or "Ray Serve"
 
 
 def _reason(status: Any) -> str:

@@ -58,7 +58,7 @@ async def version() -> Response:
 
 @routes.get("/v1/cluster")
 async def cluster(models: Served) -> Response:
-    """Return the replicas in the index, the queues of all routers, and the seats of sessions.
+    """Return the replicas in the index, this router's last minutes, queues, and seats.
 
     While Redis is away or slow, the replicas are those of the last answer. The queues of other
     routers are as they last reported them.
@@ -66,9 +66,11 @@ async def cluster(models: Served) -> Response:
     replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
     return JSONResponse(
         {
+            "version": versions()["kvroute"],
             "model": models.only,
             "ray_address": ray.get_runtime_context().gcs_address,
             "replicas": together(models.all, replicas),
+            "recent": [model.status.recent() for model in models.all],
             "queues": [model.status.queue() for model in models.all],
             "seats": [*chain.from_iterable(model.status.seats() for model in models.all)],
         }

@@ -25,6 +25,7 @@ from kvroute.router.observability.targets import Announcer
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.page.places import Places
 from kvroute.router.page.recent import Recent
+from kvroute.router.page.recent_answers import RecentAnswers
 from kvroute.router.page.recent_waits import RecentWaits
 from kvroute.router.placement.attempts import RequestObserver, RequestObservers
 from kvroute.router.placement.fleet import Fleet
@@ -56,6 +57,7 @@ class Telemetry:
         """
         self.recent = Recent()
         self.recent_waits = RecentWaits()
+        self.recent_answers = RecentAnswers()
         self.places = Places()
         self._router_id = router_id
         self._settings = settings
@@ -66,7 +68,7 @@ class Telemetry:
         self._lasting = lasting
         self._accounts = _accounts(settings, lasting)
         observers = (also, self._log, self._metrics, self.recent, self.recent_waits, self.places)
-        others = (self._accounts, request_spans.dispatches())
+        others = (self.recent_answers, self._accounts, request_spans.dispatches())
         self.observer = RequestObservers(*filter(None, (*observers, *others)))
 
     async def start(

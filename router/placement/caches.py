@@ -109,10 +109,22 @@ class Caches:
         Args:
             tiers: slower tiers that count besides GPU memory.
         """
+        chain, hits = self._held(token_ids, scope, tiers)
+        return {id_ for id_, blocks in hits.items() if blocks == len(chain)}
+
+    def held_tokens(
+        self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, tiers: Sequence[Tier] = ()
+    ) -> dict[str, int]:
+        """Return how many of these tokens, in full blocks, each replica holds: see `holders`."""
+        _, hits = self._held(token_ids, scope, tiers)
+        return {id_: blocks * self.block_size for id_, blocks in hits.items()}
+
+    def _held(
+        self, token_ids: TokenIds, scope: Scope, tiers: Sequence[Tier]
+    ) -> tuple[list[Fingerprint], dict[str, int]]:
         one_more = np.append(token_ids, token_ids[:1])  # makes the last block reusable
         chain = self.chain(one_more, scope)
-        hits = self.hits(chain) | (self._hits(chain, tiers) if tiers else {})
-        return {id_ for id_, blocks in hits.items() if blocks == len(chain)}
+        return chain, self.hits(chain) | (self._hits(chain, tiers) if tiers else {})
 
     def find(self, chain: Sequence[Fingerprint], now_s: float) -> Hits:
         """Return what each replica would use of a prompt's cached blocks.

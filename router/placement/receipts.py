@@ -15,15 +15,23 @@ RECEIPTS = "kvroute_receipts"  # the member of a response that has them
 
 # The reason to give when this term makes most of the difference between choice and runner-up.
 REASONS = {
-    "waiting": "{choice} has {seconds} s less prefill queued than {other}",
-    "reload": "{choice} reloads less from slower memory than {other} ({seconds} s)",
-    "memory": "{choice} has room for the prompt {seconds} s sooner than {other}",
-    "own": "{choice} computes what is new in the prompt {seconds} s sooner than {other}",
-    "copy": "{choice} holds {hits} prompt tokens and {other} {other_hits}: to compute the "
-    "difference again counts {seconds} s",
-    "lora": "{choice} has the LoRA adapter loaded, which counts {seconds} s",
-    "rotation": "it is {choice}'s turn to begin a conversation ({seconds} s)",
-    "decode": "{choice} has fewer running answers, which this prompt would slow ({seconds} s)",
+    "waiting": "{other} has {seconds} more prefill queued",
+    "reload": "{other} would wait {seconds} longer for copies from slower memory",
+    "memory": "{other} has room for the prompt {seconds} later",
+    "own": "{other} would take {seconds} longer to compute what is new in the prompt",
+    "copy": "it has {hits} of {tokens} tokens cached, and {other} has {other_hits}; computing the "
+    "difference there would take {seconds}",
+    "lora": "it has the LoRA adapter; loading it on {other} would take {seconds}",
+    "rotation": "idle replicas take turns in starting conversations, and it is the next",
+    "decode": "fewer answers run there that this prompt would slow down",
+}
+SECONDS = {  # term -> the candidate's seconds without a price
+    "waiting": "backlog_s",
+    "reload": "reload_s",
+    "memory": "memory_s",
+    "own": "own_s",
+    "copy": "copy_s",
+    "lora": "lora_s",
 }
 
 
@@ -126,11 +134,16 @@ def _reason(placement: Placement, terms: Sequence[CostTerms], policy: str) -> st
     saved_s = {name: getattr(terms[1], name) - getattr(terms[0], name) for name in REASONS}
     name, seconds = max(saved_s.items(), key=itemgetter(1))
     if seconds <= 0:
-        return "both cost the same: the one with more free KV blocks, then chance"
+        return f"{other.replica_id} costs the same; more free KV blocks decide, then chance"
+    field = SECONDS.get(name)
     return REASONS[name].format(
-        choice=choice.replica_id,
         other=other.replica_id,
-        seconds=f"{seconds:.3g}",
+        seconds=_duration(getattr(other, field) - getattr(choice, field)) if field else "",
+        tokens=placement.prompt_tokens,
         hits=choice.hit_blocks * placement.block_size,
         other_hits=other.hit_blocks * placement.block_size,
     )
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -111,9 +111,16 @@ class Catalogue:
         self, token_ids: TokenIds, namespace: str, *, tiers: Sequence[Tier] = ()
     ) -> set[str]:
         """Return the replicas that hold all of it in their caches, according to the index."""
-        shared = self.shared_tokens(token_ids) if namespace else 0
-        scope = Scope("", namespace, shared)
+        scope = self._scope(token_ids, namespace)
         return self._fleet.caches.holders(token_ids, scope, tiers=tiers)
+
+    def held_tokens(self, prefix: Prefix, *, tiers: Sequence[Tier] = ()) -> dict[str, int]:
+        """Return how many of the prefix's tokens each replica holds, according to the index."""
+        scope = self._scope(prefix.token_ids, prefix.namespace)
+        return self._fleet.caches.held_tokens(prefix.token_ids, scope, tiers=tiers)
+
+    def _scope(self, token_ids: TokenIds, namespace: str) -> Scope:
+        return Scope("", namespace, self.shared_tokens(token_ids) if namespace else 0)
 
     def get(self, id_: str) -> Prefix | None:
         """Return the newest version that is warm on all its replicas, else the newest."""

@@ -206,6 +206,13 @@ class Declarations:
         )
         return [record for record in warm if _is_held(prefix, record) or record.id in holders]
 
+    def _computed_tokens(self, prefix: Prefix, assigned: Records, warm: Records) -> int:
+        """Return how many tokens of the prefix its replicas have computed, all together."""
+        each = prefix.full_tokens(self._block_size)
+        missing = {record.id for record in assigned} - {record.id for record in warm}
+        held = self._catalogue.held_tokens(prefix, tiers=up_to(prefix.tier)) if missing else {}
+        return each * len(warm) + sum(min(each, held.get(id_, 0)) for id_ in missing)
+
     def _pinned_blocks(self, records: Records, tier: Tier) -> Counter[str]:
         """Return the blocks that each replica has to pin; blocks of two prefixes count twice."""
         taken = Counter[str]()
@@ -244,6 +251,7 @@ class Declarations:
             "replicas": prefix.replicas or "all",
             "assigned_to": [record.id for record in assigned],
             "warm_on": [record.id for record in warm],
+            "computed_tokens": self._computed_tokens(prefix, assigned, warm),
             "pinned": bool(warm) and _pinned(prefix, warm),
             "hits": hits,
             "tokens_saved": tokens_saved,

@@ -100,6 +100,16 @@ class Status:
         recent = self._parts.telemetry.recent_waits.as_json()
         return {"model": self._model, **now, "recent": recent}
 
+    def recent(self) -> dict[str, Any]:
+        """Return this router's requests of the last minutes: rate, cache hits, first tokens."""
+        sums = self.recent_sums()
+        return {
+            "model": self._model,
+            **self._parts.telemetry.recent_answers.as_json(),
+            "prompt_tokens": sum(each.prompt_tokens for each in sums),
+            "cached_tokens": sum(each.hit_tokens for each in sums),
+        }
+
     def seats(self) -> list[dict[str, Any]]:
         """Return the state of the sessions' seats; nothing where sessions need none."""
         if self._parts.seats is None:

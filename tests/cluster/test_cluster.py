@@ -320,5 +320,5 @@ def test_a_request_gets_a_receipt_when_it_asks_for_one(client: OpenAI, stream: b
 def test_explain_prints_what_tipped_the_scales(simulated_cluster: Cluster) -> None:
     command = [*KVROUTE, "explain", "Hello", "--url", simulated_cluster.url]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "hit_tokens" in shown
-    assert "reusable blocks" in shown
+    assert shown.startswith("Goes to ")
+    assert "prefill" in shown

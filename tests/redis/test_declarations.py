@@ -96,6 +96,7 @@ async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -
         "replicas": 1,
         "assigned_to": [holder],
         "warm_on": [],
+        "computed_tokens": 0,
         "pinned": False,
         "hits": 0,
         "tokens_saved": 0,
@@ -112,6 +113,18 @@ async def test_what_is_warm_and_pinned_is_what_replicas_say(
     see(fleet, a={"law@1": Warm(4, True)}, b={"law@1": Warm(3, True)})
     shown = await declarations.get("law")
     assert (shown["warm_on"], shown["pinned"]) == (["a"], True)
+
+
+async def test_progress_is_the_tokens_that_replicas_have_computed(
+    declarations: Declarations, catalogue: Catalogue, fleet: Fleet
+) -> None:
+    await declare(declarations, "law", 18)
+    see(fleet, a={"law@1": Warm(4, True)}, b={})
+    assert (await declarations.get("law"))["computed_tokens"] == 16
+    prefix = await catalogue.named("task_id", "law")
+    fleet.mirror.join("b")
+    fleet.mirror.add("b", fleet.caches.chain(prefix.token_ids)[:2])
+    assert (await declarations.get("law"))["computed_tokens"] == 16 + 8
 
 
 async def test_what_is_not_pinned_is_warm_for_as_long_as_the_index_knows_it(

@@ -5,9 +5,8 @@ from typing import get_args
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
-from typer.testing import CliRunner
 
-from kvroute import cli
+from kvroute.command.status import queued
 from kvroute.contract.messages import Waiting
 from kvroute.doctor import load_checks
 from kvroute.doctor.checks import Check
@@ -192,14 +191,13 @@ def test_the_doctor_explains_every_reason_of_a_refusal() -> None:
 # `kvroute status`.
 
 
-def test_status_shows_waiting_requests_if_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_waiting_requests_if_there_are_any() -> None:
     def status_text(queue: Queue[None]) -> str:
         report = {"model": "m", **waiting.as_json(queue, 104.0)}
-        monkeypatch.setattr(cli, "call", lambda *_: {"replicas": [], "queues": [report]})
-        return CliRunner().invoke(cli.app, ["status"], env={"COLUMNS": "200"}).output
+        return queued(report)
 
-    assert "for m wait" not in status_text(Queue(lambda: 1.0))
-    assert (
-        "10 requests for m wait for a replica with room: 11.5 s of prefill, 3 of them in the "
-        "router that answered, the oldest for 14.0 s"
-    ) in status_text(filled())
+    assert status_text(Queue(lambda: 1.0)) == "no request waits for a replica"
+    assert status_text(filled()) == (
+        "10 requests wait for a replica, with 11.5 s of prefill; 3 of them at the router that "
+        "answered, the oldest for 14.0 s"
+    )

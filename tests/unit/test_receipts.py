@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, TierBlocks
-from kvroute.command.explain import _summary
+from kvroute.command.explain import sentences
 from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, rank
@@ -31,12 +31,12 @@ def placement(*candidates: Candidate) -> Placement:
 @pytest.mark.parametrize(
     ("loser", "reason"),
     [
-        ({"backlog_s": 2.0}, "choice has 2 s less prefill queued than other"),
-        ({"reload_s": 0.5}, "choice reloads less from slower memory than other (0.5 s)"),
-        ({"copy_s": 0.5}, "choice holds 0 prompt tokens and other 0: to compute"),
-        ({"memory_s": 0.5}, "choice has room for the prompt 0.5 s sooner than other"),
-        ({"decode_step_s": 0.01}, "choice has fewer running answers"),
-        ({"free_blocks": -1}, "both cost the same"),
+        ({"backlog_s": 2.0}, "other has 2 s more prefill queued"),
+        ({"reload_s": 0.5}, "other would wait 500 ms longer for copies from slower memory"),
+        ({"copy_s": 0.5}, "it has 0 of 700 tokens cached, and other has 0; computing the"),
+        ({"memory_s": 0.5}, "other has room for the prompt 500 ms later"),
+        ({"decode_step_s": 0.01}, "fewer answers run there"),
+        ({"free_blocks": -1}, "other costs the same"),
     ],
 )
 def test_the_reason_is_the_term_that_told_choice_and_runner_up_apart(
@@ -78,10 +78,11 @@ def test_a_receipt_says_nothing_of_host_memory_where_no_replica_reloads_anything
 
 def test_explain_says_what_is_reloaded_where_something_is() -> None:
     warm = replica("warm", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
-    found = _summary(receipt(placement(warm), policy="kvroute"))
-    assert "240 tokens in host memory, reload 0.25 s" in found
+    found = " ".join(sentences(receipt(placement(warm), policy="kvroute")))
+    assert "It has 240 tokens in host memory; copying them takes 250 ms." in found
     plain = replica("plain", hit_blocks=20)
-    assert "host memory" not in _summary(receipt(placement(plain), policy="kvroute"))
+    found = " ".join(sentences(receipt(placement(plain), policy="kvroute")))
+    assert "host memory" not in found
 
 
 def test_a_policy_without_costs_has_none_on_its_receipt() -> None:

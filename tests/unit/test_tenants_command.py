@@ -41,11 +41,10 @@ def printed(*options: str) -> str:
 
 
 def test_the_table_has_sums_and_shares(served: dict[str, Any]) -> None:
-    head, first, second = (line for line in printed().splitlines() if "┃" in line or "│" in line)
-    assert "model" not in head
-    cells = [cell.strip() for cell in first.strip("│").split("│")]
-    assert cells == ["acme", "4", "2,000", "75.0%", "60", "1,001.5", "4.2"]
-    assert [cell.strip() for cell in second.strip("│").split("│")][:4] == ["idle", "1", "0", "0.0%"]
+    *head, first, second, _period = printed().splitlines()
+    assert "model" not in "".join(head)
+    assert first.split() == ["acme", "4", "2,000", "75.0%", "60", "1,001.5", "4.2"]
+    assert second.split()[:4] == ["idle", "1", "0", "0.0%"]
     assert "2026-11-01 to 2026-11-23" in printed()
 
 

@@ -88,6 +88,16 @@ class Options(ModelOptions):
         Literal["text", "json"],
         Option(LOGS, "Format of routers' and replicas' logs. json: one object per line."),
     ] = "text"
+    log_dir: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            LOGS,
+            "Folder that keeps the logs of the last run after kvroute serve has stopped.",
+            example="logs",
+            default="~/.local/state/kvroute",
+        ),
+    ] = None
     start_timeout_s: Annotated[
         float, Field(gt=0), Option(CLUSTER, "Timeout in seconds for the start of the cluster.")
     ] = 600.0

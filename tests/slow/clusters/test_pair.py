@@ -90,7 +90,7 @@ def test_a_chat_whose_system_message_has_a_new_id_each_turn_is_told_where_it_bre
     command = [*KVROUTE, "explain", "--body", str(file), "--url", pair.url]
     for _ in range(2):  # to ask changes nothing
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        assert f"the chat changed at token {later[0]['token']} (message 0, system)" in done.stdout
+        assert f"The chat changed at token {later[0]['token']} (message 0, system)" in done.stdout
 
 
 def test_two_clusters_on_one_computer_share_no_port(

@@ -1,0 +1,41 @@
+"""The command `kvroute scale`."""
+
+from typing import Annotated
+
+import typer
+
+from kvroute.client import FIND, Model, Url, call, fail
+
+
+def scale(
+    replicas: Annotated[
+        int, typer.Argument(metavar="REPLICAS", help="The new number of replicas.")
+    ],
+    model: Model = None,
+    url: Url = FIND,
+) -> None:
+    """Add replicas to a running cluster, or remove some. No request is lost."""
+    from kvroute.command.scale import ScaleError
+    from kvroute.command.scale import scale as scale_to
+    from kvroute.local.progress import Progress
+
+    if replicas < 1:
+        fail(f"REPLICAS is {replicas}; at least 1 must run. To stop all, end kvroute serve")
+    try:
+        address = call("GET", url, "/v1/cluster")["ray_address"]
+        scale_to(replicas, _scaled_model(model, url), address, Progress())
+    except ScaleError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("stopped waiting; the cluster continues to scale")
+
+
+def _scaled_model(model: str | None, url: str) -> str | None:
+    """Return the model whose replicas are scaled; None if the cluster has only one model."""
+    cards = call("GET", url, "/v1/models")["data"]
+    served = [card["id"] for card in cards if card["parent"] is None]  # adapters have one
+    if len(served) > 1 and model is None:
+        fail(f"the cluster serves several models; set --model to one of {', '.join(served)}")
+    if model not in (None, *served):
+        fail(f"--model is {model!r}; expected one of {', '.join(served)}")
+    return model if len(served) > 1 else None

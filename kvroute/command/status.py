@@ -1,0 +1,98 @@
+"""The command `kvroute status`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvroute.client import FIND, Url, call
+from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
+from kvroute.doctor.seat_checks import seated
+
+Facts = dict[str, Any]  # of GET /v1/cluster, or a part of it
+
+
+def status(url: Url = FIND) -> None:
+    """Show a running cluster: cache hits, times to first token, queues and replicas."""
+    cluster, console = call("GET", url, "/v1/cluster"), plain_console()
+    version = cluster.get("version")
+    console.print(f"{url}: kvroute {version}" if version else url, soft_wrap=True)
+    models = dict.fromkeys(part["model"] for part in (*cluster["queues"], *cluster["replicas"]))
+    for model in models:
+        console.print()
+        print_lines([*_lines(model, cluster)])
+        console.print()
+        print_table(*_replicas(_of(model, cluster, "replicas")))
+
+
+def _of(model: str, cluster: Facts, part: str) -> list[Facts]:
+    return [entry for entry in cluster.get(part, ()) if entry["model"] == model]
+
+
+def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
+    yield "model", model
+    for recent in _of(model, cluster, "recent"):
+        yield from _recent(recent)
+    for queue in _of(model, cluster, "queues"):
+        yield "queue", queued(queue)
+    for seats in _of(model, cluster, "seats"):
+        limited = seats["is_limited"]
+        yield (
+            "seats",
+            seated(seats) if limited else f"no limit; {seats['sessions']:,} active sessions",
+        )
+    replicas = _of(model, cluster, "replicas")
+    if parsers := {*map(_parsers, replicas)} - {""}:
+        yield "parsers", "; ".join(sorted(parsers))
+    for replica in replicas:
+        if reason := replica["degraded"]:
+            yield "DEGRADED", f"the cache of {replica['id']} is ignored: {reason}"
+
+
+def _recent(recent: Facts) -> Iterator[tuple[str, str]]:
+    """Yield lines about the last minutes' requests of the router that answered."""
+    period = f"in the last {recent['window_s'] / 60:.0f} minutes, at the router that answered"
+    if recent["window_s"] < 90:
+        period = f"in the last {recent['window_s']:.0f} s, at the router that answered"
+    yield "requests", f"{recent['requests_per_s']:,.2f}/s {period}"
+    if tokens := recent["prompt_tokens"]:
+        share = recent["cached_tokens"] / tokens
+        yield "hit share", f"{share:.1%} of {tokens:,} prompt tokens came from the cache"
+    if recent["ttft_p50_s"] is not None:
+        p50, p90 = seconds(recent["ttft_p50_s"]), seconds(recent["ttft_p90_s"])
+        yield "first token", f"after {p50} (p50), {p90} (p90)"
+
+
+def queued(queue: Facts) -> str:
+    """Return how many requests wait for a replica, and for how long."""
+    everywhere = queue["all_routers"]
+    if not everywhere["requests"]:
+        return "no request waits for a replica"
+    return (
+        f"{everywhere['requests']:,} requests wait for a replica, with "
+        f"{everywhere['prefill_s']:.1f} s of prefill; {queue['requests']:,} of them at the router "
+        f"that answered, the oldest for {queue['oldest_s']:.1f} s"
+    )
+
+
+def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
+    columns = [
+        *(Column("replica"), Column("node"), number("cached\nblocks"), number("of\nblocks")),
+        *(number("running\nrequests"), number("waiting\nrequests")),
+    ]
+    rows = [
+        [
+            replica["id"],
+            replica["node"],
+            "?" if replica["blocks"] is None else f"{replica['blocks']:,}",
+            f"{replica['capacity_blocks'] + replica.get('host', {}).get('blocks', 0):,}",
+            f"{replica['running']:,}",
+            f"{replica['waiting']:,}",
+        ]
+        for replica in replicas
+    ]
+    return columns, rows
+
+
+def _parsers(replica: Facts) -> str:
+    """Return vLLM's parsers for the replica's model, or ""."""
+    parsers = {"tool calls": replica["tool_parser"], "reasoning": replica["reasoning_parser"]}
+    return ", ".join(f"{parser} for {part}" for part, parser in parsers.items() if parser)
