@@ -107,7 +107,7 @@ class ToldLinks:
     def told_ranks(self, replica_id: str) -> tuple[str, ...]:
         return self.by_replica.get(replica_id, ())
 
-    def heard(self, replica_id: str) -> int:
+    def received_messages(self, replica_id: str) -> int:
         return self.messages
 
     def owed(self, replica_id: str) -> int:

@@ -140,7 +140,7 @@ def test_a_receipt_shows_the_adapter_and_what_loading_it_would_cost() -> None:
         "b": 0.0,
         "c": 2.0,
     }
-    assert shown["reason"] == "b has the LoRA adapter loaded, which counts 2 s"
+    assert shown["reason"] == "it has the LoRA adapter; loading it on c would take 2 s"
 
 
 def test_the_least_recently_used_adapter_leaves_a_full_memory() -> None:

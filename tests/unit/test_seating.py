@@ -61,7 +61,7 @@ class Line:
         chain.extend(Fingerprint(1000 * session + len(chain) + each) for each in range(blocks))
         tokens = BLOCK * len(chain) + 1
         placement = self.fleet.place_chain(chain, tokens, [REPLICA], self.now_s)
-        said = more.pop("said", SessionHints(session))
+        said = more.pop("hints", SessionHints(session))
         retention = self.fleet.retention(placement, said)
         context = RequestContext(self.now_s, hints=said, retention=retention)
         context = replace(context, **more)
