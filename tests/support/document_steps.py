@@ -21,7 +21,7 @@ from tests.support.documents import (
 )
 from tests.support.serving import KVROUTE, Cluster
 
-LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml"}
+LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml", "diff", "mermaid"}
 CURL = f"curl {ADDRESS}"
 
 ITS_OWN = "starts a cluster of its own"
