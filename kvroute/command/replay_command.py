@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvroute.client import fail
 from kvroute.command.tables import Column, number, print_sentence, print_table
 from kvroute.replay.hardware.profiles import (
     DEFAULT_ENGINE,
@@ -210,8 +211,7 @@ def replay(
         else:
             _show(arrivals.requests, runs)
     except (OSError, TraceError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
 
 
 def _described(cluster: "Cluster", engine: str) -> str:

@@ -29,7 +29,8 @@ class Progress:
         self._console.print(text, style=style)
 
     def fail(self, text: str) -> None:
-        self._console.print(text, style="red")
+        """Print an error. On a terminal its lines end between words."""
+        self._console.print(text, style="red", soft_wrap=not self._console.is_terminal)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
