@@ -1,6 +1,9 @@
 """HTTP calls of the commands to a running cluster."""
 
 import os
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,6 +99,10 @@ def has_several_models(rows: Iterable[dict[str, Any]]) -> bool:
 
 
 def fail(message: str) -> Any:
+    """Print an error and end the command. On a terminal its lines end between words."""
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        message = textwrap.fill(message, columns, break_long_words=False, break_on_hyphens=False)
     typer.secho(message, fg="red", err=True)
     raise typer.Exit(1)
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.tables import Column, number, print_table
+from kvroute.command.tables import Column, number, print_sentence, print_table
 
 POLL_S = 0.3  # seconds between two queries of a prefix's state
 WARM_S = 600.0  # seconds after which the command stops waiting for a prefix to be warm
@@ -83,9 +83,9 @@ def add(
     prefix = _call("POST", url, json=declaration)
     if wait:
         prefix = _until_warm(prefix, url, model)
-    typer.echo(
-        f"{id}: version {prefix['version']}, {prefix['tokens']} tokens, {prefix['full_blocks']} "
-        f"full blocks and {prefix['partial_tokens']} tokens; warm on {_warm(prefix)} replicas"
+    print_sentence(
+        f"{id}: version {prefix['version']}, {prefix['tokens']:,} tokens "
+        f"({prefix['full_blocks']:,} full blocks), warm on {_warm(prefix)} replicas"
     )
 
 

@@ -1,11 +1,15 @@
 """The command `kvroute replay`."""
 
 import json
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvroute.client import fail
+from kvroute.command.tables import Column, number, print_sentence, print_table
 from kvroute.replay.hardware.profiles import (
     DEFAULT_ENGINE,
     PROFILES,
@@ -17,20 +21,40 @@ from kvroute.replay.policies.names import POLICY_NAMES
 from kvroute.replay.workload.pace import Pace
 
 if TYPE_CHECKING:
+    from kvroute.replay.compare import PolicyRun
+    from kvroute.replay.simulate import Cluster
     from kvroute.replay.workload.sessions import Ends
+    from kvroute.replay.workload.trace import Request
 
 DEFAULT_LOAD = 0.8
+DEFAULT_POLICY = "kvroute"
+DEFAULT_REPLICAS = 16
+EXAMPLE = Path(str(files("kvroute.replay"))) / "example.jsonl"  # tests/support/traces.py makes it
+EXAMPLE_POLICIES = "kvroute,llm-d,round-robin"
+EXAMPLE_REPLICAS = 4
+EXAMPLE_KV_TOKENS = 60_000
 
 
 def replay(
     trace: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="TRACE",
             help="File of requests in Mooncake's format (JSON lines), or a folder of request logs.",
         ),
-    ],
-    replicas: Annotated[int, typer.Option(min=1, help="Number of modelled replicas.")] = 16,
+    ] = None,
+    example: Annotated[
+        bool,
+        typer.Option(
+            "--example",
+            help="Replay a small trace that comes with kvroute: chats with shared system prompts, "
+            f"on {EXAMPLE_REPLICAS} replicas, under the policies {EXAMPLE_POLICIES}.",
+        ),
+    ] = False,
+    replicas: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Number of modelled replicas (default: {DEFAULT_REPLICAS})."),
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(
@@ -85,12 +109,13 @@ def replay(
         ),
     ] = None,
     policy: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAMES",
-            help=f"Policies to compare, separated by commas: {', '.join(POLICY_NAMES)}; or all.",
+            help=f"Policies to compare, separated by commas: {', '.join(POLICY_NAMES)}; or all "
+            f"(default: {DEFAULT_POLICY}).",
         ),
-    ] = "kvroute",
+    ] = None,
     routers: Annotated[int, typer.Option(min=1, help="Routers, each with its own view.")] = 1,
     index_delay_ms: Annotated[
         float, typer.Option(min=0, help="Time from caching a block until routers know it.")
@@ -134,19 +159,20 @@ def replay(
     from rich.progress import Progress
 
     from kvroute.replay.compare import compare, saturation_rps
-    from kvroute.replay.report import tables
     from kvroute.replay.simulate import Cluster
     from kvroute.replay.workload.arrivals import arrivals_at
     from kvroute.replay.workload.sessions import with_ends
     from kvroute.replay.workload.trace import TraceError, read, unnamed
 
+    if (trace is None) is not example:
+        raise typer.BadParameter("name either a TRACE or --example")
     pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
-    names = _names(policy)
+    names = _names(policy or (EXAMPLE_POLICIES if example else DEFAULT_POLICY))
     profile = _profile(engine)
     ends = _ends(session_ends)
     cluster = Cluster(
-        replicas,
-        kv_tokens or profile.kv_tokens,
+        replicas or (EXAMPLE_REPLICAS if example else DEFAULT_REPLICAS),
+        kv_tokens or (EXAMPLE_KV_TOKENS if example else profile.kv_tokens),
         routers,
         index_delay_ms / 1000,
         share_delay_ms / 1000,
@@ -158,7 +184,7 @@ def replay(
     )
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        recorded = read(trace, limit=limit, seed=seed, model=model)
+        recorded = read(trace or EXAMPLE, limit=limit, seed=seed, model=model)
         if own := unnamed(recorded):
             notes.print(own)
         if ends is not None:
@@ -166,12 +192,11 @@ def replay(
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
 
             def saturation() -> float:
-                rate = saturation_rps(recorded, cluster, seed=seed, progress=progress, jobs=jobs)
-                notes.print(f"saturation: {rate:.2f} requests/s")
-                return rate
+                return saturation_rps(recorded, cluster, seed=seed, progress=progress, jobs=jobs)
 
             arrivals = arrivals_at(pace, recorded, cluster.engine, saturation)
-            notes.print(f"arrivals: {arrivals.summary}")
+            modelled = f"{_described(cluster, engine)}; {len(recorded):,} requests"
+            print_sentence(f"{modelled}, {arrivals.summary}", err=as_json)
             runs = compare(
                 names,
                 arrivals.requests,
@@ -181,16 +206,47 @@ def replay(
                 loop=arrivals.loop,
                 jobs=jobs,
             )
-        summaries = [run.summary for run in runs]
         if as_json:
-            typer.echo(json.dumps([summary.row() for summary in summaries], indent=2))
+            typer.echo(json.dumps([run.summary.row() for run in runs], indent=2))
         else:
-            for shown in tables(summaries):
-                Console().print(shown)
-                Console().print()
+            _show(arrivals.requests, runs)
     except (OSError, TraceError) as error:
-        typer.secho(str(error), fg="red", err=True)
-        raise typer.Exit(1) from None
+        fail(str(error))
+
+
+def _described(cluster: "Cluster", engine: str) -> str:
+    """Return what is modelled."""
+    parts = [f"{cluster.replicas} x {engine}, {cluster.kv_tokens:,} tokens of KV cache each"]
+    if cluster.host_tokens:
+        parts.append(f"{cluster.host_tokens:,} tokens of host memory each")
+    if cluster.routers > 1:
+        parts.append(f"{cluster.routers} routers")
+    if cluster.slow_share:
+        slow = f"{cluster.slow_share:.0%} of the replicas at {cluster.slow_speed:.0%} of the speed"
+        parts.append(slow)
+    return ", ".join(parts)
+
+
+def _show(requests: "Sequence[Request]", runs: "Sequence[PolicyRun]") -> None:
+    """Print the tables, and what their marks mean."""
+    from kvroute.replay.noise import sample, ties
+    from kvroute.replay.report import BEST, NOISE, measured_part, tables
+
+    measured = measured_part(requests)
+    samples = {run.summary.policy: sample(requests, run.outcome, measured) for run in runs}
+    tied = ties(samples)
+    for table in tables([run.summary for run in runs], tied):
+        typer.echo()
+        first, *others = table.headings
+        print_table([Column(first), *map(number, others)], table.rows)
+    if len(runs) > 1:
+        typer.echo()
+        print_sentence(f"{BEST} is the best value.")
+    if any(tied.values()):
+        print_sentence(
+            f"WARNING: the difference between {NOISE} and {BEST} is within noise. A longer trace "
+            "or the mean of several --seed tells them apart."
+        )
 
 
 def _pace(

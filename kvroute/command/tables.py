@@ -35,9 +35,9 @@ class Column(NamedTuple):
         return max(map(cell_len, parts), default=0)
 
 
-def plain_console() -> Console:
+def plain_console(*, err: bool = False) -> Console:
     """Return a console that prints names as they are, also those with brackets or colons."""
-    return Console(highlight=False, markup=False, emoji=False)
+    return Console(highlight=False, markup=False, emoji=False, stderr=err)
 
 
 def number(heading: str) -> Column:
@@ -92,9 +92,14 @@ def print_lines(lines: Sequence[tuple[str, Cell]], *, with_gap: bool = False) ->
             console.print(label + Text(part, style), soft_wrap=True)
 
 
-def print_sentence(text: str) -> None:
-    """Print a sentence in lines that end between words."""
-    console = plain_console()
+def print_sentence(text: str, *, err: bool = False) -> None:
+    """Print a sentence in lines that end between words.
+
+    Args:
+        text: The sentence.
+        err: Print it to standard error.
+    """
+    console = plain_console(err=err)
     for line in _wrapped(text, console.width):
         console.print(line, soft_wrap=True)
 

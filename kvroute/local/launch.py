@@ -121,7 +121,8 @@ def _start(
     running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
     running.callback(fail_health_checks, folder)
     running.enter_context(listed(url))
-    progress.say(f"logs: {logs_in(folder)}/serve (after the stop: {kept_logs(settings)})")
+    progress.say(f"logs: {logs_in(folder)}/serve")
+    progress.say(f"logs after the stop: {kept_logs(settings)}")
     _report(models, health, progress)
     for line in first_steps(url, models[0].served_model_name, settings):
         progress.say(line)

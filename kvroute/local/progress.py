@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import rich.progress
 from rich.console import Console
+from rich.text import Text
 
 REMIND_S = 30.0  # seconds between two lines about the same wait, where no line can move
 
@@ -22,14 +23,15 @@ class Progress:
         self._started = time.monotonic()
 
     def step(self, text: str) -> None:
-        self._console.print(f"{time.monotonic() - self._started:6.1f} s  ", style="dim", end="")
-        self._console.print(text)
+        elapsed = f"{time.monotonic() - self._started:6.1f} s  "
+        self._console.print(Text.assemble((elapsed, "dim"), text))
 
     def say(self, text: str, style: str = "") -> None:
         self._console.print(text, style=style)
 
     def fail(self, text: str) -> None:
-        self._console.print(text, style="red")
+        """Print an error. On a terminal its lines end between words."""
+        self._console.print(text, style="red", soft_wrap=not self._console.is_terminal)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:

@@ -1,12 +1,12 @@
 """A replay's results for a policy: hits, latencies, throughput and balance."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.table import Table
 
 from kvroute.replay.session_times import SessionTimes, session_times
 from kvroute.replay.simulate import Outcome
@@ -16,48 +16,61 @@ from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 WARM_UP = 10  # one request in WARM_UP, the first ones, fills the caches and is not measured
 SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the prompt sizes, in tokens
 
-Column = tuple[str, str, str]  # heading, field of Summary, format
+BEST, NOISE = "*", "~"  # marks of the best value, and of values whose difference to it is noise
+HIGH, LOW = 1, -1  # whether the highest or the lowest value is the best
+
 Floats = NDArray[np.float64]
 
+
+class Column(NamedTuple):
+    """A column of the report. Its heading has the unit, and may have two lines."""
+
+    heading: str
+    field: str  # of Summary
+    form: str = "{}"
+    best: int = 0  # HIGH or LOW; 0: neither is better
+
+
+POLICY = Column("policy", "policy")
 COLUMNS: Sequence[Column] = (
-    ("policy", "policy", "{}"),
-    ("hits", "hit_share", "{:.3f}"),
-    ("of ideal", "ideal_share", "{:.1%}"),
-    ("TTFT p50", "ttft_p50_s", "{:.2f}"),
-    ("p90", "ttft_p90_s", "{:.2f}"),
-    ("p99", "ttft_p99_s", "{:.2f}"),
-    ("TPOT p90", "tpot_p90_ms", "{:.0f}"),
-    ("req/s", "throughput_rps", "{:.1f}"),
-    ("tokens/s", "prompt_tokens_per_s", "{:,.0f}"),
+    POLICY,
+    Column("hit\nshare", "hit_share", "{:.3f}", HIGH),
+    Column("of\nideal", "ideal_share", "{:.1%}", HIGH),
+    Column("TTFT\np50, s", "ttft_p50_s", "{:.2f}", LOW),
+    Column("TTFT\np90, s", "ttft_p90_s", "{:.2f}", LOW),
+    Column("TTFT\np99, s", "ttft_p99_s", "{:.2f}", LOW),
+    Column("TPOT\np90, ms", "tpot_p90_ms", "{:.0f}", LOW),
+    Column("requests\n/s", "throughput_rps", "{:.1f}", HIGH),
+    Column("prompt\ntokens/s", "prompt_tokens_per_s", "{:,.0f}", HIGH),
 )
 SESSION_COLUMNS: Sequence[Column] = (
-    ("policy", "policy", "{}"),
-    ("session mean, s", "session_mean_s", "{:.1f}"),
-    ("p50", "session_p50_s", "{:.1f}"),
-    ("p90", "session_p90_s", "{:.1f}"),
-    ("90% done, s", "most_sessions_s", "{:.1f}"),
-    ("turns/min", "turns_per_min", "{:.1f}"),
+    POLICY,
+    Column("session\nmean, s", "session_mean_s", "{:.1f}", LOW),
+    Column("session\np50, s", "session_p50_s", "{:.1f}", LOW),
+    Column("session\np90, s", "session_p90_s", "{:.1f}", LOW),
+    Column("90% done\nafter, s", "most_sessions_s", "{:.1f}", LOW),
+    Column("turns\n/min", "turns_per_min", "{:.1f}", HIGH),
 )
 SLOWDOWN_COLUMNS: Sequence[Column] = (
-    ("policy", "policy", "{}"),
-    ("slowdown p50", "slowdown_p50", "{:.2f}"),
-    ("p90", "slowdown_p90", "{:.2f}"),
-    ("p99", "slowdown_p99", "{:.2f}"),
+    POLICY,
+    Column("slowdown\np50", "slowdown_p50", "{:.2f}", LOW),
+    Column("slowdown\np90", "slowdown_p90", "{:.2f}", LOW),
+    Column("slowdown\np99", "slowdown_p99", "{:.2f}", LOW),
 )
 MORE_COLUMNS: Sequence[Column] = (
-    ("policy", "policy", "{}"),
-    ("imbalance", "imbalance", "{:.2f}"),
-    ("TTFT p90 under 4k", "ttft_p90_under_4k_s", "{:.2f}"),
-    ("4k-16k", "ttft_p90_4k_16k_s", "{:.2f}"),
-    ("16k-48k", "ttft_p90_16k_48k_s", "{:.2f}"),
-    ("over 48k tokens", "ttft_p90_over_48k_s", "{:.2f}"),
+    POLICY,
+    Column("busiest replica\n/ mean", "imbalance", "{:.2f}", LOW),
+    Column("TTFT p90, s\nunder 4k", "ttft_p90_under_4k_s", "{:.2f}", LOW),
+    Column("TTFT p90, s\n4k to 16k", "ttft_p90_4k_16k_s", "{:.2f}", LOW),
+    Column("TTFT p90, s\n16k to 48k", "ttft_p90_16k_48k_s", "{:.2f}", LOW),
+    Column("TTFT p90, s\nover 48k", "ttft_p90_over_48k_s", "{:.2f}", LOW),
 )
 HOST_COLUMNS: Sequence[Column] = (
-    ("policy", "policy", "{}"),
-    ("hits in GPU memory", "gpu_hit_share", "{:.3f}"),
-    ("in host memory", "host_hit_share", "{:.3f}"),
-    ("reloads, s", "reload_s", "{:.1f}"),
-    ("wait for one, ms", "reload_wait_ms", "{:.0f}"),
+    POLICY,
+    Column("hit share\nin GPU memory", "gpu_hit_share", "{:.3f}"),
+    Column("hit share\nin host memory", "host_hit_share", "{:.3f}"),
+    Column("reloads\nin all, s", "reload_s", "{:.1f}"),
+    Column("wait for\na reload, ms", "reload_wait_ms", "{:.0f}", LOW),
 )
 
 
@@ -91,10 +104,15 @@ class Summary:
         return row | times
 
 
+def measured_part(requests: Sequence[Request]) -> slice:
+    """Return the requests that are measured: all but the first ones, which fill the caches."""
+    return slice(len(requests) // WARM_UP, None)
+
+
 def summarise(
     policy: str, requests: Sequence[Request], outcome: Outcome, loop: Loop = OPEN_LOOP
 ) -> Summary:
-    measured = slice(len(requests) // WARM_UP, None)
+    measured = measured_part(requests)
     input_tokens = np.array([request.input_tokens for request in requests], dtype=float)
     hit_tokens = sum(outcome.hit_tokens[measured])
     reloaded_tokens = sum(outcome.reloaded_tokens[measured])
@@ -125,34 +143,62 @@ def summarise(
     )
 
 
-def tables(summaries: Sequence[Summary]) -> Iterator[Table]:
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A table of the report. The first column has the policies, all others have numbers."""
+
+    headings: list[str]
+    rows: list[list[str]]
+
+
+def tables(
+    summaries: Sequence[Summary], ties: Mapping[str, Collection[str]] | None = None
+) -> Iterator[ReportTable]:
     """Yield the tables with the results.
 
     The first is about requests. In a closed loop, tables about sessions follow. Then come balance
     and TTFT by prompt size, and, if host memory was used, hits by tier.
+
+    Args:
+        summaries: The results of each policy.
+        ties: Field of Summary -> policies whose difference to the best one is noise.
     """
-    yield _table(summaries, COLUMNS)
+    ties = ties or {}
+    yield _table(summaries, COLUMNS, ties)
     if any(summary.session_times.sessions for summary in summaries):
-        yield _table(summaries, SESSION_COLUMNS)
-        yield _table(summaries, SLOWDOWN_COLUMNS)
-    yield _table(summaries, MORE_COLUMNS)
+        yield _table(summaries, SESSION_COLUMNS, ties)
+        yield _table(summaries, SLOWDOWN_COLUMNS, ties)
+    yield _table(summaries, MORE_COLUMNS, ties)
     if any(summary.reload_s for summary in summaries):
-        yield _table(summaries, HOST_COLUMNS)
+        yield _table(summaries, HOST_COLUMNS, ties)
 
 
-def _table(summaries: Sequence[Summary], columns: Sequence[Column]) -> Table:
-    shown = Table(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    for heading, name, _ in columns:
-        shown.add_column(heading, justify="left" if name == "policy" else "right", no_wrap=True)
-    for summary in summaries:
-        row = summary.row()
-        shown.add_row(
-            *("-" if row[name] is None else form.format(row[name]) for _, name, form in columns)
-        )
-    return shown
+def _table(
+    summaries: Sequence[Summary], columns: Sequence[Column], ties: Mapping[str, Collection[str]]
+) -> ReportTable:
+    rows = [summary.row() for summary in summaries]
+    cells = [_cells(column, rows, ties.get(column.field, ())) for column in columns]
+    return ReportTable(
+        [column.heading for column in columns], [[*row] for row in zip(*cells, strict=True)]
+    )
 
 
-_SIZE_FIELDS = [name for _, name, _ in MORE_COLUMNS[2:]]
+def _cells(
+    column: Column, rows: Sequence[Mapping[str, Any]], tied: Collection[str]
+) -> Iterator[str]:
+    """Yield a column's cells. With several policies, BEST marks the best value, NOISE its ties."""
+    values = [row[column.field] for row in rows]
+    texts = ["-" if value is None else column.form.format(value) for value in values]
+    known = [value for value in values if value is not None]
+    best = ""
+    if column.best and len(rows) > 1 and len(known) > 0:
+        best = texts[values.index(max(known, key=lambda value: column.best * float(value)))]
+    for text, row in zip(texts, rows, strict=True):
+        mark = BEST if text == best else NOISE if row["policy"] in tied else ""
+        yield f"{mark}{text}"
+
+
+_SIZE_FIELDS = [column.field for column in MORE_COLUMNS[2:]]
 
 
 def _p90_by_size_s(input_tokens: Floats, ttft_s: Floats) -> list[float | None]:

@@ -197,10 +197,29 @@ def _together(traces: Sequence[Sequence[Request]], span_s: float) -> list[Reques
     )
 
 
+def example(seed: int, *, talks: int = 150) -> list[Request]:
+    """Make the trace of `kvroute replay --example`: chats of five applications, each with a system
+    prompt of its own."""
+    rng, fresh = random.Random(seed), count(1)
+    systems = [Text(fresh).add(_size(rng, 3000, most=8000)) for _ in range(5)]
+    requests = []
+    for number in range(talks):
+        text, at_s = rng.choice(systems).copy(), rng.uniform(0, SPAN_S)
+        for _ in range(1 + int(rng.expovariate(1 / 3))):
+            text.add(_size(rng, 500, most=4000))
+            output_tokens = _size(rng, 200, most=1000)
+            requests.append(text.request(round(at_s, 3), output_tokens, str(number)))
+            text.add(output_tokens)
+            at_s += 5 + rng.expovariate(1 / 30)
+    in_order = _in_order(requests, math.inf)
+    return [replace(each, arrival_s=round(each.arrival_s, 3)) for each in in_order]
+
+
 WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {
     "agents": agents,
     "chats": chats,
     "documents": documents,
+    "example": example,
     "fan-outs": fan_outs,
     "rollouts": rollouts,
 }

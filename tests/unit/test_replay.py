@@ -265,7 +265,9 @@ def test_the_command_prints_the_agreed_keys(trace: Path) -> None:
 def test_the_command_prints_a_table(trace: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(trace), "--speed", "2", "--limit", "50"])
     assert "kvroute" in result.stdout
-    assert "TTFT p50" in result.stdout
+    assert "p50, s" in result.stdout
+    assert "16 x h200-8b, 800,000 tokens of KV cache each; 50 requests" in result.stdout
+    assert "*" not in result.stdout  # nothing is better than nothing else
 
 
 @pytest.mark.parametrize(
@@ -412,4 +414,4 @@ def test_policies_compared_in_processes_have_the_same_results() -> None:
 
 def test_a_rate_is_in_requests_per_second(trace: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(trace), "--rate", "12.5", "--limit", "50"])
-    assert "arrivals: 12.50 requests/s" in result.stderr
+    assert "50 requests, 12.50 requests/s = " in " ".join(result.stdout.split())

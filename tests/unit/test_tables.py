@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from kvroute.cli import app
+from kvroute.client import fail
 from kvroute.command import (
     explain,
     prefixes_command,
@@ -16,6 +18,7 @@ from kvroute.command import (
     tenants_command,
 )
 from kvroute.command.tables import Column, number, print_lines, print_table, prose, seconds
+from kvroute.deployments import plain
 from kvroute.doctor.checks import Check
 from kvroute.router.accounting.accounts import as_json
 from kvroute.router.page.recent_answers import KEPT, RecentAnswers
@@ -243,3 +246,14 @@ def test_with_many_requests_the_window_is_shorter() -> None:
     assert found["requests"] == KEPT
     assert found["requests_per_s"] == pytest.approx(100, rel=0.01)
     assert json.dumps(found)
+
+
+def test_a_terminal_gets_errors_in_whole_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    with pytest.raises(typer.Exit):
+        fail("--some-option is 'a value'; expected another-value-that-is-long")
+    lines = plain(capsys.readouterr().err).splitlines()
+    assert lines == ["--some-option is 'a value';", "expected", "another-value-that-is-long"]

@@ -47,8 +47,14 @@ def arrivals_at(
         count = len(loop.sessions)
         summary = f"{count} sessions, {min(count, pace.sessions)} of them at once"
         return Arrivals(requests, loop, summary)
-    rate = pace.load * saturation_rps() if pace.load else pace.rate or (pace.speed or 1.0) * native
-    summary = f"{rate:.2f} {pace.unit}/s, {rate / native:.2f} x the trace's"
+    if pace.load:
+        saturation = saturation_rps()
+        rate = pace.load * saturation
+        relation = f"{pace.load:.0%} of saturation ({saturation:.2f}/s)"
+    else:
+        rate = pace.rate or (pace.speed or 1.0) * native
+        relation = f"{rate / native:.2f} x the trace's"
+    summary = f"{rate:.2f} {pace.unit}/s = {relation}"
     if not pace.is_closed_loop:
         return Arrivals(at_speed(recorded, rate / native), OPEN_LOOP, summary)
     requests, loop = starts_at_speed(recorded, rate / native, engine)

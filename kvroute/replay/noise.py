@@ -1,0 +1,85 @@
+"""Tells differences between policies from noise, with a bootstrap over the trace.
+
+A replay is one sample of traffic: with other requests, the figures would differ. The requests are
+cut into BLOCKS parts in the order of arrival, since neighbours share a queue. ROUNDS times, as many
+parts are drawn with repetition, the same ones for all policies. A difference is noise if it changes
+its sign within the middle 95% of these rounds.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.replay.simulate import Outcome
+from kvroute.replay.workload.trace import Request
+
+BLOCKS = 20
+ROUNDS = 200
+MIDDLE = (2.5, 97.5)  # percentiles of the rounds
+QUANTILES = {"ttft_p50_s": 50, "ttft_p90_s": 90, "ttft_p99_s": 99}  # field of Summary -> percentile
+
+Floats = NDArray[np.float64]
+Figures = Mapping[str, Floats]  # field of Summary -> its value in each round
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The measured requests of one policy, in the order of arrival."""
+
+    ttft_s: Floats
+    hit_tokens: Floats
+    input_tokens: Floats
+
+    def figures(self, rounds: NDArray[np.int64]) -> Figures:
+        """Return the figures of each round; a round is a row of positions in this sample."""
+        hits = self.hit_tokens[rounds].sum(axis=1) / self.input_tokens[rounds].sum(axis=1)
+        times_s = np.percentile(self.ttft_s[rounds], [*QUANTILES.values()], axis=1)
+        return {"hit_share": hits, **dict(zip(QUANTILES, times_s, strict=True))}
+
+
+def sample(requests: Sequence[Request], outcome: Outcome, measured: slice) -> Sample:
+    """Return the measured requests of one policy."""
+    ttft_s = np.array(outcome.first_token_s) - np.array(outcome.arrival_s)
+    return Sample(
+        ttft_s[measured],
+        np.array(outcome.hit_tokens[measured], dtype=float),
+        np.array([request.input_tokens for request in requests[measured]], dtype=float),
+    )
+
+
+def ties(samples: Mapping[str, Sample]) -> dict[str, set[str]]:
+    """Return the policies whose difference to the best one is noise, by field of Summary.
+
+    Args:
+        samples: Policy -> its measured requests; all policies have the same requests.
+    """
+    count = len(next(iter(samples.values())).ttft_s)
+    rounds = _rounds(count)
+    whole = {name: each.figures(np.arange(count)[None]) for name, each in samples.items()}
+    drawn = {name: each.figures(rounds) for name, each in samples.items()}
+    found = {}
+    for field in ("hit_share", *QUANTILES):
+        sign = -1 if field == "hit_share" else 1  # a high share is good, and a short time
+        best = min(samples, key=lambda name: sign * float(whole[name][field][0]))
+        found[field] = {
+            name
+            for name in samples
+            if name != best and _is_noise(drawn[name][field] - drawn[best][field])
+        }
+    return found
+
+
+def _rounds(count: int) -> NDArray[np.int64]:
+    """Return a row of positions for each round; all rows have the same length."""
+    length = max(1, count // BLOCKS)
+    starts = length * np.arange(count // length)
+    picks = np.random.default_rng(0).choice(starts, (ROUNDS, len(starts)))
+    rounds: NDArray[np.int64] = (picks[:, :, None] + np.arange(length)).reshape(ROUNDS, -1)
+    return rounds
+
+
+def _is_noise(differences: Floats) -> bool:
+    low, high = np.percentile(differences, MIDDLE)
+    return bool(low <= 0 <= high)
