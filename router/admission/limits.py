@@ -1,9 +1,9 @@
-"""The limits of tenants: what each has in flight on all routers, and what more there is room for.
+"""The limits of tenants: what each tenant has in flight on all routers, and how much it may add.
 
-Arithmetic: no clocks, no sockets. A router knows its own requests at once, and those of the others
-as of their last reports. So all routers together may exceed a limit by what the others have let in
-since then. A router that is cut off from the others enforces its share of each limit. Times are of
-a monotonic clock.
+This module only computes: it uses no clock and no socket. A router knows its own requests at once,
+and those of other routers as of their last reports. So all routers together may exceed a limit by
+the requests that were admitted since these reports. A router that is cut off from the others
+enforces only its share of each limit. Times come from a monotonic clock.
 """
 
 import math
@@ -17,11 +17,14 @@ from kvroute.contract.records import MAX_COUNT
 from kvroute.keys.limits import TenantLimits
 
 MINUTE_S = 60.0
-AGAIN_S = 1.0  # seconds of `retry-after` if it is unknown when a request ends
-COMPLETE_S = 0.9  # seconds between two complete reports; each heartbeat (peers.ALIVE_S) has one
-BUSY_TENANTS = 10_000  # tenants in another router's reports; further ones are not counted
+AGAIN_S = 1.0  # `retry-after` in seconds when nobody can tell when a running request will end
+# Least seconds between two complete reports. It is shorter than peers.ALIVE_S, so that each
+# heartbeat has a complete report.
+COMPLETE_S = 0.9
+BUSY_TENANTS = 10_000  # most tenants that are counted for one other router
 
-MAX_TOLD_MINUTES = 10  # minutes of a tenant's tokens that other routers' reports can charge
+# Other routers' reports can raise a tenant's debt to the tokens of so many minutes at most.
+MAX_TOLD_MINUTES = 10
 
 NO_LIMITS = TenantLimits()
 
@@ -30,49 +33,56 @@ Limit = Literal["requests", "prompt_tokens", "uncached_tokens"]
 
 @dataclass(eq=False)
 class OverLimitError(Exception):
-    """The tenant may have no more now; `wait_s` seconds later it may. inf: never, of that size."""
+    """A request would exceed a limit of its tenant."""
 
     tenant: str
     limit: Limit
     most: int  # the limit in the key file
     asked: int  # amount that the request would add
-    wait_s: float
-    shared_by: int = 1  # routers that cannot hear each other; each has its share of `most`
+    wait_s: float  # seconds until the request may be admitted; inf: it is too large for the limit
+    shared_by: int = 1  # routers that are cut off from each other; each enforces a share of `most`
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What is left of a tenant's limits. None: there is no such limit."""
+    """A tenant's limits, what is left of them, and the estimated seconds until all is free again.
+
+    A limit that is None is not set.
+    """
 
     requests: int | None
     requests_left: int
     requests_reset_s: float
-    tokens: int | None  # uncached ones a minute; without that limit, those under way
+    tokens: int | None  # limit of uncached tokens a minute; if not set, of prompt tokens in flight
     tokens_left: int
     tokens_reset_s: float
 
 
 @dataclass(slots=True)
 class Usage:
-    """One tenant's in this router; of `debt`, also the other routers'."""
+    """What one tenant uses in this router. Only `debt` includes the other routers' requests."""
 
-    requests: int = 0  # under way
+    requests: int = 0  # requests in flight
     prompt_tokens: int = 0  # prompt tokens of these requests
-    spent: int = 0  # uncached tokens, ever
-    debt: float = 0.0  # uncached tokens that the time since has not made good
-    at_s: float = 0.0  # when `debt` was that
+    spent: int = 0  # uncached tokens since the usage was first counted
+    debt: float = 0.0  # uncached tokens that were spent and not yet regained, as of `at_s`
+    at_s: float = 0.0  # time for which `debt` was computed
 
 
 class Limits:
-    """One router's, for all its models. limits_of: a tenant's limits now."""
+    """The limits of all tenants in one router, for all its models.
+
+    Args:
+        limits_of: returns the current limits of a tenant.
+    """
 
     def __init__(self, limits_of: Callable[[str], TenantLimits | None]) -> None:
         self.on_change: Callable[[], object] = lambda: None
         self._limits_of = limits_of
         self._usages: dict[str, Usage] = {}  # tenant with limits -> its usage, while there is any
         self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> its counts
-        self._changed = set[str]()  # tenants, since the last report
-        self._complete_s = -math.inf  # when all were last reported
+        self._changed = set[str]()  # tenants whose counts changed since the last report
+        self._complete_s = -math.inf  # time of the last complete report
         self._shared_by = 1
 
     # This router's requests.
@@ -81,7 +91,7 @@ class Limits:
         """Count a request of the tenant as in flight until `leave`.
 
         Returns:
-            None: nothing of this tenant is limited or counted.
+            None if the tenant has no limits.
 
         Raises:
             OverLimitError: the tenant has too many requests in flight.
@@ -98,13 +108,18 @@ class Limits:
         return Entry(self, tenant, usage)
 
     def check_prompt(self, tenant: str, prompt_tokens: int) -> None:
-        """OverLimitError if they would be too many under way."""
+        """Check that the tenant may have so many more prompt tokens in flight.
+
+        Raises:
+            OverLimitError: the tenant would have too many prompt tokens in flight.
+        """
         limits = self._limits_of(tenant) or NO_LIMITS
         most = limits.max_prompt_tokens
         if most is None:
             return
         _, under_way = self.under_way(tenant)
-        is_alone = under_way == 0 and prompt_tokens <= most  # more than a share, if need be
+        # A request that is alone may exceed this router's share of the limit.
+        is_alone = under_way == 0 and prompt_tokens <= most
         if under_way + prompt_tokens > self._share(most) and not is_alone:
             wait_s = AGAIN_S if prompt_tokens <= most else math.inf
             raise self._refusal(tenant, "prompt_tokens", most, prompt_tokens, wait_s)
@@ -129,7 +144,7 @@ class Limits:
             raise self._refusal(tenant, "uncached_tokens", most, uncached_tokens, wait_s)
 
     def charge(self, tenant: str, uncached_tokens: int, now_s: float) -> None:
-        """So many were spent; negative: they were not, after all."""
+        """Record that the tenant spent uncached tokens; a negative number takes a charge back."""
         usage = self._usage(tenant, now_s)
         usage.debt = max(0.0, usage.debt + uncached_tokens)
         usage.spent = max(0, usage.spent + uncached_tokens)
@@ -175,7 +190,7 @@ class Limits:
 
     @property
     def shared_by(self) -> int:
-        """Among how many routers the limits are divided now; 1: all know all."""
+        """Return among how many routers the limits are divided; 1: the routers are connected."""
         return self._shared_by
 
     def report(self, now_s: float) -> tuple[list[TenantCounts], bool]:
@@ -198,7 +213,10 @@ class Limits:
     def receive(
         self, router: str, counts: Iterable[TenantCounts], *, is_complete: bool, now_s: float
     ) -> None:
-        """Another router's report. Nothing is taken from it before a complete one."""
+        """Take over another router's report.
+
+        The reports of a new router are ignored until a complete one comes.
+        """
         before = self._others.get(router)
         if before is None and not is_complete:
             return
@@ -220,7 +238,10 @@ class Limits:
         self._others.pop(router, None)
 
     def cut_off(self, now_s: float) -> None:
-        """No router can be heard. Until `rejoin`, this one lets in its share of each limit."""
+        """Enforce only this router's share of each limit until `rejoin`.
+
+        Called when no messages of other routers come.
+        """
         self._divide(max(self._shared_by, 1 + len(self._others)), now_s)
 
     def rejoin(self, now_s: float) -> None:
@@ -264,13 +285,13 @@ class Limits:
     # One tenant.
 
     def _usage(self, tenant: str, now_s: float) -> Usage:
-        """With its debt of now."""
+        """Return the tenant's usage, with its debt brought up to `now_s`."""
         usage = self._usages.setdefault(tenant, Usage())
         usage.debt, usage.at_s = self._debt(tenant, now_s), now_s
         return usage
 
     def _debt(self, tenant: str, now_s: float) -> float:
-        """Uncached tokens that are still to be made good, at the rate of the limit."""
+        """Return the tenant's debt now. It falls with time, at the rate of the limit."""
         usage, limits = self._usages.get(tenant), self._limits_of(tenant)
         if not usage or not limits or limits.uncached_tokens_per_minute is None:
             return 0.0
@@ -289,8 +310,8 @@ class Limits:
 class Entry:
     """One request of a tenant with limits, while it is in flight.
 
-    Its prompts may be sent to several replicas one after the other, if some are lost, and count
-    once.
+    If a replica is lost, a prompt may be sent to several replicas one after the other. It is
+    counted once.
     """
 
     def __init__(self, limits: Limits, tenant: str, usage: Usage) -> None:
@@ -316,7 +337,8 @@ class Entry:
     def admit(self, id_: str, prompt_tokens: int, uncached_tokens: int, now_s: float) -> None:
         """Check the tenant's minute before a prompt goes to a replica.
 
-        The first prompt decides for all prompts of the call, which mostly begin alike.
+        The check of the first prompt covers all prompts of the call, because they mostly share a
+        prefix.
 
         Raises:
             OverLimitError: the minute has no room for the prompt's uncached tokens.

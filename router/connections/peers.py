@@ -1,9 +1,10 @@
-"""Each router knows the other routers' requests within milliseconds.
+"""Messages between routers: each router knows the other routers' requests within milliseconds.
 
-Routers that know only their own requests overload the same replica. So each router publishes its
-dispatches, first tokens and ends, and counts the requests of the others like its own. This is a
-hint: a lost message costs only balance. A router that may have missed messages of another router
-ends all requests that it knows of it.
+Routers that know only their own requests overload the same replica. So each router publishes when
+its requests are dispatched, get their first token and end, and counts the requests of the other
+routers like its own. These messages are hints: if one is lost, only the load is balanced less well.
+A router that may have missed messages of another router ends all requests that it has counted for
+that router.
 """
 
 import asyncio
@@ -43,16 +44,19 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.peers")
 
-WAITING_EVENTS = 10_000  # not yet published; beyond it all are dropped and Restarted is sent
+# Most events that may wait to be published. One more drops all of them and sends Restarted instead.
+WAITING_EVENTS = 10_000
 BATCH_S = 0.002  # seconds between two messages of one router
 ALIVE_S = 1.0  # seconds between a router's heartbeats
-SILENCE_S = 4.0  # without a message; then a router's requests count as ended
-DEAF_S = 2.0  # without any message, even our own heartbeats; then we are cut off from all
-RETRY_S = 0.5  # seconds between attempts while Redis is away
+SILENCE_S = 4.0  # requests of a router that sent no message for so many seconds count as ended
+# A router that receives no message for so many seconds, not even its own, counts as cut off from
+# all other routers.
+DEAF_S = 2.0
+RETRY_S = 0.5  # seconds between attempts to reach Redis during an outage
 
 
 class PeerPublisher(RequestObserver):
-    """Publishes this router's dispatches, queue and tenants' counts to the other routers."""
+    """Publishes this router's requests, its queue and its tenants' usage to the other routers."""
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class PeerPublisher(RequestObserver):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scale = scale
-        self._scaled_s = -math.inf  # when the others last received the scale
+        self._scaled_s = -math.inf  # when the scale was last published
         self.router = router or uuid.uuid4().hex[:12]
         self._limits = limits
         self._queue = queue
@@ -97,7 +101,7 @@ class PeerPublisher(RequestObserver):
         self._emit(SessionEnded(session))
 
     def take(self) -> RouterMessage:
-        """Return the events since the last call, in order."""
+        """Return the next message to publish: the events since the last call and current counts."""
         events, self._events = self._events, []
         now_s = self._clock()
         tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
@@ -118,9 +122,10 @@ class PeerPublisher(RequestObserver):
         )
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
-        """Publish the events, soon and in order, until cancelled.
+        """Publish the events in order, within milliseconds, until cancelled.
 
-        Without other routers it publishes only heartbeats, by which new routers find each other.
+        While no other router is known, only heartbeats are published, so that new routers find
+        this one.
         """
         due_s = -math.inf  # time of the next heartbeat
         while True:
@@ -151,7 +156,10 @@ class PeerPublisher(RequestObserver):
 
 
 class PeerSubscriber:
-    """Counts the other routers' requests as load of the replicas, and for tenants' limits."""
+    """Receives the other routers' messages, and counts their requests in this router.
+
+    They count as load of the replicas and towards the limits of tenants.
+    """
 
     def __init__(
         self,
@@ -168,8 +176,8 @@ class PeerSubscriber:
         self._fleet = fleet
         self._queue = queue
         self._limits = limits
-        self._heard_s = -math.inf  # when any message came, our own too
-        self._hearing_s = 0.0  # since when they come
+        self._heard_s = -math.inf  # when the last message came from any router, this one included
+        self._hearing_s = 0.0  # since when messages have come without a gap of DEAF_S
         self._clock = clock
         self._attempts: dict[str, dict[str, Attempt]] = {}  # router -> request id -> attempt
         self._outage = Outage(log, "the requests of other routers are unknown")
@@ -195,7 +203,7 @@ class PeerSubscriber:
                 await asyncio.sleep(RETRY_S)
 
     def receive_packed(self, payload: bytes, index: Index) -> None:
-        """Receive an encoded message; an unreadable one is counted in the index's statistics."""
+        """Decode and receive a message, or count it as unreadable in the index's statistics."""
         try:
             message = decode(payload)
         except DECODE_ERRORS as error:
@@ -260,7 +268,7 @@ class PeerSubscriber:
         self._heard_s = now_s
 
     def _share_limits(self) -> None:
-        """Divide the limits by the routers that are not connected with each other."""
+        """Enforce only this router's share of the limits while it is cut off from the others."""
         if self._limits is None:
             return
         now_s = self._clock()

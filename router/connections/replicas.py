@@ -1,7 +1,7 @@
-"""What Ray Serve knows about the replicas of each deployment, for the rest of this process.
+"""Gives the rest of this process access to the replicas that Ray Serve knows.
 
-This is a separate module because Serve ships the request router's module by value: state kept there
-would exist twice.
+This is a separate module because Serve sends the request router's module to each process by value.
+State in that module would exist twice.
 """
 
 from collections.abc import Collection
@@ -11,14 +11,17 @@ from kvroute.wire.address import Address
 
 
 class ServeReplicas(Protocol):
-    """What Serve knows about the replicas of one deployment, and can do with them."""
+    """The replicas of one deployment, as Ray Serve knows them."""
 
     def ids(self) -> Collection[str]:
-        """Return the replicas that Serve would send a request to now."""
+        """Return the ids of the replicas that Serve would send a request to now."""
         ...
 
     def hold(self, replica_id: str) -> object:
-        """While the result is held, the replica stays reachable for the methods below."""
+        """Return an object that keeps the replica reachable for the methods below.
+
+        The replica stays reachable for as long as the caller keeps a reference to the object.
+        """
         ...
 
     async def address(self, replica_id: str) -> Address:
@@ -48,7 +51,7 @@ class UnknownReplicaError(Exception):
 
 
 class _NoReplicas:
-    """Used until Serve's request router has registered."""
+    """No replicas: used until Serve's request router has registered itself."""
 
     def ids(self) -> Collection[str]:
         return ()

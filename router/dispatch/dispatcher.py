@@ -1,4 +1,4 @@
-"""Dispatch: a prompt goes to a replica and its chunks come back."""
+"""Dispatch: sends prompts to replicas and returns the chunks of their responses."""
 
 import asyncio
 import logging
@@ -34,19 +34,22 @@ from kvroute.wire.link import RefusedError
 
 log = logging.getLogger("kvroute.dispatch")
 
-BEGINNING = 256  # prompts of calls with several that may wait for their first token at a time
-TRIES = 8  # replicas that are asked before a request waits for one with room ...
-FIRST_PAUSE_S = 0.025  # ... for so long; doubles each time
-LONGEST_PAUSE_S = 0.5
+# Most prompts that may wait for their first token at a time, among calls with several prompts.
+BEGINNING = 256
+TRIES = 8  # replicas that may refuse a request before it pauses and is placed again
+FIRST_PAUSE_S = 0.025  # seconds of the first such pause; each further pause is twice as long
+LONGEST_PAUSE_S = 0.5  # the longest such pause in seconds
 WAITING_TOKENS = 262_144  # tokens (and bytes) of one call that may wait for a slow client
-MIN_TOKENS = 16_384  # the least for each prompt of the call: a whole response is one chunk of 1 MB
+# Each prompt of a call may have so many of these tokens at least: a response that is not streamed
+# is one chunk of up to 1 MB.
+MIN_TOKENS = 16_384
 
 
 class Dispatcher:
     """Sends each prompt to a replica in the order of the fleet's ranking.
 
     Args:
-        shared_tokens: returns how many of a text's first tokens are a shared prefix's.
+        shared_tokens: returns how many tokens at the start of a text belong to a shared prefix.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Dispatcher:
         self.gate = gate
         self._shared_tokens = shared_tokens
         self._blamed = blamed or PoisonList()
-        self._waiting = 0  # requests, for a replica with room
+        self._waiting = 0  # requests that wait for a replica with room
         self._turns = Turns()
         self._beginning = {is_batch: asyncio.Semaphore(BEGINNING) for is_batch in (False, True)}
 
@@ -74,7 +77,7 @@ class Dispatcher:
 
         Raises:
             ApiError: one of them cannot run.
-            OverLimitError: the tenant has no room for one of them.
+            OverLimitError: one of them would exceed a limit of its tenant.
         """
         if len(prompts) == 1:
             return [await self.begin(*prompts[0], context)]
@@ -98,7 +101,10 @@ class Dispatcher:
         call: HttpCall,
         context: RequestContext,
     ) -> Generation:
-        """Start one prompt, and return with its first chunk; raises what `start` does."""
+        """Start one prompt, and return when it has its first chunk.
+
+        Raises the same errors as `start`.
+        """
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
             dispatch,
@@ -130,8 +136,9 @@ class Dispatcher:
     ) -> Generation:
         """Start a further prompt of a call with several prompts.
 
-        Such calls take turns, so that requests with one prompt do not wait for them. The first
-        prompt decides whether the call waits too long.
+        Calls with several prompts take turns, so that calls with one prompt do not wait for them.
+        The further prompts have no wait limit: the first prompt decides whether the call waits too
+        long.
         """
         context = replace(context, urgency=context.urgency.without_bound())
         async with self._beginning[context.urgency.is_batch]:
@@ -141,14 +148,14 @@ class Dispatcher:
     async def start(
         self, request: GenerateRequest, context: RequestContext, losses: Losses
     ) -> ReplicaStream:
-        """Place the prompt, admit it, send it, until a replica has sent its first chunk.
+        """Place the prompt, admit it and send it; repeat until a replica has sent the first chunk.
 
         Args:
-            losses: gets the replicas that die meanwhile.
+            losses: replicas that are lost meanwhile are added to it.
 
         Raises:
             ApiError: no replica is ready, too many die, or the engine refuses.
-            OverLimitError: the tenant has no room for it.
+            OverLimitError: the prompt would exceed a limit of its tenant.
         """
         ticket, pause_s = Ticket(self.gate, context), FIRST_PAUSE_S
         while True:
@@ -172,7 +179,9 @@ class Dispatcher:
                 continue
 
     def _check(self, losses: Losses, request: GenerateRequest) -> None:
-        """Refuse a request that no other replica may get, and put it on the poison list.
+        """Refuse a request that has lost too many replicas.
+
+        If the request may be why they died, also put it on the poison list.
 
         Raises:
             ApiError: no other replica may get it.
@@ -211,7 +220,7 @@ class Dispatcher:
             RefusedError: none of the best replicas has room.
             LOST: a replica was lost before its first chunk.
         """
-        sent_s, full = time.monotonic(), set[str]()  # replicas: all ranks of one have the same room
+        sent_s, full = time.monotonic(), set[str]()  # by replica: its ranks share their room
         for candidate in placement.ranking:
             replica_id = candidate.replica_id
             if len(full) == TRIES:
@@ -228,7 +237,7 @@ class Dispatcher:
                 log.info("replica %s was lost before its first token: %s", replica_id, error)
                 lose(losses, attempt, error)
                 raise
-        raise RefusedError("every replica")
+        raise RefusedError("no replica has room for the request")
 
     async def _begin(
         self, request: GenerateRequest, placement: Placement, attempt: Attempt, losses: Losses
@@ -260,10 +269,14 @@ class Dispatcher:
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
         """Add the request to the poison list: the replica stopped while its loop prepared it."""
-        log.warning("request %s has stopped replica %s", request.request_id, replica_id)
+        log.warning(
+            "request %s stopped replica %s; it is refused for some minutes",
+            request.request_id,
+            replica_id,
+        )
         self._blamed.add(request, f"replica {replica_id} stopped while it prepared this request")
 
 
 def _most_waiting(context: RequestContext) -> int:
-    """Return the most tokens that may wait for a client that reads slowly."""
+    """Return the most tokens of one prompt's response that may wait for a slow client."""
     return max(MIN_TOKENS, WAITING_TOKENS // context.prompts)

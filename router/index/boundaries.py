@@ -1,11 +1,17 @@
 """The boundaries of a prompt at which a hit can end, for engines with several KV cache groups.
 
-vLLM takes the deepest boundary that every group can serve. Full attention needs all blocks before
-it; a sliding window those that the window before it touches; chunked local attention those from the
-start of its chunk; a state space model the one state there.
-(`find_longest_cache_hit` of each manager in vllm/v1/core/single_type_kv_cache_manager.py)
+A boundary is a length of a prompt's beginning. vLLM takes the longest one that every group can
+serve. Which cached blocks a group needs for a boundary depends on its kind of layers:
 
-Lengths and boundaries are in blocks of the fingerprints' size, which divides each group's.
+- full attention: all blocks before the boundary;
+- sliding window: the blocks that the window before the boundary touches;
+- chunked local attention: the blocks from the start of the boundary's chunk;
+- state space model: only the state at the boundary.
+
+See `find_longest_cache_hit` of each manager in vllm/v1/core/single_type_kv_cache_manager.py.
+
+Lengths and boundaries are counted in blocks of the size that fingerprints have. The size of each
+group's blocks is a multiple of that size.
 """
 
 from bisect import bisect_left
@@ -20,11 +26,15 @@ ALL = -1  # a mask of all replicas
 
 
 class UnknownLayoutError(Exception):
-    """It is not known what a hit needs in an engine that divides its cache in this way."""
+    """kvroute does not know which blocks a hit needs in an engine with this cache layout."""
 
 
 class Boundaries:
-    """The rules of one layout. Raises UnknownLayoutError that says which one is unknown."""
+    """The boundaries of one cache layout.
+
+    Raises:
+        UnknownLayoutError: kvroute does not know the layout; the message says which part of it.
+    """
 
     def __init__(self, layout: Layout, block_size: int) -> None:
         self.step = _blocks(layout.hit_tokens, block_size)
@@ -33,11 +43,11 @@ class Boundaries:
         ]
 
     def usable(self, length: int) -> int:
-        """Return the deepest boundary within that length."""
+        """Return the deepest boundary that is not beyond `length`."""
         return length // self.step * self.step
 
     def added(self, chain: Sequence[Fingerprint], begin: int) -> list[Fingerprint]:
-        """Return the set members that an engine publishes once it has computed chain[begin:]."""
+        """Return the fingerprints that an engine publishes after it has computed chain[begin:]."""
         end = self.usable(len(chain))
         return [
             group.member(chain, each) for group in self._groups for each in group.added(begin, end)
@@ -46,9 +56,10 @@ class Boundaries:
     def hits(
         self, chain: Sequence[Fingerprint], holders: Holders, replicas: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield pairs of replicas and the deepest boundary that they can serve, the deepest first.
+        """Yield each boundary at which replicas have their longest hit, the deepest boundary first.
 
-        Replicas that can serve no boundary are left out.
+        Each item is a mask of these replicas and the boundary. Replicas without a hit are left
+        out.
         """
         lookups = [_lookup(group, chain, holders) for group in self._groups]
         end = self.usable(len(chain))
@@ -76,7 +87,10 @@ class Boundaries:
         return 0
 
     def known(self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]) -> int:
-        """Return the deepest boundary whose block in the first group is known."""
+        """Return the deepest boundary whose block is known in the first group.
+
+        `is_known` says whether any replica has or had the block.
+        """
         end = self.usable(len(chain))
         while end and not is_known(self._groups[0].member(chain, end)):
             end -= self.step
@@ -107,14 +121,15 @@ class _GroupBlocks:
         return member(chain[end - 1], self._number)
 
     def needed(self, end: int) -> range:
-        """Return the blocks that this boundary needs, the last one first."""
+        """Return the ends of the blocks that the boundary `end` needs, the last block first."""
         return range(end, self.start(end), -self.size)
 
     def added(self, begin: int, end: int) -> range:
-        """Return the blocks that an engine adds when it computes this part.
+        """Return the ends of the blocks that an engine caches when it computes blocks begin to end.
 
-        Of windows and states, vLLM keeps what the end needs. Where it keeps more (its option
-        prefix_cache_retention_interval), its events report that.
+        For sliding windows and states, vLLM keeps only the blocks that the boundary `end` needs.
+        With its option prefix_cache_retention_interval it keeps more, and reports these in its
+        events.
         """
         if self._is_sparse:
             return range(end, max(begin, self.start(end)), -self.size)
@@ -122,19 +137,19 @@ class _GroupBlocks:
 
 
 class _Lookup:
-    """The replicas that have a group's blocks of one chain."""
+    """Finds the replicas that have one group's blocks of one chain."""
 
     def __init__(self, group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> None:
         self._group = group
         self._chain = chain
         self._holders = holders
-        # For 1, 2, 4... blocks: where they end -> the replicas that have all of them.
+        # Item n is for runs of 2 ** n blocks: end of the run -> replicas that have all its blocks.
         self._runs: list[dict[int, int]] = [{}]
 
     def at(self, end: int, replicas: int) -> tuple[int, int]:
-        """Return the replicas that can serve this boundary, and a block that no other has.
+        """Return the replicas that can serve the boundary `end`, and a bound for the others.
 
-        The next boundary to try must not need that block.
+        The other replicas can serve only boundaries that are smaller than the bound.
         """
         blocks = len(self._group.needed(end))
         if not blocks:
@@ -149,7 +164,7 @@ class _Lookup:
         return found
 
     def _run(self, end: int, blocks: int) -> int:
-        """Return the replicas that have all of the `blocks` blocks that end there.
+        """Return the replicas that have all of the last `blocks` blocks before `end`.
 
         The run is the union of two overlapping runs whose lengths are powers of two.
         """
@@ -159,7 +174,7 @@ class _Lookup:
         return last & self._doubled(end - rest * self._group.size, power) if last and rest else last
 
     def _doubled(self, end: int, power: int) -> int:
-        """Return the replicas that have all of the 2 ** power blocks that end there."""
+        """Return the replicas that have all of the last 2 ** power blocks before `end`."""
         if not power:
             return self._held(end)
         while len(self._runs) <= power:
@@ -175,11 +190,11 @@ class _Lookup:
 
 
 class _PrefixLookup(_Lookup):
-    """The same where a boundary needs all blocks before it."""
+    """Finds the replicas for a group in which a boundary needs all blocks before it."""
 
     def __init__(self, group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> None:
         super().__init__(group, chain, holders)
-        self._able = [ALL]  # the replicas that have all of the first blocks, by their number
+        self._able = [ALL]  # item n: the replicas that have all of the first n blocks
 
     def at(self, end: int, replicas: int) -> tuple[int, int]:
         size, able = self._group.size, self._able
@@ -200,14 +215,17 @@ def _lookup(group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders)
 def _blocks(tokens: int, block_size: int) -> int:
     if tokens % block_size:
         raise UnknownLayoutError(
-            f"it caches blocks of {tokens} tokens, no multiple of --block-size {block_size}; start "
-            "with one that divides them"
+            f"its cache has blocks of {tokens} tokens, which is not a multiple of --block-size "
+            f"{block_size}; restart with a --block-size that divides {tokens}"
         )
     return tokens // block_size
 
 
 def _start(group: CacheGroup, block_size: int) -> Callable[[int], int]:
-    """Return a function from a boundary to the first block that it needs."""
+    """Return a function from a boundary to a position before it.
+
+    The boundary needs the group's blocks that end after that position.
+    """
     tokens, size = group.block_tokens, group.block_tokens // block_size
     if group.kind in FULL:
         return lambda end: 0
@@ -219,4 +237,6 @@ def _start(group: CacheGroup, block_size: int) -> Callable[[int], int]:
     if group.kind in CHUNK:
         chunk = group.window_tokens
         return lambda end: end * block_size // chunk * chunk // tokens * size
-    raise UnknownLayoutError(f"what a hit needs of its {group.kind} layers is not known")
+    raise UnknownLayoutError(
+        f"kvroute does not know which blocks a hit needs in {group.kind} layers"
+    )

@@ -1,7 +1,8 @@
 """Baseline policies that ignore caches, for comparison with ours on a live cluster.
 
 Each policy gets the same candidates as ours and ranks all of them: when the first replica refuses a
-request, the next one gets it. Load is the number of unanswered requests, of other routers too.
+request, the next one gets it. The load of a replica is the
+number of its unanswered requests, including those of other routers.
 """
 
 import random
@@ -12,7 +13,10 @@ from kvroute.router.placement.policy import Candidate, rank
 
 
 class Ranking(Protocol):
-    """All candidates, best first. busy_s, pressure: see `kvroute.router.placement.policy`."""
+    """A policy: returns all candidates, best first.
+
+    The parameters are explained in `kvroute.router.placement.policy`.
+    """
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""How much of a replica's KV cache its running requests hold, as a router knows it."""
+"""A router's estimate of how much of a replica's KV cache its running requests hold."""
 
 from dataclasses import dataclass, field
 
@@ -10,14 +10,15 @@ class _Prefix:
     """A prefix that running requests share: its blocks are in the cache once."""
 
     requests: int = 0
-    tokens: int = 0  # the longest of their cached beginnings
+    tokens: int = 0  # the most tokens that one of these requests found in the cache
 
 
 @dataclass(slots=True)
 class KvUse:
     """Tokens of the KV cache that unanswered requests hold, with shared prefixes counted once.
 
-    Requests share a prefix if the fleet knew the same blocks of their prompts when they were sent.
+    Requests share a prefix if, when they were sent, the last block of their prompts that any
+    replica had cached was the same block.
     """
 
     tokens: int = 0
@@ -30,8 +31,10 @@ class KvUse:
         """Count a request until it is removed.
 
         Args:
-            cached_tokens: of its prompt, which were in the cache when it was sent.
-            prefix: the last block of its prompt that some replica had; None: there was none.
+            new_tokens: tokens that the request adds to the cache.
+            cached_tokens: tokens of its prompt that were in the cache when it was sent.
+            prefix: the last block of its prompt that any replica had cached; None: no replica had
+                any.
         """
         self.remove(request_id)
         own_tokens = new_tokens
@@ -58,7 +61,7 @@ class KvUse:
             del self._prefixes[prefix]
 
     def needed(self, *, new_tokens: int, cached_tokens: int, prefix: Fingerprint | None) -> int:
-        """Return the tokens that all requests would hold together with one more; see `add`."""
+        """Return the tokens that all requests would hold if one more were added; see `add`."""
         shared = None if prefix is None else self._prefixes.get(prefix)
         held = min(cached_tokens, shared.tokens) if shared else 0
         return self.tokens + new_tokens + cached_tokens - held

@@ -5,32 +5,34 @@ import math
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 
-MAX_RETRY_S = 3600.0  # the longest time after which a client is asked to come again
+MAX_RETRY_S = 3600.0  # the longest `retry-after` that a client gets, in seconds
 
 
 def no_replica() -> ApiError:
-    """Return the error of a request while no replica runs."""
+    """Return the error for a request that comes while no replica runs."""
     return ApiError(503, "no replica is ready; try again", type="server_error")
 
 
 def queue_full() -> ApiError:
-    """Return the error of a request that comes while too many others wait."""
+    """Return the error for a request that comes while too many others wait."""
     return ApiError(429, "too many requests are waiting; try again later", code="overloaded")
 
 
 def too_long(urgency: Urgency, problem: str, forecast_s: float) -> ApiError:
-    """Return a 429 that says when to come again: when the wait is below the request's limit.
+    """Return a 429 for a request that waits too long for a replica.
+
+    Its `retry-after` is the time after which the wait should be below the request's limit.
 
     Args:
         problem: continues "this request", such as "has waited 3 s".
-        forecast_s: the wait of a request that comes now.
+        forecast_s: the predicted wait of a request that comes now.
     """
     wait_s = _retry_s(forecast_s - urgency.most_s)
     whose = "--max-wait-s" if urgency.own_s is None else "its deadline"
     return ApiError(
         429,
-        f"this request {problem} until a replica begins with it, and {whose} is "
-        f"{urgency.most_s:g} s; come again in {wait_s} s, or have more replicas",
+        f"this request {problem} until a replica starts it, and {whose} is {urgency.most_s:g} s; "
+        f"try again in {wait_s} s, or add replicas",
         type="rate_limit_error",
         code="wait_too_long",
         headers={"retry-after": str(wait_s)},
@@ -44,8 +46,8 @@ def no_seat(
 
     Args:
         problem: continues "this request", such as "would wait".
-        wait_s: the wait, as it is forecast or as it was; None: unknown.
-        then_s: the wait of a request that comes now.
+        wait_s: the predicted wait, or the wait so far; None: unknown.
+        then_s: the predicted wait of a request that comes now.
         option_s: the longest wait that the operator allows.
         deadline_s: the longest wait that the request allows.
     """
@@ -57,8 +59,7 @@ def no_seat(
     return ApiError(
         429,
         f"this request {problem}{how_long} for a seat of its session{limit}: more sessions are "
-        f"active than --max-sessions lets the fleet serve at once; come again in {again_s} s, or "
-        "have more replicas",
+        f"active than --max-sessions allows at once; try again in {again_s} s, or add replicas",
         type="rate_limit_error",
         code="no_seat",
         headers={"retry-after": str(again_s)},

@@ -1,4 +1,4 @@
-"""What operators see of one model in one router."""
+"""The state of one model in one router, for the routes and pages that operators use."""
 
 import asyncio
 import datetime
@@ -19,7 +19,7 @@ from kvroute.router.page import seats_now, waiting
 from kvroute.router.page.recent import Sums
 from kvroute.router.serving.assembly import Parts
 
-STATUS_S = 1.0  # the longest that a client waits for the replicas' status
+STATUS_S = 1.0  # longest wait for Redis, in seconds, when a client asks for the replicas' status
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,20 @@ class ModelHealth:
 
     ready: int  # replicas that take requests
     index_is_reachable: bool
-    index_is_writable: bool  # a Redis without memory can be read only
-    index_age_s: float  # since the router's mirror was last equal to the index
-    degraded: dict[str, str]  # replica id -> why
+    index_is_writable: bool  # false: Redis has no memory left, so it can only be read
+    index_age_s: float  # seconds since the router's mirror was last equal to the index
+    degraded: dict[str, str]  # replica id -> why it is degraded
     unconnected: dict[str, str]  # replica id -> why the router has no connection to it
 
 
 class Status:
-    """Reads the state of the parts; changes nothing."""
+    """Reads the state of a model's parts, and changes nothing."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._model = parts.settings.served_model_name
 
-    # Of the cluster's routes.
+    # For the cluster's routes.
 
     @property
     def running(self) -> list[str]:
@@ -50,11 +50,14 @@ class Status:
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the most tokens of prompt and response together; None: not reported yet."""
+        """Return the most tokens that a prompt and its response may have together.
+
+        None: no replica has reported it yet.
+        """
         return self._parts.fleet.replicas.max_model_len
 
     def health(self) -> ModelHealth:
-        """Return what load balancers and people need to know first."""
+        """Return the model's health, which load balancers and operators check first."""
         feed, degraded = self._parts.feed.state, self._parts.fleet.replicas.degraded
         return ModelHealth(
             len(replicas_of(self.running)),
@@ -66,7 +69,10 @@ class Status:
         )
 
     async def replicas(self) -> list[dict[str, Any]]:
-        """Return every replica in the index; those last seen there while Redis is away or slow."""
+        """Return every replica in the index.
+
+        If Redis is away or slow, return the replicas that were in the index before.
+        """
         try:
             async with asyncio.timeout(STATUS_S):
                 records, counts = await self._parts.index.replica_status()
@@ -75,7 +81,11 @@ class Status:
         return [self._replica(record, counts.get(record.id)) for record in records]
 
     async def metrics_targets(self) -> list[Target]:
-        """Return the addresses of its processes' metrics. RedisError or OSError without Redis."""
+        """Return the addresses from which the metrics of the model's processes can be read.
+
+        Raises:
+            RedisError, OSError: Redis is away.
+        """
         return await targets(self._parts.index, self._model)
 
     async def tenants(self, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
@@ -88,14 +98,14 @@ class Status:
         if self._parts.accounts is None:
             raise ApiError(
                 404,
-                "there are accounts of tenants only where API keys are needed: kvroute serve "
-                "--api-keys FILE",
+                "the usage of tenants is counted only if clients need API keys; restart with "
+                "kvroute serve --api-keys FILE",
             )
         found = await self._parts.accounts.of_days(days)
         return [as_json(tenant, account) for tenant, account in found.items()]
 
     def queue(self) -> dict[str, Any]:
-        """Return what waits in this router and, as far as it knows, in all; and recent waits."""
+        """Return the requests that wait, in this router and in all it knows, and recent waits."""
         now = waiting.as_json(self._parts.queue, time.monotonic())
         recent = self._parts.telemetry.recent_waits.as_json()
         return {"model": self._model, **now, "recent": recent}
@@ -111,7 +121,7 @@ class Status:
         }
 
     def seats(self) -> list[dict[str, Any]]:
-        """Return the state of the sessions' seats; nothing where sessions need none."""
+        """Return the state of the sessions' seats; an empty list if sessions need no seats."""
         if self._parts.seats is None:
             return []
         return [{"model": self._model, **seats_now.as_json(self._parts.seats, time.monotonic())}]
@@ -121,10 +131,14 @@ class Status:
         queued = sum(state.requests for state in self._parts.holding.states().values())
         return load_of(self._parts.fleet.replicas.records, queued=queued)
 
-    # Of the diagnosis.
+    # For the diagnosis.
 
     async def leases_s(self) -> dict[str, float]:
-        """Return the rest of each replica's lease. RedisError or OSError without Redis."""
+        """Return how many seconds are left of each replica's lease.
+
+        Raises:
+            RedisError, OSError: Redis is away.
+        """
         return await self._parts.index.leases_s()
 
     async def clusters(self) -> dict[str, Any]:
@@ -136,25 +150,28 @@ class Status:
         return await self._parts.neighbours.report()
 
     def unreadable(self) -> list[dict[str, Any]]:
-        """Return the records that could not be read and were skipped, an entry for each kind."""
+        """Return an entry for each kind of record of which some were unreadable and skipped."""
         return [
             {"model": self._model, "kind": kind, **summary}
             for kind, summary in self._parts.unreadable.report().items()
         ]
 
     def rendering_differences(self) -> dict[str, int]:
-        """Return how many prompts routers have rendered in another way than vLLM, by replica."""
+        """Return, for each replica, how many prompts a router rendered differently from vLLM."""
         records = self._parts.fleet.replicas.own_records
         return {record.id: record.load.rendering_differences for record in records}
 
     def backlogs_s(self) -> dict[str, float]:
-        """Return the prefill queued or running on each replica."""
+        """Return the seconds of prefill that are queued or running on each replica."""
         running = self.running
         backlogs_s = self._parts.fleet.loads.backlogs_s(running, time.monotonic())
         return dict(zip(running, backlogs_s, strict=True))
 
     def slow_replicas(self) -> dict[str, float]:
-        """Return the replicas that are far slower than the others, and how many times."""
+        """Return how many times slower each slow replica is than the others.
+
+        Replicas that are not far slower are left out.
+        """
         return self._parts.fleet.loads.slow_replicas(self.running)
 
     def blamed(self) -> list[dict[str, Any]]:
@@ -166,7 +183,7 @@ class Status:
         return list(self._parts.telemetry.recent.window.sums().values())
 
     def broken_places(self) -> list[dict[str, Any]]:
-        """Return where chats changed in the same time, the costliest first."""
+        """Return the places where chats changed in the last minutes, the costliest place first."""
         places = self._parts.telemetry.places.worst()
         return [{**place, "model": self._model} for place in places]
 

@@ -1,4 +1,4 @@
-"""The response to a call that goes on with a conversation, or with which one may go on."""
+"""Responses that continue a stored conversation, or that later calls may continue."""
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -16,7 +16,11 @@ from kvroute.router.serving.conversations import Expanded
 
 
 async def stored(expanded: Expanded, response: Response) -> Response:
-    """Return the response with the id of the one before it; it is stored before its end is sent."""
+    """Return the response with the id of the previous response in it.
+
+    If the response is to be stored, this happens before its end is sent: a client that has the
+    whole response can continue it at once.
+    """
     if expanded.previous_id is None and expanded.store is None:
         return response
     if isinstance(response, StreamingResponse):
@@ -41,11 +45,11 @@ async def _whole(expanded: Expanded, body: bytes) -> bytes:
 
 
 class _StoredEvents(Response):
-    """A stream. Its events come whole, as a replica sends them."""
+    """A streamed response. Each chunk holds whole events, because replicas send whole events."""
 
     def __init__(self, expanded: Expanded, stream: StreamingResponse) -> None:
         super().__init__(status_code=stream.status_code)
-        self.raw_headers = stream.raw_headers  # headers that are added here are sent
+        self.raw_headers = stream.raw_headers  # shared: headers added to this response are sent
         self._expanded = expanded
         self._stream = stream
 

@@ -158,7 +158,9 @@ def test_a_replica_without_a_connection_is_named_with_the_reason() -> None:
 
 def test_a_replica_with_another_tokenizer_is_wrong() -> None:
     (well,) = checks.handshake({"replicas": 2})
-    blind = {"a": f"{UNKNOWN_LAYOUT}what a hit needs of its telepathy layers is not known"}
+    blind = {
+        "a": f"{UNKNOWN_LAYOUT}kvroute does not know which blocks a hit needs in telepathy layers"
+    }
     (other,) = checks.handshake({"replicas": 2, "degraded": blind})
     assert (other.grade, other.remedy) == ("wrong", checks.BY_LOAD)
     (wrong,) = checks.handshake({"replicas": 2, "degraded": {"a": "its tokenizer is another one"}})

@@ -179,7 +179,7 @@ async def test_a_request_is_refused_that_would_wait_too_long() -> None:
 async def test_a_refusal_says_when_to_come_again() -> None:
     error = too_long(Urgency(most_s=10, own_s=10), "would wait 31.5 s", 31.5)
     assert error.headers["retry-after"] == "22"
-    assert "its deadline is 10 s; come again in 22 s" in error.message
+    assert "its deadline is 10 s; try again in 22 s" in error.message
 
 
 async def test_what_has_waited_too_long_is_refused() -> None:
