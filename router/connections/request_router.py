@@ -1,6 +1,8 @@
-"""Ray Serve says which replicas it runs; requests do not go through Serve's request router.
+"""A request router for Ray Serve that only learns from Serve which replicas run.
 
-Serve ships this module by value, so state shared with the rest of the router is in replicas.py.
+Requests do not pass through it: kvroute's routers have their own connections to replicas. Serve
+sends this module to each process by value, so state that is shared with the rest of the router is
+in replicas.py.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from kvroute.wire.address import Address, address_in
 
 
 class KnownReplicas(RequestRouter):
-    """Implements replicas.Replicas."""
+    """The replicas that Serve knows. Implements replicas.ServeReplicas."""
 
     def initialize_state(self) -> None:
         self.running: dict[str, RunningReplica] = {}

@@ -1,7 +1,8 @@
-"""Admit: a prompt may go to a replica once its tenant, its session's seat and the queue let it.
+"""Admission: decides when a prompt may be sent to a replica.
 
-Each prompt has a Ticket. A ticket that had to wait does not admit the prompt: what the replicas
-have cached has changed meanwhile, so the prompt is placed again and asks again.
+The limits of its tenant, the seat of its session and the queue must all allow it. Each prompt has a
+Ticket. If a prompt had to wait, the caches of the replicas have changed meanwhile. So its ticket
+does not admit it yet: it is placed again, and then asks for admission again.
 """
 
 import asyncio
@@ -20,14 +21,14 @@ from kvroute.router.queueing.holding import MAX_REFUSED_S, RECOVERY_S, Admitted,
 from kvroute.router.queueing.refusals import no_replica
 from kvroute.router.queueing.seating import Seating
 
-POLL_S = 0.1  # seconds between two looks for a replica while there is none
+POLL_S = 0.1  # seconds between two checks for a running replica while there is none
 
 
 class Gate:
-    """Decides when prompts for one model may go, in one router.
+    """The parts that decide when prompts for one model may be sent, in one router.
 
     Args:
-        seating: None: sessions need no seats.
+        seating: gives seats to sessions; None: sessions need no seats.
     """
 
     def __init__(
@@ -42,10 +43,10 @@ class Gate:
         """Return the ranks that may get a request; wait for one while there is none.
 
         Args:
-            gone: replicas that may not get it.
+            gone: replicas that may not get the request.
 
         Raises:
-            ApiError: there was none for RECOVERY_S, or for as long as the request can wait.
+            ApiError: there was no replica for RECOVERY_S, or within the request's own wait limit.
         """
         within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
         deadline = time.monotonic() + within_s
@@ -61,35 +62,40 @@ class Ticket:
     """One prompt's way through the gate.
 
     Args:
-        context: its `wait`, `urgency` and `retention` are replaced on the way.
+        context: the request's context. The ticket keeps a copy with a new `wait`, `urgency` and
+            `retention`.
     """
 
     def __init__(self, gate: Gate, context: RequestContext) -> None:
         self.context = context
         self._gate = gate
         self._seating = None if context.is_resumed else gate.seating
-        self._seat_s = 0.0  # how long it has waited for a seat
+        self._seat_s = 0.0  # seconds that the prompt has waited for a seat
         self._turn = Admitted(context.at_s) if context.is_resumed else None
 
     async def running(self, gone: Collection[str]) -> Sequence[str]:
-        """Return the ranks that it may go to. ApiError: there is none in time."""
+        """Return the ranks that the prompt may be sent to.
+
+        Raises:
+            ApiError: no replica was ready in time.
+        """
         running = await self._gate.running(gone, self.context.urgency)
         if self._turn is None or not self._turn.among:
             return running
         return [id_ for id_ in running if id_ in self._turn.among] or running
 
     async def admit(self, placement: Placement, request_id: str, now_s: float) -> bool:
-        """Return whether the prompt may go now, to the first replicas of this placement.
+        """Return whether the prompt may be sent now, to the first replicas of this placement.
 
         Args:
-            request_id: of the prompt's dispatch.
+            request_id: the id of the prompt's dispatch.
 
         Returns:
-            False: it had to wait, and has to be placed again.
+            False if the prompt had to wait and has to be placed again.
 
         Raises:
-            ApiError: it waited too long, or would.
-            OverLimitError: the tenant has no room for it.
+            ApiError: the prompt waited too long, or would wait too long.
+            OverLimitError: the prompt would exceed a limit of its tenant.
         """
         if self.context.entry is not None:
             tokens, new_tokens = placement.prompt_tokens, placement.new_tokens
@@ -101,10 +107,10 @@ class Ticket:
         return await self._has_seat(placement) and await self._is_due(placement)
 
     def signed(self, request: GenerateRequest, now_s: float) -> GenerateRequest:
-        """Return the request with its place in the engine's order, once it is admitted.
+        """Return the admitted request with its place in the order of the engine's queue.
 
         Args:
-            now_s: when it was placed.
+            now_s: time at which the request was placed.
         """
         assert self._turn is not None
         return replace(
@@ -135,5 +141,5 @@ class Ticket:
 
 
 def _left(rank_ids: list[str], gone: Collection[str]) -> list[str]:
-    """Return the ranks of other replicas."""
+    """Return the ranks that do not belong to the replicas in `gone`."""
     return [id_ for id_ in rank_ids if replica_of(id_) not in gone] if gone else rank_ids

@@ -1,4 +1,4 @@
-"""One prompt's answer as a stream of chunks; if its replica is lost, another one goes on."""
+"""One prompt's answer as a stream of chunks; if its replica is lost, another one continues."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ class Generation:
     ) -> None:
         self.replica_id = current.replica_id  # the first one
         self.placement = current.placement  # the placement that chose the replica
-        self.wait = current.attempt.context.wait  # before it was sent
+        self.wait = current.attempt.context.wait  # the request's wait before it was sent
         self.retention = current.attempt.context.retention
         self.cached_tokens = (
             current.first.cached_tokens
@@ -72,24 +72,24 @@ class Generation:
         self._start = start
         self._request = request
         self._call = call
-        self._context = replace(  # when it is sent again
+        self._context = replace(  # used if the request is sent again
             context, is_resumed=True, retention=self.retention
         )
         self._current = current
         self._first: Chunk | None = current.first  # the first chunk, until it is read
         self._losses = losses
-        self._emitted: list[int] = []  # token ids; of all choices, where there are several
+        self._emitted: list[int] = []  # token ids so far, of all choices together
         self._deltas: list[int] = []  # tokens in each of the engine's outputs
         self._parts_can_continue = True
-        self._has_data = False  # some of the response was read
+        self._has_data = False  # true once the client may have a part of the response
 
     @property
     def expected_tokens(self) -> int:
-        """Prompt tokens that the router expected in the first replica's cache."""
+        """Return the prompt tokens that the router expected in the first replica's cache."""
         return self.placement.expected_tokens(self.replica_id)
 
     def receipt(self, policy: str) -> dict[str, Any]:
-        """Return why the prompt went to its first replica, and what came of it."""
+        """Return why the prompt was sent to its first replica, and what was cached there."""
         return receipt(
             self.placement,
             policy=policy,
@@ -106,7 +106,7 @@ class Generation:
         }
 
     async def next(self) -> Chunk | None:
-        """Return what has come since the last call, from whichever replica.
+        """Return the next chunk, from the replica that runs the request now.
 
         Returns:
             None after the last chunk.
@@ -164,8 +164,8 @@ class Generation:
         if not self._can_continue():
             raise lost(
                 replica_id,
-                "and no other can go on exactly there, as it has n above 1 or a presence_penalty, "
-                "for example",
+                "and no other replica can continue it exactly (because of n above 1 or a "
+                "presence_penalty, for example)",
             ) from error
         self._current = await self._start(self._rest(), self._context, self._losses)
         return self._current.first
@@ -217,7 +217,7 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def refusal_of(error: BaseException) -> ApiError | None:
-    """Return the error for the client; None: another replica may do better, or nobody knows."""
+    """Return the error for the client; None: the error is not final."""
     match error:
         case ValueError():
             return invalid(None, str(error))

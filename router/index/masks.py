@@ -1,4 +1,4 @@
-"""A bit mask for each of millions of fingerprints, where every single step is short."""
+"""Maps millions of fingerprints to bit masks, without any step that blocks the event loop long."""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,16 +6,17 @@ import numpy as np
 
 from kvroute.blocks.fingerprint import Fingerprint
 
-# A dictionary that grows is copied as a whole: a quarter of a second for a million entries.
-# With this many tables that share the entries, copying one takes about a millisecond.
+# A dictionary that grows is copied as a whole, which takes 0.25 s for a million entries. So the
+# entries are divided among this many dictionaries: copying one of them takes about a millisecond.
 TABLES = 256
 
 
 class Masks:
-    """fingerprint -> mask. A fingerprint without an entry has no bits, and takes no memory.
+    """A mapping from fingerprints to masks. Fingerprints without any bits take no memory.
 
-    Blocks that change together and had equal masks share the new mask object. A chain's blocks are
-    mostly held by the same replicas; separate objects would add half to each block's memory.
+    If several blocks with equal masks change in one call, they share the new mask object. The
+    blocks of a chain are mostly held by the same replicas. With separate objects, each block would
+    take 50% more memory.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Masks:
         return cleared
 
     def unmark_in(self, table: int, bits: int) -> list[Fingerprint]:
-        """Clear the bits in one of the TABLES parts, and return the fingerprints without bits."""
+        """Clear the bits in one table, and return the fingerprints that have no bits left."""
         return self.unmark(bits, self._with(bits, self._tables[table]))
 
     def all_with(self, bits: int) -> Iterator[list[Fingerprint]]:
@@ -83,7 +84,7 @@ class Masks:
 
 
 class _Marked(dict[int | None, int]):
-    """mask -> the mask with more bits; equal masks share one object."""
+    """A cache that maps a mask to the mask with more bits. Equal masks share one object."""
 
     def __init__(self, bits: int) -> None:
         self._bits = bits

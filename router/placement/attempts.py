@@ -24,11 +24,11 @@ from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints, Why
 
-MUCH = 0.25  # share of a prompt from which a replica's part is worth a wait
+MUCH = 0.25  # least share of a prompt that a replica must have cached to be worth a wait
 
 
 class Placement(Struct, frozen=True):
-    """A prompt's replicas, best first, and what the router expects of each."""
+    """The ranking of the replicas for a prompt, and the facts on which it is based."""
 
     ranking: tuple[Candidate, ...]
     chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
@@ -37,7 +37,7 @@ class Placement(Struct, frozen=True):
     block_size: int
     busy_s: float = 1.0  # the fleet's unit of time, from its Scale
     forks: float = 0.0  # earlier prompts that diverged where the known part of this one ends
-    pressure: float = 0.0  # how tight the caches are
+    pressure: float = 0.0  # cache pressure: see `kvroute.router.placement.pressure`
     lora: str = ""  # the request's LoRA adapter
     known_blocks: int = 0  # the longest part that any replica has now or had once
     partial_blocks: int = 0  # the longest part that any replica's first cache group has now
@@ -52,12 +52,15 @@ class Placement(Struct, frozen=True):
 
     @property
     def known_prefix(self) -> tuple[Fingerprint, ...]:
-        """Return the longest part of the prompt that some replica has."""
+        """Return the fingerprints of the longest hit on any replica."""
         return self.chain[: self.best_hit_blocks]
 
     @property
     def home(self) -> str:
-        """Return a replica with the longest part, if that is much of the prompt; else ""."""
+        """Return a replica with the longest hit.
+
+        Empty: even the longest hit is less than the share MUCH of the prompt.
+        """
         if self.reusable_tokens < MUCH * self.prompt_tokens:
             return ""
         return max(self.ranking, key=lambda candidate: candidate.hit_blocks).replica_id
@@ -92,7 +95,7 @@ class Placement(Struct, frozen=True):
 
 
 class RequestContext(Struct, frozen=True):
-    """What a client's call asks for; the same for each of its prompts."""
+    """What the router knows about a client's call and passes on with each of its prompts."""
 
     at_s: float = 0.0  # when its prompts were ready to be dispatched, on the attempts' clock
     request_id: str = ""  # id that the client knows; a dispatch's id is longer
@@ -100,18 +103,18 @@ class RequestContext(Struct, frozen=True):
     prompts: int = 1  # number of prompts in the call
     namespace: str = ""  # namespace of its blocks; empty: it shares blocks with all others
     tenant: str = ""  # tenant of its API key; empty: no keys are used
-    entry: Entry | None = None  # into the tenant's limits; None: it has none
+    entry: Entry | None = None  # counts the call in its tenant's limits; None: no limits
     lora: str = ""  # LoRA adapter to use; empty: the model itself
     named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
-    broken: Break | None = None  # where it stops to continue its chat's earlier prompt
-    is_resumed: bool = False  # a replica that was lost has generated the beginning
+    broken: Break | None = None  # where the prompt differs from the chat's earlier prompt
+    is_resumed: bool = False  # true: a lost replica has generated the first part
     features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
     urgency: Urgency = AT_EASE
     sharer: str = ""  # unit of fair sharing; empty: none
     wait: Wait = NO_WAIT  # wait of this prompt in the router
     hints: SessionHints = NO_HINTS
     retention: Retention | None = None  # retention of this prompt, once it was placed
-    # Is called again and again while it waits for a seat, as its client cannot see that it does.
+    # Called repeatedly while the request waits for a seat, to let its client know.
     still_waiting: Callable[[], Awaitable[None]] | None = None
 
 
@@ -128,13 +131,13 @@ class RequestObserver:
         """Observe that a request's replicas were ranked, which took `decision_s`."""
 
     def waited(self, wait: Wait) -> None:
-        """Observe that a request leaves the queue for a replica."""
+        """Observe that a request has left the queue and is sent to a replica."""
 
     def seated(self, waited_s: float) -> None:
         """Observe that a request gets a seat of its session after a wait."""
 
     def turned_away(self, priority: Priority, refusal: Refusal) -> None:
-        """Observe that a client gets an error because its request has waited too long or would."""
+        """Observe that a request was refused: it waited too long, or would wait too long."""
 
     def sent(self, attempt: "Attempt") -> None: ...
 
@@ -147,7 +150,7 @@ class RequestObserver:
 
 
 class RequestObservers(RequestObserver):
-    """Several observers as one."""
+    """Passes each event on to several observers."""
 
     def __init__(self, *observers: RequestObserver) -> None:
         self._observers = observers
@@ -269,24 +272,27 @@ class Attempt:
         self.observer.ended(self)
 
     def end_elsewhere(self, now_s: float, *, is_over: bool) -> None:
-        """End an attempt of another router, which says so."""
+        """End an attempt of another router, which has published its end."""
         self.last_chunk_s = now_s
         self.end(None if is_over else "moved")
 
     def _teach_step(self) -> None:
-        """Tell the engine's speed how long the answer took between two tokens."""
+        """Correct the engine's speed by the mean time between two tokens of the answer."""
         later_tokens = self.output_tokens - self.first_tokens
         if later_tokens > 0 and self.first_token_s is not None and self.last_chunk_s is not None:
             self.load.speed.step((self.last_chunk_s - self.first_token_s) / later_tokens)
 
     def _teach_answer(self) -> None:
-        """Tell the fleet's scale how long the answer took."""
+        """Correct the fleet's scale by the time that the answer took."""
         if self.first_token_s is not None and self.last_chunk_s is not None:
             self.scale.answered(self.last_chunk_s - self.first_token_s)
 
     @property
     def is_over(self) -> bool:
-        """Else it goes on elsewhere, or was none."""
+        """Return whether the request ended with this attempt.
+
+        False: the request is in flight, was refused, or is sent to another replica.
+        """
         return self.outcome in ("ok", "cancelled")
 
     def _finish_turn(self) -> None:
@@ -307,7 +313,7 @@ class Attempt:
     def reloaded_tokens(self) -> dict[Tier, int]:
         """Return the prompt tokens that came from each slower tier.
 
-        Only the tokens that were expected there count, as far as the engine has delivered them.
+        A token counts if the router expected it in the tier and the engine found it cached.
         """
         if self.placement is None or self.cached_tokens is None:
             return {}
@@ -336,7 +342,7 @@ class Attempt:
 
     @property
     def evicted_why(self) -> Why:
-        """Return the reason why the ledger's evicted tokens are gone, if it has some."""
+        """Return why the evicted tokens of the ledger, if any, were evicted."""
         return self.context.retention.lost if self.context.retention else "usual"
 
     def ledger(self) -> Ledger | None:

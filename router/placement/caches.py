@@ -1,4 +1,4 @@
-"""What the replicas have cached of a prompt."""
+"""Looks up which blocks of a prompt each replica has cached."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Reload(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Return the number of these blocks."""
+        """Return the number of blocks in all parts."""
         return sum([part.blocks for part in self.parts])
 
 
@@ -55,7 +55,7 @@ class Caches:
         return self._space.block_size
 
     def update(self) -> None:
-        """Take over which replicas have slower tiers."""
+        """Read from the registry which replicas have slower tiers."""
         known = self._replicas.tiers
         self._tiers = sorted({tier for tiers in known.values() for tier in tiers})
         self.mirror.set_tiers(known)
@@ -82,13 +82,17 @@ class Caches:
 
     @property
     def least_blocks(self) -> int:
-        """Return the blocks of the shortest prompt that every replica can reuse."""
+        """Return the number of blocks in the shortest prefix that every replica can reuse."""
         return max((layout.step for layout in self._replicas.layouts.values()), default=1)
 
     def added(
         self, replica_id: str, chain: Sequence[Fingerprint], hit_blocks: int = 0
     ) -> tuple[Fingerprint, ...]:
-        """Return what the replica will announce when it has computed a chain behind a hit."""
+        """Return the fingerprints that the replica will publish once it has computed a chain.
+
+        Args:
+            hit_blocks: blocks of the chain that it has already.
+        """
         if not self._replicas.is_cache_usable(replica_id):
             return ()
         if boundaries := self._replicas.layouts.get(replica_id):
@@ -140,21 +144,21 @@ class Caches:
         return Hits(hits, reloads)
 
     def known(self, chain: Sequence[Fingerprint], at_least: int) -> int:
-        """Return the leading blocks of a chain that some replica holds, or held once."""
+        """Return how many leading blocks of a chain any replica holds or once held."""
         for boundaries in self._replicas.layouts.values():
             return max(at_least, boundaries.known(chain, self.mirror.is_known))
         return self.mirror.known(chain, at_least=at_least)
 
     def partial(self, chain: Sequence[Fingerprint], at_least: int) -> int:
-        """Return the leading blocks of a chain that the first cache group of some replica has."""
+        """Return how many leading blocks of a chain the first cache group of any replica holds."""
         for boundaries in self._replicas.layouts.values():
             return max(at_least, self.mirror.in_first_group(chain, boundaries))
         return at_least
 
     def capacity_tokens(self, record: ReplicaRecord) -> int:
-        """Return the tokens that a replica can keep.
+        """Return how many tokens a replica can keep in its caches.
 
-        A slower tier counts if blocks come back from there sooner than they are computed.
+        A slower tier counts if a block is copied back from it in less time than it is computed.
         """
         facts = record.facts
         if not facts.prefix_caching:
@@ -165,7 +169,10 @@ class Caches:
         return (facts.capacity_blocks + more_blocks) * facts.block_size
 
     def _hits(self, chain: Sequence[Fingerprint], tiers: Sequence[Tier] = ()) -> dict[str, int]:
-        """Return the hits by the layout of each engine; tiers: see Mirror.hits."""
+        """Return the hits, by the rules of each engine's cache layout.
+
+        For `tiers` see Mirror.hits.
+        """
         hits, layouts = self.mirror.hits(chain, tiers=tiers), self._replicas.layouts
         if not layouts:
             return hits
@@ -180,9 +187,9 @@ class Caches:
     ) -> dict[str, Reload]:
         """Return what each replica would copy back behind its hit in GPU memory.
 
-        From each tier, it copies the blocks that it cannot compute in less time. Copies that are
-        under way add to the wait, but do not count in this choice, since computing would delay all
-        other requests, too.
+        From each tier, it copies the blocks if this takes less time than to compute them. Copies
+        for other requests add to the wait. But they do not count in this choice, because to compute
+        the blocks would delay all other requests, too.
         """
         found = dict[str, Reload]()
         for number, tier in enumerate(self._tiers, start=1):
@@ -207,7 +214,10 @@ class Caches:
         reloads: Mapping[str, Reload],
         now_s: float,
     ) -> dict[str, Reload]:
-        """Return the waits where an earlier request copies back the last blocks of a hit."""
+        """Return the waits at replicas that are copying back a hit's last blocks already.
+
+        They do so for an earlier request.
+        """
         found = {}
         for replica_id in self._replicas.tiers.keys() & hits.keys() - reloads.keys():
             wait_s = self._loads.of(replica_id).reloads.wait_s(now_s)

@@ -11,9 +11,10 @@ from kvroute.router.placement.policy import Candidate, CostTerms, prices, terms_
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import Retention
 
-RECEIPTS = "kvroute_receipts"  # the member of a response that has them
+RECEIPTS = "kvroute_receipts"  # name of the field of a response that has the receipts
 
-# The reason to give when this term makes most of the difference between choice and runner-up.
+# term of the cost -> the sentence to show if this term makes most of the difference between the
+# chosen replica and the runner-up. {other} is the runner-up.
 REASONS = {
     "waiting": "{other} has {seconds} more prefill queued",
     "reload": "{other} would wait {seconds} longer for copies from slower memory",
@@ -25,7 +26,7 @@ REASONS = {
     "rotation": "idle replicas take turns in starting conversations, and it is the next",
     "decode": "fewer answers run there that this prompt would slow down",
 }
-SECONDS = {  # term -> the candidate's seconds without a price
+SECONDS = {  # term -> the field of a candidate with the term's seconds before prices
     "waiting": "backlog_s",
     "reload": "reload_s",
     "memory": "memory_s",
@@ -88,7 +89,10 @@ def receipt(
 
 
 def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any] | None:
-    """Return what a replica once held and none holds now; None: nothing."""
+    """Return the number of tokens that some replica once held and none holds now, and why.
+
+    None: there are no such tokens, or the prompt's retention is unknown.
+    """
     tokens = placement.evicted_tokens
     return {"tokens": tokens, "why": retention.lost} if retention and tokens else None
 
@@ -129,12 +133,15 @@ def _reason(placement: Placement, terms: Sequence[CostTerms], policy: str) -> st
     if len(placement.ranking) < 2:
         return "only one replica is ready" if placement.ranking else "no replica is ready"
     if not terms:
-        return f"{policy} does not look at what is cached"
+        return f"the policy {policy} ignores caches"
     choice, other = placement.ranking[:2]
     saved_s = {name: getattr(terms[1], name) - getattr(terms[0], name) for name in REASONS}
     name, seconds = max(saved_s.items(), key=itemgetter(1))
     if seconds <= 0:
-        return f"{other.replica_id} costs the same; more free KV blocks decide, then chance"
+        return (
+            f"{other.replica_id} costs the same; the choice has more free KV blocks, or was drawn "
+            "at random"
+        )
     field = SECONDS.get(name)
     return REASONS[name].format(
         other=other.replica_id,

@@ -1,4 +1,4 @@
-"""Every named prefix is in this router's memory for requests, and is kept in step with Redis."""
+"""A copy of all named prefixes in the router's memory, which follows the declarations in Redis."""
 
 import asyncio
 import logging
@@ -26,11 +26,12 @@ from kvroute.store.prefixes import Prefixes
 
 log = logging.getLogger("kvroute.prefixes")
 
-POLL_S = 0.25
-COUNT_S = 1.0  # seconds between writes of the counts
-RETIRE_S = 5.0  # a newer version is in use for this time before the older ones are released
+POLL_S = 0.25  # seconds between two checks of Redis for new declarations
+COUNT_S = 1.0  # seconds between two writes of the counts of uses to Redis
+RETIRE_S = 5.0  # seconds that a newer version is in use before older versions are released
 RETRY_S = 0.5  # seconds between attempts while Redis is away
-COMPARED = 50  # names with an unknown one, for an error; each takes up to a millisecond
+# Names that an unknown name is compared with to suggest similar ones; each takes up to 1 ms.
+COMPARED = 50
 
 
 def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
@@ -47,7 +48,7 @@ def keepers(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRec
 
 
 def is_visible(prefix: Prefix, caller: Caller | None) -> bool:
-    """Return whether the caller may use the prefix and know of it."""
+    """Return whether the caller may use and see the prefix."""
     return caller is None or not prefix.namespace or prefix.tenant == caller.tenant
 
 
@@ -59,7 +60,7 @@ class Catalogue:
         self._fleet = fleet
         self.block_size = block_size
         self._versions: dict[str, list[Prefix]] = {}  # id -> versions, oldest first
-        self._shared: list[Prefix] = []  # every version of those that all namespaces share
+        self._shared: list[Prefix] = []  # every version of the prefixes that all namespaces share
         self._revision: int | None = None  # revision of the last read; None: nothing was read yet
         self._reading = asyncio.Lock()
         self._outage = Outage(log, "named prefixes stay as they are")
@@ -83,10 +84,10 @@ class Catalogue:
     async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
         """Return the version to use of the caller's own prefix, else of the shared prefix.
 
-        Only an unknown name needs a read from Redis.
+        Redis is read only if the name is unknown here.
 
         Raises:
-            ApiError: Redis does not have it either.
+            ApiError: the name is unknown in Redis, too.
         """
         prefix = self.find(name, caller)
         if prefix is None:
@@ -97,7 +98,10 @@ class Catalogue:
         return prefix
 
     def find(self, name: str, caller: Caller | None = None) -> Prefix | None:
-        """Return the version to use, as `named`; None: the caller has no such prefix."""
+        """Return the version to use, as `named` does, but without Redis.
+
+        None: the name is unknown here.
+        """
         own = self.get(own_id(caller.tenant, name)) if caller else None
         found = own or self.get(name)
         return found if found and is_visible(found, caller) else None
@@ -110,7 +114,7 @@ class Catalogue:
     def holders(
         self, token_ids: TokenIds, namespace: str, *, tiers: Sequence[Tier] = ()
     ) -> set[str]:
-        """Return the replicas that hold all of it in their caches, according to the index."""
+        """Return the replicas that have all these tokens cached, according to the index."""
         scope = self._scope(token_ids, namespace)
         return self._fleet.caches.holders(token_ids, scope, tiers=tiers)
 
@@ -134,7 +138,7 @@ class Catalogue:
         return next(reversed(self._living(id_)), None)
 
     def all(self) -> list[Prefix]:
-        """Every version."""
+        """Return every version of every prefix that has not expired."""
         return [prefix for id_ in self._versions for prefix in self._living(id_)]
 
     def declared_as(self, token_ids: TokenIds, namespace: str = "") -> Prefix | None:
@@ -152,7 +156,7 @@ class Catalogue:
         return shared_tokens(token_ids, self._shared, self.block_size) if self._shared else 0
 
     def is_settled(self, prefix: Prefix) -> bool:
-        """Return whether it is warm on all replicas that keep it, as of the last poll."""
+        """Return whether all replicas that keep the prefix had it warm at the last poll."""
         records = keepers(prefix, self.records)
         return bool(records) and all(is_warm(prefix, record) for record in records)
 
@@ -237,7 +241,7 @@ class Catalogue:
             await asyncio.sleep(POLL_S)
 
     async def _declare(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
-        """Declare the tasks, except those that were declared differently since."""
+        """Declare the tasks as prefixes, except names that a client has declared since."""
         for task in tasks:
             latest = self.latest(task.task_id)
             if latest is not None and "task_id" not in latest.source:
@@ -246,7 +250,7 @@ class Catalogue:
             try:
                 token_ids = await composer.beginning(source)
             except ApiError as error:
-                log.error("task %r cannot be a prefix: %s", task.task_id, error)
+                log.error("task %r was not declared as a prefix: %s", task.task_id, error)
                 continue
             await self.store.declare(
                 task.task_id, token_ids=token_ids, source=source, is_shared=True
@@ -254,7 +258,7 @@ class Catalogue:
         await self.refresh()
 
     async def _retire(self) -> None:
-        """Release older versions if a newer one could have been in use for RETIRE_S."""
+        """Release older versions once a newer one has been warm everywhere for RETIRE_S."""
         now_s = time.monotonic()
         newer = [version for versions in self._versions.values() for version in versions[1:]]
         self._settled_s = {

@@ -1,4 +1,4 @@
-"""A model's named prefixes can be declared, listed and dropped."""
+"""Declares, lists and drops the named prefixes of a model."""
 
 import asyncio
 import time
@@ -20,16 +20,19 @@ from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.store.named_prefix import Prefix, is_same, own_id
 from kvroute.store.prefixes import OtherTenantError
 
-MAX_PREFIXES = 1_000  # versions of all names together
+MAX_PREFIXES = 1_000  # most versions of prefixes, counted over all names
 
 Records = list[ReplicaRecord]
 Uses = Mapping[str, tuple[int, int]]  # id -> hits, tokens saved
 
 
 class Declarations:
-    """Declares, lists and drops prefixes; declare and drop raise ApiError when Redis is away.
+    """Declares, lists and drops prefixes.
 
-    read_records: reads the replicas' current records.
+    declare() and drop() raise ApiError if Redis is away.
+
+    Args:
+        read_records: reads the replicas' current records.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Declarations:
         max_model_len: int,
         limits: TenantLimits | None = None,
     ) -> tuple[dict[str, Any], bool]:
-        """Return the prefix, and whether this call made a new version of it.
+        """Declare a prefix; return it, and whether this call made a new version of it.
 
         Args:
             declaration: the declaration.
@@ -92,16 +95,16 @@ class Declarations:
         """Return the latest version of that name.
 
         Raises:
-            ApiError: there is none.
+            ApiError: no prefix of that name is declared.
         """
         records, uses = await self._status()
         return self._as_json(self._latest(name, caller), records, uses)
 
     async def drop(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
-        """Drop all versions of that name, and return the latest.
+        """Drop all versions of that name, and return a confirmation.
 
         Raises:
-            ApiError: there is none.
+            ApiError: no prefix of that name is declared, or it belongs to another tenant.
         """
         with needing_redis():
             await self._catalogue.refresh()
@@ -128,7 +131,7 @@ class Declarations:
     async def _declare(
         self, wanted: Prefix, limits: TenantLimits | None
     ) -> tuple[dict[str, Any], bool]:
-        """One after the other, so that each is checked against those before it."""
+        """Declare a prefix, one call at a time: each is checked against those before it."""
         async with self._declaring:
             prefix, is_new = await self._declare_next(wanted, limits)
         return self._as_json(prefix, *await self._status()), is_new
@@ -163,8 +166,8 @@ class Declarations:
         if len(self._catalogue.all()) >= MAX_PREFIXES:
             raise ApiError(
                 409,
-                f"prefix {id_!r} would be one more than the {MAX_PREFIXES} that there can be; "
-                "drop one: DELETE /v1/prefixes/ID",
+                f"prefix {id_!r} would exceed the limit of {MAX_PREFIXES} prefixes; drop one with "
+                "DELETE /v1/prefixes/ID",
                 param="id",
                 code="too_many_prefixes",
             )
@@ -193,10 +196,10 @@ class Declarations:
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
-        """Return the records of the replicas where it is warm.
+        """Return the records of the replicas where the prefix is warm.
 
-        A prefix that is not pinned is checked in the index too, since it may have been evicted.
-        Host memory gets its copies a little later.
+        A prefix that is not pinned in GPU memory is also looked up in the index: it may have been
+        evicted, and copies to host memory are made a little later.
         """
         warm = [record for record in assigned if is_warm(prefix, record)]
         if not prefix.full_blocks(self._block_size) or all(_is_held(prefix, r) for r in warm):
@@ -207,7 +210,7 @@ class Declarations:
         return [record for record in warm if _is_held(prefix, record) or record.id in holders]
 
     def _computed_tokens(self, prefix: Prefix, assigned: Records, warm: Records) -> int:
-        """Return how many tokens of the prefix its replicas have computed, all together."""
+        """Return how many tokens of the prefix are computed, summed over its replicas."""
         each = prefix.full_tokens(self._block_size)
         missing = {record.id for record in assigned} - {record.id for record in warm}
         held = self._catalogue.held_tokens(prefix, tiers=up_to(prefix.tier)) if missing else {}
@@ -270,7 +273,10 @@ def _of_another(name: str) -> ApiError:
 
 
 def _pinned(prefix: Prefix, warm: Records) -> bool | str:
-    """Return whether the prefix is pinned on all of these replicas."""
+    """Return whether the prefix is pinned on all of these replicas.
+
+    If it is, and not in GPU memory on all of them, return the name of the slowest tier.
+    """
     found = [record.pins.get(prefix.name) for record in warm]
     if not all(each and each.is_pinned for each in found):
         return False

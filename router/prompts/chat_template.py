@@ -1,7 +1,8 @@
-"""A chat's body becomes the text that vLLM would make of it, by the tokenizer's chat template.
+"""Renders chats to the same text as vLLM does, with the tokenizer's chat template.
 
-Only what is sure to be the same as in vLLM 0.32 is rendered here; a replica renders the rest. Each
-function names its model in vLLM; replicas render some of the chats again and count differences.
+A router renders only bodies for which the result is sure to be the same as in vLLM 0.32. A replica
+renders all others. Most functions name the function of vLLM that they imitate. Replicas render some
+of the chats again and count the differences.
 """
 
 import inspect
@@ -13,10 +14,13 @@ from kvroute.router.api.errors import invalid
 
 Message = dict[str, Any]
 
-BILLING_HEADER = "x-anthropic-billing-header"  # begins a line that is new in each request
-TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # a part's type, and its field with the text
+BILLING_HEADER = "x-anthropic-billing-header"  # start of a line that differs in each request
+TEXT_PARTS = {
+    "text": "text",
+    "refusal": "refusal",
+}  # type of a message's part -> its field with the text
 ROLES = {"system", "developer", "user", "assistant", "tool"}
-# Fields of a body that change its rendering in a way that only a replica knows.
+# Fields of a body that change how it is rendered, which only replicas can do.
 ONLY_REPLICAS = (
     "add_special_tokens",
     "chat_template",
@@ -36,7 +40,7 @@ class ChatTemplate:
 
     Args:
         defaults: default chat_template_kwargs.
-        with_unused_tools: tools are in the prompt even if tool_choice is "none".
+        with_unused_tools: whether tools are in the prompt even if tool_choice is "none".
     """
 
     def __init__(
@@ -51,7 +55,9 @@ class ChatTemplate:
         self._template = template
         self._defaults = defaults or {}
         self._with_unused_tools = with_unused_tools
-        self._facts: dict[bool, _Facts] = {}  # whether there are tools -> facts
+        self._facts: dict[
+            bool, _Facts
+        ] = {}  # whether the body has tools -> facts about the template for it
 
     @property
     def source(self) -> str:
@@ -70,7 +76,7 @@ class ChatTemplate:
 
         Args:
             content_format: format of messages in the template, "string" or "openai", as a replica
-                has found; empty: replicas render differently.
+                reported it; empty: replicas do not use the template.
             before: messages before the body's own.
 
         Raises:
@@ -80,7 +86,7 @@ class ChatTemplate:
         if not content_format:
             raise OnlyReplicaError("this model's chats are not rendered by a template")
         if any(body.get(name) is not None for name in ONLY_REPLICAS):
-            raise OnlyReplicaError("the body has options of its own for its rendering")
+            raise OnlyReplicaError("the body has options that only replicas can render")
         if self._template is None and self._tokenizer.chat_template is None:
             raise OnlyReplicaError("the model has no chat template")
         tools = self._tools(body)
@@ -108,7 +114,7 @@ class ChatTemplate:
         if tools is None:
             return None
         if not isinstance(tools, list) or not tools:
-            raise OnlyReplicaError("tools is no list")
+            raise OnlyReplicaError("tools is not a list, or is empty")
         if body.get("tool_choice") == "none" and not self._with_unused_tools:
             return None
         return [_tool(tool) for tool in tools]
@@ -124,7 +130,7 @@ class ChatTemplate:
         """Return the template's arguments, as vLLM's build_chat_params does."""
         own = body.get("chat_template_kwargs") or {}
         if not isinstance(own, dict):
-            raise OnlyReplicaError("chat_template_kwargs is no object")
+            raise OnlyReplicaError("chat_template_kwargs is not an object")
         effort = body.get("reasoning_effort")
         asked = {
             "add_generation_prompt": body.get("add_generation_prompt", True),
@@ -138,14 +144,14 @@ class ChatTemplate:
         for some in (own, asked):
             options |= {name: value for name, value in some.items() if value not in (None, "auto")}
         if NOT_OF_CLIENTS & options.keys():
-            raise OnlyReplicaError("chat_template_kwargs has more than options")
+            raise OnlyReplicaError("chat_template_kwargs has names that clients may not set")
         for name in ("add_generation_prompt", "continue_final_message"):
             _flag(options, name)
         return {name: value for name, value in options.items() if name in facts.variables}
 
 
 class _Facts:
-    """What vLLM reads in a template's source."""
+    """Facts that vLLM learns from a template's source."""
 
     def __init__(self, template: str) -> None:
         import jinja2.meta
@@ -186,15 +192,15 @@ def _message(given: Any, content_format: str) -> Message:
             message[name] = given[name]
     if role == "developer":
         if given.get("tools") is not None:
-            raise OnlyReplicaError("a developer brings tools")
-        message["tools"] = None  # there, as in vLLM
+            raise OnlyReplicaError("a developer message has tools")
+        message["tools"] = None  # vLLM sets this key, too
     return message
 
 
 def _add_assistants(message: Message, given: Mapping[str, Any]) -> None:
     if given.get("tool_calls"):
         if not isinstance(given["tool_calls"], list):
-            raise OnlyReplicaError("tool_calls is no list")
+            raise OnlyReplicaError("tool_calls is not a list")
         message["tool_calls"] = [_tool_call(each) for each in given["tool_calls"]]
     reasoning = given.get("reasoning")
     if reasoning is None:
@@ -204,13 +210,16 @@ def _add_assistants(message: Message, given: Mapping[str, Any]) -> None:
 
 
 def _parts(content: Any, *, may_have_header: bool) -> list[dict[str, Any]]:
-    """Return the parts of a message of text; vLLM: _parse_chat_message_content_part."""
+    """Return the parts of a message that has only text.
+
+    In vLLM this is _parse_chat_message_content_part.
+    """
     if content is None:
         return []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
-        raise OnlyReplicaError("a message's content is no text")
+        raise OnlyReplicaError("a message's content is neither text nor a list of parts")
     if may_have_header:
         content = [part for part in map(without_header, content) if part is not None]
     return [_part(each) for each in content]
@@ -219,10 +228,10 @@ def _parts(content: Any, *, may_have_header: bool) -> list[dict[str, Any]]:
 def _part(given: dict[str, Any]) -> dict[str, Any]:
     field = TEXT_PARTS.get(str(given.get("type")))
     if field is None or not isinstance(given.get(field), str):
-        raise OnlyReplicaError("a message has more than text")
+        raise OnlyReplicaError("a message has parts that are not text")
     rest = {name: value for name, value in given.items() if name not in ("type", field)}
     if rest.keys() - {"cache_control"}:
-        raise OnlyReplicaError("a text has other fields")  # vLLM leaves some out
+        raise OnlyReplicaError("a part of text has unknown fields")  # vLLM omits some
     return {"type": "text", "text": given[field], **rest}
 
 
@@ -241,9 +250,9 @@ def _tool_call(given: Any) -> dict[str, Any]:
     Some templates show the order; vLLM: ChatCompletionMessageFunctionToolCallParam.
     """
     if not isinstance(given, dict) or not isinstance(given.get("function"), dict):
-        raise OnlyReplicaError("a tool call is no function's")
+        raise OnlyReplicaError("a tool call is not a function call")
     if given.get("type", "function") != "function":
-        raise OnlyReplicaError("a tool call is no function's")
+        raise OnlyReplicaError("a tool call is not a function call")
     arguments = given["function"].get("arguments") or {}
     if isinstance(arguments, str):
         try:
@@ -258,7 +267,7 @@ def _tool_call(given: Any) -> dict[str, Any]:
 
 
 def _in_order(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the given fields, the named ones first."""
+    """Return all given fields, those in `names` first."""
     return {**{name: given[name] for name in names if name in given}, **given}
 
 
@@ -266,7 +275,7 @@ def _tool(given: Any) -> dict[str, Any]:
     """Return a tool's known fields in vLLM's order; vLLM: ChatCompletionToolsParam."""
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise OnlyReplicaError("a tool is no function with a name")
+        raise OnlyReplicaError("a tool is not a function with a name")
     strict, later = _flag(function, "strict"), _flag(given, "defer_loading")
     own_later = _flag(function, "defer_loading")
     known = {name: function.get(name) for name in ("name", "description", "parameters")}
@@ -279,7 +288,10 @@ def _tool(given: Any) -> dict[str, Any]:
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
-    """Return a boolean field; like vLLM's validation, "yes" and 1 are true."""
+    """Return a boolean field, or None if it is not set.
+
+    vLLM also accepts values such as "yes" and 1, so replicas handle bodies with these.
+    """
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
         raise OnlyReplicaError(f"{name} is neither true nor false")
@@ -287,7 +299,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _one_system(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with all system and developer messages as one at the beginning.
+    """Return the messages, with all system and developer messages merged into the first one.
 
     In vLLM these are _convert_developer_to_system and _consolidate_system_messages.
     """
@@ -303,7 +315,7 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _of_prefix(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a prefix's message with the role by which the prefix was rendered."""
+    """Return a message of a named prefix with the role that it had when the prefix was rendered."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 

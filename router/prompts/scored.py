@@ -1,4 +1,4 @@
-"""The prompts of a request for scores, by the model's tokenizer."""
+"""Turns a request for scores into prompts, with the model's tokenizer."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,10 @@ from kvroute.router.prompts.tokenizer import Prompts
 async def scored_prompts(
     scoring: Scoring, tokenizer: Prompts, *, max_model_len: int
 ) -> list[TokenIds]:
-    """Return the query with each item; a prompt that is too long loses its end, as with vLLM."""
+    """Return one prompt for each item: the query with the item.
+
+    A prompt that is too long is cut at its end, as in vLLM.
+    """
     texts = [scoring.query] if isinstance(scoring.query, str) else []
     most = max_model_len - 1  # one token is generated
     (query,) = await tokenizer.encode(texts, special=scoring.add_special_tokens) or [

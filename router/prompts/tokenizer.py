@@ -1,4 +1,4 @@
-"""Prompts become the token ids that the model's own tokenizer and chat template make."""
+"""Turns prompts into token ids, with the model's own tokenizer and chat template."""
 
 import asyncio
 import json
@@ -22,22 +22,24 @@ from kvroute.router.prompts.escape import Escape
 from kvroute.router.prompts.segments import Cutter, SegmentCache
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
-INLINE_CHARACTERS = 8_192  # about 2 ms of tokenising; longer text leaves the event loop
+INLINE_CHARACTERS = 8_192  # longer text is tokenised in a worker thread; this takes about 2 ms
 INLINE_BYTES = 8_192  # bodies up to this size are escaped in the event loop, within 9 ms
-INLINE_MESSAGES = 64  # about 1 ms of rendering
-JOB_CHARACTERS = 65_536  # characters of short texts in one job, so that calls share the workers
+INLINE_MESSAGES = 64  # longer chats are rendered in a worker thread; this takes about 1 ms
+# Characters in one job of a worker thread. A call with more text takes turns with others.
+JOB_CHARACTERS = 65_536
 WORKERS = 2
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Prompts:
-    """The tokenizer of a model folder or hub name.
+    """The tokenizer and chat template of a model folder or hub name.
 
-    If a user's text contains a special token such as <|im_end|>, it becomes the special token, as
-    in vLLM: a client that can write messages can end one, unless its call was escaped.
+    If a user's text contains a special token, such as <|im_end|>, it becomes that special token,
+    as in vLLM. So a client can end a message within its text, unless its call was escaped.
 
-    Only the new part of a chat's next turn is tokenised: the segments of earlier turns are cached,
-    if the tokenizer's text can be cut into segments. Use rendered() from one event loop only.
+    If texts for this tokenizer can be cut into segments, the segments of a chat's earlier turns are
+    cached, and only the new part of the next turn is tokenised. Use rendered() from one event loop
+    only.
     """
 
     def __init__(
@@ -51,14 +53,16 @@ class Prompts:
         """Load the tokenizer and the chat template.
 
         Args:
-            engine_args: vLLM's arguments, some of which are about the chat template.
+            engine_args: vLLM's arguments. Those about the chat template are used.
             escapes: whether special tokens in clients' messages are split.
         """
         self.model = str(model)
         tokenizer = _load(model, revision)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(f"the tokenizer of {model} has no fast form; add a tokenizer.json")
+            raise ValueError(
+                f"the tokenizer of {model} is not a fast tokenizer; add a tokenizer.json"
+            )
         backend.no_truncation()
         backend.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -84,7 +88,7 @@ class Prompts:
     async def texts(
         self, prompts: Sequence[str], *, max_model_len: int | None = None
     ) -> list[TokenIds]:
-        """Plain texts, each with the special tokens that the tokenizer puts around it."""
+        """Return the ids of plain texts, each with the tokenizer's special tokens around it."""
         rests = await self.rests(prompts, max_model_len)
         each = [np.concatenate([self._opening, rest]) for rest in rests]
         if not all(map(len, each)):
@@ -92,14 +96,20 @@ class Prompts:
         return each
 
     async def beginning(self, text: str, *, max_model_len: int | None = None) -> TokenIds:
-        """Plain text that other text will follow, with the special tokens before it."""
+        """Return the ids of a plain text that other text will follow.
+
+        They include the special tokens before the text, but not those after it.
+        """
         self.check_length("prompt", text, max_model_len)
         return np.concatenate([self._opening, *await self.encode([text])])
 
     async def rests(
         self, prompts: Sequence[str], max_model_len: int | None = None
     ) -> list[TokenIds]:
-        """Plain texts that each follow a beginning, with the special tokens after them."""
+        """Return the ids of plain texts, each of which will follow a beginning.
+
+        They include the special tokens after each text, but not those before it.
+        """
         for prompt in prompts:
             self.check_length("prompt", prompt, max_model_len)
         return [*map(self.without_opening, await self.encode(prompts, special=True))]
@@ -111,7 +121,7 @@ class Prompts:
         return token_ids[opening:] if has_opening else token_ids
 
     def ids(self, token_ids: TokenIds) -> TokenIds:
-        """Token ids from a client, after a check that they are in the vocabulary."""
+        """Return the token ids of a client, after a check that they are in the vocabulary."""
         if not len(token_ids):
             raise invalid("prompt", "prompt is []; expected at least one token id")
         largest = int(token_ids.max())
@@ -135,13 +145,13 @@ class Prompts:
         self._workers.shutdown(cancel_futures=True)
 
     def render(self, messages: Sequence[ChatMessage], *, is_turn: bool = True) -> str:
-        """Render a conversation by the template and its arguments that all chats are rendered by.
+        """Render a conversation with the template and arguments that are used for all chats.
 
         Args:
-            is_turn: the assistant's turn begins at the end.
+            is_turn: whether the text ends with the start of the assistant's turn.
 
         Raises:
-            ApiError: 400, the model has no template, or it refuses the messages.
+            ApiError: 400, the model has no template, or the template refuses the messages.
         """
         body = {
             "messages": [_template_message(message) for message in messages],
@@ -156,13 +166,15 @@ class Prompts:
                 param="messages",
             ) from None
         except (TemplateError, TypeError, ValueError) as error:
-            raise invalid("messages", f"the model's chat template refuses: {error}") from error
+            raise invalid(
+                "messages", f"the model's chat template refuses the messages: {error}"
+            ) from error
 
     async def escaped(self, call: Call) -> Call:
         """Return the call with special tokens in its messages split, if that is switched on.
 
         Raises:
-            ApiError: a role is impossible.
+            ApiError: a message has a role that is not allowed.
         """
         if self._escape is None:
             return call
@@ -181,8 +193,8 @@ class Prompts:
         """Return the rendered text of a call's body.
 
         Raises:
-            OnlyReplicaError: only a replica can render it, or the template refuses: a replica then
-                answers with vLLM's error.
+            OnlyReplicaError: only a replica can render the body, or the template refuses it. In
+                the second case the replica answers with vLLM's error.
         """
         text = partial(self._template.text, body, content_format, before=before)
         try:
@@ -215,7 +227,11 @@ class Prompts:
             )
 
     async def encode(self, texts: Sequence[str], *, special: bool = False) -> list[TokenIds]:
-        """Return the ids of each text; special: with special tokens around it."""
+        """Return the ids of each text.
+
+        Args:
+            special: whether to add the tokenizer's special tokens around each text.
+        """
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return self._token_ids(texts, special)
         loop, token_ids = asyncio.get_running_loop(), list[TokenIds]()
@@ -230,7 +246,10 @@ class Prompts:
 
 
 def _own_template(given: str | None) -> str | None:
-    """Return a template, or the contents of a file; vLLM: load_chat_template."""
+    """Return the template, or the contents of the file that is given instead.
+
+    In vLLM this is load_chat_template.
+    """
     if given is None:
         return None
     path = Path(given)
@@ -239,7 +258,7 @@ def _own_template(given: str | None) -> str | None:
 
 
 def _jobs(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the texts in order, in parts of at most JOB_CHARACTERS and one more text."""
+    """Yield the texts in order, in parts. A part ends once it has JOB_CHARACTERS characters."""
     begin, characters = 0, 0
     for end, text in enumerate(texts, 1):
         characters += len(text)
@@ -255,9 +274,9 @@ def _opening(backend: Any) -> TokenIds:
 
 
 def _cutter(backend: Any) -> Cutter | None:
-    """Return the cutter of a tokenizer; None: its texts cannot be cut.
+    """Return the cutter of a tokenizer.
 
-    Then each chat is tokenised as a whole.
+    None: its texts cannot be cut into segments, so each chat is tokenised as a whole.
     """
     try:
         return Cutter(backend)
@@ -266,7 +285,7 @@ def _cutter(backend: Any) -> Cutter | None:
 
 
 def _template_message(message: ChatMessage) -> dict[str, str]:
-    """Return the message for templates, which know the developer role as system."""
+    """Return the message as templates expect it: the role developer becomes system."""
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": message.content}
 
@@ -285,7 +304,8 @@ def _load(model: str | Path, revision: str) -> Any:
 def _is_generic(folder: Path) -> bool:
     """Return whether the folder's tokenizer is just its tokenizer.json.
 
-    AutoTokenizer would load the same, but imports torch to read the model's configuration.
+    AutoTokenizer would load the same tokenizer, but it imports torch to read the model's
+    configuration.
     """
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())

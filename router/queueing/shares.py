@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable
 
-SHARE_S = 30.0  # time constant over which tenants' use is forgotten
+SHARE_S = 30.0  # time constant in seconds with which a tenant's use decays
 SCARCE_S = 30.0  # shares matter for this long after other tenants have waited
-LEEWAY = 1.5  # equal shares that a tenant may use before its requests yield to others
-MAX_SHARERS = 16  # tenants that an equal share is computed for; it is never below 1/16
+LEEWAY = 1.5  # requests of a tenant that used more than so many equal shares yield to others
+MAX_SHARERS = 16  # an equal share is never below one of so many parts
 MAX_TENANTS = 4096  # tenants that are counted; further ones never exceed their share
 FORGOTTEN_S = 1e-3  # a tenant's use below this many seconds of prefill is dropped
 
@@ -31,7 +31,7 @@ class Shares:
             self._total_s += prefill_s
 
     def see(self, tenants: Iterable[str], now_s: float) -> None:
-        """Record that these tenants wait in the default line."""
+        """Record that these tenants have requests waiting in the default queue."""
         self._decay(now_s)
         self._waited_s.update(dict.fromkeys(tenants, now_s))
 
@@ -44,7 +44,7 @@ class Shares:
         return len(self._waited_s) > (tenant in self._waited_s)
 
     def _decay(self, now_s: float) -> None:
-        """Forget old use. Once a second is enough."""
+        """Let earlier use decay, at most once a second."""
         if now_s - self._at_s < 1.0:
             return
         keep = math.exp((self._at_s - now_s) / SHARE_S)

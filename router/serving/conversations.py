@@ -1,7 +1,8 @@
-"""Conversations of the Responses API whose state is in Redis: any router can go on with any.
+"""Conversations of the Responses API whose state is in Redis: any router can continue any of them.
 
-A replica knows nothing of this. It gets a body with the whole conversation as its input, and the
-response that it writes gets the id of the one before it here.
+Replicas do not know that conversations are stored. A replica gets a body with the whole
+conversation as its input, and the router adds the id of the previous response to the replica's
+response.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, TooLongErr
 log = logging.getLogger("kvroute.conversations")
 
 OPTION = "--response-store-mb"
-STORED_S = 1.0  # the longest that the end of a response waits for Redis
+STORED_S = 1.0  # most seconds that the end of a response is held back until Redis has stored it
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ NO_INPUT = Input(b"[]")
 
 
 class Expanded(Struct, frozen=True):
-    """A call with all that its prompts are made of."""
+    """A call, with its conversation and the named prefix of its prompts."""
 
     call: Call  # the call with the whole conversation
-    previous_id: str | None = None  # the response that it goes on with; None: it begins a new one
+    previous_id: str | None = None  # the response that it continues; None: a new conversation
     store: Callable[[Members], Awaitable[None]] | None = None  # stores its response; None: do not
     prefix: Prefix | None = None  # the named prefix before its prompts
 
@@ -57,7 +58,7 @@ async def continued(call: Call, conversations: "Conversations | None") -> Expand
     """Return the call with the conversation before it.
 
     Args:
-        conversations: None: none are stored.
+        conversations: the stored conversations; None: this server stores none.
 
     Raises:
         ApiError: there is no such conversation, or the whole is too long.
@@ -76,7 +77,7 @@ async def continued(call: Call, conversations: "Conversations | None") -> Expand
 
 
 class Conversations:
-    """One model's, in one router."""
+    """The stored conversations of one model, as one router reads and writes them."""
 
     def __init__(self, store: Responses, *, most_bytes: int) -> None:
         """Create the service.
@@ -117,7 +118,9 @@ class Conversations:
             return await self._store.delete(id, salt)
 
     async def input_items(self, id: str, salt: str) -> list[dict[str, Any]] | None:  # noqa: A002
-        """Return all items that the response answers, the first one first; None: not stored here.
+        """Return all input items that led to the response, the oldest first.
+
+        None: the response is not stored here.
 
         Raises:
             ApiError: Redis cannot be used.
@@ -129,7 +132,7 @@ class Conversations:
         try:
             items = _decoded(joined([turn.items for turn in before]))
             return items + _decoded(last.items)[: last.inputs]
-        except DECODE_ERRORS:  # written by another program: they are no objects
+        except DECODE_ERRORS:  # another program wrote items that are not objects
             return None
 
     async def _before(self, previous_id: str, salt: str) -> list[StoredTurn]:
@@ -167,7 +170,7 @@ class Conversations:
         return replace(call, raw=raw)
 
     async def _put(self, own: Input, previous_id: str | None, salt: str, response: Members) -> None:
-        """Return when the response is in Redis, or cannot be stored, or after STORED_S."""
+        """Store a response. Return after STORED_S at the latest, even if it is not stored."""
         try:
             id_, turn = _turn(response, own)
             body = encode({k: v for k, v in response.items() if k != RECEIPTS})

@@ -1,6 +1,7 @@
-"""Expand: a call gets what the cluster has stored of its prompt.
+"""Expansion: adds to a call the parts of its prompt that are stored in the cluster.
 
-That is the conversation before it (Responses API) and the named prefix, which are not in its body.
+These are the earlier conversation (Responses API) and the named prefix. The call's body only names
+them.
 """
 
 from msgspec.structs import replace
@@ -19,13 +20,13 @@ async def expand(
     tokenizer: Prompts,
     catalogue: Catalogue,
 ) -> Expanded:
-    """Return the call with its conversation and its prefix, and without special tokens in texts.
+    """Return the call with its conversation and its named prefix, and with special tokens split.
 
     Args:
-        conversations: None: none are stored.
+        conversations: the stored conversations; None: this server stores none.
 
     Raises:
-        ApiError: there is no such response or prefix, or the whole is too long.
+        ApiError: there is no such response or prefix, or the whole conversation is too long.
     """
     expanded = await continued(call, conversations)
     call = await tokenizer.escaped(expanded.call)
@@ -33,6 +34,10 @@ async def expand(
 
 
 async def named_prefix(call: Call, catalogue: Catalogue) -> Prefix | None:
-    """Return the prefix that the call names; None: it names none. ApiError: there is none such."""
+    """Return the prefix that the call names; None: the call names no prefix.
+
+    Raises:
+        ApiError: no prefix of that name is declared.
+    """
     named = call.prefix()
     return await catalogue.named(*named, call.caller) if named else None

@@ -6,18 +6,21 @@ from typing import Any
 
 from kvroute.router.serving.assembly import Parts
 
-LOADED_S = 5.0  # the longest wait of a new router until its mirror is loaded
+LOADED_S = 5.0  # most seconds that a new router waits until its mirror is loaded
 
 
 class Lifecycle:
-    """Owns the tasks of the parts."""
+    """Starts and ends the background tasks of a model's parts."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all tasks, and wait up to LOADED_S for the mirror: without it, placement is bad."""
+        """Start all tasks, and wait up to LOADED_S for the mirror.
+
+        Without a loaded mirror, prompts are sent to replicas that do not have them cached.
+        """
         parts = self._parts
         await parts.telemetry.start(
             parts.index,
@@ -37,13 +40,13 @@ class Lifecycle:
         await parts.feed.loaded(within_s=LOADED_S)
 
     def check(self) -> None:
-        """Raise the error that ended a task, if one has ended; none should."""
+        """Raise the error of a task that has ended: no task should end by itself."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
     async def close(self) -> None:
-        """End the tasks, and take this router out of what others see."""
+        """End the tasks, and remove this cluster from the list that other clusters read."""
         for task in self._tasks:
             task.cancel()
         self._parts.tokenizer.close()

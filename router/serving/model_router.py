@@ -1,4 +1,4 @@
-"""One model in one router, as the routes use it."""
+"""The parts of one model in one router that HTTP routes use."""
 
 from kvroute.process.draining import draining
 from kvroute.router.page.live import Live
@@ -10,7 +10,7 @@ from kvroute.router.serving.status import Status
 
 
 class ModelRouter:
-    """What the routes need for one model. `lifecycle` starts and ends it."""
+    """Everything that the HTTP routes need for one model. `lifecycle` starts and ends it."""
 
     def __init__(self, parts: Parts) -> None:
         settings = parts.settings
@@ -26,13 +26,13 @@ class ModelRouter:
         self.telemetry = parts.telemetry
         self.audit = parts.audit
         self.canaries = parts.canaries
-        self.live = _live(parts, self.status) if settings.ui else None  # None: it is off
+        self.live = _live(parts, self.status) if settings.ui else None  # None: the page is off
 
     def adapter(self, model: str | None) -> str | None:
         """Return the LoRA adapter that a client names as `adapter` or `model:adapter`.
 
         Returns:
-            Empty: the model itself. None: it is not served here.
+            The adapter's name; empty: the model itself; None: this model has no such adapter.
         """
         if model in (None, self.name):
             return ""

@@ -1,4 +1,4 @@
-"""Calls that any replica's HTTP application answers, without its engine's KV cache."""
+"""Passes calls on to any replica: calls that its HTTP application answers without the KV cache."""
 
 import msgspec
 from fastapi import Response
@@ -13,11 +13,13 @@ from kvroute.router.serving.expansion import named_prefix
 from kvroute.router.serving.rendering import Renderer, http_call
 from kvroute.store.named_prefix import Prefix
 
-WHOLE_S = 600.0  # seconds for a replica to answer a whole call, which may have many texts
+WHOLE_S = 600.0  # seconds that a replica may take to answer such a call, which may have many texts
 
 
 async def passed_on(call: Call, request_id: str, parts: Parts, renderer: Renderer) -> Response:
-    """Return a replica's response, or the count of a prompt behind a named prefix.
+    """Return the response of any replica.
+
+    If the call counts the tokens of a prompt with a named prefix, the router answers it instead.
 
     Raises:
         ApiError: no replica answers, or there is no such prefix.
@@ -37,7 +39,7 @@ async def passed_on(call: Call, request_id: str, parts: Parts, renderer: Rendere
 async def _counted(
     call: Call, generating: Call, prefix: Prefix, parts: Parts, renderer: Renderer
 ) -> Response:
-    """Return the tokens of the prompt that a generating call would have behind a prefix."""
+    """Return the response to a call that counts the tokens of a prompt with a named prefix."""
     prompts = (await renderer.render(generating, prefix)).token_ids
     if len(prompts) != 1:
         raise invalid("prompt", f"prompt has {len(prompts)} texts; expected one")

@@ -1,12 +1,12 @@
-"""The way of a request: one function calls its stages one after the other.
+"""The stages of a request, which one function calls one after the other.
 
 stage      module                     what it does
-parse      endpoints/openai_routes    makes a Call of the body, a RequestContext of the headers
+parse      endpoints/openai_routes    makes a Call from the body, a RequestContext from the headers
 expand     serving/expansion          adds the conversation before it, and its named prefix
 render     serving/rendering          makes the token ids of its prompts
 place      placement/fleet            ranks the replicas for a prompt
-admit      dispatch/admission         limits, seats and the queue: the prompt may go now
-dispatch   dispatch/dispatcher        sends it, retries, and goes on elsewhere after a loss
+admit      dispatch/admission         waits until limits, seats and the queue let the prompt go
+dispatch   dispatch/dispatcher        sends it, and continues at another replica after a loss
 respond    serving/responding         writes the response to the client
 """
 
@@ -65,8 +65,8 @@ class RequestHandler:
         """Return the response to a call that a replica's HTTP application answers.
 
         Raises:
-            ApiError: there is no response.
-            OverLimitError: the tenant's limits have no room for it.
+            ApiError: the call cannot be answered.
+            OverLimitError: the call would exceed a limit of its tenant.
         """
         try:
             if call.path in PASSED_ON:
@@ -100,7 +100,7 @@ class RequestHandler:
         """Return where each prompt of a call would go now, and why; nothing is generated.
 
         Raises:
-            ApiError: it would be refused.
+            ApiError: the call would be refused.
             RefusedCallError: a replica refuses the body.
         """
         expanded = await self._expand(call)
@@ -124,16 +124,24 @@ class RequestHandler:
         return receipts
 
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
-        """Return the completion that answers a request for scores; raw: its body. ApiError."""
+        """Return the completion call that answers a request for scores.
+
+        Args:
+            scoring: the request.
+            raw: its body.
+
+        Raises:
+            ApiError: the request is not valid.
+        """
         length = self._parts.max_model_len()
         prompts = await scored_prompts(scoring, self._parts.tokenizer, max_model_len=length)
         return completion(scoring, raw, prompts)
 
     async def end_session(self, session: int) -> dict[str, str]:
-        """Record that no further turn of a session will come, as its client says.
+        """Record that a client has ended a session: no further turn of it will come.
 
         Returns:
-            The ranks that do not know it, and why.
+            Ranks that did not confirm it -> why.
         """
         self._parts.fleet.end_session(session)
         self._parts.seat_wake.ring()
@@ -153,7 +161,7 @@ class RequestHandler:
     def _described(
         self, context: RequestContext, expanded: Expanded, rendered: RenderedCall
     ) -> RequestContext:
-        """Return the context with what is known now that the prompts are rendered."""
+        """Return the context with the facts that follow from the rendered prompts."""
         named_tokens = 0
         if expanded.call.reads_cache:
             named_tokens = self._parts.prefixes.named_tokens(expanded.prefix, context.namespace)
@@ -173,7 +181,10 @@ class RequestHandler:
         lora: str,
         compare: Callable[..., Break | None],
     ) -> Break | None:
-        """Return what broke the prefix since the chat's earlier turn; None: it is no chat."""
+        """Return where the prompt differs from the chat's earlier turn.
+
+        None: it does not differ, or the call is not a chat.
+        """
         call, prefix = expanded.call, expanded.prefix
         messages = conversation(call.path, call.body)
         if messages is None:
@@ -208,7 +219,10 @@ class RequestHandler:
 
 
 def _owner(call: Call, context: RequestContext) -> Owner | None:
-    """Whose hot prefixes a prompt counts for. None: it has a salt of its own, or an adapter."""
+    """Return the owner of the hot prefixes that a prompt counts for.
+
+    None: the prompt has its own salt or a LoRA adapter, so it does not count.
+    """
     salt = salted(call.caller, "")
     is_isolated = context.lora or context.namespace != salt
     return None if is_isolated else Owner(context.tenant, salt)

@@ -1,9 +1,10 @@
-"""Which conversations go on: learned from those that did.
+"""Predicts which conversations will continue, from how often earlier ones did.
 
-A router sees a turn come back whether or not its blocks are still cached; an engine forgets what it
-evicts. A conversation is recognised by the last block of its latest prompt, which the next prompt
-contains. Turns are of a few kinds, and of each kind a router counts how many come back. Arithmetic
-only: no clocks, no sockets.
+A turn of a conversation comes back if a later prompt continues it. A router sees this whether or
+not the turn's blocks are still cached; an engine forgets what it evicts. A conversation is
+recognised by the last block of its latest prompt, which the next prompt contains. There are a few
+kinds of turns, and a router counts how many turns of each kind come back. This module only
+computes: it uses no clock and no socket.
 """
 
 import random
@@ -27,31 +28,31 @@ Why = Literal["ended", "unlikely", "usual"]  # why a turn's blocks may be gone
 WHYS: tuple[Why, ...] = get_args(Why)
 ENDS = 50_000  # turns that are remembered
 LOOK_BACK = 256  # blocks of an answer that may lie between a prompt's end and the next one's
-MEMORY = 20_000  # turns that are counted; then each of them counts half
-DOUBT = 20.0  # turns' worth of belief that a kind is like all others
+MEMORY = 20_000  # when so many turns are counted, all counts are halved
+DOUBT = 20.0  # prior weight in turns: each kind is first assumed to return like the mean
 TURNS = (1, 2, 4)  # the last number of a turn in each kind; further ones are of the last kind
 BUCKETS = len(TURNS) + 1
-ENDED = 2 * BUCKETS  # the kind of turns that are the last ones, as their clients say
-KINDS = ENDED + 1  # before it: of each bucket, turns without tools, then those with tools
+ENDED = 2 * BUCKETS  # the kind of turns that their clients declared to be the last
+KINDS = ENDED + 1  # the kinds before ENDED: BUCKETS without tools, then BUCKETS with tools
 UNLIKELY = 0.4  # kinds of turns below this share of the likeliest kind's returns are unlikely
 WRONG = 0.1  # the share of ends that clients may get wrong and still be believed
 
 
 class SessionHints(NamedTuple):
-    """What a request's client says of its conversation."""
+    """What a client's request says about its conversation."""
 
     session: int = 0  # a number for the session's id; 0: none was given
     is_end: bool = False  # no further turn will come
     is_promised: bool = False  # a further turn will come
     has_tools: bool = False  # the model may call tools
-    tenant: int = 0  # a number for whom it belongs to
+    tenant: int = 0  # a number for the tenant; 0: no tenant
 
 
 NO_HINTS = SessionHints()
 
 
 class Retention(NamedTuple):
-    """What follows for a prompt's blocks."""
+    """How a replica is to keep a prompt's blocks."""
 
     turn: SessionTurn
     keep: RetentionHint
@@ -81,7 +82,7 @@ class TurnCounts:
             self.returned = [0.5 * count for count in self.returned]
 
     def end(self, kind: int) -> None:
-        """Count a turn as one that is the last, as its client has said since."""
+        """Move a counted turn to the kind ENDED: its client has ended the session since."""
         self.sent[kind] = max(0.0, self.sent[kind] - 1.0)
         self.sent[ENDED] += 1.0
 
@@ -94,7 +95,7 @@ class TurnCounts:
         return Order.UNLIKELY if shares[kind] < UNLIKELY * max(shares) else Order.USUAL
 
     def _shares(self) -> list[float]:
-        """Return how many turns come back, of each kind but ENDED."""
+        """Return the estimated share of turns that come back, for each kind but ENDED."""
         mean = (1.0 + sum(self.returned[:ENDED])) / (2.0 + sum(self.sent[:ENDED]))
         return [
             (returned + DOUBT * mean) / (sent + DOUBT)
@@ -126,8 +127,9 @@ class Returns:
         Args:
             chain: the prompt's reusable blocks.
             known_blocks: how many of them were seen before.
-            said: what the client says.
-            shared_blocks: how many of them are everybody's: no conversation goes on from there.
+            hints: what the client says about its conversation.
+            shared_blocks: how many of them all namespaces share. No conversation is recognised by
+                these.
         """
         end = chain[-1] if chain else NO_BLOCK
         before = self._before(chain, known_blocks, hints.session, shared_blocks)
@@ -174,14 +176,18 @@ class Returns:
         return self.counts.order(ENDED) == Order.ENDED
 
     def end(self, session: int) -> None:
-        """Record that no further turn of a session will come, as its client says."""
+        """Record that a client has ended a session: no further turn of it will come."""
         last = self._ends.get(self._sessions.get(session, NO_BLOCK))
         if last and last.kind != ENDED:
             self.counts.end(last.kind)
             last.kind = ENDED
 
     def _session_after(self, earlier: _End | None, end: Fingerprint) -> int:
-        """Equal prompts may be of different people, and a name is its client's."""
+        """Return the number of an unnamed session: the earlier turn's, or a new one.
+
+        A repeated prompt gets a new number, because it may come from another person. So does a turn
+        after a named session, because the name belongs to its client.
+        """
         if earlier is None or earlier.turn.is_named or earlier.turn.end == end:
             return self._rng.getrandbits(SESSION_BITS) or 1
         return earlier.turn.session

@@ -242,7 +242,7 @@ async def test_there_are_only_so_many(
     monkeypatch.setattr("kvroute.router.prefixes.declarations.MAX_PREFIXES", 2)
     for id_ in ("law", "tax"):
         await declare(declarations, id_, 1)
-    with pytest.raises(ApiError, match="one more than the 2") as refusal:
+    with pytest.raises(ApiError, match="exceed the limit of 2 prefixes") as refusal:
         await declare(declarations, "tea", 1)
     assert refusal.value.status == 409
 
