@@ -89,7 +89,7 @@ def test_a_policy_without_costs_has_none_on_its_receipt() -> None:
     found = receipt(placement(replica("a"), replica("b")), policy="round-robin")
     assert found["congestion_price"] is None
     assert [each["terms_s"] for each in found["replicas"]] == [None, None]
-    assert "round-robin does not look" in found["reason"]
+    assert "round-robin ignores caches" in found["reason"]
 
 
 def test_one_replica_needs_no_reason_and_none_has_no_choice() -> None:
