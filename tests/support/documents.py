@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 README = ROOT / "README.md"
 SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY = (
     ROOT / "docs" / f"{name}.md"

@@ -1,8 +1,7 @@
-"""What the documents say is true: tables, links and the README's commands."""
+"""What the documents say is true: tables, links, routes, and names of commands."""
 
 import json
 import re
-from pathlib import Path
 
 import yaml
 from typer.testing import CliRunner
@@ -15,11 +14,7 @@ from tests.support.document_steps import (
     LANGUAGES,
     NOT_HERE,
     SHOWS,
-    check_steps,
-    environment,
-    folder,
     reason,
-    runnable,
     shell_commands,
 )
 from tests.support.documents import (
@@ -37,10 +32,8 @@ from tests.support.documents import (
     words,
 )
 from tests.support.metrics_table import metrics_table
-from tests.support.serving import Cluster
+from tests.support.routes import routes
 from tests.support.settings_table import settings_table
-
-__all__ = ["environment", "folder"]  # fixtures
 
 
 def test_every_setting_is_in_its_page_as_it_is() -> None:
@@ -49,6 +42,13 @@ def test_every_setting_is_in_its_page_as_it_is() -> None:
 
 def test_every_metric_is_in_its_page_as_it_is() -> None:
     assert metrics_table() in METRICS.read_text()
+
+
+def test_every_route_is_in_a_document() -> None:
+    """By the part of its path before the first parameter."""
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    paths = {path.partition("{")[0].rstrip("/") for _, path in routes()}
+    assert [path for path in sorted(paths) if path not in text] == []
 
 
 def test_every_request_field_is_in_the_api_page() -> None:
@@ -112,14 +112,6 @@ def test_the_options_of_every_command_that_is_not_run_exist() -> None:
         if "kvroute" in (typed := words(command)):
             arguments = typed[typed.index("kvroute") + 1 :]
             assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0, command
-
-
-def test_every_command_of_the_readme_works(
-    folder: Path, environment: dict[str, str], simulated_cluster: Cluster
-) -> None:
-    """Those of the other documents are in tests/slow/clusters."""
-    assert runnable(README)
-    check_steps(README, simulated_cluster, folder, environment)
 
 
 def test_what_a_step_is_to_show_is_of_a_step() -> None:
