@@ -19,11 +19,10 @@ const EVICTED = {
 const TERMS = {
   waiting: "queued prefill",
   reload: "reloading from host memory",
+  memory: "waiting for room in the cache",
   own: "computing what no replica holds",
   copy: "computing again what others hold",
   lora: "loading the LoRA adapter",
-  externality: "making new requests wait",
-  balance: "recent work",
   rotation: "rotation of new conversations",
   decode: "slowing running answers",
 };

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, TierBlocks
-from kvroute.command.explain import sentences
+from kvroute.command.explain import TERMS, sentences
 from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.router.placement.attempts import Placement
-from kvroute.router.placement.policy import Candidate, rank
-from kvroute.router.placement.receipts import receipt
+from kvroute.router.placement.policy import Candidate, CostTerms, rank
+from kvroute.router.placement.receipts import REASONS, receipt
 from kvroute.router.sessions.breaks import Break, Difference, Span
 from kvroute.router.sessions.returns import Retention
+from tests.support.documents import API, ROOT
 
 
 def replica(name: str, **facts: Any) -> Candidate:
@@ -45,6 +47,15 @@ def test_the_reason_is_the_term_that_told_choice_and_runner_up_apart(
     found = receipt(placement(replica("choice"), replica("other", **loser)), policy="kvroute")
     assert (found["choice"], found["runner_up"]) == ("choice", "other")
     assert found["reason"].startswith(reason)
+
+
+def test_every_term_of_the_cost_has_words_wherever_people_see_it() -> None:
+    page = (ROOT / "router" / "ui" / "decisions.js").read_text()
+    on_the_page = re.findall(r"^  (\w+):", page.split("const TERMS = {")[1].split("}")[0], re.M)
+    table = API.read_text().split("| term | seconds for |")[1].split("\n\n")[0]
+    in_the_document = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    for terms in (REASONS, TERMS, on_the_page, in_the_document):
+        assert (*terms,) == CostTerms._fields
 
 
 def test_every_replica_is_listed_with_its_hits_in_tokens_and_terms_that_add_up() -> None:

@@ -186,13 +186,6 @@ def test_explain(monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]) -> Non
     assert not {"0.0", "queued", "waiting", "rotation"} & {*text.split()}
 
 
-def test_explain_has_words_for_every_term_of_the_cost() -> None:
-    from kvroute.router.placement.policy import CostTerms
-    from kvroute.router.placement.receipts import REASONS
-
-    assert explain.TERMS.keys() == REASONS.keys() == {*CostTerms._fields}
-
-
 def test_names_that_look_like_markup_are_printed_as_they_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
