@@ -1,5 +1,6 @@
 """The doctor reports what is wrong with a cluster and what to do about it."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,15 @@ import pytest
 
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.unreadable import KINDS
-from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports
+from kvroute.doctor import (
+    cache_size,
+    checks,
+    clocks,
+    collect,
+    load_checks,
+    metrics_ports,
+    seat_checks,
+)
 from kvroute.doctor.cache_size import CacheReading
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
@@ -40,6 +49,16 @@ CANARY = {
 def of_redis(**facts: Any) -> Check:
     (check,) = checks.redis(REDIS | facts)
     return check
+
+
+def test_every_check_is_made() -> None:
+    made = inspect.getsource(collect)
+    for module in (checks, load_checks, seat_checks, cache_size, metrics_ports, clocks):
+        short = module.__name__.rpartition(".")[2]
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            is_check = "Check" in str(inspect.signature(function).return_annotation)
+            if is_check and function.__module__ == module.__name__ and name[0] != "_":
+                assert f"{short}.{name}(" in made
 
 
 def test_a_redis_that_evicts_nothing_is_ok() -> None:

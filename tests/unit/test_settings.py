@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -21,6 +22,7 @@ from kvroute.settings.options.router import RouterOptions
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.settings.router import RouterSettings
 from kvroute.settings.serve import ServeSettings, load
+from tests.support.repository import ROOT, product_modules
 
 
 def serve_command() -> TyperCommand:
@@ -194,6 +196,14 @@ def test_every_option_reaches_just_the_processes_that_it_is_defined_for() -> Non
     options = {*replicas, *routers}
     assert options & settings.for_replicas().keys() == replicas.keys()
     assert options & settings.for_routers().keys() == routers.keys()
+
+
+def test_every_option_is_used() -> None:
+    """Somewhere outside its definition and its description."""
+    defined = ROOT / "kvroute" / "settings" / "options"
+    files = [file for file in product_modules() if not file.is_relative_to(defined)]
+    used = {*re.findall(r"\w+", "".join(file.read_text() for file in files))}
+    assert [name for name in ServeSettings.model_fields if name not in used] == []
 
 
 def test_a_processs_part_is_the_same_after_its_way_through_json() -> None:
