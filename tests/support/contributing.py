@@ -6,35 +6,93 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.repository import ROOT
+from tests.support.documents import ROOT, blocks, commands
 
 PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
-NEEDED = ("kvroute", "replica", "router", "tests", "docs", "dashboards", "deploy")
-FILES = ("pyproject.toml", "README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")
+PYTHON = ".venv/bin/python"
+FOLDERS = ("kvroute", "replica", "router", "tests", "docs", "dashboards", "deploy", "requirements")
+FILES = ("*.md", "*.yaml", "LICENSE", "Makefile", "pyproject.toml")
 IGNORED = shutil.ignore_patterns("__pycache__", ".*_cache")
 
 
-def do_example(page: Path, folder: Path) -> None:
-    """Apply the page's example to a copy of the checkout in this folder, and run its checks."""
-    for name in NEEDED:
+def copy_checkout(folder: Path) -> None:
+    """Copy what the pages' commands need of this checkout."""
+    for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=IGNORED)
-    for name in FILES:
-        shutil.copy(ROOT / name, folder)
-    (example,) = _blocks(page, "diff")
-    (commands,) = _blocks(page, "sh")
-    _run(["git", "apply", "-"], folder, example)
-    for command in commands.splitlines():
-        python, *arguments = command.split()
-        assert python == ".venv/bin/python"
-        _run([sys.executable, *arguments], folder)
+    for pattern in FILES:
+        for file in ROOT.glob(pattern):
+            shutil.copy(file, folder)
 
 
-def _blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+def changes(page: Path) -> dict[str, str]:
+    """Return the page's example: for each file that it changes, by its path, the diff."""
+    (example,) = (block.text for block in blocks(page) if block.language == "diff")
+    parts = re.split(r"^(?=--- a/)", example, flags=re.MULTILINE)
+    return {part.splitlines()[0].removeprefix("--- a/"): part for part in parts if part}
 
 
-def _run(command: list[str], folder: Path, given: str | None = None) -> None:
-    done = subprocess.run(
+def writing_commands(page: Path) -> list[str]:
+    """Return the page's commands that write files anew."""
+    return _commands(page)[:-1]
+
+
+def apply_example(page: Path, folder: Path, *, without: str = "") -> None:
+    """Change a copy of the checkout as the page does.
+
+    Args:
+        without: the path of a file that is not changed, or a command that is not run.
+    """
+    for path, change in changes(page).items():
+        if path != without:
+            _succeed(["git", "apply", "-"], folder, change)
+    write_files(page, folder, without=without)
+
+
+def undo_example(page: Path, folder: Path) -> None:
+    """Undo the change in a copy of a checkout that has it."""
+    for change in changes(page).values():
+        _succeed(["git", "apply", "--reverse", "-"], folder, change)
+
+
+def write_files(page: Path, folder: Path, *, without: str = "") -> None:
+    """Run the page's commands that write files anew."""
+    for command in writing_commands(page):
+        if command != without:
+            _succeed(_arguments(command), folder)
+
+
+def check(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the page's last command, which checks the change."""
+    return _run(_arguments(_commands(page)[-1]), folder)
+
+
+def lint(page: Path, folder: Path) -> None:
+    """Check that the formatter and the linter accept the files of the example."""
+    files = [path for path in changes(page) if path.endswith(".py")]
+    for verb in (["format", "--check"], ["check"]):
+        _succeed([sys.executable, "-m", "ruff", *verb, "--no-cache", *files], folder)
+
+
+def _commands(page: Path) -> list[str]:
+    (shell,) = (block.text for block in blocks(page) if block.language == "sh")
+    return list(commands(shell))
+
+
+def _arguments(command: str) -> list[str]:
+    python, *arguments = command.split()
+    assert python == PYTHON, command
+    return [sys.executable, *arguments]
+
+
+def _succeed(command: list[str], folder: Path, given: str | None = None) -> None:
+    done = _run(command, folder, given)
+    assert done.returncode == 0, output(done)
+
+
+def _run(
+    command: list[str], folder: Path, given: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         command,
         cwd=folder,
         input=given,
@@ -42,4 +100,8 @@ def _run(command: list[str], folder: Path, given: str | None = None) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def output(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the end of what a command has printed."""
+    return done.stdout[-3000:] + done.stderr[-2000:]

@@ -1,21 +1,57 @@
-"""The pages for contributors: the example of each can be applied, and its checks pass then."""
+"""The pages for contributors: their examples can be done, and their paths and names exist."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.contributing import PAGES, do_example
-from tests.support.repository import ROOT
+from tests.support.contributing import (
+    PAGES,
+    apply_example,
+    changes,
+    check,
+    copy_checkout,
+    lint,
+    output,
+)
+from tests.support.documents import DOCUMENTS, FENCED, ROOT
+from tests.support.repository import product_modules
 
 QUICK = [page for page in PAGES if page.stem != "engine-hook"]  # that one imports vLLM
+MODULES = [*product_modules(), *sorted((ROOT / "tests").rglob("*.py"))]
+SOURCES = "".join(module.read_text() for module in MODULES)
+FILES = [str(file.relative_to(ROOT)) for file in (*MODULES, *DOCUMENTS)]
+
+
+def quoted(page: Path) -> set[str]:
+    """Return what the page's text has in backquotes."""
+    return set(re.findall(r"`([^`\n]+)`", FENCED.sub("", page.read_text())))
 
 
 @pytest.mark.parametrize("page", QUICK, ids=[page.stem for page in QUICK])
 def test_the_example_of_a_page_can_be_done(page: Path, tmp_path: Path) -> None:
-    do_example(page, tmp_path)
+    copy_checkout(tmp_path)
+    apply_example(page, tmp_path)
+    lint(page, tmp_path)
+    checked = check(page, tmp_path)
+    assert checked.returncode == 0, output(checked)
 
 
 def test_every_page_is_linked() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"docs/contributing/{page.name}" in text for page in PAGES)
     assert len(PAGES) == 6
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_the_paths_and_names_of_a_page_exist(page: Path) -> None:
+    """A module may be named without its folder, where the page has said which one."""
+    added = "".join(changes(page).values())
+    for each in quoted(page):
+        if re.fullmatch(r"[\w.]+(/[\w.]+)*\.(py|md)", each):
+            assert any(f"/{file}".endswith(f"/{each}") for file in FILES), each
+        elif re.fullmatch(r"\w+(/\w+)+/?", each):
+            assert (ROOT / each).exists(), each
+        elif re.fullmatch(r"[\w.]+(\(\))?", each):
+            parts = each.removesuffix("()").split(".")
+            assert all(part in SOURCES or part in added for part in parts), each
