@@ -62,21 +62,31 @@ VLLM = Setting(
     faults=GRAMMAR_FAULTS,
 )
 PAGE = Path("docs/chaos.md")
-HEAD = """# Faults on purpose
+HEAD = """# Chaos test
 
-`make chaos` runs streams whose answers are known, without retries, and does this to the cluster
-meanwhile, for {held:g} s each. A broken answer ended after its first token, a refused one before.
-*Longest gap* is the longest time before any token, and *before* the longest one in the {held:g} s
-before the fault. *Disturbed* is the time from the fault to the last broken, refused or late (1 s)
-token of any stream. *Whole* is when all replicas are there, Redis can be written and an audit finds
-no drift, counted from the end of the fault. *Memory* is what the routers and replicas have to
-themselves then, all together.
+`make chaos` injects faults into a running cluster, for {held:g} s each, while clients stream
+answers whose text is known. The clients do not retry. This page is the report of one run.
 
-A killed router, HAProxy or Serve process beside it takes its open connections along: those answers
-break. Ray's head service (GCS) is not in the table: `kvroute serve` ends with it, and on a fleet
-`make test-cluster` kills it ([operations](operations.md#rays-head-service-or-haproxy-ends)).
-When the cluster is told to stop, by SIGTERM, all that it was answering ends well, and what is asked
-then is refused; *whole* is when it has ended.
+| column | meaning |
+|---|---|
+| answers | complete answers during the fault |
+| broken | answers that ended early, after their first token |
+| refused | answers that ended before their first token |
+| different | complete answers with another text than the known one |
+| before | the longest time without a token in the {held:g} s before the fault |
+| longest gap | the longest time without a token during the fault |
+| disturbed | time from the fault to the last broken, refused or late (1 s) token of any stream |
+| whole | time from the end of the fault until the cluster is whole again |
+| memory | memory that only the routers and replicas use, all together, at that time |
+
+- A cluster is whole when all replicas are there, Redis can be written and an audit finds no drift.
+- A killed router, HAProxy or Serve process beside it takes its open connections along, so those
+  answers break.
+- Ray's head service (GCS) is not in the table: `kvroute serve` ends with it, and on a fleet
+  `make test-cluster` kills it
+  ([faults](operations/faults.md#rays-head-service-or-haproxy-ends)).
+- When the cluster is told to stop, by SIGTERM, all answers that run are completed, and new requests
+  are refused. *Whole* is then the time until it has ended.
 
 Everything ran on {cores} CPU cores. Seed {seed}.
 """
