@@ -10,8 +10,11 @@ from tests.support.documents import ROOT, blocks, commands
 
 PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
 PYTHON = ".venv/bin/python"
-FOLDERS = ("kvroute", "replica", "router", "tests", "docs", "dashboards", "deploy", "requirements")
-FILES = ("*.md", "*.yaml", "LICENSE", "Makefile", "pyproject.toml")
+FOLDERS = (
+    *("kvroute", "replica", "router", "tests", "docs", "dashboards", "deploy"),
+    *("requirements", "scripts"),
+)
+FILES = ("*.md", "*.yaml", "mkdocs.yml", "LICENSE", "Makefile", "pyproject.toml")
 IGNORED = shutil.ignore_patterns("__pycache__", ".*_cache")
 
 

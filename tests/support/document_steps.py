@@ -22,7 +22,7 @@ from tests.support.documents import (
 from tests.support.serving import KVROUTE, Cluster
 
 LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml", "diff", "mermaid"}
-CURL = f"curl {ADDRESS}"
+CURL = 'curl "$KVROUTE_URL'
 
 ITS_OWN = "starts a cluster of its own"
 GPUS = "needs GPUs and downloads a model"
@@ -40,6 +40,10 @@ NOT_HERE = {
     "make serve": "tests/support/serving.py starts what it starts, for every test of a cluster",
     "make test": "runs this",
     "make setup GPU=1": GPUS,
+    "git clone": "the tests run in a checkout",
+    "git pull": "the tests run in a checkout",
+    "cd kvroute": "the tests run in a checkout",
+    "source .venv/bin/activate": "the tests' shell finds kvroute in a folder of its own",
     "make serve ARGS=--model Qwen/Qwen3-8B --replicas 4": GPUS,
     "make bench": f"{MINUTES}: test_bench.py runs its parts",
     "make bench-engines": MINUTES,
@@ -148,7 +152,7 @@ def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
 
 @pytest.fixture(scope="module")
 def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
-    """Return variables with which `kvroute` asks the cluster, and a refused curl fails."""
+    """Return variables with which commands ask the cluster, and a refused curl fails."""
     program = folder / "bin" / "kvroute"
     program.parent.mkdir()
     program.write_text(
@@ -159,7 +163,13 @@ def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
     program.chmod(0o755)
     (folder / ".curlrc").write_text("fail-with-body\n")
     path = f"{program.parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "CURL_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    return {
+        **os.environ,
+        "PATH": path,
+        "CURL_HOME": str(folder),
+        "KVROUTE_URL": simulated_cluster.url,
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def check_steps(
