@@ -17,7 +17,7 @@ LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup serve check unit test test-all test-cluster lint docs wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
+.PHONY: help setup serve check unit test test-all test-cluster lint docs site wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -71,6 +71,11 @@ bench-tenants: $(DEV) ## Whether a tenant's first tokens tell what others have a
 docs: $(DEV) ## The generated tables and dashboards, written anew
 	@$(BIN)/python -m tests.support.tables
 	@$(BIN)/python -m dashboards.build
+
+site: | .venv/bin/uv ## The documents as a website with search, in site/; fails at a broken link
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/uvx --quiet --from mkdocs --with-requirements requirements/site.lock \
+		mkdocs build --strict
+	@echo "site: open site/index.html"
 
 lint: $(DEV) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .

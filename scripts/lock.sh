@@ -19,9 +19,9 @@ main() {
         --excludes <(printf '%s\n' "${unused[@]}" "${without_on_cpu[@]}")
     lock gpu "${runtime[@]}" --extra gpu --excludes <(printf '%s\n' "${unused[@]}")
     lock build --group build
-    local suite
-    for suite in langchain-tests lm-eval open-responses sdk-tests; do
-        lock "$suite" --group "$suite"
+    local group
+    for group in langchain-tests lm-eval open-responses sdk-tests site; do
+        lock "$group" --group "$group"
     done
     local shared
     readarray -t shared < <(comm -12 <(pins cpu | names) <(pins gpu | names))

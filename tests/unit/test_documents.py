@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterator
 
 import yaml
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from tests.support.document_steps import (
 from tests.support.documents import (
     API,
     DOCUMENTS,
+    FENCED,
     METRICS,
     README,
     ROOT,
@@ -34,6 +36,8 @@ from tests.support.documents import (
 from tests.support.metrics_table import metrics_table
 from tests.support.routes import routes
 from tests.support.settings_table import settings_table
+
+ROOT_PAGES = {path.name.lower() for path in ROOT.glob("*.md") if path != README}
 
 
 def test_every_setting_is_in_its_page_as_it_is() -> None:
@@ -67,6 +71,48 @@ def test_every_link_leads_somewhere() -> None:
             target = document.parent / path if path else document
             assert target.exists(), (name(document), link)
             assert not anchor or anchor in anchors(target), (name(document), link)
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    """And the navigation names no page that is missing. scripts/site_pages.py adds root pages."""
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    named = sorted(named_pages(nav))
+    assert named == sorted({*pages, "index.md", *ROOT_PAGES})
+
+
+def test_the_pages_of_the_root_folder_are_on_the_site() -> None:
+    hook = (ROOT / "scripts" / "site_pages.py").read_text()
+    for path in ROOT.glob("*.md"):
+        page = "index.md" if path == README else path.name.lower()
+        assert f'"{path.name}": "{page}"' in hook
+
+
+def named_pages(nav: object) -> Iterator[str]:
+    """Yield the pages that a part of the navigation names."""
+    if isinstance(nav, str):
+        yield nav
+    elif isinstance(nav, dict):
+        for part in nav.values():
+            yield from named_pages(part)
+    elif isinstance(nav, list):
+        for part in nav:
+            yield from named_pages(part)
+
+
+def test_every_alert_has_a_section_on_its_page() -> None:
+    rules = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yml").read_text())
+    alerts = {rule["alert"].lower() for group in rules["groups"] for rule in group["rules"]}
+    page = anchors(ROOT / "docs" / "operations" / "alerts.md")
+    assert {anchor for anchor in page if anchor.startswith("kvroute")} == alerts
+
+
+def test_no_line_of_text_is_too_long() -> None:
+    """Tables, headings, code and addresses may be."""
+    for document in DOCUMENTS:
+        for line in FENCED.sub("", document.read_text()).splitlines():
+            if not line.startswith(("|", "#", "!")) and " " in line.strip("- "):
+                assert len(line) <= 100, f"{name(document)}: {line}"
 
 
 def test_every_code_block_says_what_it_is() -> None:
