@@ -75,7 +75,7 @@ docs: $(DEV) ## The generated tables and dashboards, written anew
 site: | .venv/bin/uv ## The documents as a website with search, in site/; fails at a broken link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/uvx --quiet --from mkdocs --with-requirements requirements/site.lock \
 		mkdocs build --strict
-	@echo "site: open site/index.html"
+	@echo "site: in site/; to read it: python3 -m http.server --directory site"
 
 lint: $(DEV) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .
