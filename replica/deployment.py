@@ -53,7 +53,7 @@ class Replica:
         self.id = serve.get_replica_context().replica_id.unique_id
         log_to_serve(self._settings.served_model_name)
         self._tracing = start_tracing("kvroute-replica", self.id)
-        engines = await start_engines(self._settings)
+        engines = await start_engines(self._settings, self.id)
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
         self._metrics = ReplicaMetrics()
@@ -85,6 +85,7 @@ class Replica:
         self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
         await self._server.start(self._host, self._settings.ports)
         self._tasks.append(asyncio.create_task(self._report_pending(), name="report-pending"))
+        self._tasks.append(asyncio.create_task(self._refuse_while_away(), name="engine-away"))
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the address for routers' connections; Serve passes it on to routers."""
@@ -202,7 +203,7 @@ class Replica:
     async def _keep_index(self) -> None:
         """Keep the replica in the index until it drains; then it gets no new requests."""
         async with asyncio.TaskGroup() as tasks:
-            publishing = [tasks.create_task(rank.publisher.run()) for rank in self._ranks]
+            publishing = [tasks.create_task(rank.keep_in_index()) for rank in self._ranks]
             await draining()
             self._server.stop()
             for publisher in publishing:
@@ -225,6 +226,14 @@ class Replica:
         while True:
             self._server.report_pending([rank.backlog.pending_tokens for rank in self._ranks])
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+    async def _refuse_while_away(self) -> None:
+        """Refuse requests while the engine is away, so that routers send them elsewhere."""
+        engine = self._ranks[0].engine
+        while True:
+            self._server.away_reason = await engine.wait_until_away()
+            await engine.wait_until_back()
+            self._server.away_reason = ""
 
     async def _die_with_engine(self) -> None:
         """Exit this process when the engine dies.

@@ -23,9 +23,18 @@ DEFAULT_CONTEXT_TOKENS = 131_072  # context of a model whose configuration does 
 SIMULATED_TOKEN_BYTES = 131_072  # bytes of keys and values of one token, as in an 8B model
 
 
-async def start_engines(settings: ReplicaSettings) -> Sequence[Engine]:
-    """Start the engine that the settings name, and return one object for each of its ranks."""
+async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequence[Engine]:
+    """Start the engine that the settings name, and return one object for each of its ranks.
+
+    Args:
+        settings: The replica's settings.
+        replica_id: The replica's id, with which it claims an attached server.
+    """
     folder = await asyncio.to_thread(resolve, settings.model)
+    if settings.attach:
+        from kvroute.replica.attached_engine.start import start_attached
+
+        return await start_attached(settings, folder, replica_id)
     if settings.engine == "simulated":
         return [_start_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
     cores = claim_cores(settings.cores)

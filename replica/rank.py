@@ -70,6 +70,16 @@ class Rank:
         events = self.publisher.receive_events(self.engine, self._record_events)
         return asyncio.create_task(events, name="events")
 
+    async def keep_in_index(self) -> None:
+        """Publish the rank's blocks until cancelled, except while the engine is away."""
+        while True:
+            async with asyncio.TaskGroup() as tasks:
+                publishing = tasks.create_task(self.publisher.run(), name="publisher")
+                await self.engine.wait_until_away()
+                publishing.cancel()
+            await self.publisher.leave()
+            await self.engine.wait_until_back()
+
     def _record_events(self, events: Sequence[KVEvent]) -> None:
         self._metrics.record_events(events, self._groups)
         self.ghosts.record_events(events)

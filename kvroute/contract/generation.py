@@ -105,6 +105,10 @@ class EngineDeadError(RuntimeError):
     """The engine cannot continue; the replica must be replaced."""
 
 
+class EngineAwayError(EngineDeadError):
+    """The engine's server does not answer now; the replica continues when it is back."""
+
+
 class CannotRunError(RuntimeError):
     """The engine cannot run this model with this configuration; a restart would fail again."""
 

@@ -38,6 +38,9 @@ class HttpPart(Struct, frozen=True, array_like=True):
     deltas: tuple[int, ...] = ()  # number of tokens in each of the engine's outputs
     written_tokens: int = 0  # prompt tokens that the engine wrote to its KV cache
     can_continue: bool = True  # whether another replica can continue exactly after this part
+    # Whether this is the whole response, which arrived at its end: when the first token was
+    # generated is unknown.
+    is_whole: bool = False
 
 
 class Rendered(Struct, frozen=True, array_like=True):
@@ -60,6 +63,7 @@ def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
         tuple([tokens for part in parts for tokens in part.deltas]),
         parts[0].written_tokens,
         all(part.can_continue for part in parts),
+        parts[0].is_whole,
     )
 
 

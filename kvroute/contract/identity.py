@@ -50,6 +50,21 @@ def identify(
     )
 
 
+def chat_template(model: str, revision: str) -> str:
+    """Return the model's chat templates as text; empty: it has none.
+
+    Args:
+        model: a folder, or a hub name whose files are in the local cache.
+        revision: the hub's revision; empty: the default.
+    """
+    if template := _read(model, TEMPLATE_FILE, revision):
+        return template.decode()
+    given = json.loads(_read(model, CONFIG_FILE, revision) or b"{}").get("chat_template") or ""
+    if isinstance(given, list):  # several templates, each with a name
+        given = "".join(str(entry.get("template", "")) for entry in given)
+    return str(given)
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16] if content else ""
 

@@ -19,6 +19,7 @@ import httpx
 
 from kvroute.deployments import APPLICATION, ROUTERS
 from kvroute.keys import key_file
+from kvroute.local.attach import attached
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
 from kvroute.local.haproxy.health import fail_health_checks
@@ -93,6 +94,7 @@ def _start(
     check_tls(settings.tls_cert, settings.tls_key)
     check_metrics_token(settings.metrics_token_file)
     check_request_log(settings.request_log)
+    settings = attached(settings, progress)
     check_engine_installed(settings.each)
     check_engine_args(settings.each, progress)
     redis_url = _redis(settings, progress, running)
@@ -207,7 +209,7 @@ def check_request_log(request_log: Path | None) -> None:
 
 def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
     """Raise StartError if a model needs vLLM and vLLM is not installed."""
-    engines = {model.engine for model in models}
+    engines = {model.engine for model in models if not model.attach}
     if "vllm" in engines and importlib.util.find_spec("vllm") is None:
         raise StartError(
             "vLLM is not installed; run `pip install 'kvroute[gpu]'`, or 'kvroute[cpu]' with "
@@ -251,7 +253,7 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
 
 
 def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
-    if settings.engine == "simulated":
+    if settings.engine == "simulated" or settings.attach:
         return 0
     ranks = settings.data_parallel_size
     return ranks * default if settings.gpus_per_replica is None else settings.gpus_per_replica

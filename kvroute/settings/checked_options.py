@@ -23,7 +23,12 @@ class CheckedOptions(ModelOptions):
     @property
     def most_replicas(self) -> int:
         """Return the maximum size of the fleet."""
-        return self.max_replicas or self.replicas
+        return self.max_replicas or self.fleet_size
+
+    @property
+    def fleet_size(self) -> int:
+        """Return the number of replicas at the start; each attached server has one."""
+        return len(self.attach) or self.replicas
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -62,10 +67,26 @@ class CheckedOptions(ModelOptions):
 
     def check(self) -> None:
         """Raise SettingsError for values that contradict each other or name unusable files."""
+        self._check_attach()
         self._check_size()
         self._check_gpus()
         self._check_engine_args()
         _ = self.tasks, self.adapters
+
+    def _check_attach(self) -> None:
+        """Refuse options that only an engine of kvroute's own could follow."""
+        refused = {
+            "--max-replicas": self.max_replicas,
+            "--lora": self.lora,
+            "--engine-args": self.engine_args,
+            "--engine simulated": self.engine == "simulated",
+        }
+        for flag, value in refused.items():
+            if self.attach and value:
+                raise SettingsError(
+                    f"{flag} does not work with --attach, because your servers run the model; "
+                    f"leave {flag} out"
+                )
 
     def _check_size(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:

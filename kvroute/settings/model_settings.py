@@ -56,7 +56,7 @@ def decide(
         drain_timeout_s: the option of that name, which belongs to the whole cluster.
         local_only: see RouterSettings.
     """
-    gpus, replicas = found.gpus_per_replica, options.replicas + other_replicas
+    gpus, replicas = found.gpus_per_replica, options.fleet_size + other_replicas
     given = {
         name: getattr(options, name)
         for name in type(options).model_fields
@@ -65,6 +65,7 @@ def decide(
     decided = {
         "model": found.model,
         "served_model_name": options.name,
+        "replicas": options.fleet_size,
         "redis_url": redis_url,
         "cluster": cluster,
         "local_only": local_only,

@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic_core import PydanticCustomError
 
@@ -125,6 +126,18 @@ def checked_ports(given: str) -> str:
             "ports", "expected FIRST-LAST with ports from 1 to 65535, such as 20000-20999"
         ) from None
     return given
+
+
+def checked_urls(given: list[str]) -> list[str]:
+    """Check the addresses of servers, and return each once, without a slash at its end."""
+    urls = [*dict.fromkeys(url.strip().rstrip("/") for url in given)]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
+            raise PydanticCustomError(
+                "urls", "expected http://HOST:PORT without a path, such as http://10.0.0.5:8000"
+            )
+    return urls
 
 
 def ports(given: str) -> range:

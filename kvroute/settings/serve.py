@@ -77,7 +77,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
             raise SettingsError("redis_url is missing; set it, such as redis://127.0.0.1:6379")
         models = self.each
         found = found or [Detected(model.model, model.gpus_per_replica or 0) for model in models]
-        replicas = sum(model.replicas for model in models)
+        replicas = sum(model.fleet_size for model in models)
         return tuple(
             decide(
                 model,
@@ -86,7 +86,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
                 cluster=self.cluster or cluster,
                 local_only=local_only,
                 drain_timeout_s=self.drain_timeout_s,
-                other_replicas=replicas - model.replicas,
+                other_replicas=replicas - model.fleet_size,
             )
             for model, facts in zip(models, found, strict=True)
         )

@@ -10,6 +10,7 @@ import msgspec
 
 from kvroute.contract.generation import (
     Chunk,
+    EngineAwayError,
     EngineDeadError,
     Generate,
     GenerateRequest,
@@ -59,6 +60,7 @@ class Server:
         self._idle_reports = 0  # number of latest reports in a row without pending tokens
         self.reported: list[int] = []  # pending prompt tokens of each rank in the latest report
         self._is_stopping = False
+        self.away_reason = ""  # why the engine cannot run requests now; empty: it can
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._server: asyncio.Server | None = None
@@ -83,6 +85,8 @@ class Server:
         """Return why a request cannot begin now; empty: it can."""
         if self._is_stopping:
             return "the replica is stopping"
+        if self.away_reason:
+            return f"its server is away: {self.away_reason}"
         if self.running >= self._most:
             return f"the replica runs {self.running} requests, as many as it may"
         return ""
@@ -272,7 +276,7 @@ class Peer(Connection):
         self._flush_soon()
 
     def _fail(self, stream: int, error: Exception) -> None:
-        if isinstance(error, EngineDeadError):
+        if isinstance(error, EngineDeadError) and not isinstance(error, EngineAwayError):
             self._server.stop()
         self._end(stream, *_outcome(error))
 

@@ -1,5 +1,6 @@
 """The interface of every engine."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
@@ -68,6 +69,18 @@ class Engine(Protocol):
     async def check(self) -> None:
         """Raise EngineDeadError if the engine cannot continue."""
         ...
+
+    async def wait_until_away(self) -> str:
+        """Wait until the engine can run no requests for a while, and return why.
+
+        While an engine is away, its replica is not in the index. Only engines whose server somebody
+        else runs can be away; all others never return.
+        """
+        return await asyncio.Future()
+
+    async def wait_until_back(self) -> None:
+        """Return when the engine can run requests, and all events of its KV cache are known."""
+        return
 
     async def emit_held(self) -> None:
         """Add BlocksHeld to the events, at the position where it is exact.

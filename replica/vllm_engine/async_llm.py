@@ -34,6 +34,7 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
@@ -61,7 +62,7 @@ log = logging.getLogger("kvroute.replica")
 REGEX_TIMEOUT = "VLLM_REGEX_COMPILATION_TIMEOUT_S"
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """One rank of an AsyncLLM, with its prefix cache, KV events and statistics.
 
     All ranks share the AsyncLLM and the HTTP application.

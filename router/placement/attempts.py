@@ -241,7 +241,8 @@ class Attempt:
         if self.last_chunk_s is None:
             self.first_tokens = self.output_tokens
             self.cached_tokens = chunk.cached_tokens
-            self.first_token(now_s)
+            if chunk.http is None or not chunk.http.is_whole:
+                self.first_token(now_s)
         else:
             self.observer.next_chunk(self, now_s - self.last_chunk_s)
         self.last_chunk_s = now_s

@@ -18,6 +18,7 @@ ORDER = (
     "kvroute.settings",
     "kvroute.replica.engine",
     "kvroute.replica.sim_engine",
+    "kvroute.replica.attached_engine",
     "kvroute.replica.vllm_engine.process",
     "kvroute.replica.vllm_engine.blocks",
     "kvroute.replica.vllm_engine.host",

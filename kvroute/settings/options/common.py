@@ -25,10 +25,11 @@ LOGS = "Logs, metrics and the live page"
 CACHE = "KV cache"
 PREFIXES = "Named prefixes"
 ADAPTERS = "LoRA adapters"
+ATTACHED = "Your own vLLM servers (--attach)"
 SIMULATED = "Simulated engine (--engine simulated)"
 GROUPS = (  # in the order of --help and of the documents
     *(MODEL, REPLICAS, ENDPOINT, CACHE, QUEUE, PREFIXES, ADAPTERS),
-    *(CLUSTER, LOGS, SIMULATED),
+    *(ATTACHED, CLUSTER, LOGS, SIMULATED),
 )
 FIRST = ("host", "port", "api_keys", "policy")  # the first options of their groups
 WHOLE_CLUSTER = (ENDPOINT, QUEUE, CLUSTER, LOGS)  # groups whose options are the same for all models

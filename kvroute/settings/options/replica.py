@@ -1,13 +1,15 @@
 """The options for every replica of a model."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvroute.settings import parsers
 from kvroute.settings.help import Option
 from kvroute.settings.options.common import (
     ADAPTERS,
+    ATTACHED,
     CACHE,
     ENDPOINT,
     MODEL,
@@ -133,6 +135,28 @@ class ReplicaOptions(CommonOptions):
         Positive,
         Option(ADAPTERS, "Maximum adapters in a replica's memory, at least --max-loras."),
     ] = 16
+    attach: Annotated[
+        list[str],
+        BeforeValidator(parsers.listed),
+        AfterValidator(parsers.checked_urls),
+        Option(
+            ATTACHED,
+            "Address of a vLLM server that you run; kvroute starts no engine, and sends requests "
+            "there. For several, repeat the option or separate them with commas.",
+            example="http://10.0.0.5:8000",
+            default="none",
+        ),
+    ] = []  # noqa: RUF012  # pydantic copies the default
+    attach_key_file: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            ATTACHED,
+            "File with the API key of these servers. Every node needs the file.",
+            example="vllm-key",
+            default="the servers need no key",
+        ),
+    ] = None
     simulated_prefill_tokens_per_s: Annotated[
         float, NotNegative, Option(SIMULATED, "Prompt tokens per second; 0: no delay.")
     ] = 20_000.0

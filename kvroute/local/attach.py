@@ -1,0 +1,76 @@
+"""Completes the options of `kvroute serve --attach` with what the attached servers say."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+
+from kvroute.local.progress import Progress, StartError
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.replica.attached_engine.server import ServerError, ServerFacts, read_facts
+from kvroute.replica.attached_engine.start import authorization
+from kvroute.settings.serve import ServeSettings, load
+
+EVENTS_HINT = (
+    'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
+    '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}\''
+)
+
+
+def attached(settings: ServeSettings, progress: Progress) -> ServeSettings:
+    """Return the settings with the model, its name and the block size of the attached servers.
+
+    Options that the user has set stay as they are.
+
+    Raises:
+        StartError: A server does not answer, or the servers differ.
+    """
+    if not settings.attach:
+        return settings
+    progress.step(f"asking {len(settings.attach)} servers which model they serve")
+    try:
+        servers = asyncio.run(_read(settings))
+    except (ServerError, OSError) as error:
+        raise StartError(f"--attach: {error}") from None
+    _check_equal(settings.attach, servers)
+    for url, server in zip(settings.attach, servers, strict=True):
+        _report(url, server, progress)
+    first = servers[0]
+    found: dict[str, Any] = {
+        "served_model_name": settings.served_model_name or first.model,
+        "block_size": settings.block_size or first.ranks[0].block_size,
+    }
+    if settings.model == BUILTIN_MODEL:
+        found["model"] = first.model_path
+    return load(settings.model_dump() | found)
+
+
+async def _read(settings: ServeSettings) -> list[ServerFacts]:
+    headers = dict(authorization(settings.attach_key_file))
+    async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+        return [*await asyncio.gather(*(read_facts(client, url) for url in settings.attach))]
+
+
+def _check_equal(urls: Sequence[str], servers: Sequence[ServerFacts]) -> None:
+    """Raise StartError if servers serve different models, or have blocks of different sizes."""
+    kinds = [(server.model, *{rank.block_size for rank in server.ranks}) for server in servers]
+    for url, kind in zip(urls, kinds, strict=True):
+        if kind != kinds[0] or len(kind) != 2:
+            (model, *sizes), (first, *first_sizes) = kind, kinds[0]
+            raise StartError(
+                f"--attach: {url} serves {model} in blocks of {sizes} tokens, and {urls[0]} serves "
+                f"{first} in blocks of {first_sizes}; attach servers that are started alike"
+            )
+
+
+def _report(url: str, server: ServerFacts, progress: Progress) -> None:
+    version = f", vLLM {server.version}" if server.version else ""
+    progress.step(f"{url}: {server.model}{version}, {len(server.ranks)} ranks")
+    if not all(rank.prefix_caching for rank in server.ranks):
+        progress.say(f"{url} has no prefix caching; start it with --enable-prefix-caching")
+    elif not all(rank.events for rank in server.ranks):
+        progress.say(
+            f"{url} publishes no KV cache events, so kvroute guesses what it has cached; "
+            f"{EVENTS_HINT}"
+        )

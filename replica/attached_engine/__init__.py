@@ -1,0 +1,1 @@
+"""An engine that forwards requests to a vLLM server that somebody else runs."""

@@ -1,0 +1,330 @@
+"""The engine of an attached server: forwards requests, and follows the server's KV cache."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from kvroute.blocks.chain import Scope, Space
+from kvroute.contract.generation import (
+    Chunk,
+    Emit,
+    EngineAwayError,
+    EngineDeadError,
+    GenerateRequest,
+    client_id,
+)
+from kvroute.contract.http_call import HttpCall, Rendered
+from kvroute.contract.preparation import prepared
+from kvroute.contract.records import EngineFacts, Load
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, Answer
+from kvroute.replica.attached_engine.bodies import COMPLETIONS, forwarded
+from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
+from kvroute.replica.attached_engine.claim import Claim
+from kvroute.replica.attached_engine.connection import ServerConnection
+from kvroute.replica.attached_engine.event_source import EventSource
+from kvroute.replica.attached_engine.rendering import render
+from kvroute.replica.attached_engine.sent_blocks import SentBlocks
+from kvroute.replica.attached_engine.server import RankFacts, load_of
+from kvroute.replica.attached_engine.wire import decode_batch
+from kvroute.replica.engine.kv_events import AllBlocksCleared, BlocksHeld, KVEvent
+from kvroute.replica.engine.pins import admit_pin
+from kvroute.replica.engine.protocol import Engine
+
+log = logging.getLogger("kvroute.attached")
+
+RANK_HEADER = "x-data-parallel-rank"  # the rank that is to run the request
+CATCH_UP_S = 5.0  # seconds that a server which is back waits for its KV cache events
+
+
+class AttachedEngine(Engine):
+    """One data parallel rank of a server that somebody else runs.
+
+    It has no pins and no order of eviction of its own. Its answers cannot be continued elsewhere.
+    """
+
+    members = (0,)
+
+    def __init__(
+        self,
+        connection: ServerConnection,
+        facts: EngineFacts,
+        rank: int,
+        rank_facts: RankFacts,
+        space: Space,
+        *,
+        ranks: int,
+        model: str,
+    ) -> None:
+        """Create an engine.
+
+        Args:
+            connection: The server; its owner closes it.
+            facts: The engine's facts.
+            rank: The number of the data parallel rank.
+            rank_facts: What the server says about the rank.
+            space: What all fingerprints of the model share.
+            ranks: The number of ranks of the server.
+            model: The model's name at the server.
+        """
+        self.facts = facts
+        self._connection = connection
+        self._rank = rank
+        self._rank_headers = {RANK_HEADER: str(rank)} if ranks > 1 else {}
+        self._space = space
+        self._model = model
+        self._cached = CachedBlocks(space)
+        self._sent = SentBlocks(facts.capacity_blocks)
+        events = rank_facts.events if facts.prefix_caching else None
+        self._source = (
+            EventSource(events.endpoint, events.replay_endpoint, topic=events.topic)
+            if events
+            else None
+        )
+        self._events: list[KVEvent] = []
+        self._has_events, self._is_following = asyncio.Event(), asyncio.Event()
+        self.wrong_expectations = 0  # answers whose cached tokens differed from the table's
+        self._tasks: list[asyncio.Task[None]] = []
+        self._claim: Claim | None = None  # on the server; only rank 0 has it
+
+    def start(self) -> None:
+        """Start the tasks that watch the server (rank 0 only) and follow its events."""
+        if self._rank == 0:
+            self._tasks.append(asyncio.create_task(self._connection.watch(), name="watch-server"))
+        if self._source:
+            follow = self._follow(self._source)
+            self._tasks.append(asyncio.create_task(follow, name="follow-server"))
+
+    def own(self, claim: Claim, keeping: "asyncio.Task[None]") -> None:
+        """Release the claim on the server when the engine is closed.
+
+        Args:
+            claim: The claim.
+            keeping: The task that renews it.
+        """
+        self._claim = claim
+        self._tasks.append(keeping)
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        return {}
+
+    @property
+    def host_pins(self) -> Mapping[str, int]:
+        return {}
+
+    # Requests.
+
+    async def generate(self, request: GenerateRequest, emit: Emit) -> None:
+        """Forward the request.
+
+        Raises:
+            EngineAwayError: The server does not answer, or has stopped in the middle.
+            PinRefusedError: The request has a pin.
+            ValueError: The server has refused a prompt without an HTTP request.
+        """
+        if request.pin:
+            admit_pin(request, self)
+        if request.answered:
+            raise EngineAwayError(f"{self._connection.url} cannot continue another server's answer")
+        prepared()
+        try:
+            if request.call is None:
+                await self._generate_raw(request, emit)
+            else:
+                await self._forward(request, request.call, emit)
+        except (httpx.HTTPError, httpx.StreamError) as error:
+            self._connection.suspect()
+            reason = f"{type(error).__name__} {error}".strip()
+            raise EngineAwayError(f"{self._connection.url}: {reason}") from error
+
+    async def _forward(self, request: GenerateRequest, call: HttpCall, emit: Emit) -> None:
+        namespace = request.namespace or call.namespace
+        body = forwarded(
+            call.path, call.body, namespace=namespace, reports_hits=self._reports_hits()
+        )
+        answer = Answer(call.path, emit, self._expected_tokens(request), body.adds_usage)
+        expected_tokens = answer.expected_tokens
+        request_id = client_id(request.request_id)
+        async with self._connection.client.stream(
+            "POST",
+            self._connection.url + call.path,
+            content=body.data,
+            headers={
+                "content-type": "application/json",
+                "x-request-id": request_id,
+                **self._rank_headers,
+                **(request.trace or {}),
+            },
+        ) as response:
+            answer.status = response.status_code
+            answer.content_type = response.headers.get("content-type", "")
+            await answer.read(response.aiter_bytes())
+        if answer.status == httpx.codes.OK:
+            self._learn(request)
+            usage = answer.usage
+            if usage and usage.cached_tokens not in (None, expected_tokens):
+                self.wrong_expectations += 1
+
+    async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
+        """Compute a prompt of token ids: for named prefixes and canaries."""
+        expected_tokens = self._expected_tokens(request)
+        body: dict[str, Any] = {
+            "model": request.lora or self._model,
+            "prompt": request.token_ids.tolist(),
+            "max_tokens": request.max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        if request.namespace:
+            body["cache_salt"] = request.namespace
+        response = await self._connection.client.post(
+            self._connection.url + COMPLETIONS,
+            json=body,
+            headers={**self._rank_headers, **(request.trace or {})},
+        )
+        if response.status_code != httpx.codes.OK:
+            raise ValueError(f"{self._connection.url} has refused a prompt: {response.text[:300]}")
+        self._learn(request)
+        emit(Chunk((UNKNOWN_TOKEN,) * request.max_tokens, expected_tokens, is_last=True))
+
+    async def render(self, call: HttpCall) -> Rendered:
+        """Return the prompt that the server would make of the call, as far as it tells."""
+        try:
+            return await render(self._connection.client, self._connection.url, call)
+        except httpx.HTTPError as error:
+            self._connection.suspect()
+            raise EngineAwayError(f"{self._connection.url}: {error}") from error
+
+    def _expected_tokens(self, request: GenerateRequest) -> int:
+        """Return the prompt tokens that the server has cached, by the table of its blocks."""
+        size = self.facts.block_size
+        reusable = max(0, len(request.token_ids) - 1) // size
+        if not reusable or not self._is_known(request):
+            return 0
+        blocks = self._cached if self._source else self._sent
+        return blocks.hit_blocks(self._chain(request)[:reusable]) * size
+
+    def _is_known(self, request: GenerateRequest) -> bool:
+        """Return whether the token ids are the whole prompt; images, for example, are not ids."""
+        return self.facts.prefix_caching and (request.call is None or request.call.is_rendered)
+
+    def _chain(self, request: GenerateRequest) -> Sequence[Any]:
+        # A stock server mixes the salt into the first block, so no namespace shares a block.
+        scope = Scope(request.lora, request.namespace)
+        return self._space.chain(request.token_ids, scope)
+
+    def _learn(self, request: GenerateRequest) -> None:
+        """Assume that the server has cached the prompt, if it does not report that itself."""
+        if self._source is None and self._is_known(request):
+            self._queue(self._sent.sent(self._chain(request)))
+
+    # The cache.
+
+    def _reports_hits(self) -> bool:
+        """Return whether requests ask the server to report the blocks of cache hits.
+
+        This is needed where blocks are cached whose events came before this process started.
+        """
+        return self._source is not None and self._cached.reports_hits
+
+    async def events(self) -> AsyncGenerator[list[KVEvent], None]:
+        while True:
+            await self._has_events.wait()
+            self._has_events.clear()
+            batch, self._events = self._events, []
+            if batch:
+                yield batch
+
+    async def _follow(self, source: EventSource) -> None:
+        """Apply the server's events until cancelled."""
+        async for payload in source.updates():
+            if payload is None:
+                self._forget(reports_hits=False)
+                continue
+            try:
+                changes = self._cached.apply(decode_batch(payload))
+            except DECODE_ERRORS as error:  # such as an event of a kind that is new in vLLM
+                log.warning("an event of %s cannot be read: %s", self._connection.url, error)
+                self._forget(reports_hits=True)
+                continue
+            self._queue(changes)
+            if not source.is_complete and not self._cached.reports_hits:
+                self._cached.reports_hits = True
+            if len(self._cached) > self.facts.capacity_blocks:
+                log.warning("more blocks than %s has are cached, by its events", self.facts)
+                self._forget(reports_hits=True)
+
+    def _forget(self, *, reports_hits: bool) -> None:
+        """Clear the table; with `reports_hits`, cache hits report again what is cached."""
+        self._cached.clear()
+        self._cached.reports_hits = reports_hits
+        self._queue([AllBlocksCleared()])
+
+    def _queue(self, events: Sequence[KVEvent]) -> None:
+        self._events += events
+        if self._events:
+            self._has_events.set()
+
+    async def emit_held(self) -> None:
+        """Add the blocks of the table to the events; a stock server has no list of its own."""
+        blocks = self._cached if self._source else self._sent
+        self._queue([BlocksHeld([blocks.copies])])
+
+    async def reset_prefix_cache(self) -> bool:
+        """Clear the server's cache; only a server in development mode allows that."""
+        response = await self._connection.client.post(f"{self._connection.url}/reset_prefix_cache")
+        if response.status_code != httpx.codes.OK:
+            return False
+        self._queue(self._sent.clear())
+        return True
+
+    async def unpin(self, name: str) -> None: ...
+
+    async def end_session(self, session: int) -> None: ...
+
+    # The server.
+
+    def load(self) -> Load:
+        return load_of(self._connection.samples, self._rank, self.facts.capacity_blocks)
+
+    async def check(self) -> None:
+        """Raise EngineDeadError if the server is another one now, or if a task has failed."""
+        if self._connection.changed:
+            raise EngineDeadError(self._connection.changed)
+        for task in self._tasks:
+            if task.done():
+                raise EngineDeadError("the attached server is not watched any more") from (
+                    None if task.cancelled() else task.exception()
+                )
+
+    async def wait_until_away(self) -> str:
+        return await self._connection.wait_until_away()
+
+    async def wait_until_back(self) -> None:
+        """Wait until the server answers, and until its cache is known again."""
+        await self._connection.wait_until_back()
+        if self._source is None:
+            self._queue(self._sent.clear())
+            return
+        self._source.compare()
+        try:
+            async with asyncio.timeout(CATCH_UP_S):
+                await self._source.caught_up()
+        except TimeoutError:
+            log.warning("%s sends no KV cache events", self._connection.url)
+            self._forget(reports_hits=True)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._source:
+            self._source.close()
+        if self._claim:
+            await self._claim.release()
+        if self._rank == 0:
+            await self._connection.close()

@@ -1,0 +1,126 @@
+"""The body that a server gets in place of the client's, and what its answer says of tokens."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+WITH_XARGS = (CHAT, COMPLETIONS)  # routes whose bodies have vllm_xargs and stream_options
+REPORT_MODE = "kv_cache_report_mode"  # vLLM's option: "full" reports the blocks of a cache hit
+
+# Pieces of a server-sent event that carries a token of the answer. In JSON, quotation marks inside
+# a text are escaped, so a text cannot contain these pieces.
+TOKEN_MARKS = {
+    CHAT: b'"delta":{',
+    COMPLETIONS: b'"text":"',
+    MESSAGES: b'"type":"content_block_delta"',
+    RESPONSES: b'.delta"',
+}
+ROLE_MARK = b'"delta":{"role":'  # the first event of a chat has no token
+USAGE_MARK = b'"usage":{'
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder().decode
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedBody:
+    """The body of a request to a server."""
+
+    data: bytes
+    adds_usage: bool = False  # whether kvroute asked for the event with usage, not the client
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The tokens of a request, as the server reports them."""
+
+    output_tokens: int
+    cached_tokens: int | None  # prompt tokens from the cache; None: the server does not report it
+
+
+def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> ForwardedBody:
+    """Return the body to send; it is the client's own, byte for byte, if nothing has to change.
+
+    Args:
+        path: the route.
+        body: the client's JSON.
+        namespace: the cache salt; empty: everybody shares the blocks.
+        reports_hits: whether the server is asked to report the blocks of a cache hit.
+    """
+    wants_stream = path in WITH_XARGS and b'"stream"' in body
+    if not namespace and not wants_stream and not (reports_hits and path in WITH_XARGS):
+        return ForwardedBody(body)
+    fields = _decode(body)
+    if not isinstance(fields, dict):
+        return ForwardedBody(body)
+    changed = dict(fields)
+    if namespace:
+        changed["cache_salt"] = namespace
+    if reports_hits and path in WITH_XARGS:
+        changed["vllm_xargs"] = {REPORT_MODE: "full"} | _object(fields.get("vllm_xargs"))
+    adds_usage = False
+    if wants_stream and fields.get("stream") is True:
+        options = _object(fields.get("stream_options"))
+        adds_usage = not options.get("include_usage")
+        if adds_usage:
+            changed["stream_options"] = options | {"include_usage": True}
+    if changed == fields:
+        return ForwardedBody(body)
+    return ForwardedBody(_encode(changed), adds_usage)
+
+
+def token_count(path: str, event: bytes) -> int:
+    """Return how many tokens of the answer an event carries, 0 or 1.
+
+    An event may carry several tokens; the usage at the end corrects the sum.
+    """
+    mark = TOKEN_MARKS.get(path)
+    if mark is None or mark not in event:
+        return 0
+    return 0 if path == CHAT and ROLE_MARK in event else 1
+
+
+def usage_of_event(event: bytes) -> Usage | None:
+    """Return the usage in a server-sent event; None: it has none."""
+    if USAGE_MARK not in event:
+        return None
+    data = b"".join(
+        line.removeprefix(b"data:") for line in event.splitlines() if line.startswith(b"data:")
+    )
+    return usage_of_body(data)
+
+
+def usage_of_body(data: bytes) -> Usage | None:
+    """Return the usage in a JSON object of any of the four APIs; None: it has none."""
+    if USAGE_MARK not in data and b'"usage"' not in data:
+        return None
+    try:
+        fields = _decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    usage = _object(_object(fields).get("usage"))
+    if not usage:
+        usage = _object(_object(_object(fields).get("response")).get("usage"))
+    if not usage:
+        usage = _object(_object(_object(fields).get("message")).get("usage"))
+    if not usage:
+        return None
+    details = _object(usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))
+    cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+    output = usage.get("completion_tokens", usage.get("output_tokens"))
+    return Usage(
+        output if isinstance(output, int) else 0, cached if isinstance(cached, int) else None
+    )
+
+
+def is_only_usage(event: bytes) -> bool:
+    """Return whether an event has usage and no part of the answer."""
+    return USAGE_MARK in event and b'"choices":[]' in event
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """Return a JSON object, or an empty one for any other value."""
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,117 @@
+"""The connection to an attached server: its HTTP client, its load, and whether it answers."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+import httpx
+
+from kvroute.replica.attached_engine.server import (
+    Samples,
+    ServerError,
+    ServerFacts,
+    read_facts,
+    read_samples,
+)
+
+log = logging.getLogger("kvroute.attached")
+
+CHECK_INTERVAL_S = 0.5  # seconds between two checks of the server's health
+HEALTH_S = 5.0  # timeout in seconds of a health check; a busy server answers late
+
+
+class ServerConnection:
+    """One server, shared by the engines of its data parallel ranks."""
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        self.url = url
+        self.client = httpx.AsyncClient(
+            headers=dict(headers),
+            timeout=httpx.Timeout(None, connect=HEALTH_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            trust_env=False,
+        )
+        self.facts: ServerFacts | None = None  # as read at the start
+        self.samples: Samples = {}  # the latest metrics
+        self.away_reason = ""  # why the server cannot answer; empty: it can
+        self.changed = ""  # how the server differs from `facts` after its restart; empty: not
+        self._is_away, self._is_back, self._suspicion = (asyncio.Event() for _ in range(3))
+        self._is_back.set()
+
+    async def start(self) -> ServerFacts:
+        """Wait until the server answers, and return its facts."""
+        while True:
+            try:
+                self.facts = await read_facts(self.client, self.url)
+                self.samples = await read_samples(self.client, self.url)
+            except ServerError as error:
+                if self.away_reason != str(error):
+                    self.away_reason = str(error)
+                    log.warning("waiting for a server: %s", error)
+                await asyncio.sleep(CHECK_INTERVAL_S)
+            else:
+                self.away_reason = ""
+                return self.facts
+
+    async def watch(self) -> None:
+        """Check the server's health and read its load, until cancelled."""
+        while True:
+            reason = await self._problem()
+            if bool(reason) != bool(self.away_reason):
+                if reason:
+                    log.warning("server %s is away: %s", self.url, reason)
+                else:
+                    log.info("server %s is back", self.url)
+                (self._is_away if reason else self._is_back).set()
+                (self._is_back if reason else self._is_away).clear()
+            self.away_reason = reason
+            self._suspicion.clear()
+            try:
+                async with asyncio.timeout(CHECK_INTERVAL_S):
+                    await self._suspicion.wait()
+            except TimeoutError:
+                pass
+
+    def suspect(self) -> None:
+        """Check the server's health now, because a request has failed."""
+        self._suspicion.set()
+
+    async def wait_until_away(self) -> str:
+        """Wait until the server does not answer, and return why."""
+        await self._is_away.wait()
+        return self.away_reason
+
+    async def wait_until_back(self) -> None:
+        """Wait until the server answers."""
+        await self._is_back.wait()
+
+    async def _problem(self) -> str:
+        """Return why the server cannot answer; empty: it can."""
+        try:
+            response = await self.client.get(f"{self.url}/health", timeout=HEALTH_S)
+            if response.status_code != httpx.codes.OK:
+                return f"/health has answered with status {response.status_code}"
+            if self.away_reason:
+                self._compare(await read_facts(self.client, self.url))
+            self.samples = await read_samples(self.client, self.url)
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__} {error}".strip()
+        except ServerError as error:
+            return str(error)
+        return ""
+
+    def _compare(self, facts: ServerFacts) -> None:
+        """Note whether the server that has come back is another one."""
+        if self.facts is None:
+            return
+        before = [(rank.block_size, rank.capacity_blocks) for rank in self.facts.ranks]
+        now = [(rank.block_size, rank.capacity_blocks) for rank in facts.ranks]
+        if (facts.model, now) != (self.facts.model, before):
+            self.changed = (
+                f"{self.url} served {self.facts.model} with {before} (block size, blocks) and now "
+                f"serves {facts.model} with {now}"
+            )
+
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        await self.client.aclose()

@@ -1,0 +1,190 @@
+"""Reads what a running vLLM server says about itself over HTTP."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvroute.contract.records import Load
+
+QUESTION_S = 5.0  # timeout in seconds of a question; a generation has none
+MIN_PREFILL_S = 1.0  # seconds of prefill that a server must have measured for a speed to count
+USUAL_TOKENS_PER_S = 8_000.0  # assumed prefill speed of a server that has measured none yet
+METRICS = (
+    "vllm:cache_config_info",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prompt_tokens_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:request_prefill_time_seconds_sum",
+)
+
+
+class ServerError(Exception):
+    """A server cannot be attached; the message names it and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventAddress:
+    """Where a data parallel rank publishes its KV cache events."""
+
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """The cache of one data parallel rank."""
+
+    block_size: int  # tokens
+    capacity_blocks: int
+    prefix_caching: bool
+    prefill_tokens_per_s: float
+    events: EventAddress | None  # None: the rank publishes no events, or none that can be replayed
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says about itself."""
+
+    model: str  # name of the model, as the server's clients send it
+    model_path: str  # name or folder that the server loaded the model from
+    max_model_len: int  # tokens of prompt and answer together
+    version: str  # of vLLM; empty: unknown
+    ranks: Sequence[RankFacts]
+
+
+Samples = Mapping[str, Mapping[str, tuple[float, Mapping[str, str]]]]
+
+
+async def read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
+    """Return the facts of the server at `url`. Raises ServerError."""
+    models = (await _json(client, url, "/v1/models")).get("data") or []
+    base = next((model for model in models if not model.get("parent")), None)
+    if base is None:
+        raise ServerError(f"{url}/v1/models lists no model; is a vLLM server at this address?")
+    samples = await read_samples(client, url)
+    caches = samples.get("vllm:cache_config_info", {})
+    if not caches:
+        raise ServerError(
+            f"{url}/metrics has no vllm:cache_config_info; attach servers of vLLM 0.26 or newer, "
+            "started without --disable-log-stats"
+        )
+    sources = await _sources(client, url)
+    ranks = [
+        _rank(number, labels, samples, _address(url, sources.get(number)))
+        for number, (_, labels) in sorted(caches.items(), key=lambda item: int(item[0]))
+    ]
+    return ServerFacts(
+        model=str(base["id"]),
+        model_path=str(base.get("root") or base["id"]),
+        max_model_len=int(base.get("max_model_len") or 0),
+        version=str((await _optional(client, url, "/version")).get("version", "")),
+        ranks=ranks,
+    )
+
+
+async def read_samples(client: httpx.AsyncClient, url: str) -> Samples:
+    """Return the server's metrics: name -> rank -> value and labels. Raises ServerError."""
+    lines = (await _get(client, url, "/metrics")).text.splitlines()
+    text = "\n".join(line for line in lines if line.startswith(METRICS)) + "\n"
+    samples: dict[str, dict[str, tuple[float, Mapping[str, str]]]] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                of_rank = samples.setdefault(sample.name, {})
+                of_rank[sample.labels.get("engine", "0")] = sample.value, sample.labels
+    except ValueError as error:
+        raise ServerError(f"{url}/metrics cannot be read: {error}") from None
+    return samples
+
+
+def load_of(samples: Samples, rank: int, capacity_blocks: int) -> Load:
+    """Return a rank's load."""
+    used = _value(samples, "vllm:kv_cache_usage_perc", rank)
+    return Load(
+        running=int(_value(samples, "vllm:num_requests_running", rank)),
+        waiting=int(_value(samples, "vllm:num_requests_waiting", rank)),
+        used_blocks=int(max(0.0, min(1.0, used)) * capacity_blocks),
+    )
+
+
+def _rank(
+    number: str, labels: Mapping[str, str], samples: Samples, events: EventAddress | None
+) -> RankFacts:
+    return RankFacts(
+        block_size=int(labels["block_size"]),
+        capacity_blocks=max(0, int(labels["num_gpu_blocks"]) - 1),  # vLLM never uses one block
+        prefix_caching=labels.get("enable_prefix_caching") == "True",
+        prefill_tokens_per_s=_prefill_tokens_per_s(samples, int(number)),
+        events=events,
+    )
+
+
+def _prefill_tokens_per_s(samples: Samples, rank: int) -> float:
+    """Return the mean prefill speed that the server has measured, or a usual one."""
+    seconds = _value(samples, "vllm:request_prefill_time_seconds_sum", rank)
+    tokens = _value(samples, "vllm:prompt_tokens_total", rank)
+    computed = tokens - _value(samples, "vllm:prefix_cache_hits_total", rank)
+    if seconds < MIN_PREFILL_S or computed <= 0:
+        return USUAL_TOKENS_PER_S
+    return computed / seconds
+
+
+def _value(samples: Samples, name: str, rank: int) -> float:
+    value, _ = samples.get(name, {}).get(str(rank), (0.0, {}))
+    return value
+
+
+async def _sources(client: httpx.AsyncClient, url: str) -> Mapping[str, Any]:
+    """Return the configuration of each rank's event publisher; empty: there is none."""
+    return await _optional(client, url, "/kv_event_sources")
+
+
+def _address(url: str, source: Any) -> EventAddress | None:
+    """Return where a rank's events can be received, and requested again."""
+    if not isinstance(source, dict) or source.get("enable_kv_cache_events") is False:
+        return None
+    endpoint, replay = source.get("endpoint"), source.get("replay_endpoint")
+    if not endpoint or not replay:
+        return None
+    host = urlsplit(url).hostname or ""
+    host = f"[{host}]" if ":" in host else host
+    return EventAddress(
+        endpoint.replace("*", host), replay.replace("*", host), str(source.get("topic") or "")
+    )
+
+
+async def _optional(client: httpx.AsyncClient, url: str, path: str) -> Mapping[str, Any]:
+    """Return a JSON object, or an empty one if the server has no such route."""
+    try:
+        return await _json(client, url, path)
+    except ServerError:
+        return {}
+
+
+async def _json(client: httpx.AsyncClient, url: str, path: str) -> Mapping[str, Any]:
+    response = await _get(client, url, path)
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise ServerError(f"{url}{path} has not answered with a JSON object; is it a vLLM server?")
+    return body
+
+
+async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response:
+    try:
+        response = await client.get(url + path, timeout=QUESTION_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        raise ServerError(f"{url}{path} does not answer ({reason}); start the server") from None
+    if response.status_code != httpx.codes.OK:
+        raise ServerError(f"{url}{path} has answered with status {response.status_code}")
+    return response
