@@ -73,7 +73,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     max_num_seqs: Count = 0  # requests in one batch; 0: unknown
     step_tokens: AtLeastOne = 8192  # most tokens of a step: vLLM's max_num_batched_tokens
     max_cpu_loras: Count = 0  # most LoRA adapters in memory
-    engine: Name = "vllm"  # "vllm" | "simulated"
+    engine: Name = "vllm"  # "vllm" | "simulated" | "attached": a server that somebody else runs
     content_format: Name = ""  # vLLM's content format of the chat template; empty: no template
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none

@@ -66,7 +66,8 @@ def _check_equal(urls: Sequence[str], servers: Sequence[ServerFacts]) -> None:
 
 def _report(url: str, server: ServerFacts, progress: Progress) -> None:
     version = f", vLLM {server.version}" if server.version else ""
-    progress.step(f"{url}: {server.model}{version}, {len(server.ranks)} ranks")
+    ranks = f", {len(server.ranks)} data parallel ranks" if len(server.ranks) > 1 else ""
+    progress.step(f"{url} serves {server.model}{version}{ranks}")
     if not all(rank.prefix_caching for rank in server.ranks):
         progress.say(f"{url} has no prefix caching; start it with --enable-prefix-caching")
     elif not all(rank.events for rank in server.ranks):

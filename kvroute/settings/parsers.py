@@ -130,12 +130,12 @@ def checked_ports(given: str) -> str:
 
 def checked_urls(given: list[str]) -> list[str]:
     """Check the addresses of servers, and return each once, without a slash at its end."""
-    urls = [*dict.fromkeys(url.strip().rstrip("/") for url in given)]
+    urls = [*dict.fromkeys(url.strip().rstrip("/") for url in ",".join(given).split(","))]
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
             raise PydanticCustomError(
-                "urls", "expected http://HOST:PORT without a path, such as http://10.0.0.5:8000"
+                "urls", "expected http://HOST:PORT or https://HOST:PORT, without a path"
             )
     return urls
 

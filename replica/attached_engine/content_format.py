@@ -1,7 +1,8 @@
 """In which form a chat template expects the content of messages: as a text, or as a list of parts.
 
 Servers choose the form by the template, unless they have --chat-template-content-format. A template
-that loops over the content of a message expects a list.
+that loops over the content of a message expects a list. As in vLLM, a variable of the name
+"content" counts as the content, and so does a parameter of a macro if a call passes the content.
 """
 
 from collections.abc import Iterator
@@ -20,23 +21,28 @@ def content_format(template: str) -> str:
         tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except jinja2.TemplateSyntaxError:
         return STRING
-    contents = set(_content_names(tree))
-    loops = any(_is_content(loop.iter, contents) for loop in tree.find_all(nodes.For))
-    return PARTS if loops else STRING
+    in_macros = {id(loop): macro for macro in tree.find_all(nodes.Macro) for loop in _loops(macro)}
+    for loop in _loops(tree):
+        macro = in_macros.get(id(loop))
+        names = {"content"} if macro is None else _content_parameters(tree, macro)
+        if _is_content(loop.iter, names):
+            return PARTS
+    return STRING
 
 
-def _content_names(tree: nodes.Template) -> Iterator[str]:
-    """Yield the variables that have the content of a message."""
-    for assignment in tree.find_all(nodes.Assign):
-        if isinstance(assignment.target, nodes.Name) and _is_content(assignment.node, set()):
-            yield assignment.target.name
-    calls = [call for call in tree.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
-    for macro in tree.find_all(nodes.Macro):
-        for call in calls:
-            if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-                for parameter, given in zip(macro.args, call.args, strict=False):
-                    if _is_content(given, set()):
-                        yield parameter.name
+def _loops(node: nodes.Node) -> Iterator[nodes.For]:
+    return node.find_all(nodes.For)
+
+
+def _content_parameters(tree: nodes.Template, macro: nodes.Macro) -> set[str]:
+    """Return the parameters of a macro that get the content of a message."""
+    names = set()
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            given = dict(zip([each.name for each in macro.args], call.args, strict=False))
+            given |= {keyword.key: keyword.value for keyword in call.kwargs}
+            names |= {name for name, value in given.items() if _is_content(value, set())}
+    return names
 
 
 def _is_content(node: nodes.Node | None, names: set[str]) -> bool:

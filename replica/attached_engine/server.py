@@ -155,9 +155,13 @@ def _address(url: str, source: Any) -> EventAddress | None:
         return None
     host = urlsplit(url).hostname or ""
     host = f"[{host}]" if ":" in host else host
-    return EventAddress(
-        endpoint.replace("*", host), replay.replace("*", host), str(source.get("topic") or "")
-    )
+    endpoint, replay = (_reachable(str(address), host) for address in (endpoint, replay))
+    return EventAddress(endpoint, replay, str(source.get("topic") or ""))
+
+
+def _reachable(address: str, host: str) -> str:
+    """Return an address that the server listens on, as other machines reach it."""
+    return address.replace("//*:", f"//{host}:").replace("//0.0.0.0:", f"//{host}:")
 
 
 async def _optional(client: httpx.AsyncClient, url: str, path: str) -> Mapping[str, Any]:

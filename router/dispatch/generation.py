@@ -164,8 +164,8 @@ class Generation:
         if not self._can_continue():
             raise lost(
                 replica_id,
-                "and no other replica can continue it exactly (because of n above 1 or a "
-                "presence_penalty, for example)",
+                "and no other replica can continue it exactly (because it is an attached server, "
+                "or because of n above 1 or a presence_penalty, for example)",
             ) from error
         self._current = await self._start(self._rest(), self._context, self._losses)
         return self._current.first

@@ -1,0 +1,156 @@
+"""What is sent to an attached server, and what becomes of its response."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from kvroute.contract.generation import Chunk
+from kvroute.replica.attached_engine.answer import Answer
+from kvroute.replica.attached_engine.bodies import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Usage,
+    forwarded,
+    usage_of_body,
+)
+
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+WORD = b'data: {"choices":[{"index":0,"delta":{"content":"a \\"role\\":"}}]}\n\n'
+USAGE = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":40,"completion_tokens":3,'
+    b'"prompt_tokens_details":{"cached_tokens":32}}}\n\n'
+)
+DONE = b"data: [DONE]\n\n"
+
+
+async def chunks(
+    parts: Sequence[bytes],
+    *,
+    path: str = CHAT,
+    content_type: str = "text/event-stream; charset=utf-8",
+    adds_usage: bool = False,
+) -> list[Chunk]:
+    received: list[Chunk] = []
+    answer = Answer(path, received.append, 16, adds_usage, 200, content_type)
+
+    async def data() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+
+    await answer.read(data())
+    return received
+
+
+def data_of(received: Sequence[Chunk]) -> bytes:
+    return b"".join(chunk.http.data for chunk in received if chunk.http)
+
+
+def tokens_of(received: Sequence[Chunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in received)
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_a_stream_passes_unchanged_whatever_the_pieces(size: int) -> None:
+    whole = ROLE + WORD + WORD + WORD + USAGE + DONE
+    received = await chunks([whole[at : at + size] for at in range(0, len(whole), size)])
+    assert data_of(received) == whole
+    assert tokens_of(received) == 3
+    assert [chunk.is_last for chunk in received] == [False] * (len(received) - 1) + [True]
+    statuses = [chunk.http.status for chunk in received if chunk.http]
+    assert statuses == [200] + [0] * (len(received) - 1)
+
+
+async def test_usage_that_the_client_has_not_asked_for_is_kept_from_it() -> None:
+    received = await chunks([ROLE, WORD, USAGE, DONE], adds_usage=True)
+    assert data_of(received) == ROLE + WORD + DONE
+    assert tokens_of(received) == 3, "the usage corrects the number of events"
+
+
+async def test_no_other_replica_may_continue_the_answer() -> None:
+    received = await chunks([ROLE, WORD, DONE])
+    assert not any(chunk.http.can_continue for chunk in received if chunk.http)
+
+
+async def test_a_whole_response_has_the_servers_cached_tokens() -> None:
+    body = json.dumps(
+        {
+            "choices": [],
+            "usage": {"completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 8}},
+        },
+        separators=(",", ":"),
+    ).encode()
+    (only,) = await chunks([body[:10], body[10:]], content_type="application/json")
+    assert only.http
+    assert only.http.data == body
+    assert only.http.is_whole
+    assert (len(only.token_ids), only.cached_tokens) == (5, 8)
+
+
+async def test_an_error_has_no_tokens() -> None:
+    (only,) = await chunks([b'{"error":{}}'], content_type="application/json")
+    assert only.is_last
+    assert not only.token_ids
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        ({"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(2, 8)),
+        ({"output_tokens": 2, "input_tokens_details": {"cached_tokens": 8}}, Usage(2, 8)),
+        ({"output_tokens": 2, "cache_read_input_tokens": 8}, Usage(2, 8)),
+        ({"completion_tokens": 2, "prompt_tokens_details": None}, Usage(2, None)),
+        ({"completion_tokens": "2", "prompt_tokens_details": 5}, Usage(0, None)),
+    ],
+)
+def test_the_usage_of_all_apis_is_read(usage: dict[str, object], expected: Usage) -> None:
+    for body in ({"usage": usage}, {"response": {"usage": usage}}, {"message": {"usage": usage}}):
+        assert usage_of_body(json.dumps(body, separators=(",", ":")).encode()) == expected
+
+
+@pytest.mark.parametrize("body", [b'{"usage":{', b'["usage"]', b'{"usage":{}}', b"[" * 100_000])
+def test_a_body_without_usage_has_none(body: bytes) -> None:
+    assert usage_of_body(body) is None
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, RESPONSES, "/v1/embeddings"])
+def test_a_body_that_needs_no_change_stays_as_it_is(path: str) -> None:
+    body = b'{ "model": "m", "stream": false }'
+    assert forwarded(path, body, namespace="", reports_hits=False).data == body
+
+
+def test_a_stream_is_asked_for_its_usage() -> None:
+    body = b'{"stream": true, "stream_options": {"continuous_usage_stats": true}}'
+    sent = forwarded(CHAT, body, namespace="", reports_hits=False)
+    assert json.loads(sent.data)["stream_options"] == {
+        "continuous_usage_stats": True,
+        "include_usage": True,
+    }
+    assert sent.adds_usage
+
+
+def test_usage_that_the_client_wants_is_not_taken_away() -> None:
+    body = b'{"stream": true, "stream_options": {"include_usage": true}}'
+    sent = forwarded(CHAT, body, namespace="", reports_hits=False)
+    assert (sent.data, sent.adds_usage) == (body, False)
+
+
+def test_the_tenants_salt_replaces_the_clients() -> None:
+    body = b'{"cache_salt": "another tenant"}'
+    for path in (CHAT, MESSAGES, RESPONSES):
+        sent = forwarded(path, body, namespace="tenant", reports_hits=False)
+        assert json.loads(sent.data)["cache_salt"] == "tenant"
+
+
+def test_hits_are_reported_unless_the_client_chooses_otherwise() -> None:
+    sent = forwarded(CHAT, b"{}", namespace="", reports_hits=True)
+    assert json.loads(sent.data)["vllm_xargs"] == {"kv_cache_report_mode": "full"}
+    body = b'{"vllm_xargs": {"kv_cache_report_mode": "none", "own": 1}}'
+    assert forwarded(CHAT, body, namespace="", reports_hits=True).data == body
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"stream"', b'{"stream": true, "stream_options": 5}'])
+def test_a_strange_body_is_left_to_the_server(body: bytes) -> None:
+    assert forwarded(CHAT, body, namespace="", reports_hits=False).data

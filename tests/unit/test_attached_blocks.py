@@ -1,0 +1,173 @@
+"""A stock server's KV cache events become the fingerprints that routers compute."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvroute.blocks.chain import EVERYBODY, Scope, Space
+from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
+from kvroute.replica.attached_engine.sent_blocks import SentBlocks
+from kvroute.replica.attached_engine.wire import Batch, ClearedEvent, RemovedEvent, StoredEvent
+from kvroute.replica.block_table import BlockTable, Changes
+
+SIZE = 4  # tokens in a block
+SPACE = Space("model", "", SIZE)
+PROMPT = list(range(100, 100 + 3 * SIZE))
+
+
+def stored(
+    prompt: Sequence[int],
+    *,
+    first: int = 0,
+    salt: str = "",
+    lora: str | None = None,
+    images: Sequence[Feature] = (),
+    **more: object,
+) -> StoredEvent:
+    """The event for a prompt's full blocks from number `first` on, as vLLM publishes it."""
+    blocks = len(prompt) // SIZE
+    hashes: list[int | bytes] = [
+        repr((prompt[: (n + 1) * SIZE], salt, lora)).encode() for n in range(blocks)
+    ]
+    keys = []
+    for number in range(first, blocks):
+        begin, end = number * SIZE, (number + 1) * SIZE
+        key: list[object] = [lora] if lora else []
+        for image in images:
+            if image.offset < end and begin < image.end:
+                key.append([image.identifier, image.offset - begin])
+        if salt and number == 0:
+            key.append(salt)
+        keys.append(key or None)
+    return StoredEvent(
+        hashes[first:],
+        hashes[first - 1] if first else None,
+        [*prompt[first * SIZE : blocks * SIZE]],
+        SIZE,
+        lora_name=lora,
+        extra_keys=keys if any(keys) else None,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def chain(
+    prompt: Sequence[int], scope: Scope = EVERYBODY, images: Sequence[Feature] = ()
+) -> list[int]:
+    ids = np.array(prompt[: len(prompt) // SIZE * SIZE], np.uint32)
+    return [int(each) for each in SPACE.chain(ids, scope, images)]
+
+
+def held(blocks: CachedBlocks, *events: StoredEvent | RemovedEvent | ClearedEvent) -> set[int]:
+    """The fingerprints that a replica publishes after these events."""
+    table = BlockTable()
+    for event in events:
+        table.apply(blocks.apply(Batch(0.0, [event])), Changes())
+    return {int(each) for each in table.held()}
+
+
+@pytest.mark.parametrize("salt", ["", "tenant"])
+@pytest.mark.parametrize("lora", [None, "sql"])
+def test_a_prompts_blocks_have_the_routers_fingerprints(salt: str, lora: str | None) -> None:
+    expected = chain(PROMPT, Scope(lora or "", salt))
+    assert held(CachedBlocks(SPACE), stored(PROMPT, salt=salt, lora=lora)) == {*expected}
+
+
+@given(cut=st.integers(1, 2), salt=st.sampled_from(["", "a", "sql"]), seed=st.integers(0, 99))
+def test_blocks_in_several_events_have_the_same_fingerprints(
+    cut: int, salt: str, seed: int
+) -> None:
+    prompt = random.Random(seed).choices(range(1000), k=3 * SIZE)
+    events = stored(prompt[: cut * SIZE], salt=salt), stored(prompt, first=cut, salt=salt)
+    assert held(CachedBlocks(SPACE), *events) == {*chain(prompt, Scope("", salt))}
+
+
+def test_images_are_part_of_the_fingerprints() -> None:
+    image = Feature("digest", 2, SIZE)  # it reaches into the second block
+    expected = chain(PROMPT, images=[image])
+    assert held(CachedBlocks(SPACE), stored(PROMPT, images=[image])) == {*expected}
+
+
+def test_a_block_stays_until_its_last_copy_is_evicted() -> None:
+    blocks, event = CachedBlocks(SPACE), stored(PROMPT)
+    evicted = RemovedEvent(event.block_hashes)
+    assert held(blocks, event, event, evicted) == {*chain(PROMPT)}
+    assert blocks.hit_blocks([Fingerprint(each) for each in chain(PROMPT)]) == 3
+    assert held(blocks, evicted) == set()
+    assert blocks.hit_blocks([Fingerprint(each) for each in chain(PROMPT)]) == 0
+
+
+def test_a_reported_hit_is_no_further_copy() -> None:
+    blocks, event = CachedBlocks(SPACE), stored(PROMPT)
+    blocks.reports_hits = True
+    assert held(blocks, event, event, RemovedEvent(event.block_hashes)) == set()
+
+
+def test_blocks_behind_an_unknown_parent_are_left_out_and_counted() -> None:
+    blocks = CachedBlocks(SPACE)
+    assert held(blocks, stored(PROMPT, first=1)) == set()
+    assert blocks.skipped == Counter({"unknown parent": 2})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"medium": "CPU"}, "other memory"),
+        ({"group_idx": 1}, "other KV cache group"),
+    ],
+)
+def test_blocks_elsewhere_are_left_out_and_counted(change: dict[str, object], reason: str) -> None:
+    blocks = CachedBlocks(SPACE)
+    assert held(blocks, stored(PROMPT, **change)) == set()  # type: ignore[arg-type]
+    assert blocks.skipped == Counter({reason: 3})
+
+
+def test_keys_of_unknown_meaning_are_left_out_and_counted() -> None:
+    event = stored(PROMPT)
+    event.extra_keys = [[17], None, None]
+    blocks = CachedBlocks(SPACE)
+    assert held(blocks, event) == set()
+    assert blocks.skipped == Counter({"unknown keys": 3})
+
+
+def test_a_cleared_cache_holds_nothing() -> None:
+    assert held(CachedBlocks(SPACE), stored(PROMPT), ClearedEvent()) == set()
+
+
+@given(seed=st.integers(0, 999))
+def test_the_table_holds_what_a_cache_with_copies_and_evictions_holds(seed: int) -> None:
+    rng, blocks, table = random.Random(seed), CachedBlocks(SPACE), BlockTable()
+    cache = Counter[bytes]()  # number of copies of each block
+    fingerprints: dict[bytes, int] = {}
+    for _ in range(30):
+        prompt = rng.choices((1, 2), k=SIZE) + rng.choices((1, 2), k=SIZE)
+        event = stored(prompt)
+        if rng.random() < 0.6:
+            cache.update(event.block_hashes)  # type: ignore[arg-type]
+            for hash_, fingerprint in zip(event.block_hashes, chain(prompt), strict=True):
+                fingerprints[hash_] = fingerprint  # type: ignore[index]
+            batch = Batch(0.0, [event])
+        elif known := [*cache.elements()]:
+            evicted = rng.choice(known)
+            cache -= Counter({evicted: 1})
+            batch = Batch(0.0, [RemovedEvent([evicted])])
+        else:
+            continue
+        table.apply(blocks.apply(batch), Changes())
+        assert {int(each) for each in table.held()} == {fingerprints[each] for each in cache}
+        assert blocks.copies == dict(cache)
+
+
+def test_without_events_the_latest_prompts_are_assumed_to_be_cached() -> None:
+    blocks, table = SentBlocks(capacity_blocks=3), BlockTable()
+    first, second = chain(PROMPT), chain([*PROMPT[:SIZE], *range(2 * SIZE)])
+    for prompt in (first, second):
+        table.apply(blocks.sent([Fingerprint(each) for each in prompt]), Changes())
+    held_now = {int(each) for each in table.held()}
+    assert held_now == {*second}, "the blocks of the first prompt were evicted, the oldest first"
+    assert blocks.hit_blocks([Fingerprint(each) for each in first]) == 1
