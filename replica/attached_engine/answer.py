@@ -7,7 +7,6 @@ from kvroute.contract.generation import Chunk, Emit
 from kvroute.contract.http_call import HttpPart
 from kvroute.replica.attached_engine.bodies import (
     Usage,
-    is_only_usage,
     token_count,
     usage_of_body,
     usage_of_event,
@@ -28,7 +27,6 @@ class Answer:
     path: str
     emit: Emit
     expected_tokens: int  # prompt tokens that the server probably has cached
-    adds_usage: bool  # whether the event with usage is kept from the client, who has not asked
     status: int = 0
     content_type: str = ""
     output_tokens: int = 0  # tokens of the answer so far
@@ -57,16 +55,10 @@ class Answer:
         self._emit(b"", max(0, missing), is_last=True)
 
     def _emit_events(self, events: list[bytes]) -> None:
-        sent, tokens = [], 0
         for event in events:
-            if usage := usage_of_event(event):
-                self.usage = usage
-                if self.adds_usage and is_only_usage(event):
-                    continue
-            tokens += token_count(self.path, event)
-            sent.append(event)
-        if sent:
-            self._emit(b"".join(sent), tokens)
+            self.usage = usage_of_event(event) or self.usage
+        tokens = sum(token_count(self.path, event) for event in events)
+        self._emit(b"".join(events), tokens)
 
     def _emit(
         self, data: bytes, tokens: int, *, is_last: bool = False, is_whole: bool = False

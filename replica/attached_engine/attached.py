@@ -146,13 +146,13 @@ class AttachedEngine(Engine):
         body = forwarded(
             call.path, call.body, namespace=namespace, reports_hits=self._reports_hits()
         )
-        answer = Answer(call.path, emit, self._expected_tokens(request), body.adds_usage)
+        answer = Answer(call.path, emit, self._expected_tokens(request))
         expected_tokens = answer.expected_tokens
         request_id = client_id(request.request_id)
         async with self._connection.client.stream(
             "POST",
             self._connection.url + call.path,
-            content=body.data,
+            content=body,
             headers={
                 "content-type": "application/json",
                 "x-request-id": request_id,

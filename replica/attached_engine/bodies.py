@@ -1,4 +1,4 @@
-"""The body that a server gets in place of the client's, and what its answer says of tokens."""
+"""The body that a server gets, and what its response says about tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-WITH_XARGS = (CHAT, COMPLETIONS)  # routes whose bodies have vllm_xargs and stream_options
+WITH_XARGS = (CHAT, COMPLETIONS)  # routes whose bodies have vllm_xargs
 REPORT_MODE = "kv_cache_report_mode"  # vLLM's option: "full" reports the blocks of a cache hit
 
 # Pieces of a server-sent event that carries a token of the answer. In JSON, quotation marks inside
@@ -26,14 +26,6 @@ _decode = msgspec.json.Decoder().decode
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardedBody:
-    """The body of a request to a server."""
-
-    data: bytes
-    adds_usage: bool = False  # whether kvroute asked for the event with usage, not the client
-
-
-@dataclass(frozen=True, slots=True)
 class Usage:
     """The tokens of a request, as the server reports them."""
 
@@ -41,8 +33,10 @@ class Usage:
     cached_tokens: int | None  # prompt tokens from the cache; None: the server does not report it
 
 
-def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> ForwardedBody:
+def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> bytes:
     """Return the body to send; it is the client's own, byte for byte, if nothing has to change.
+
+    A stream is not asked for its usage if the client does not ask: the response would differ.
 
     Args:
         path: the route.
@@ -50,32 +44,24 @@ def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> 
         namespace: the cache salt; empty: everybody shares the blocks.
         reports_hits: whether the server is asked to report the blocks of a cache hit.
     """
-    wants_stream = path in WITH_XARGS and b'"stream"' in body
-    if not namespace and not wants_stream and not (reports_hits and path in WITH_XARGS):
-        return ForwardedBody(body)
+    reports_hits = reports_hits and path in WITH_XARGS
+    if not namespace and not reports_hits:
+        return body
     fields = _decode(body)
     if not isinstance(fields, dict):
-        return ForwardedBody(body)
+        return body
     changed = dict(fields)
     if namespace:
         changed["cache_salt"] = namespace
-    if reports_hits and path in WITH_XARGS:
+    if reports_hits:
         changed["vllm_xargs"] = {REPORT_MODE: "full"} | _object(fields.get("vllm_xargs"))
-    adds_usage = False
-    if wants_stream and fields.get("stream") is True:
-        options = _object(fields.get("stream_options"))
-        adds_usage = not options.get("include_usage")
-        if adds_usage:
-            changed["stream_options"] = options | {"include_usage": True}
-    if changed == fields:
-        return ForwardedBody(body)
-    return ForwardedBody(_encode(changed), adds_usage)
+    return body if changed == fields else _encode(changed)
 
 
 def token_count(path: str, event: bytes) -> int:
     """Return how many tokens of the answer an event carries, 0 or 1.
 
-    An event may carry several tokens; the usage at the end corrects the sum.
+    An event may carry several tokens; the usage at the end, if there is any, corrects the sum.
     """
     mark = TOKEN_MARKS.get(path)
     if mark is None or mark not in event:
@@ -114,11 +100,6 @@ def usage_of_body(data: bytes) -> Usage | None:
     return Usage(
         output if isinstance(output, int) else 0, cached if isinstance(cached, int) else None
     )
-
-
-def is_only_usage(event: bytes) -> bool:
-    """Return whether an event has usage and no part of the answer."""
-    return USAGE_MARK in event and b'"choices":[]' in event
 
 
 def _object(value: Any) -> dict[str, Any]:
