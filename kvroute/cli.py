@@ -12,7 +12,7 @@ from kvroute.command.keys_command import keys
 from kvroute.command.prefixes_command import prefixes
 from kvroute.command.replay_command import replay
 from kvroute.command.scale_command import scale
-from kvroute.command.serve_command import Serve
+from kvroute.command.serve_command import Attach, Serve
 from kvroute.command.status import status
 from kvroute.command.tenants_command import tenants
 
@@ -46,6 +46,7 @@ def kvroute(
 
 
 app.command("serve", cls=HelpfulCommand, rich_help_panel=RUN)(Serve)
+app.command("attach", cls=HelpfulCommand, rich_help_panel=RUN)(Attach)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
 app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
 app.add_typer(keys, name="keys", rich_help_panel=RUN)

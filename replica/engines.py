@@ -31,7 +31,7 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
         replica_id: The replica's id, with which it claims an attached server.
     """
     folder = await asyncio.to_thread(resolve, settings.model)
-    if settings.attach:
+    if settings.is_attached:
         from kvroute.replica.attached_engine.start import start_attached
 
         return await start_attached(settings, folder, replica_id)

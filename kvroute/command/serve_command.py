@@ -1,4 +1,4 @@
-"""The command `kvroute serve`, whose options are generated from the settings."""
+"""The commands `kvroute serve` and `kvroute attach`; their options come from the settings."""
 
 from dataclasses import asdict, make_dataclass
 from typing import Annotated, Any
@@ -13,9 +13,21 @@ from kvroute.settings.serve import OPTIONS, load
 
 def serve(command_line: Any) -> None:
     """Start a cluster and serve it until Ctrl-C."""
+    _run(asdict(command_line))
+
+
+def attach(command_line: Any) -> None:
+    """Serve vLLM servers that you run already, until Ctrl-C.
+
+    kvroute starts no engine. It sends each request to the server whose KV cache holds most of the
+    prompt. The options are those of kvroute serve.
+    """
+    _run(asdict(command_line))
+
+
+def _run(values: dict[str, Any]) -> None:
     from kvroute.local.launch import run
 
-    values = asdict(command_line)
     try:
         settings = load({name: value for name, value in values.items() if value not in (None, [])})
     except SettingsError as error:
@@ -51,8 +63,18 @@ def _default(field: FieldInfo) -> str:
             return str(other)
 
 
+_FIELDS = [(name, _annotation(name, field), None) for name, field in OPTIONS.items()]
+_SERVERS = Annotated[
+    list[str], typer.Argument(metavar="URL", help="Address of a server: http://HOST:PORT.")
+]
+
 Serve = make_dataclass(  # Typer turns each field into an option, and calls this with the values
     "Serve",
-    [(name, _annotation(name, field), None) for name, field in OPTIONS.items()],
+    _FIELDS,
     namespace={"__post_init__": serve, "__doc__": serve.__doc__},
+)
+Attach = make_dataclass(  # the servers are arguments here
+    "Attach",
+    [("attach", _SERVERS), *(field for field in _FIELDS if field[0] != "attach")],
+    namespace={"__post_init__": attach, "__doc__": attach.__doc__},
 )

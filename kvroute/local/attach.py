@@ -1,17 +1,21 @@
 """Completes the options of `kvroute serve --attach` with what the attached servers say."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
+from kvroute.deployments import APPLICATION, deployment
 from kvroute.local.progress import Progress, StartError
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.attached_engine.server import ServerError, ServerFacts, read_facts
 from kvroute.replica.attached_engine.start import authorization
 from kvroute.settings.serve import ServeSettings, load
+from kvroute.settings.server_list import ServerList
 
+READ_INTERVAL_S = 1.0  # seconds between two looks at the file of servers
 EVENTS_HINT = (
     'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}\''
@@ -26,15 +30,15 @@ def attached(settings: ServeSettings, progress: Progress) -> ServeSettings:
     Raises:
         StartError: A server does not answer, or the servers differ.
     """
-    if not settings.attach:
+    if not settings.servers:
         return settings
-    progress.step(f"asking {len(settings.attach)} servers which model they serve")
+    progress.step(f"asking {len(settings.servers)} servers which model they serve")
     try:
         servers = asyncio.run(_read(settings))
     except (ServerError, OSError) as error:
         raise StartError(f"--attach: {error}") from None
-    _check_equal(settings.attach, servers)
-    for url, server in zip(settings.attach, servers, strict=True):
+    _check_equal(settings.servers, servers)
+    for url, server in zip(settings.servers, servers, strict=True):
         _report(url, server, progress)
     first = servers[0]
     found: dict[str, Any] = {
@@ -46,10 +50,35 @@ def attached(settings: ServeSettings, progress: Progress) -> ServeSettings:
     return load(settings.model_dump() | found)
 
 
+class AttachedFleet:
+    """Keeps one replica for each server in the file of --attach-file, which may change."""
+
+    def __init__(self, settings: ServeSettings, progress: Progress) -> None:
+        self._servers = ServerList(settings.attach, settings.attach_file)
+        self._has_file = settings.attach_file is not None
+        self._progress = progress
+        self._size = len(settings.servers)
+        self._next_s = 0.0  # time on the monotonic clock to read the file next
+
+    def follow(self) -> None:
+        """Change the number of replicas if the file lists more or fewer servers now."""
+        if not self._has_file or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + READ_INTERVAL_S
+        size = len(self._servers.urls())
+        if size in (0, self._size):  # an empty list is a mistake, or a file that is being written
+            return
+        self._progress.step(f"--attach-file lists {size} servers now; it listed {self._size}")
+        self._size = size
+        from kvroute.process.ray_internals import set_replicas
+
+        set_replicas(APPLICATION, deployment(None), size)
+
+
 async def _read(settings: ServeSettings) -> list[ServerFacts]:
     headers = dict(authorization(settings.attach_key_file))
     async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
-        return [*await asyncio.gather(*(read_facts(client, url) for url in settings.attach))]
+        return [*await asyncio.gather(*(read_facts(client, url) for url in settings.servers))]
 
 
 def _check_equal(urls: Sequence[str], servers: Sequence[ServerFacts]) -> None:

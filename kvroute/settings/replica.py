@@ -3,6 +3,7 @@
 from kvroute.settings import parsers
 from kvroute.settings.decided import CommonSettings
 from kvroute.settings.options.replica import ReplicaOptions
+from kvroute.settings.server_list import ServerList
 
 
 class ReplicaSettings(CommonSettings, ReplicaOptions):
@@ -10,6 +11,16 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
     cores: int = 1  # CPU cores for the engine of one replica, if it has no GPU
     declared: tuple[str, ...] = ()  # ids of the named prefixes to start with
     lease_s: float = 3.0  # seconds until the replica's record expires in Redis unless it is renewed
+
+    @property
+    def server_list(self) -> ServerList:
+        """Return the addresses of the attached servers."""
+        return ServerList(self.attach, self.attach_file)
+
+    @property
+    def is_attached(self) -> bool:
+        """Return whether replicas forward requests to servers that the user runs."""
+        return bool(self.attach or self.attach_file)
 
     @property
     def kept_loras(self) -> int:

@@ -34,7 +34,7 @@ async def start_attached(
         cluster=settings.cluster,
         lease_s=settings.lease_s,
     )
-    claimed = await claim(servers, settings.attach, replica_id)
+    claimed = await claim(servers, settings.server_list.urls, replica_id)
     url = claimed.url
     keeping = asyncio.create_task(claimed.keep(), name="claim")
     connection = ServerConnection(url, authorization(settings.attach_key_file))

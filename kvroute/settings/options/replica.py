@@ -147,6 +147,17 @@ class ReplicaOptions(CommonOptions):
             default="none",
         ),
     ] = []  # noqa: RUF012  # pydantic copies the default
+    attach_file: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            ATTACHED,
+            "File with such addresses, one in a line. kvroute reads it again when it changes, so "
+            "servers can come and go. Every node needs the file.",
+            example="servers.txt",
+            default="none",
+        ),
+    ] = None
     attach_key_file: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

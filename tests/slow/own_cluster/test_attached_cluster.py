@@ -1,0 +1,198 @@
+"""A cluster in front of vLLM servers that kvroute does not run."""
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from tests.support.attached import BLOCK, NAME, AttachableServer, attachable_servers
+from tests.support.bodies import calls, comparable
+from tests.support.serving import Cluster, doctor, start_cluster
+from tests.support.waiting import wait_until
+
+DOCUMENTS, QUESTIONS = 8, 5
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[AttachableServer]]:
+    folder = tmp_path_factory.mktemp("attached")
+    with attachable_servers(Path(resolve(BUILTIN_MODEL)), folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def cluster(servers: list[AttachableServer]) -> Iterator[Cluster]:
+    options = [option for server in servers for option in ("--attach", server.url)]
+    with start_cluster(*options, deadline_s=200) as running:
+        yield running
+
+
+def document(number: int, *, seed: str = "") -> str:
+    words = Random(f"{seed}{number}").choices(range(10_000), k=150)
+    return " ".join(map(str, words))
+
+
+def question(number: int, text: str) -> dict[str, Any]:
+    content = f"{document(number)}\n{text}"
+    return {"model": NAME, "prompt": content, "max_tokens": 4, "temperature": 0}
+
+
+def cached_tokens(response: httpx.Response) -> int:
+    return int(response.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_no_option_but_the_addresses_is_needed(
+    cluster: Cluster, servers: list[AttachableServer]
+) -> None:
+    for server in servers:
+        assert f"{server.url} serves {NAME}, vLLM " in cluster.output()
+    models = httpx.get(f"{cluster.url}/v1/models").json()["data"]
+    assert [model["id"] for model in models] == [NAME]
+
+
+def test_answers_equal_the_servers_own(cluster: Cluster, servers: list[AttachableServer]) -> None:
+    def answer(url: str, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        response = httpx.post(f"{url}{path}", json=body, timeout=120)
+        return response.status_code, comparable(response.content)
+
+    different = []
+    with ThreadPoolExecutor(2) as pool:
+        for path, body in calls(NAME):
+            ours, theirs = pool.map(
+                lambda url, path=path, body=body: answer(url, path, body),
+                (cluster.url, servers[0].url),
+            )
+            # Errors that a router finds itself have its own words.
+            if ours != theirs and not 400 <= ours[0] == theirs[0]:
+                different.append((path, body, ours, theirs))
+    assert not different, json.dumps(different[:3], indent=1)
+
+
+def test_questions_go_where_their_document_is_cached(cluster: Cluster) -> None:
+    """All but each document's first question hit; no placement can have more."""
+    rng, first, misses = Random(1), set[int](), []
+    order = [number for number in range(DOCUMENTS) for _ in range(QUESTIONS)]
+    rng.shuffle(order)
+    for turn, number in enumerate(order):
+        response = httpx.post(
+            f"{cluster.url}{COMPLETIONS}", json=question(number, f"Question {turn}?"), timeout=60
+        )
+        expected = int(response.headers["x-kvroute-expected-tokens"])
+        assert expected == cached_tokens(response)
+        if number in first and not expected:
+            misses.append((turn, number))
+        first.add(number)
+    assert not misses
+
+
+def test_a_salt_separates_tenants(cluster: Cluster) -> None:
+    body = question(100, "") | {"cache_salt": "one"}
+    other = body | {"cache_salt": "two"}
+    url = f"{cluster.url}{COMPLETIONS}"
+    counts = [cached_tokens(httpx.post(url, json=sent)) > 0 for sent in (body, body, other, other)]
+    assert counts == [False, True, False, True]
+
+
+def test_a_named_prefix_is_computed_before_it_is_used(cluster: Cluster) -> None:
+    declared = {"id": "manual", "prompt": document(200), "model": NAME}
+    httpx.post(f"{cluster.url}/v1/prefixes", json=declared).raise_for_status()
+
+    def is_warm() -> bool:
+        body = question(0, "") | {"prompt": "What?", "prefix_id": "manual"}
+        return cached_tokens(httpx.post(f"{cluster.url}{COMPLETIONS}", json=body)) >= BLOCK
+
+    wait_until(is_warm)
+
+
+def test_the_doctor_finds_nothing(cluster: Cluster) -> None:
+    finished = doctor(cluster)
+    assert finished.returncode == 0, finished.stdout
+
+
+def test_a_replica_needs_little_memory(cluster: Cluster) -> None:
+    replicas = cluster.titled("kvroute:Replica")
+    assert len(replicas) == 2
+    assert max(process.memory_full_info().uss for process in replicas) < 200e6
+
+
+def test_a_killed_server_costs_no_request_without_a_first_byte(
+    cluster: Cluster, servers: list[AttachableServer]
+) -> None:
+    """And the server is used again soon after it is back, with what it has cached now."""
+    ends_s = time.monotonic() + 6.0
+
+    def ask(number: int) -> list[tuple[int, str]]:
+        answers = []
+        with httpx.Client(base_url=cluster.url, timeout=120) as client:
+            while time.monotonic() < ends_s:
+                body = question(number % DOCUMENTS, f"{number} {time.monotonic()}?")
+                response = client.post(COMPLETIONS, json=body)
+                answers.append((response.status_code, response.text))
+        return answers
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, number) for number in range(4)]
+        time.sleep(2.0)
+        servers[0].kill()
+        failed = [each for future in asking for each in future.result() if each[0] != 200]
+    assert not failed
+    wait_until(lambda: _replicas(cluster) == 1)
+    servers[0].start()
+    servers[0].wait()
+    wait_until(lambda: _replicas(cluster) == 2, within_s=5.0)
+    test_questions_go_where_their_document_is_cached(cluster)
+
+
+def test_a_stream_that_had_begun_ends_with_an_error(
+    cluster: Cluster, servers: list[AttachableServer]
+) -> None:
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Count."}], "stream": True}
+    body |= {"max_tokens": 1500, "ignore_eos": True}
+    with httpx.stream("POST", f"{cluster.url}{CHAT}", json=body, timeout=120) as response:
+        lines = response.iter_lines()
+        for _ in range(10):
+            next(lines)
+        busy = [server for server in servers if _running(server)]
+        for server in busy:
+            server.kill()
+        rest = [*lines]
+    assert len(busy) == 1
+    errors = [line for line in rest if line.startswith('data: {"error"')]
+    assert len(errors) == 1
+    assert "attached server" in errors[0]
+    busy[0].start()
+    busy[0].wait()
+    wait_until(lambda: _replicas(cluster) == 2)
+
+
+def test_a_killed_replica_is_replaced_and_knows_its_server_again(cluster: Cluster) -> None:
+    body = question(300, "Remember?")
+    first = httpx.post(f"{cluster.url}{COMPLETIONS}", json=body)
+    for process in cluster.titled("kvroute:Replica"):
+        process.kill()
+
+    def is_known_again() -> bool:
+        response = httpx.post(f"{cluster.url}{COMPLETIONS}", json=body, timeout=60)
+        others = response.headers["x-kvroute-replica"] != first.headers["x-kvroute-replica"]
+        return others and int(response.headers["x-kvroute-expected-tokens"]) > 0
+
+    wait_until(is_known_again)
+
+
+def _replicas(cluster: Cluster) -> int:
+    """Return how many replicas are in the index."""
+    return len(httpx.get(f"{cluster.url}/v1/cluster").json()["replicas"])
+
+
+def _running(server: AttachableServer) -> bool:
+    text = httpx.get(f"{server.url}/metrics").text
+    (line,) = (line for line in text.splitlines() if line.startswith("vllm:num_requests_running"))
+    return float(line.rpartition(" ")[2]) > 0
