@@ -75,13 +75,18 @@ def queued(queue: Facts) -> str:
 
 def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
     columns = [
-        *(Column("replica"), Column("node"), number("cached\nblocks"), number("of\nblocks")),
+        *(
+            Column("replica"),
+            Column("node, or\nyour server"),
+            number("cached\nblocks"),
+            number("of\nblocks"),
+        ),
         *(number("running\nrequests"), number("waiting\nrequests")),
     ]
     rows = [
         [
             replica["id"],
-            replica["node"],
+            replica.get("server") or replica["node"],
             "?" if replica["blocks"] is None else f"{replica['blocks']:,}",
             f"{replica['capacity_blocks'] + replica.get('host', {}).get('blocks', 0):,}",
             f"{replica['running']:,}",

@@ -79,6 +79,9 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
     layout: Layout | None = None  # None: full attention in blocks of block_size tokens
     host: TierFacts | None = None  # None: no copies of blocks in host memory
+    server: Name = ""  # address of the attached server; empty: the engine is kvroute's own
+    # Whether the cached blocks are a guess, because the attached server publishes no events.
+    guesses_cache: bool = False
 
     @property
     def tiers(self) -> Mapping[Tier, TierFacts]:

@@ -240,6 +240,18 @@ def rendering(differences: Mapping[str, int]) -> Check:
     return Check("rendering", "wrong", finding, remedy)
 
 
+def cache_events(guessed: Sequence[str]) -> Iterator[Check]:
+    """Check that attached servers tell what they have cached.
+
+    Args:
+        guessed: The addresses of the servers that do not tell it.
+    """
+    if guessed:
+        finding = f"what {', '.join(guessed)} has cached is guessed from the prompts sent there"
+        remedy = "start the server with --kv-events-config and a replay_endpoint: docs/attach.md"
+        yield Check("events", "warning", finding, remedy)
+
+
 def haproxy(serve: Facts) -> Check:
     if not serve["haproxy"]:
         finding = "HAProxy is off: requests go through Serve's own proxy, which is slower"

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope, Space
 from kvroute.contract.generation import (
@@ -21,7 +22,7 @@ from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, Answer
-from kvroute.replica.attached_engine.bodies import COMPLETIONS, forwarded
+from kvroute.replica.attached_engine.bodies import COMPLETIONS, Usage, forwarded
 from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
 from kvroute.replica.attached_engine.claim import Claim
 from kvroute.replica.attached_engine.connection import ServerConnection
@@ -86,7 +87,7 @@ class AttachedEngine(Engine):
         )
         self._events: list[KVEvent] = []
         self._has_events, self._is_following = asyncio.Event(), asyncio.Event()
-        self.wrong_expectations = 0  # answers whose cached tokens differed from the table's
+        self._rendering_differences = 0  # prompts of another length than the router's
         self._tasks: list[asyncio.Task[None]] = []
         self._claim: Claim | None = None  # on the server; only rank 0 has it
 
@@ -147,7 +148,6 @@ class AttachedEngine(Engine):
             call.path, call.body, namespace=namespace, reports_hits=self._reports_hits()
         )
         answer = Answer(call.path, emit, self._expected_tokens(request))
-        expected_tokens = answer.expected_tokens
         request_id = client_id(request.request_id)
         async with self._connection.client.stream(
             "POST",
@@ -165,9 +165,22 @@ class AttachedEngine(Engine):
             await answer.read(response.aiter_bytes())
         if answer.status == httpx.codes.OK:
             self._learn(request)
-            usage = answer.usage
-            if usage and usage.cached_tokens not in (None, expected_tokens):
-                self.wrong_expectations += 1
+            self._compare(request, call, answer.usage)
+
+    def _compare(self, request: GenerateRequest, call: HttpCall, usage: Usage | None) -> None:
+        """Compare the length of the server's prompt with the length of the router's."""
+        if usage is None:
+            return
+        tokens = len(request.token_ids)
+        if call.is_rendered and tokens and usage.prompt_tokens not in (None, tokens):
+            self._rendering_differences += 1
+            log.warning(
+                "request %s has %d tokens at %s, and the router's prompt had %d",
+                client_id(request.request_id),
+                usage.prompt_tokens,
+                self._connection.url,
+                tokens,
+            )
 
     async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
         """Compute a prompt of token ids: for named prefixes and canaries."""
@@ -289,7 +302,8 @@ class AttachedEngine(Engine):
     # The server.
 
     def load(self) -> Load:
-        return load_of(self._connection.samples, self._rank, self.facts.capacity_blocks)
+        load = load_of(self._connection.samples, self._rank, self.facts.capacity_blocks)
+        return replace(load, rendering_differences=self._rendering_differences)
 
     async def check(self) -> None:
         """Raise EngineDeadError if the server is another one now, or if a task has failed."""

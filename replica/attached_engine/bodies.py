@@ -31,6 +31,7 @@ class Usage:
 
     output_tokens: int
     cached_tokens: int | None  # prompt tokens from the cache; None: the server does not report it
+    prompt_tokens: int | None = None  # None: unknown; Anthropic's API leaves out the cached ones
 
 
 def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> bytes:
@@ -98,8 +99,12 @@ def usage_of_body(data: bytes) -> Usage | None:
     cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
     output = usage.get("completion_tokens", usage.get("output_tokens"))
     return Usage(
-        output if isinstance(output, int) else 0, cached if isinstance(cached, int) else None
+        _number(output) or 0, _number(cached), prompt_tokens=_number(usage.get("prompt_tokens"))
     )
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _object(value: Any) -> dict[str, Any]:

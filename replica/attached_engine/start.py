@@ -51,7 +51,7 @@ async def start_attached(
     engines = [
         AttachedEngine(
             connection,
-            _facts(server, rank, content_format(template)),
+            _facts(url, server, rank, content_format(template)),
             number,
             rank,
             space,
@@ -73,7 +73,7 @@ def authorization(key_file: Path | None) -> Mapping[str, str]:
     return {"authorization": f"Bearer {key_file.read_text().strip()}"}
 
 
-def _facts(server: ServerFacts, rank: RankFacts, format_: str) -> EngineFacts:
+def _facts(url: str, server: ServerFacts, rank: RankFacts, format_: str) -> EngineFacts:
     return EngineFacts(
         block_size=rank.block_size,
         capacity_blocks=rank.capacity_blocks,
@@ -82,4 +82,6 @@ def _facts(server: ServerFacts, rank: RankFacts, format_: str) -> EngineFacts:
         prefix_caching=rank.prefix_caching,
         engine="attached",
         content_format=format_,
+        server=url,
+        guesses_cache=rank.events is None,
     )

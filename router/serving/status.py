@@ -156,6 +156,11 @@ class Status:
             for kind, summary in self._parts.unreadable.report().items()
         ]
 
+    def guessed_caches(self) -> list[str]:
+        """Return the attached servers whose cached blocks are a guess."""
+        records = self._parts.fleet.replicas.own_records
+        return sorted({record.facts.server for record in records if record.facts.guesses_cache})
+
     def rendering_differences(self) -> dict[str, int]:
         """Return, for each replica, how many prompts a router rendered differently from vLLM."""
         records = self._parts.fleet.replicas.own_records
@@ -193,6 +198,7 @@ class Status:
             "pid": record.whereabouts.pid,
             "incarnation": record.incarnation,
             "node": record.whereabouts.node,
+            "server": record.facts.server or None,
             "block_size": record.facts.block_size,
             "blocks": blocks,
             "capacity_blocks": record.facts.capacity_blocks,
