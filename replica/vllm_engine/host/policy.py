@@ -53,7 +53,8 @@ class RetentionPolicy(CachePolicy):
     def get(self, key: OffloadKey) -> ChunkStatus | None:
         return self.chunks.get(key)
 
-    def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
+    def insert(self, key: OffloadKey, chunk: ChunkStatus, **_: object) -> None:
+        """Add a chunk. vLLM 0.33 also passes the request, which does not matter here."""
         self.chunks[key] = chunk
         self._keys[chunk.chunk_id] = key
 

@@ -15,13 +15,11 @@ from typing import Any
 
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.inputs import TokensPrompt
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.reasoning import ReasoningParserManager
-from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.hf import (
     HfRenderer,
     resolve_chat_template_content_format,
@@ -34,6 +32,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
+from kvroute.replica.vllm_engine.compat import (
+    load_chat_template,
+    make_arg_parser,
+    validate_parsed_serve_args,
+)
 from kvroute.replica.vllm_engine.core.lora import Adapters
 from kvroute.replica.vllm_engine.core.rank_core import AtRank
 from kvroute.replica.vllm_engine.grammar import check as grammar_check

@@ -6,10 +6,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from vllm.config import ModelConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.hf import resolve_chat_template
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from kvroute.replica.vllm_engine.compat import load_chat_template
 from kvroute.replica.vllm_engine.http.parsers import NONE, reasoning_parser, tool_parser
 
 log = logging.getLogger("kvroute.replica")
