@@ -63,6 +63,8 @@ NOT_HERE = {
     "OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 kvroute serve": (
         f"{ITS_OWN}: test_telemetry.py has one"
     ),
+    "kvroute attach": f"{ITS_OWN}: test_attached_cluster.py has one",
+    "vllm serve": f"{ITS_OWN}: test_attached_cluster.py starts such servers",
     "kvroute scale": "would take a replica from other tests: test_rollout.py runs it",
     "kvroute replay rollouts.jsonl": f"{MINUTES}: test_replay_at_once.py replays fewer sessions",
     ".venv/bin/vllm bench serve": f"{MINUTES}: test_bench_serve.py runs it",
