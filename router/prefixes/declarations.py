@@ -184,6 +184,14 @@ class Declarations:
         for record in keepers(wanted, records):
             budget = record.facts.pin_blocks_in(wanted.tier)
             free = max(0, budget - taken[record.id])
+            if needed and record.facts.server:
+                raise ApiError(
+                    409,
+                    f"prefix {wanted.label!r} cannot be pinned, because {record.facts.server} is an "
+                    'attached server; send "pinned": false for a prefix that may be evicted',
+                    param="pinned",
+                    code="pin_budget_exceeded",
+                )
             if needed > free:
                 raise ApiError(
                     409,
