@@ -187,7 +187,7 @@ class Declarations:
             if needed and record.facts.server:
                 raise ApiError(
                     409,
-                    f"prefix {wanted.label!r} cannot be pinned, because {record.facts.server} is an "
+                    f"prefix {wanted.label!r} cannot be pinned: {record.facts.server} is an "
                     'attached server; send "pinned": false for a prefix that may be evicted',
                     param="pinned",
                     code="pin_budget_exceeded",
