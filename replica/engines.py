@@ -37,6 +37,10 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
         return await start_attached(settings, folder, replica_id)
     if settings.engine == "simulated":
         return [_start_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
+    if settings.engine_hooks == "off":
+        from kvroute.replica.attached_engine.start import start_unpatched
+
+        return await start_unpatched(settings, folder)
     cores = claim_cores(settings.cores)
     prepare_vllm(folder, cores.threads(settings.data_parallel_size))
     from kvroute.replica.vllm_engine.async_llm import VllmEngine

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 from msgspec.structs import replace
@@ -24,7 +24,6 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, Answer
 from kvroute.replica.attached_engine.bodies import COMPLETIONS, Usage, forwarded
 from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
-from kvroute.replica.attached_engine.claim import Claim
 from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.event_source import EventSource
 from kvroute.replica.attached_engine.rendering import render
@@ -39,6 +38,16 @@ log = logging.getLogger("kvroute.attached")
 
 RANK_HEADER = "x-data-parallel-rank"  # the rank that is to run the request
 CATCH_UP_S = 5.0  # seconds that a server which is back waits for its KV cache events
+
+
+class Owned(Protocol):
+    """What an engine owns besides its connection."""
+
+    def problem(self) -> str:
+        """Return why the engine cannot continue; empty: it can."""
+        ...
+
+    async def close(self) -> None: ...
 
 
 class AttachedEngine(Engine):
@@ -89,7 +98,7 @@ class AttachedEngine(Engine):
         self._has_events, self._is_following = asyncio.Event(), asyncio.Event()
         self._rendering_differences = 0  # prompts of another length than the router's
         self._tasks: list[asyncio.Task[None]] = []
-        self._claim: Claim | None = None  # on the server; only rank 0 has it
+        self._owned: Owned | None = None  # only rank 0 has it
 
     def start(self) -> None:
         """Start the tasks that watch the server (rank 0 only) and follow its events."""
@@ -99,15 +108,9 @@ class AttachedEngine(Engine):
             follow = self._follow(self._source)
             self._tasks.append(asyncio.create_task(follow, name="follow-server"))
 
-    def own(self, claim: Claim, keeping: "asyncio.Task[None]") -> None:
-        """Release the claim on the server when the engine is closed.
-
-        Args:
-            claim: The claim.
-            keeping: The task that renews it.
-        """
-        self._claim = claim
-        self._tasks.append(keeping)
+    def own(self, owned: Owned) -> None:
+        """Check the claim on the server, or the server itself, and close it with the engine."""
+        self._owned = owned
 
     @property
     def pins(self) -> Mapping[str, int]:
@@ -307,6 +310,8 @@ class AttachedEngine(Engine):
 
     async def check(self) -> None:
         """Raise EngineDeadError if the server is another one now, or if a task has failed."""
+        if self._owned and (problem := self._owned.problem()):
+            raise EngineDeadError(problem)
         if self._connection.changed:
             raise EngineDeadError(self._connection.changed)
         for task in self._tasks:
@@ -338,7 +343,7 @@ class AttachedEngine(Engine):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._source:
             self._source.close()
-        if self._claim:
-            await self._claim.release()
+        if self._owned:
+            await self._owned.close()
         if self._rank == 0:
             await self._connection.close()

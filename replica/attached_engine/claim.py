@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
@@ -15,39 +14,56 @@ log = logging.getLogger("kvroute.attached")
 RETRY_S = 0.5  # seconds between two attempts to claim a server
 
 
-class ClaimLostError(Exception):
-    """The replica may not serve the server any more."""
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
-    """The right of one replica to serve one server, as long as it is renewed."""
+    """The right of one replica to serve one server; it is renewed until `close`."""
 
-    servers: AttachedServers
-    urls: Callable[[], Sequence[str]]  # returns the addresses of all attached servers now
-    url: str
-    replica_id: str
+    def __init__(
+        self,
+        servers: AttachedServers,
+        urls: Callable[[], Sequence[str]],
+        url: str,
+        replica_id: str,
+    ) -> None:
+        """Begin to renew a claim.
 
-    async def keep(self) -> None:
-        """Renew the claim until cancelled.
-
-        Raises:
-            ClaimLostError: Another replica serves the server, or the server is no longer listed.
+        Args:
+            servers: The claims in Redis.
+            urls: Returns the addresses of all attached servers now.
+            url: The claimed server.
+            replica_id: The replica that has claimed it.
         """
+        self.url = url
+        self._servers = servers
+        self._urls = urls
+        self._replica_id = replica_id
+        self._task = asyncio.create_task(self._keep(), name="claim")
+
+    async def lost(self) -> str:
+        """Wait until the claim is lost, and return why."""
+        return await asyncio.shield(self._task)
+
+    def problem(self) -> str:
+        """Return why the replica may not serve the server any more; empty: it may."""
+        return self._task.result() if self._task.done() else ""
+
+    async def close(self) -> None:
+        """Let another replica serve the server at once."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        with contextlib.suppress(RedisError, OSError):
+            await self._servers.release(self.url, self._replica_id)
+
+    async def _keep(self) -> str:
+        """Renew the claim until it is lost, and return why."""
         while True:
-            await asyncio.sleep(self.servers.lease_s / 3)
-            if self.url not in self.urls():
-                raise ClaimLostError(f"{self.url} is no longer in the list of servers")
+            await asyncio.sleep(self._servers.lease_s / 3)
+            if self.url not in self._urls():
+                return f"{self.url} is no longer in the list of servers"
             try:
-                if not await self.servers.renew(self.url, self.replica_id):
-                    raise ClaimLostError(f"another replica serves {self.url}")
+                if not await self._servers.renew(self.url, self._replica_id):
+                    return f"another replica serves {self.url}"
             except (RedisError, OSError):
                 continue  # the publisher reports that Redis does not answer
-
-    async def release(self) -> None:
-        """Let another replica serve the server at once."""
-        with contextlib.suppress(RedisError, OSError):
-            await self.servers.release(self.url, self.replica_id)
 
 
 async def claim(

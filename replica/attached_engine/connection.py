@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import httpx
 
@@ -23,12 +24,22 @@ HEALTH_S = 5.0  # timeout in seconds of a health check; a busy server answers la
 class ServerConnection:
     """One server, shared by the engines of its data parallel ranks."""
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], *, socket: Path | None = None) -> None:
+        """Create a connection.
+
+        Args:
+            url: The server's address.
+            headers: Headers of every request.
+            socket: The server's Unix socket; None: it is reached by its address.
+        """
         self.url = url
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         self.client = httpx.AsyncClient(
             headers=dict(headers),
             timeout=httpx.Timeout(None, connect=HEALTH_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            transport=httpx.AsyncHTTPTransport(
+                uds=None if socket is None else str(socket), limits=limits, trust_env=False
+            ),
             trust_env=False,
         )
         self.facts: ServerFacts | None = None  # as read at the start

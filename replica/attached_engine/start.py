@@ -9,10 +9,12 @@ from kvroute.contract.generation import CannotRunError
 from kvroute.contract.identity import chat_template
 from kvroute.contract.records import EngineFacts
 from kvroute.replica.attached_engine.attached import AttachedEngine
+from kvroute.replica.attached_engine.child_server import ChildServer
 from kvroute.replica.attached_engine.claim import claim
 from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.content_format import content_format
 from kvroute.replica.attached_engine.server import RankFacts, ServerFacts
+from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.attached_servers import AttachedServers
 from kvroute.store.connection import connect
@@ -35,19 +37,52 @@ async def start_attached(
         lease_s=settings.lease_s,
     )
     claimed = await claim(servers, settings.server_list.urls, replica_id)
-    url = claimed.url
-    keeping = asyncio.create_task(claimed.keep(), name="claim")
-    connection = ServerConnection(url, authorization(settings.attach_key_file))
+    connection = ServerConnection(claimed.url, authorization(settings.attach_key_file))
     server = await connection.start()
     sizes = {rank.block_size for rank in server.ranks}
     if sizes != {settings.block_size}:
         raise CannotRunError(
-            f"{url} has KV cache blocks of {', '.join(map(str, sorted(sizes)))} tokens, and the "
-            f"cluster has {settings.block_size}; set --block-size, or start the server with "
-            f"--block-size {settings.block_size}"
+            f"{claimed.url} has KV cache blocks of {', '.join(map(str, sorted(sizes)))} tokens, "
+            f"and the cluster has {settings.block_size}; set --block-size, or start the server "
+            f"with --block-size {settings.block_size}"
         )
+    engines = await _engines(settings, folder, connection, server)
+    engines[0].own(claimed)
+    return engines
+
+
+async def start_unpatched(settings: ReplicaSettings, folder: str) -> list[AttachedEngine]:
+    """Start a vLLM server without kvroute's changes, and return its engine.
+
+    Raises:
+        CannotRunError: The server has ended while it started.
+    """
+    child = ChildServer(settings, folder, claim_cores(settings.cores))
+    connection = ServerConnection("http://replica", {}, socket=child.socket)
+    ended = asyncio.create_task(child.watch_start())
+    starting = asyncio.create_task(connection.start())
+    try:
+        await asyncio.wait([ended, starting], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            ended.result()
+        engines = await _engines(settings, folder, connection, starting.result())
+    except BaseException:
+        await child.close()
+        raise
+    finally:
+        starting.cancel()
+        ended.cancel()
+    engines[0].own(child)
+    return engines
+
+
+async def _engines(
+    settings: ReplicaSettings, folder: str, connection: ServerConnection, server: ServerFacts
+) -> list[AttachedEngine]:
+    """Return a started engine for each rank of the server."""
     template = await asyncio.to_thread(chat_template, folder, settings.revision)
     space = Space(settings.served_model_name, settings.revision, settings.block_size)
+    url = connection.url if settings.is_attached else ""
     engines = [
         AttachedEngine(
             connection,
@@ -62,7 +97,6 @@ async def start_attached(
     ]
     for engine in engines:
         engine.start()
-    engines[0].own(claimed, keeping)
     return engines
 
 

@@ -2,10 +2,9 @@
 
 import asyncio
 
-import pytest
 from redis.asyncio import Redis
 
-from kvroute.replica.attached_engine.claim import ClaimLostError, claim
+from kvroute.replica.attached_engine.claim import claim
 from kvroute.store.attached_servers import AttachedServers
 
 URLS = ["http://a:1", "http://b:1"]
@@ -32,7 +31,7 @@ async def test_a_released_server_is_free_at_once(empty_redis: Redis) -> None:
     held = await claim(servers(empty_redis), lambda: URLS[:1], "x")
     await servers(empty_redis).release(URLS[0], "another replica")
     assert await servers(empty_redis).claim(URLS[:1], "y") is None
-    await held.release()
+    await held.close()
     assert await servers(empty_redis).claim(URLS[:1], "y") == URLS[0]
 
 
@@ -44,25 +43,23 @@ async def test_the_claim_of_a_dead_replica_expires(empty_redis: Redis) -> None:
 
 async def test_a_claim_is_kept_through_a_loss_of_all_data(empty_redis: Redis) -> None:
     held = await claim(servers(empty_redis, lease_s=0.3), lambda: URLS[:1], "x")
-    keeping = asyncio.create_task(held.keep())
     await empty_redis.flushall()
     while await empty_redis.keys() == []:
         await asyncio.sleep(0.01)
     assert await servers(empty_redis).claim(URLS[:1], "y") is None
-    keeping.cancel()
+    await held.close()
 
 
 async def test_a_replica_notices_that_another_one_has_its_server(empty_redis: Redis) -> None:
     held = await claim(servers(empty_redis, lease_s=0.3), lambda: URLS[:1], "x")
     await empty_redis.flushall()
     assert await servers(empty_redis).claim(URLS[:1], "y") == URLS[0]
-    with pytest.raises(ClaimLostError, match="another replica"):
-        await held.keep()
+    assert "another replica" in await held.lost()
+    assert "another replica" in held.problem()
 
 
 async def test_a_server_that_is_no_longer_listed_is_given_up(empty_redis: Redis) -> None:
     listed = [*URLS]
     held = await claim(servers(empty_redis, lease_s=0.03), lambda: listed, "x")
     listed.remove(held.url)
-    with pytest.raises(ClaimLostError, match="no longer in the list"):
-        await held.keep()
+    assert "no longer in the list" in await held.lost()

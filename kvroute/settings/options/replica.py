@@ -135,6 +135,15 @@ class ReplicaOptions(CommonOptions):
         Positive,
         Option(ADAPTERS, "Maximum adapters in a replica's memory, at least --max-loras."),
     ] = 16
+    engine_hooks: Annotated[
+        Literal["on", "off"],
+        Option(
+            MODEL,
+            "off: replicas run vLLM without kvroute's changes to it: no pins, no host memory tier, "
+            "and answers of a lost replica are not continued. kvroute falls back to this by itself "
+            "if the installed vLLM does not fit.",
+        ),
+    ] = "on"
     attach: Annotated[
         list[str],
         BeforeValidator(parsers.listed),
