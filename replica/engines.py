@@ -4,7 +4,9 @@ Only the module of that engine is imported.
 """
 
 import asyncio
+import importlib
 import json
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +21,10 @@ from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 
+log = logging.getLogger("kvroute.replica")
+
 DEFAULT_CONTEXT_TOKENS = 131_072  # context of a model whose configuration does not name one
+MAX_REASON = 600  # characters of the reason why an engine does not fit
 SIMULATED_TOKEN_BYTES = 131_072  # bytes of keys and values of one token, as in an 8B model
 
 
@@ -38,14 +43,38 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
     if settings.engine == "simulated":
         return [_start_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
     if settings.engine_hooks == "off":
-        from kvroute.replica.attached_engine.start import start_unpatched
-
-        return await start_unpatched(settings, folder)
+        return await _start_unpatched(settings, folder, "")
     cores = claim_cores(settings.cores)
     prepare_vllm(folder, cores.threads(settings.data_parallel_size))
+    if unfit := await asyncio.to_thread(_unfit):
+        log.warning(
+            "replicas run vLLM without kvroute's changes, so without pins, host memory and "
+            "continued answers, because the installed vLLM does not fit: %s",
+            unfit,
+        )
+        return await _start_unpatched(settings, folder, unfit)
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
 
     return await VllmEngine.start(settings, folder, cores)
+
+
+async def _start_unpatched(settings: ReplicaSettings, folder: str, unfit: str) -> Sequence[Engine]:
+    from kvroute.replica.attached_engine.start import start_unpatched
+
+    return await start_unpatched(settings, folder, unfit)
+
+
+def _unfit() -> str:
+    """Return why kvroute's engine does not fit the installed vLLM; empty: it fits."""
+    try:
+        importlib.import_module("kvroute.replica.vllm_engine.async_llm")
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    if vllm_build.installed_version().startswith(vllm_build.TESTED):
+        return ""
+    from kvroute.replica.vllm_engine import hooks
+
+    return "; ".join(hooks.problems())[:MAX_REASON]
 
 
 def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:

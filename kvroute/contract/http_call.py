@@ -27,6 +27,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     request_id: str = ""  # the client's request id, for calls without a GenerateRequest
     namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
+    has_prefix: bool = False  # whether the token ids begin with a prefix that the body lacks
 
 
 class HttpPart(Struct, frozen=True, array_like=True):

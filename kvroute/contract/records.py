@@ -73,7 +73,9 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     max_num_seqs: Count = 0  # requests in one batch; 0: unknown
     step_tokens: AtLeastOne = 8192  # most tokens of a step: vLLM's max_num_batched_tokens
     max_cpu_loras: Count = 0  # most LoRA adapters in memory
-    engine: Name = "vllm"  # "vllm" | "simulated" | "attached": a server that somebody else runs
+    # "vllm" | "simulated" | "unpatched": vLLM without kvroute's changes | "attached": a server that
+    # the user runs.
+    engine: Name = "vllm"
     content_format: Name = ""  # vLLM's content format of the chat template; empty: no template
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
@@ -82,6 +84,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     server: Name = ""  # address of the attached server; empty: the engine is kvroute's own
     # Whether the cached blocks are a guess, because the attached server publishes no events.
     guesses_cache: bool = False
+    unfit: Annotated[str, Meta(max_length=1000)] = ""  # why vLLM runs unpatched although not asked
 
     @property
     def tiers(self) -> Mapping[Tier, TierFacts]:

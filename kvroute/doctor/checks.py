@@ -241,6 +241,19 @@ def rendering(differences: Mapping[str, int]) -> Check:
     return Check("rendering", "wrong", finding, remedy)
 
 
+def hooks(unfit: Mapping[str, str]) -> Iterator[Check]:
+    """Check that kvroute's engine fits the installed vLLM.
+
+    Args:
+        unfit: Replica -> why it runs vLLM without kvroute's changes.
+    """
+    if unfit:
+        finding = f"{len(unfit)} replicas run vLLM without pins, host memory and continued answers"
+        finding += f", because the installed vLLM does not fit: {next(iter(unfit.values()))}"
+        remedy = f"install vLLM {', or '.join(vllm_build.TESTED)}; or set --engine-hooks off"
+        yield Check("hooks", "warning", finding, remedy)
+
+
 def cache_events(guessed: Sequence[str]) -> Iterator[Check]:
     """Check that attached servers tell what they have cached.
 

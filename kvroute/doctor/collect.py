@@ -89,6 +89,7 @@ class _Collection:
         yield from checks.clusters(found["clusters"])
         yield from checks.records(found["unreadable"])
         yield checks.rendering(replicas.get("rendering_differences", {}))
+        yield from checks.hooks(replicas.get("unfit", {}))
         yield from checks.cache_events(replicas.get("guessed_caches", ()))
         yield checks.blamed(found.get("blamed", ()))
         yield from load_checks.hits(found["hits"])

@@ -22,7 +22,7 @@ from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, Answer
-from kvroute.replica.attached_engine.bodies import COMPLETIONS, Usage, forwarded
+from kvroute.replica.attached_engine.bodies import COMPLETIONS, Usage, forwarded, with_token_ids
 from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
 from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.event_source import EventSource
@@ -147,9 +147,10 @@ class AttachedEngine(Engine):
 
     async def _forward(self, request: GenerateRequest, call: HttpCall, emit: Emit) -> None:
         namespace = request.namespace or call.namespace
-        body = forwarded(
-            call.path, call.body, namespace=namespace, reports_hits=self._reports_hits()
-        )
+        body = call.body
+        if call.has_prefix:
+            body = with_token_ids(call.path, body, request.token_ids.tolist())
+        body = forwarded(call.path, body, namespace=namespace, reports_hits=self._reports_hits())
         answer = Answer(call.path, emit, self._expected_tokens(request))
         request_id = client_id(request.request_id)
         async with self._connection.client.stream(

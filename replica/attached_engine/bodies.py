@@ -1,5 +1,6 @@
 """The body that a server gets, and what its response says about tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,20 @@ def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> 
     if reports_hits:
         changed["vllm_xargs"] = {REPORT_MODE: "full"} | _object(fields.get("vllm_xargs"))
     return body if changed == fields else _encode(changed)
+
+
+def with_token_ids(path: str, body: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return a body whose prompt is these token ids: a named prefix and the client's prompt.
+
+    Raises:
+        ValueError: The route takes no token ids.
+    """
+    if path != COMPLETIONS:
+        raise ValueError(
+            f"a named prefix works only on {COMPLETIONS} here, because vLLM runs without kvroute's "
+            "changes; send the prefix as a part of the messages"
+        )
+    return _encode(_decode(body) | {"prompt": [*token_ids]})
 
 
 def token_count(path: str, event: bytes) -> int:

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
+
 from kvroute.blocks.chain import Space
 from kvroute.contract.generation import CannotRunError
 from kvroute.contract.identity import chat_template
@@ -51,8 +53,15 @@ async def start_attached(
     return engines
 
 
-async def start_unpatched(settings: ReplicaSettings, folder: str) -> list[AttachedEngine]:
+async def start_unpatched(
+    settings: ReplicaSettings, folder: str, unfit: str
+) -> list[AttachedEngine]:
     """Start a vLLM server without kvroute's changes, and return its engine.
+
+    Args:
+        settings: The replica's settings.
+        folder: The model's folder, or its name on the Hugging Face Hub.
+        unfit: Why kvroute's own engine does not fit the installed vLLM; empty: the user's choice.
 
     Raises:
         CannotRunError: The server has ended while it started.
@@ -65,7 +74,7 @@ async def start_unpatched(settings: ReplicaSettings, folder: str) -> list[Attach
         await asyncio.wait([ended, starting], return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             ended.result()
-        engines = await _engines(settings, folder, connection, starting.result())
+        engines = await _engines(settings, folder, connection, starting.result(), unfit=unfit)
     except BaseException:
         await child.close()
         raise
@@ -77,7 +86,12 @@ async def start_unpatched(settings: ReplicaSettings, folder: str) -> list[Attach
 
 
 async def _engines(
-    settings: ReplicaSettings, folder: str, connection: ServerConnection, server: ServerFacts
+    settings: ReplicaSettings,
+    folder: str,
+    connection: ServerConnection,
+    server: ServerFacts,
+    *,
+    unfit: str = "",
 ) -> list[AttachedEngine]:
     """Return a started engine for each rank of the server."""
     template = await asyncio.to_thread(chat_template, folder, settings.revision)
@@ -86,7 +100,9 @@ async def _engines(
     engines = [
         AttachedEngine(
             connection,
-            _facts(url, server, rank, content_format(template)),
+            msgspec.structs.replace(
+                _facts(url, server, rank, content_format(template)), unfit=unfit
+            ),
             number,
             rank,
             space,
@@ -114,7 +130,7 @@ def _facts(url: str, server: ServerFacts, rank: RankFacts, format_: str) -> Engi
         max_model_len=server.max_model_len or UNKNOWN_CONTEXT_TOKENS,
         prefill_tokens_per_s=rank.prefill_tokens_per_s,
         prefix_caching=rank.prefix_caching,
-        engine="attached",
+        engine="attached" if url else "unpatched",
         content_format=format_,
         server=url,
         guesses_cache=rank.events is None,

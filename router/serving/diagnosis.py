@@ -64,6 +64,7 @@ class Diagnosis:
                 "rendering_differences": dict(
                     ChainMap(*(model.rendering_differences() for model in self._models))
                 ),
+                "unfit": dict(ChainMap(*(model.unfit_replicas() for model in self._models))),
                 "guessed_caches": [
                     server for model in self._models for server in model.guessed_caches()
                 ],

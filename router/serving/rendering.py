@@ -76,12 +76,18 @@ class RenderedCall(Struct, frozen=True):
                     body,
                     is_rendered=self.is_rendered,
                     is_checked=is_own and random.randrange(CHECKED) == 0,
+                    has_prefix=self.has_prefix,
                 ),
             )
 
 
 def http_call(
-    call: Call, body: bytes, *, is_rendered: bool = False, is_checked: bool = False
+    call: Call,
+    body: bytes,
+    *,
+    is_rendered: bool = False,
+    is_checked: bool = False,
+    has_prefix: bool = False,
 ) -> HttpCall:
     """Return the request to a replica's HTTP application; body: of one of the call's prompts."""
     return HttpCall(
@@ -91,6 +97,7 @@ def http_call(
         is_rendered=is_rendered,
         is_checked=is_checked,
         is_stored=call.is_stored,
+        has_prefix=has_prefix,
     )
 
 

@@ -161,6 +161,11 @@ class Status:
         records = self._parts.fleet.replicas.own_records
         return sorted({record.facts.server for record in records if record.facts.guesses_cache})
 
+    def unfit_replicas(self) -> dict[str, str]:
+        """Return why a replica runs vLLM without kvroute's changes, by replica id."""
+        records = self._parts.fleet.replicas.own_records
+        return {record.id: record.facts.unfit for record in records if record.facts.unfit}
+
     def rendering_differences(self) -> dict[str, int]:
         """Return, for each replica, how many prompts a router rendered differently from vLLM."""
         records = self._parts.fleet.replicas.own_records

@@ -17,7 +17,6 @@ from tests.support.contributing import (
 )
 
 HOOKS = next(page for page in PAGES if page.stem == "engine-hook")
-LIST = "tests/support/hooks.txt"
 OPTIONAL = ["dashboards/cache_hits.py"]  # steps that a page does not require
 # All steps of all pages but the first one of each, which is the change itself.
 STEPS = [
@@ -34,14 +33,12 @@ def test_the_hooks_of_an_earlier_version_are_noticed_and_the_page_says_how_to_ad
 ) -> None:
     """The page's example adapts code for vLLM 0.31 to 0.32."""
     copy_checkout(tmp_path)
-    adapted = (tmp_path / LIST).read_text()
     undo_example(HOOKS, tmp_path)
-    assert "_get_constraint_start is gone" in check(HOOKS, tmp_path).stdout
+    assert "cannot import name 'load_chat_template'" in check(HOOKS, tmp_path).stdout
     apply_example(HOOKS, tmp_path)
     lint(HOOKS, tmp_path)
     checked = check(HOOKS, tmp_path)
     assert checked.returncode == 0, output(checked)
-    assert (tmp_path / LIST).read_text() == adapted
 
 
 @pytest.mark.parametrize(("page", "step"), STEPS)

@@ -118,6 +118,10 @@ def test_a_named_prefix_is_computed_before_it_is_used(cluster: Cluster) -> None:
         return cached_tokens(httpx.post(f"{cluster.url}{COMPLETIONS}", json=body)) >= BLOCK
 
     wait_until(is_warm)
+    body = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "prefix_id": "manual"}
+    refused = httpx.post(f"{cluster.url}{CHAT}", json=body)
+    assert refused.status_code == 400
+    assert "send the prefix as a part of the messages" in refused.json()["error"]["message"]
 
 
 def test_the_doctor_finds_nothing(cluster: Cluster) -> None:
