@@ -14,7 +14,7 @@ from kvroute.doctor.checks import blamed as doctors_view
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.dispatch.blamed import KEPT_S, MOST, PoisonList
+from kvroute.router.dispatch.blamed import MAX_REQUESTS, REFUSED_S, PoisonList
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.link import LostError
@@ -71,7 +71,7 @@ class Replicas:
 
     async def _ask(self, prompt: TokenIds) -> str:
         context = RequestContext(time.monotonic())
-        return (await self.dispatcher.begin(prompt, completion(), context)).replica_id
+        return (await self.dispatcher.generate(prompt, completion(), context)).replica_id
 
 
 async def test_a_request_that_stops_a_replica_is_sent_to_no_other() -> None:
@@ -106,7 +106,7 @@ async def test_requests_that_stop_two_replicas_together_are_sent_to_no_third() -
         for replica_id in ("r1", "r2"):
             wired.drop(replica_id)
         await until(lambda: wired.links.connected() == ["r0"])
-        begin, context = dispatcher_of(wired, fleet).begin, RequestContext(time.monotonic())
+        begin, context = dispatcher_of(wired, fleet).generate, RequestContext(time.monotonic())
         tasks = [
             asyncio.create_task(begin(prompt, completion(), context))
             for prompt in (PROMPT, PROMPT + 1)
@@ -151,18 +151,18 @@ def test_a_blamed_request_is_known_by_its_content_for_some_minutes() -> None:
     assert is_refused(blamed, request_of().after([1, 2]))
     assert not is_refused(blamed, request_of(PROMPT + 1))
     assert not is_refused(blamed, request_of(stop="a"))
-    now_s[0] = KEPT_S + 1
+    now_s[0] = REFUSED_S + 1
     assert not is_refused(blamed, request_of())
     assert blamed.as_json() == []
 
 
 def test_the_list_of_blamed_requests_has_a_bound() -> None:
     blamed = PoisonList()
-    for number in range(MOST + 1):
+    for number in range(MAX_REQUESTS + 1):
         blamed.add(request_of(PROMPT + number), "it stopped r0")
-    assert len(blamed.as_json()) == MOST
+    assert len(blamed.as_json()) == MAX_REQUESTS
     assert not is_refused(blamed, request_of())
-    assert is_refused(blamed, request_of(PROMPT + MOST))
+    assert is_refused(blamed, request_of(PROMPT + MAX_REQUESTS))
 
 
 def test_routers_share_blamed_requests() -> None:

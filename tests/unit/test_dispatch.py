@@ -28,7 +28,7 @@ from kvroute.router.dispatch.losses import (
     SOON_TOKENS,
     Losses,
 )
-from kvroute.router.dispatch.questions import MANY
+from kvroute.router.dispatch.questions import MAX_EXTRA_CALLS
 from kvroute.router.dispatch.relay import placement_headers
 from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.placement.fleet import Fleet
@@ -88,7 +88,7 @@ class Diary(RequestObserver):
         self.attempts: list[Attempt] = []
         self.refusals: list[tuple[Priority, Refusal]] = []
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
         self.refusals.append((priority, refusal))
 
     def ended(self, attempt: Attempt) -> None:
@@ -123,7 +123,7 @@ class Client:
     async def asked(self, prompt: TokenIds = PROMPT, **fields: Any) -> list[Chunk]:
         """While it serves."""
         call = completion(**{"max_tokens": 12} | fields)
-        generation = await self.dispatcher.begin(prompt, call, RequestContext(time.monotonic()))
+        generation = await self.dispatcher.generate(prompt, call, RequestContext(time.monotonic()))
         chunks = []
         while chunk := await generation.next():
             chunks.append(chunk)
@@ -137,7 +137,7 @@ async def test_images_are_placed_by_what_they_show() -> None:
     async with client.serving():
         for features in (cat, dog):
             context = RequestContext(now_s, features=features)
-            generation = await client.dispatcher.begin(prompt, completion(), context)
+            generation = await client.dispatcher.generate(prompt, completion(), context)
             while await generation.next():
                 pass
     chains = [attempt.placement.chain for attempt in client.diary.attempts if attempt.placement]
@@ -150,7 +150,7 @@ async def test_a_request_that_finds_no_replica_in_its_time_is_counted() -> None:
     client = Client()
     context = RequestContext(time.monotonic(), urgency=Urgency("interactive", own_s=0.0))
     with pytest.raises(ApiError, match="no replica is ready"):
-        await client.dispatcher.begin(PROMPT, completion(), context)
+        await client.dispatcher.generate(PROMPT, completion(), context)
     assert client.diary.refusals == [("interactive", "no_replica")]
 
 
@@ -216,7 +216,7 @@ async def test_what_cannot_go_on_begins_again_while_the_client_has_nothing() -> 
 
 async def test_replicas_that_were_dead_already_are_few_enough() -> None:
     client = Client(*[GONE] * LOSSES, IMMORTAL)
-    with pytest.raises(ApiError, match="was lost while it answered, and 4 others"):
+    with pytest.raises(ApiError, match="was lost while it answered, and 4 other replicas"):
         await client.ask()
     assert len(client.requests) == LOSSES
 
@@ -224,7 +224,7 @@ async def test_replicas_that_were_dead_already_are_few_enough() -> None:
 @pytest.mark.parametrize("lives", [[0, 0], [1, 1], [GONE, SOON_TOKENS, GONE, 1]])
 async def test_a_request_under_which_replicas_die_is_sent_to_no_other(lives: list[int]) -> None:
     client = Client(*lives, IMMORTAL, IMMORTAL)
-    with pytest.raises(ApiError, match=r"may be the cause.* words were: as planned") as ended:
+    with pytest.raises(ApiError, match=r"may be the cause.* reported: as planned") as ended:
         await client.ask(max_tokens=100)
     assert len(client.requests) == len(lives)
     assert response(ended.value).headers["x-should-retry"] == "false"
@@ -264,11 +264,11 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
     prompts = [(PROMPT, completion(max_tokens=12)), (PROMPT + 1, completion(max_tokens=12))]
     async with client.serving():
         context = RequestContext(time.monotonic())
-        asking = asyncio.create_task(client.dispatcher.begin_all(prompts, context))
-        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
+        asking = asyncio.create_task(client.dispatcher.generate_all(prompts, context))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         asking.cancel()
         await asyncio.wait([asking])
-        assert [load.unanswered for load in client.fleet.loads.known().values()] == [0, 0]
+        assert [load.unanswered for load in client.fleet.loads.by_id().values()] == [0, 0]
         await until(lambda: not any(server.running for server in client.wired.servers.values()))
 
 
@@ -327,7 +327,7 @@ async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: i
     }
     async with client.serving():
         asking = asyncio.create_task(client.asked(max_tokens=400))
-        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         (server,) = (server for server in client.wired.servers.values() if server.running)
         for peer in server.peers:
             peer.abort("as planned")
@@ -345,7 +345,7 @@ async def test_every_attempt_ends_once_with_what_became_of_it() -> None:
     assert (lost.cached_tokens, never_begun.cached_tokens) == (0, None)
     assert not lost.context.is_resumed
     assert last.context.is_resumed
-    assert last.context.at_s == lost.context.at_s < last.sent_s
+    assert last.context.ready_s == lost.context.ready_s < last.sent_s
 
 
 async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
@@ -366,7 +366,7 @@ async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
     async with client.serving():
         for id_, server in client.wired.servers.items():
             server.methods = {"http": partial(die, id_)}
-        with pytest.raises(ApiError, match=r"may be the cause.* words were: as planned"):
+        with pytest.raises(ApiError, match=r"may be the cause.* reported: as planned"):
             await client.questions.ask("http", b"a")
     assert len(asked) == CAUSED
 
@@ -402,12 +402,12 @@ async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than
         asked = answering(client, over)
         asking = [
             asyncio.create_task(client.questions.ask("http", b"a", prefer=max))
-            for _ in range(MANY + 2)
+            for _ in range(MAX_EXTRA_CALLS + 2)
         ]
-        await until(lambda: len(asked) == MANY + 2)
+        await until(lambda: len(asked) == MAX_EXTRA_CALLS + 2)
         over.set()
         await asyncio.gather(*asking)
-        assert sorted(asked) == ["r0", *["r1"] * (MANY + 1)]
+        assert sorted(asked) == ["r0", *["r1"] * (MAX_EXTRA_CALLS + 1)]
         client.wired.drop("r1")
         await until(lambda: client.wired.links.connected() == ["r0"])
         assert await client.questions.ask("http", b"b", prefer=max) == b"b"
@@ -434,7 +434,7 @@ async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
     client.engines.all |= {id_: SimulatedEngine(slow) for id_ in client.engines.all}
     async with client.serving():
         asking = asyncio.create_task(client.asked(max_tokens=60))
-        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         ((stopped, server),) = (
             (id_, each) for id_, each in client.wired.servers.items() if each.running
         )
@@ -474,7 +474,7 @@ async def test_a_request_waits_until_a_replica_has_time_and_says_so() -> None:
     client, context = Client(IMMORTAL, IMMORTAL), RequestContext(time.monotonic())
     async with releasing(client):
         busy = keep_busy(client)
-        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        begun = asyncio.create_task(client.dispatcher.generate(PROMPT, completion(), context))
         await until(lambda: waiting(client))
         assert client.requests == []
         busy[1].end()
@@ -490,7 +490,7 @@ async def test_a_request_waits_until_a_replica_has_time_and_says_so() -> None:
 async def test_a_request_that_did_not_wait_says_so() -> None:
     client, context = Client(IMMORTAL), RequestContext(time.monotonic())
     async with client.serving():
-        generation = await client.dispatcher.begin(PROMPT, completion(), context)
+        generation = await client.dispatcher.generate(PROMPT, completion(), context)
         generation.close()
     headers = placement_headers([generation])
     assert headers["x-kvroute-queued-for"] == "none"
@@ -501,7 +501,7 @@ async def test_who_leaves_while_he_waits_costs_no_replica_anything() -> None:
     client, context = Client(IMMORTAL), RequestContext(time.monotonic())
     async with releasing(client):
         busy = keep_busy(client)
-        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        begun = asyncio.create_task(client.dispatcher.generate(PROMPT, completion(), context))
         await until(lambda: waiting(client))
         begun.cancel()
         await asyncio.wait([begun])
@@ -515,7 +515,7 @@ async def test_an_answer_whose_replica_was_lost_does_not_wait_again() -> None:
     client = Client(3, IMMORTAL)
     async with client.serving():  # nothing would let it go
         context = RequestContext(time.monotonic())
-        generation = await client.dispatcher.begin(PROMPT, completion(max_tokens=12), context)
+        generation = await client.dispatcher.generate(PROMPT, completion(max_tokens=12), context)
         keep_busy(client)
         while await generation.next():
             pass
@@ -529,8 +529,10 @@ async def test_only_the_first_prompt_of_a_call_is_refused_for_its_wait() -> None
     async with releasing(client):
         busy = keep_busy(client)
         with pytest.raises(ApiError, match="would wait"):
-            await client.dispatcher.begin(PROMPT, completion(), context)
-        begun = asyncio.create_task(client.dispatcher.begin_in_turn(PROMPT, completion(), context))
+            await client.dispatcher.generate(PROMPT, completion(), context)
+        begun = asyncio.create_task(
+            client.dispatcher.generate_further(PROMPT, completion(), context)
+        )
         await until(lambda: waiting(client))
         busy[0].end()
         (await begun).close()

@@ -64,7 +64,7 @@ async def test_every_rank_of_every_replica_is_told() -> None:
 
 
 async def test_replicas_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_sessions, "TELL_S", 0.05)
+    monkeypatch.setattr(ended_sessions, "TIMEOUT_S", 0.05)
     replicas = Replicas("a", "b")
     async with replicas.wired as wired:
         wired.servers["a"].methods = {}
@@ -83,7 +83,7 @@ async def test_the_end_of_a_last_request_is_told_to_all(said: SessionHints) -> N
     async with replicas.wired as wired:
         running = asyncio.create_task(ended.run(wired.links))
         context = RequestContext(time.monotonic(), hints=said)
-        generation = await dispatcher_of(wired, fleet).begin(PROMPT, completion(), context)
+        generation = await dispatcher_of(wired, fleet).generate(PROMPT, completion(), context)
         while await generation.next():
             assert replicas.told == []
         if said.is_end:
@@ -96,7 +96,7 @@ async def test_the_end_of_a_last_request_is_told_to_all(said: SessionHints) -> N
 
 
 async def test_ends_that_nobody_tells_of_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_sessions, "WAITING", 3)
+    monkeypatch.setattr(ended_sessions, "MAX_WAITING", 3)
     ended = EndedSessions()
     for session in range(1, 9):
         turn = SessionTurn(Fingerprint(session), session, 1, is_last=True)

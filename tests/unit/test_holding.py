@@ -39,7 +39,7 @@ class Diary(RequestObserver):
     def waited(self, wait: Wait) -> None:
         self.waits.append(wait)
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
         self.refusals.append((priority, refusal))
 
 
@@ -85,7 +85,7 @@ class Router:
 
     async def turn(self, tokens: int = SHORT, urgency: Urgency | None = None) -> Admitted:
         context = RequestContext(self.now_s, urgency=urgency or Urgency())
-        return await self.holding.turn(self.place(tokens), context)
+        return await self.holding.admit(self.place(tokens), context)
 
     async def asks(
         self, tokens: int = SHORT, urgency: Urgency | None = None
@@ -283,12 +283,12 @@ async def test_engines_get_the_same_order() -> None:
         default = await router.turn(1000)
         interactive = await router.turn(1000, Urgency("interactive"))
         batch = await router.turn(1000, Urgency("batch"))
-    assert batch.among == ["a"]
+    assert batch.allowed_ids == ["a"]
     prefill_s = router.place(1000).ranking[0].own_s
-    assert default.at_s - router.now_s == pytest.approx(DELAY * prefill_s)
+    assert default.order_s - router.now_s == pytest.approx(DELAY * prefill_s)
     sooner_s = INTERACTIVE * router.fleet.loads.scale.busy_s
-    assert default.at_s - interactive.at_s == pytest.approx(sooner_s)
-    assert batch.at_s - default.at_s == pytest.approx(BATCH_S)
+    assert default.order_s - interactive.order_s == pytest.approx(sooner_s)
+    assert batch.order_s - default.order_s == pytest.approx(BATCH_S)
 
 
 BATCH = Urgency("batch")

@@ -64,7 +64,7 @@ def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN)
 
 
 def at(fleet: Fleet, replica_id: str, at_s: float = 0.0) -> Candidate:
-    return place(fleet, at_s).at(replica_id)
+    return place(fleet, at_s).candidate(replica_id)
 
 
 def reloaded(candidate: Candidate) -> int:
@@ -145,8 +145,8 @@ def test_where_reloading_takes_longer_than_computing_host_memory_counts_for_noth
     fleet = fleet_of(with_tier("a", host=slow), record("b"))
     hold(fleet, "a", gpu=50, host=200)
     placement = place(fleet)
-    assert (placement.best_hit_blocks, reloaded(placement.at("a"))) == (50, 0)
-    assert placement.at("a").reload_s == 0.0
+    assert (placement.best_hit_blocks, reloaded(placement.candidate("a"))) == (50, 0)
+    assert placement.candidate("a").reload_s == 0.0
     assert not fleet.sent(placement, "a", "r", 0.0).dispatch.loads_first
 
 
@@ -229,7 +229,7 @@ def test_a_long_line_of_copies_is_no_reason_to_compute() -> None:
         fleet.mirror.add("a", map(HOST.member, chain))
     for number, chain in enumerate(chains[:-1]):
         fleet.sent(place(fleet, 0.0, chain), "a", str(number), 0.0)
-    last = place(fleet, 0.0, chains[-1]).at("a")
+    last = place(fleet, 0.0, chains[-1]).candidate("a")
     assert reloaded(last) == 200
     assert last.reload_s == pytest.approx(1.2)  # to compute them takes 0.8
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvroute.blocks.fingerprint import Feature, fingerprints, root
 from kvroute.contract.generation import TokenIds
-from kvroute.router.prefixes.hot import KEPT, MEMORY_S, Hot, HotPrefixes
+from kvroute.router.prefixes.hot import MAX_PREFIXES, MEMORY_S, HotPrefix, HotPrefixes
 
 BLOCK = 4
 ROOT = root(model="m", block_size=BLOCK)
@@ -33,13 +33,13 @@ class Fleet:
         chain = fingerprints(token_ids, block_size=BLOCK, parent=ROOT, features=features)
         cached = next((i for i, f in enumerate(chain) if f not in self._held), len(chain))
         self._held.update(chain)
-        self.hot.see(token_ids, chain, cached * BLOCK, self.now_s, features)
+        self.hot.record(token_ids, chain, cached * BLOCK, self.now_s, features)
 
-    def top(self, count: int = 10) -> list[Hot]:
+    def top(self, count: int = 10) -> list[HotPrefix]:
         return self.hot.top(count, self.now_s)
 
 
-def same(hot: Hot, *parts: TokenIds) -> bool:
+def same(hot: HotPrefix, *parts: TokenIds) -> bool:
     return np.array_equal(hot.token_ids, np.concatenate(parts))
 
 
@@ -103,12 +103,12 @@ def test_rates_are_what_was_saved_in_a_second() -> None:
 
 def test_only_so_many_are_known_and_the_hottest_stay() -> None:
     fleet, system, rng = Fleet(), text(0, 10), random.Random(1)
-    for number in range(1, 4 * KEPT):
+    for number in range(1, 4 * MAX_PREFIXES):
         once = text(number, 2 + rng.randrange(20))
         fleet.ask(once)
         fleet.ask(once)
         fleet.ask(system, text(10_000 + number, 1))
-        assert len(fleet.hot._known) <= 2 * KEPT
+        assert len(fleet.hot._known) <= 2 * MAX_PREFIXES
     assert same(fleet.top()[0], system)
 
 
@@ -116,5 +116,5 @@ def test_what_is_not_cached_anywhere_is_not_hot() -> None:
     hot = HotPrefixes(block_size=BLOCK)
     chain = fingerprints(text(0, 5), block_size=BLOCK, parent=ROOT)
     for _ in range(3):
-        hot.see(text(0, 5), chain, 0, 1.0)
+        hot.record(text(0, 5), chain, 0, 1.0)
     assert hot.top(10, 1.0) == []

@@ -157,7 +157,7 @@ async def test_one_request_too_many_is_refused_until_another_has_ended() -> None
     assert second.headers["x-ratelimit-remaining-requests"] == "0"
     error = second.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-    assert "its limit of 1 requests under way; try again in 1 s" in error["message"]
+    assert "its limit of 1 running requests; try again in 1 s" in error["message"]
     assert served.model.refusals == [("acme", "requests")]
     assert [type(error) for error in served.model.errors] == [ApiError]
     served.model.held.set()
@@ -172,7 +172,7 @@ async def test_the_error_at_the_limit_of_a_minute_has_a_time_and_cached_tokens_a
     assert refused.status_code == 429
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     message = refused.json()["error"]["message"]
-    assert "its limit of 120 uncached prompt tokens a minute" in message
+    assert "its limit of 120 uncached prompt tokens per minute" in message
     assert "tokens that a replica has cached do not count" in message
     served.model.new = 1
     assert (await served.chat()).status_code == 200

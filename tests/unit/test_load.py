@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from kvroute.prefill.speed import PrefillModel, PrefillSpeed
 from kvroute.router.placement.load import (
+    PendingRequest,
     ReplicaLoad,
-    Sent,
     learned_slowness,
     new_replica_load,
     slow_replicas,
@@ -17,8 +17,8 @@ MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
 TOKENS = 1000  # of each prompt
 
 
-def sent(at_s: float, tokens: int = TOKENS, prefill_s: float = 1.0) -> Sent:
-    return Sent(prefill_s=prefill_s, new_tokens=tokens, prompt_tokens=tokens, sent_s=at_s)
+def sent(at_s: float, tokens: int = TOKENS, prefill_s: float = 1.0) -> PendingRequest:
+    return PendingRequest(prefill_s=prefill_s, new_tokens=tokens, prompt_tokens=tokens, sent_s=at_s)
 
 
 def test_a_token_costs_twice_as_much_where_attention_doubles_it() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.router.placement.policy import Candidate, cost_s, prices, rank
-from kvroute.router.placement.pressure import MOST
+from kvroute.router.placement.pressure import MAX_PRESSURE
 
 RNG = random.Random(7)
 UNIT_S = 2.0  # the fleet's unit of time
@@ -139,7 +139,7 @@ def test_a_wait_for_cached_blocks_is_worth_more_than_the_time_that_it_saves(
     assert best(warm, idle) == choice
 
 
-@given(candidates.filter(len), st.floats(0, MOST), st.floats(0.01, 100))
+@given(candidates.filter(len), st.floats(0, MAX_PRESSURE), st.floats(0.01, 100))
 def test_the_order_does_not_depend_on_the_unit_of_time(
     fleet: list[Candidate], pressure: float, times: float
 ) -> None:

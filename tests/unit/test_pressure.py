@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.placement.pressure import MOST, Pressure
+from kvroute.router.placement.pressure import MAX_PRESSURE, Pressure
 
 
 def after(computed: int, evicted: int, *, prompts: int = 1000) -> float:
     pressure = Pressure()
     for _ in range(prompts):
-        pressure.sent(computed_tokens=computed, evicted_tokens=evicted)
+        pressure.record(computed_tokens=computed, evicted_tokens=evicted)
     return pressure.value
 
 
@@ -25,12 +25,12 @@ def test_each_computed_token_costs_what_it_pushes_out() -> None:
 
 
 def test_it_is_bounded() -> None:
-    assert after(1000, 999) == after(1000, 1000) == MOST
+    assert after(1000, 999) == after(1000, 1000) == MAX_PRESSURE
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)), max_size=50))
 def test_no_prompts_lead_out_of_the_bounds(prompts: list[tuple[int, int]]) -> None:
     pressure = Pressure()
     for computed, evicted in prompts:
-        pressure.sent(computed_tokens=computed, evicted_tokens=evicted)
-        assert 0.0 <= pressure.value <= MOST
+        pressure.record(computed_tokens=computed, evicted_tokens=evicted)
+        assert 0.0 <= pressure.value <= MAX_PRESSURE

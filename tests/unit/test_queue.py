@@ -13,9 +13,9 @@ from kvroute.router.placement.loads import ReplicaCapacity
 from kvroute.router.queueing.forecast import (
     DELAYS,
     LATE,
-    LEAST,
+    MAX_CORRECTION,
     MAX_MARGIN,
-    MOST,
+    MIN_CORRECTION,
     NEAR,
     RECENT,
     ArrivalRates,
@@ -25,10 +25,10 @@ from kvroute.router.queueing.forecast import (
 )
 from kvroute.router.queueing.queue import (
     BATCH_S,
+    BUSY_BACKLOG,
     DELAY,
     DIVIDE_S,
-    FILL,
-    HOLD,
+    IDLE_BACKLOG,
     LOOKED_AT,
     PATIENCE_S,
     STALE_S,
@@ -38,8 +38,8 @@ from kvroute.router.queueing.queue import (
 from kvroute.router.queueing.shares import MAX_TENANTS, SCARCE_S, SHARE_S, Shares
 
 UNIT_S = 2.0  # the fleet's unit of time
-HOLD_S, FILL_S = HOLD * UNIT_S, FILL * UNIT_S
-IDLE, BUSY = ReplicaCapacity("idle", 0.0), ReplicaCapacity("busy", HOLD_S)
+BUSY_S, IDLE_BACKLOG_S = BUSY_BACKLOG * UNIT_S, IDLE_BACKLOG * UNIT_S
+IDLE, BUSY = ReplicaCapacity("idle", 0.0), ReplicaCapacity("busy", BUSY_S)
 
 
 def unit_s() -> float:
@@ -65,7 +65,7 @@ def queue_of(*requests: QueuedRequest[str]) -> Queue[str]:
 def sent(queue: Queue[str], *replicas: ReplicaCapacity, now_s: float = 0.0) -> list[str]:
     """All that go now, if replicas stay as they are."""
     names = []
-    while due := queue.due(replicas, now_s):
+    while due := queue.pop_next(replicas, now_s):
         names.append(due.request)
     return names
 
@@ -74,14 +74,14 @@ def test_requests_wait_while_every_replica_has_enough_to_do() -> None:
     queue = queue_of(held("a"))
     assert sent(queue, BUSY, BUSY) == []
     assert sent(queue) == []
-    assert sent(queue, BUSY, ReplicaCapacity("free", HOLD_S - 0.01)) == ["a"]
+    assert sent(queue, BUSY, ReplicaCapacity("free", BUSY_S - 0.01)) == ["a"]
     assert len(queue) == 0
 
 
 def test_a_new_request_need_not_wait_while_a_replica_has_room_and_nobody_is_before_it() -> None:
     queue = Requests()
     assert queue.is_free(held("a"), 0.0)
-    assert not queue.is_free(held("a"), HOLD_S)
+    assert not queue.is_free(held("a"), BUSY_S)
     queue.add(held("a"))
     assert not queue.is_free(held("b"), 0.0)
 
@@ -110,7 +110,7 @@ def test_each_request_leaves_once(given: list[QueuedRequest[str]], rng: random.R
     while len(queue):
         now_s += 10.0
         replicas = [rng.choice((IDLE, BUSY)) for _ in range(3)]
-        while one := queue.due(replicas, now_s):
+        while one := queue.pop_next(replicas, now_s):
             queue.sent(one, now_s)
             due.append(one)
     assert sorted(map(id, due)) == sorted(map(id, left))
@@ -120,8 +120,8 @@ def test_each_request_leaves_once(given: list[QueuedRequest[str]], rng: random.R
 def test_the_least_turn_goes_first(given: list[QueuedRequest[str]]) -> None:
     queue = queue_of(*given)
     turns_s = []
-    while due := queue.due([IDLE], 0.0):
-        turns_s.append(due.turn_s)
+    while due := queue.pop_next([IDLE], 0.0):
+        turns_s.append(due.order_s)
     assert turns_s == sorted(turns_s)
 
 
@@ -142,16 +142,16 @@ def test_a_priority_is_seconds_of_waiting() -> None:
 
 def test_a_batch_request_goes_to_an_idle_replica_with_memory_to_spare_when_nobody_waits() -> None:
     queue = queue_of(held("batch", is_batch=True), held("other", 50.0))
-    assert sent(queue, ReplicaCapacity("a", FILL_S)) == ["other"]
+    assert sent(queue, ReplicaCapacity("a", IDLE_BACKLOG_S)) == ["other"]
     assert sent(queue, ReplicaCapacity("a", 0.0, free_share=0.4)) == []
     replicas = (
-        ReplicaCapacity("a", FILL_S),
+        ReplicaCapacity("a", IDLE_BACKLOG_S),
         ReplicaCapacity("b", 0.0),
         ReplicaCapacity("c", 0.0, free_share=0.1),
     )
-    batch = queue.due(replicas, 0.0)
+    batch = queue.pop_next(replicas, 0.0)
     assert batch
-    assert batch.among == ["b"]
+    assert batch.allowed_ids == ["b"]
 
 
 def test_no_batch_request_goes_while_one_of_another_router_waits() -> None:
@@ -164,7 +164,7 @@ def test_no_batch_request_goes_while_one_of_another_router_waits() -> None:
 
 def test_a_batch_request_waits_for_so_long_and_then_it_is_like_the_others() -> None:
     queue = queue_of(held("batch", is_batch=True), held("other", BATCH_S))
-    soon = ReplicaCapacity("a", HOLD_S - 0.1)
+    soon = ReplicaCapacity("a", BUSY_S - 0.1)
     assert sent(queue, soon, now_s=BATCH_S) == ["other"]
     queue.add(held("before", BATCH_S - 10.0))
     queue.add(held("after", BATCH_S + 10.0))
@@ -188,7 +188,7 @@ def test_a_tenant_above_its_share_fills_what_others_leave() -> None:
     assert queue.is_free(held("m", tenant="modest"), 0.0)
     queue.add(held("g", tenant="greedy"))
     queue.add(held("m", 100.0, tenant="modest"))
-    soon = ReplicaCapacity("a", FILL_S)
+    soon = ReplicaCapacity("a", IDLE_BACKLOG_S)
     assert sent(queue, soon) == ["m"]
     assert sent(queue, IDLE) == ["g"]
 
@@ -198,7 +198,7 @@ def test_what_waits_already_gives_way_when_its_tenant_is_above_its_share() -> No
     queue.add(held("g", tenant="greedy"))
     queue.sent(held("past", prefill_s=9.0, tenant="greedy"), DIVIDE_S)
     queue.add(held("m", 100.0, tenant="modest"))
-    assert sent(queue, ReplicaCapacity("a", FILL_S), now_s=DIVIDE_S) == ["m"]
+    assert sent(queue, ReplicaCapacity("a", IDLE_BACKLOG_S), now_s=DIVIDE_S) == ["m"]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_what_waits_already_gives_way_when_its_tenant_is_above_its_share() -> No
 def test_shares_matter_no_longer(after_s: float, others: str) -> None:
     queue = shared(others=others)
     queue.add(held("g", tenant="greedy"))
-    assert sent(queue, ReplicaCapacity("a", FILL_S), now_s=after_s) == ["g"]
+    assert sent(queue, ReplicaCapacity("a", IDLE_BACKLOG_S), now_s=after_s) == ["g"]
 
 
 def test_who_is_no_tenant_shares_with_nobody() -> None:
@@ -229,7 +229,7 @@ def test_tenants_that_are_counted_are_bounded() -> None:
     shares = Shares()
     for number in range(2 * MAX_TENANTS):
         shares.use(f"t{number}", 1.0, 0.0)
-    shares.see(["t0", "t1"], 0.0)
+    shares.note_waiting(["t0", "t1"], 0.0)
     shares.use("greedy", 1e6, 0.0)
     assert not shares.are_exceeded("greedy")
     shares.use("t0", 1e6, 0.0)
@@ -237,9 +237,12 @@ def test_tenants_that_are_counted_are_bounded() -> None:
 
 
 def test_of_what_fills_a_prompt_that_is_cached_where_there_is_room_goes_first() -> None:
-    homes = ["busy"] * 5 + ["idle"] + ["busy"] * LOOKED_AT
-    fillers = [held(str(n), n, is_batch=True, home=home) for n, home in enumerate(homes)]
-    queue = queue_of(*fillers)
+    holders = ["busy"] * 5 + ["idle"] + ["busy"] * LOOKED_AT
+    background = [
+        held(str(number), number, is_batch=True, holder_id=holder_id)
+        for number, holder_id in enumerate(holders)
+    ]
+    queue = queue_of(*background)
     assert sent(queue, IDLE)[:2] == ["5", "0"]
 
 
@@ -283,7 +286,7 @@ def test_others_get_their_time_whenever_a_replica_has_room_again() -> None:
     assert sent(queue, IDLE) == []
     assert sent(queue, BUSY, now_s=PATIENCE_S) == []
     assert sent(queue, IDLE, now_s=LATER_S) == []
-    assert queue.due([IDLE], 2 * LATER_S)
+    assert queue.pop_next([IDLE], 2 * LATER_S)
     assert sent(queue, BUSY, now_s=2 * LATER_S) == []
     assert sent(queue, IDLE, now_s=3 * LATER_S) == []
     assert sent(queue, IDLE, now_s=4 * LATER_S) == ["mine too"]
@@ -395,7 +398,7 @@ def test_a_correction_is_bounded(waits: list[tuple[float, float]]) -> None:
     correction = Correction(UNIT_S)
     for forecast_s, waited_s in waits:
         correction.learn(forecast_s, waited_s)
-        assert LEAST <= correction.factor <= MOST
+        assert MIN_CORRECTION <= correction.factor <= MAX_CORRECTION
 
 
 def test_forecasts_learn_from_their_errors() -> None:

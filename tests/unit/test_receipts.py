@@ -36,8 +36,8 @@ def placement(*candidates: Candidate) -> Placement:
         ({"backlog_s": 2.0}, "other has 2 s more prefill queued"),
         ({"reload_s": 0.5}, "other would wait 500 ms longer for copies from slower memory"),
         ({"copy_s": 0.5}, "it has 0 of 700 tokens cached, and other has 0; computing the"),
-        ({"memory_s": 0.5}, "other has room for the prompt 500 ms later"),
-        ({"decode_step_s": 0.01}, "fewer answers run there"),
+        ({"memory_s": 0.5}, "the KV cache of other would have space for the prompt 500 ms later"),
+        ({"decode_step_s": 0.01}, "this prompt would slow down fewer running answers"),
         ({"free_blocks": -1}, "other costs the same"),
     ],
 )

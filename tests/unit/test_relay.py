@@ -14,9 +14,9 @@ from starlette.types import Message
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, event, refusal_of_replica
-from kvroute.router.dispatch.batch import batched, one_body
+from kvroute.router.dispatch.batch import batch_response, merge_bodies
 from kvroute.router.dispatch.generation import Generation
-from kvroute.router.dispatch.relay import relayed
+from kvroute.router.dispatch.relay import relay_response
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from tests.support.wired import Wired, dispatcher_of
@@ -102,7 +102,7 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
     context = RequestContext(time.monotonic(), "id", prompts=prompts)
     asked = [(np.arange(9, dtype=np.uint32) + n, call) for n in range(prompts)]
     async with wired:
-        generations = await dispatcher.begin_all(asked, context)
+        generations = await dispatcher.generate_all(asked, context)
         response = await _response(generations)
         await _read(response)
     return response
@@ -112,8 +112,10 @@ async def _response(generations: list[Generation]) -> Response:
     failed = partial(event, path="/v1/completions")
     if len(generations) == 1:
         refused = partial(refusal_of_replica, path="/v1/completions")
-        return await relayed(generations[0], {}, ending=bytes, failed=failed, refused=refused)
-    return await batched(generations, {}, n=1, ending=bytes, failed=failed)
+        return await relay_response(
+            generations[0], {}, ending=bytes, failed=failed, refused=refused
+        )
+    return await batch_response(generations, {}, n=1, ending=bytes, failed=failed)
 
 
 async def _read(response: Response) -> None:
@@ -209,7 +211,7 @@ async def test_several_prompts_survive_a_replica() -> None:
 def test_choices_of_several_prompts_are_numbered_through() -> None:
     choices = [{"index": 0}, {"index": 1}]
     counts: dict[str, Any] = {"total": 2, "details": {"cached": 1, "other": None}}
-    body = one_body([{"choices": choices, "usage": counts}] * 2, n=2)
+    body = merge_bodies([{"choices": choices, "usage": counts}] * 2, n=2)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert body["usage"] == {"total": 4, "details": {"cached": 2, "other": None}}
 

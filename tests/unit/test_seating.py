@@ -28,7 +28,7 @@ REPLICA = "0"
 class Line:
     """Sessions with one seat, and the time."""
 
-    def __init__(self, most_s: float = 600.0, notice_s: float = 15.0) -> None:
+    def __init__(self, max_wait_s: float = 600.0, notice_s: float = 15.0) -> None:
         self.now_s = 100.0
         self.seats = Seats[Answer](lambda: 10_000, most=1)
         self.fleet = Fleet(
@@ -38,8 +38,8 @@ class Line:
         self.seating = Seating(
             self.seats,
             self.fleet,
-            hold_s=lambda: 1.0,
-            most_s=most_s,
+            busy_backlog_s=lambda: 1.0,
+            max_wait_s=max_wait_s,
             wake=self.wake,
             notice_s=notice_s,
             clock=lambda: self.now_s,
@@ -77,7 +77,7 @@ class Line:
 
     def end(self, session: int) -> None:
         self.fleet.end_session(session)
-        self.wake.ring()
+        self.wake.set()
 
     async def has_waiting(self, count: int) -> None:
         await until(lambda: len(self.seats) == count)
@@ -137,13 +137,13 @@ async def test_a_client_that_leaves_makes_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_s", "deadline_s", "whose"),
+    ("max_wait_s", "deadline_s", "whose"),
     [(0.01, math.inf, "--max-seat-wait-s is 0.01 s"), (600.0, 0.01, "its deadline is 0.01 s")],
 )
 async def test_who_waits_too_long_is_told_when_to_come_again(
-    most_s: float, deadline_s: float, whose: str
+    max_wait_s: float, deadline_s: float, whose: str
 ) -> None:
-    line = Line(most_s=most_s)
+    line = Line(max_wait_s=max_wait_s)
     async with line.running():
         await line.begin(1, 2)
         waiting = asyncio.create_task(line.ask(2, urgency=Urgency(deadline_s=deadline_s)))
@@ -157,7 +157,7 @@ async def test_who_waits_too_long_is_told_when_to_come_again(
 
 
 async def test_who_would_wait_too_long_is_refused_at_once_but_the_first_in_the_line() -> None:
-    line = Line(most_s=100.0)
+    line = Line(max_wait_s=100.0)
     async with line.running():
         await line.begin(1, 2, 3, 4)
         waiting = asyncio.create_task(line.ask(2))

@@ -42,7 +42,7 @@ def place(fleet: Fleet) -> Placement:
 
 
 def test_a_hit_goes_on_in_each_slower_tier() -> None:
-    there = place(fleet_with(SLOW)).at("a")
+    there = place(fleet_with(SLOW)).candidate("a")
     assert there.hit_blocks == 200
     assert there.reloads == (TierBlocks(HOST, 70), TierBlocks(DISK, 80))
     assert there.gpu_blocks == 50
@@ -50,7 +50,7 @@ def test_a_hit_goes_on_in_each_slower_tier() -> None:
 
 
 def test_a_tier_that_is_slower_than_computing_ends_the_hit() -> None:
-    there = place(fleet_with(SLOWEST)).at("a")
+    there = place(fleet_with(SLOWEST)).candidate("a")
     assert (there.hit_blocks, there.reloads) == (120, (TierBlocks(HOST, 70),))
 
 

@@ -16,7 +16,7 @@ from tests.support.records import record
 def scale_of(*prefills_s: float, claimed_s: float = 1.0) -> Scale:
     scale = Scale(claimed_s)
     for prefill_s in prefills_s:
-        scale.computed(prefill_s)
+        scale.record_prefill(prefill_s)
     return scale
 
 
