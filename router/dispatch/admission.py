@@ -47,8 +47,7 @@ class Gate:
             excluded_ids: replicas that may not get the request.
 
         Raises:
-            ApiError: no replica was ready for RECOVERY_S, or for the wait limit that the request
-                has set itself.
+            ApiError: no replica was ready within RECOVERY_S or the request's own wait limit.
         """
         within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
         deadline = time.monotonic() + within_s

@@ -14,7 +14,7 @@ PARALLEL = 16  # sessions that are reported at the same time
 
 
 async def end_session(links: Links, session: int) -> dict[str, str]:
-    """End a session on all ranks; return why each rank that did not confirm it failed, by id."""
+    """End a session on all ranks; return the ranks that did not confirm it: id -> reason."""
     ranks = links.running()
     reasons = await asyncio.gather(*(_report(links, rank, session) for rank in ranks))
     return {rank: why for rank, why in zip(ranks, reasons, strict=True) if why}

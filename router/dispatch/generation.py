@@ -204,7 +204,7 @@ def record_loss(losses: Losses, attempt: Attempt, error: Exception) -> None:
     losses.add(
         attempt.replica_id,
         died=not isinstance(error, HungError),
-        is_gone=not isinstance(error, LostError),  # a LostError may concern the connection only
+        is_excluded=not isinstance(error, LostError),  # a LostError may concern the connection only
         held_s=time.monotonic() - attempt.sent_s,
         tokens=attempt.output_tokens,
         words=engine_failure(error),

@@ -37,7 +37,7 @@ class Losses:
         replica_id: str,
         *,
         died: bool,
-        is_gone: bool,
+        is_excluded: bool,
         held_s: float,
         tokens: int,
         words: str = "",
@@ -46,14 +46,15 @@ class Losses:
 
         Args:
             died: the replica's process or engine ended; False: it hung.
-            is_gone: the replica is gone, not only the connection to it.
+            is_excluded: whether the replica may not get the request again. False if only the
+                connection to it may be lost.
             held_s: seconds for which the replica had the request.
             tokens: number of tokens that the replica generated.
             words: why the engine died while it ran the request, as the replica reported; empty if
                 the replica reported nothing.
         """
         self.replica_ids.append(replica_id)
-        if is_gone:
+        if is_excluded:
             self.excluded_ids.add(replica_of(replica_id))
         if tokens > SOON_TOKENS:
             self._died_soon.clear()

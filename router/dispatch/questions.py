@@ -14,8 +14,8 @@ log = logging.getLogger("kvroute.dispatch")
 
 TRIES = 8  # replicas that get a call, one after the other, until one answers
 TIMEOUT_S = 60.0  # seconds for a replica to answer a call
-# Pending calls that the preferred replica may have more than the least busy one. A replica that
-# processes images answers calls one after the other.
+# The preferred replica may have this many more pending calls than the least busy one. It is not
+# small, since a replica that processes images answers calls one after the other.
 MAX_EXTRA_CALLS = 4
 
 
@@ -40,8 +40,8 @@ class Questions:
             method: name of the method.
             body: the method's argument.
             within_s: seconds for a replica to answer.
-            prefer: returns the preferred one of the given replicas. It gets the call unless it has
-                more than MAX_EXTRA_CALLS pending calls more than the least busy replica.
+            prefer: returns the preferred one of the given replicas. It gets the call if it has at
+                most MAX_EXTRA_CALLS more pending calls than the least busy replica.
 
         Raises:
             ApiError: no replica answers, or the call kills the engines that get it.
@@ -60,7 +60,7 @@ class Questions:
                 excluded_ids.add(replica_of(replica_id))
                 if words := engine_failure(error.__cause__):
                     losses.add(
-                        replica_id, died=True, is_gone=True, held_s=0.0, tokens=0, words=words
+                        replica_id, died=True, is_excluded=True, held_s=0.0, tokens=0, words=words
                     )
                     losses.check()
                 if len(excluded_ids) == len(replicas_of(self._gate.liveness.trusted())):

@@ -13,21 +13,23 @@ KINDS: dict[Limit, str] = {  # limit -> its unit in an error
 }
 
 
-def rate_headers(room: Headroom) -> dict[str, str]:
+def rate_headers(headroom: Headroom) -> dict[str, str]:
     """Return the headers of each response to a tenant with limits."""
     headers = dict[str, str]()
-    if room.requests is not None:
+    if headroom.requests is not None:
         headers |= _limit_headers(
-            "requests", room.requests, room.requests_left, room.requests_reset_s
+            "requests", headroom.requests, headroom.requests_left, headroom.requests_reset_s
         )
-    if room.tokens is not None:
-        headers |= _limit_headers("tokens", room.tokens, room.tokens_left, room.tokens_reset_s)
+    if headroom.tokens is not None:
+        headers |= _limit_headers(
+            "tokens", headroom.tokens, headroom.tokens_left, headroom.tokens_reset_s
+        )
     return headers
 
 
-def over_limit(error: OverLimitError, room: Headroom) -> ApiError:
+def over_limit(error: OverLimitError, headroom: Headroom) -> ApiError:
     """Return a 429 with the limit that is exceeded, and the time until a retry."""
-    headers = rate_headers(room)
+    headers = rate_headers(headroom)
     if math.isinf(error.wait_s):
         headers["x-should-retry"] = "false"
         remedy = f"this request alone has {error.asked}; send fewer tokens in one request"

@@ -48,7 +48,7 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
 
-RECEIPT = "x-kvroute-receipt"  # header of requests whose response shall contain the receipts
+RECEIPT = "x-kvroute-receipt"  # header that requests the receipts in the response
 
 routes = APIRouter()
 

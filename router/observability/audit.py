@@ -34,7 +34,7 @@ ReadAudit = Callable[[str], Awaitable[ReplicaAudit | None]]  # replica id -> its
 
 
 class Audit:
-    """Audits all replicas. If the mirror is wrong about a replica, it is reloaded for it."""
+    """Audits all replicas. If the mirror is wrong about a replica, that part is reloaded."""
 
     def __init__(self, index: Index, feed: Feed, mirror: Mirror, read_audit: ReadAudit) -> None:
         self._index = index

@@ -29,7 +29,7 @@ class Neighbours:
             await asyncio.sleep(SILENCE_S / 3)
 
     async def leave(self) -> None:
-        """Remove the cluster's registration. An error of Redis is ignored."""
+        """Remove the cluster's registration; ignore errors of Redis."""
         with contextlib.suppress(RedisError, OSError):
             await self._clusters.withdraw(self._own)
 

@@ -104,8 +104,8 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     def report_loras(self, names: Iterable[str], capacity: int) -> None:
         """Record the adapters that the replica reports as loaded.
 
-        The report may be as old as the second last report before it. Adapters of requests that were
-        sent since then count as loaded, too.
+        The reported state may be as old as the arrival of the second-last report. So adapters of
+        requests that were sent since then count as loaded, too.
         """
         since, before = self.loras_sent
         self.loras = Residents(capacity, names)
@@ -116,9 +116,9 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     def report(self, pending_tokens: int) -> None:
         """Record how many prompt tokens the replica still has to compute, as it reports.
 
-        The report may be as old as the second last report before it. If it has more tokens than the
-        maximum that this router knew of since then, the surplus belongs to routers whose messages
-        do not arrive here.
+        The reported state may be as old as the arrival of the second-last report. If it has more
+        tokens than the maximum that this router knew of since then, the surplus belongs to routers
+        whose messages do not arrive here.
         """
         unknown_tokens = max(0, pending_tokens - max(self.peaks))
         self.unknown_s = self._seconds(unknown_tokens) if unknown_tokens else 0.0
@@ -183,8 +183,8 @@ def new_replica_load(
 ) -> ReplicaLoad:
     """Return the load of a replica without requests.
 
-    Its slowness starts with the mean of the fleet. Replicas often report a speed that is too high;
-    a new one would then get more requests than it can compute.
+    Its slowness starts with the mean of the fleet. If it started with 1, a replica that reports a
+    speed that is too high would first get more requests than it can compute.
 
     Args:
         model: the prefill speed that the replica reports.

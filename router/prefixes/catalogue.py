@@ -157,7 +157,7 @@ class Catalogue:
         return None
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many leading tokens, in full blocks, belong to a prefix that all share."""
+        """Return how many leading tokens, in full blocks, belong to a shared prefix."""
         return shared_tokens(token_ids, self._shared, self.block_size) if self._shared else 0
 
     def is_settled(self, prefix: Prefix) -> bool:
@@ -184,8 +184,12 @@ class Catalogue:
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
         """Return a 404 for an unknown name, with similar names that the caller may use."""
         labels = {prefix.label for prefix in self.all() if is_visible(prefix, caller)}
-        near = get_close_matches(name, sorted(labels)[:COMPARED])
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see GET /v1/prefixes."
+        similar = get_close_matches(name, sorted(labels)[:COMPARED])
+        hint = (
+            f"did you mean {' or '.join(map(repr, similar))}?"
+            if similar
+            else "see GET /v1/prefixes."
+        )
         return ApiError(
             404,
             f"{param} is {name!r}, and no prefix of this name is declared; {hint}",

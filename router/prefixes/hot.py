@@ -67,7 +67,7 @@ class HotPrefixes:
 
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
-        self._known: dict[Fingerprint, HotPrefix] = {}  # fingerprint of the last block -> prefix
+        self._prefixes: dict[Fingerprint, HotPrefix] = {}  # fingerprint of the last block -> prefix
         self._lengths = Counter[int]()  # number of blocks -> known prefixes of this length
 
     def record(
@@ -96,21 +96,21 @@ class HotPrefixes:
         if not hit:
             return
         end = chain[hit - 1]
-        if end not in self._known:
+        if end not in self._prefixes:
             is_shared = hit * self._block_size <= shared_tokens
             owner = EVERYBODY if is_shared else owner
-            self._known[end] = HotPrefix(end, hit, used_s=now_s, owner=owner)
+            self._prefixes[end] = HotPrefix(end, hit, used_s=now_s, owner=owner)
             self._lengths[hit] += 1
         before: Fingerprint | None = None
         for blocks in sorted(length for length in self._lengths if length <= hit):
-            hot = self._known.get(chain[blocks - 1])
+            hot = self._prefixes.get(chain[blocks - 1])
             if hot is None:
                 continue
             if hot.uses and not len(hot.token_ids):
                 hot.token_ids = token_ids[: blocks * self._block_size].copy()
             hot.longest_before, before = before, hot.end
             hot.use(blocks * self._block_size, now_s)
-        if len(self._known) > 2 * MAX_PREFIXES:
+        if len(self._prefixes) > 2 * MAX_PREFIXES:
             self._forget(now_s)
 
     def top(self, count: int, now_s: float) -> list[HotPrefix]:
@@ -120,7 +120,7 @@ class HotPrefixes:
         as a part of one longer prefix.
         """
         longer: dict[Fingerprint | None, float] = {}  # prefix -> highest use of a longer one
-        for hot in self._known.values():
+        for hot in self._prefixes.values():
             uses = hot.requests_per_s(now_s)
             longer[hot.longest_before] = max(longer.get(hot.longest_before, 0.0), uses)
         own = [
@@ -132,9 +132,9 @@ class HotPrefixes:
         return own[:count]
 
     def _ranked(self, now_s: float) -> list[HotPrefix]:
-        known = self._known.values()
-        return sorted(known, key=lambda hot: hot.tokens_saved_per_s(now_s), reverse=True)
+        prefixes = self._prefixes.values()
+        return sorted(prefixes, key=lambda hot: hot.tokens_saved_per_s(now_s), reverse=True)
 
     def _forget(self, now_s: float) -> None:
-        self._known = {hot.end: hot for hot in self._ranked(now_s)[:MAX_PREFIXES]}
-        self._lengths = Counter(hot.blocks for hot in self._known.values())
+        self._prefixes = {hot.end: hot for hot in self._ranked(now_s)[:MAX_PREFIXES]}
+        self._lengths = Counter(hot.blocks for hot in self._prefixes.values())

@@ -107,7 +107,7 @@ class Holding:
         """Return the factor that a forecast is multiplied by before it is compared with a limit."""
         return self._margin.factor
 
-    # Entering.
+    # Admission of a request.
 
     async def admit(self, placement: Placement, context: RequestContext) -> Admitted:
         """Wait until the request may be sent. It does not wait while a replica is not busy.
@@ -189,7 +189,7 @@ class Holding:
         if not held.request.done() and self._queue.remove(held):
             held.request.set_result(refusal)
 
-    # Leaving.
+    # Release of waiting requests.
 
     async def run(self) -> None:
         """Release waiting requests in their order, until cancelled."""
@@ -261,7 +261,7 @@ class Holding:
             return 0.0
         return self._correction.factor * self._raw_forecast_s(empty, len(replicas), least_s, now_s)
 
-    # Refusing.
+    # Refusals.
 
     def _refused_s(self, now_s: float) -> float:
         """Return the wait of the latest refused request; 0 if none was refused recently.

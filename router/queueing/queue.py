@@ -39,11 +39,11 @@ SPARE_SHARE = 0.5  # background requests go to replicas with a larger free share
 DELAY = 40.0  # seconds by which each second of prefill delays a request's order time
 INTERACTIVE = 14.0  # interactive requests are ordered this much earlier, in Scale.busy_s
 BATCH_S = 300.0  # seconds after which a background request is promoted to the default line
-LOOKED_AT = (
-    64  # the first background requests, among which one that an idle replica has is searched
-)
+# Number of the first background requests that are searched for one that an idle replica has cached.
+LOOKED_AT = 64
 DIVIDE_S = 1.0  # seconds between two checks of which tenants are above their share
-AGAIN_S = 0.9  # unchanged order times are published after this time, for routers that just started
+# Unchanged order times are published again after this many seconds, for routers that just started.
+AGAIN_S = 0.9
 PATIENCE_S = 0.4  # seconds that other routers have to send a request that comes first
 STALE_S = 1.0  # seconds after which a router's last check of the replicas is outdated
 WAKE = 0.01  # time between two checks of the replicas while requests wait, in Scale.busy_s

@@ -146,8 +146,8 @@ class Conversations:
         raise ApiError(
             400,
             f"Previous response with id {shown(previous_id)} not found: it or an earlier response "
-            "of the conversation was not stored, has expired, was deleted or evicted, or has another "
-            "cache_salt; send the complete conversation as input",
+            "of the conversation was not stored, has expired, was deleted or evicted, or has "
+            "another cache_salt; send the complete conversation as input",
             param=PREVIOUS,
             code="previous_response_not_found",
         )

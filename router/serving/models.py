@@ -113,7 +113,7 @@ async def _served(request: Request) -> Models:
     return models
 
 
-Served = Annotated[Models, Depends(_served)]  # the type of a route's parameter that gets the models
+Served = Annotated[Models, Depends(_served)]  # type of a route's parameter for the models
 
 
 def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:

@@ -179,8 +179,8 @@ class Renderer:
         """
         http = msgspec.structs.replace(http_call(call, call.raw), problem=problem)
         image = first_image(call.body)
-        home = None if image is None else partial(self._homes.home, image)
-        packed = await self._questions.ask("render", encode_call(http), prefer=home)
+        prefer = None if image is None else partial(self._homes.home, image)
+        packed = await self._questions.ask("render", encode_call(http), prefer=prefer)
         rendered = decode_rendered(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)

@@ -240,10 +240,10 @@ async def test_a_request_that_goes_on_is_not_the_cause() -> None:
 async def test_a_replica_that_hangs_is_not_said_to_die() -> None:
     losses = Losses()
     for number in range(CAUSED):
-        losses.add(f"r{number}", died=False, is_gone=True, held_s=5.0, tokens=0)
+        losses.add(f"r{number}", died=False, is_excluded=True, held_s=5.0, tokens=0)
     losses.check()
     for number in range(CAUSED):
-        losses.add(f"d{number}", died=True, is_gone=True, held_s=DEAD_BEFORE_S, tokens=0)
+        losses.add(f"d{number}", died=True, is_excluded=True, held_s=DEAD_BEFORE_S, tokens=0)
     with pytest.raises(ApiError, match="d0 and d1 died"):
         losses.check()
 

@@ -108,7 +108,7 @@ def test_only_so_many_are_known_and_the_hottest_stay() -> None:
         fleet.ask(once)
         fleet.ask(once)
         fleet.ask(system, text(10_000 + number, 1))
-        assert len(fleet.hot._known) <= 2 * MAX_PREFIXES
+        assert len(fleet.hot._prefixes) <= 2 * MAX_PREFIXES
     assert same(fleet.top()[0], system)
 
 
