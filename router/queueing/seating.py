@@ -131,7 +131,7 @@ class Seating:
             raise self._refusal(context, "would wait", forecast_s, forecast_s)
         if len(self._seats) >= WAITING:
             raise self._refusal(
-                context, "cannot wait, since too many requests wait", None, forecast_s
+                context, f"is one of more than {WAITING} that wait", None, forecast_s
             )
 
     def _refusal(

@@ -1,4 +1,4 @@
-"""The prefixes that save most are those where many prompts meet, not any one chat's history."""
+"""The prefixes that save the most are common to many prompts; a chat's history is not."""
 
 import random
 
@@ -18,7 +18,7 @@ def text(seed: int, blocks: int) -> TokenIds:
 
 
 class Fleet:
-    """One cache without bounds, in front of which the prefixes are counted."""
+    """One unbounded cache; the prefixes of its prompts are counted."""
 
     def __init__(self) -> None:
         self.hot = HotPrefixes(block_size=BLOCK)
@@ -26,7 +26,7 @@ class Fleet:
         self._held: set[int] = set()
 
     def ask(self, *parts: TokenIds, image_at: int | None = None) -> None:
-        """A prompt of these parts, a tenth of a second after the last one."""
+        """Send a prompt of these parts, 0.1 s after the last one."""
         self.now_s += 0.1
         token_ids = np.concatenate(parts)
         features = [] if image_at is None else [Feature("cat", image_at, 5)]
@@ -43,7 +43,7 @@ def same(hot: HotPrefix, *parts: TokenIds) -> bool:
     return np.array_equal(hot.token_ids, np.concatenate(parts))
 
 
-def test_what_many_prompts_begin_with_is_found_in_its_length() -> None:
+def test_the_common_prefix_of_many_prompts_is_found_with_its_length() -> None:
     fleet, system = Fleet(), text(0, 20)
     for number in range(1, 50):
         fleet.ask(system, text(number, 5))
@@ -60,7 +60,7 @@ def test_a_prefix_ends_before_its_first_image() -> None:
 
 
 def test_chats_count_for_what_they_share() -> None:
-    """Ten chats of many turns: each turn finds the history before it, and nobody else does."""
+    """Ten chats with many turns: only the turns of a chat share its history."""
     fleet, system = Fleet(), text(0, 20)
     histories = [[system, text(n, 1)] for n in range(1, 11)]
     for turn in range(20):
@@ -70,7 +70,7 @@ def test_chats_count_for_what_they_share() -> None:
     assert same(fleet.top()[0], system)
 
 
-def test_a_shorter_one_that_only_leads_to_a_longer_one_is_not_listed() -> None:
+def test_a_prefix_that_is_only_used_in_a_longer_one_is_not_listed() -> None:
     fleet, system, document = Fleet(), text(0, 4), text(1, 30)
     fleet.ask(system)
     fleet.ask(system, text(2, 3))
@@ -80,7 +80,7 @@ def test_a_shorter_one_that_only_leads_to_a_longer_one_is_not_listed() -> None:
     assert same(first, system, document)
 
 
-def test_both_are_listed_where_both_are_used() -> None:
+def test_two_nested_prefixes_are_listed_if_both_are_used() -> None:
     fleet, system, document = Fleet(), text(0, 4), text(1, 30)
     for number in range(2, 60, 2):
         fleet.ask(system, text(number, 2))
@@ -90,9 +90,9 @@ def test_both_are_listed_where_both_are_used() -> None:
     assert same(shorter, system)
 
 
-def test_rates_are_what_was_saved_in_a_second() -> None:
+def test_rates_are_tokens_saved_per_second() -> None:
     fleet, system = Fleet(), text(0, 10)
-    for number in range(1, 6000):  # ten minutes of ten a second
+    for number in range(1, 6000):  # ten requests per second for ten minutes
         fleet.ask(system, text(number, 1))
     (first,) = fleet.top()
     assert first.requests_per_s(fleet.now_s) == pytest.approx(10, rel=0.01)
@@ -101,7 +101,7 @@ def test_rates_are_what_was_saved_in_a_second() -> None:
     assert first.requests_per_s(later_s) < 0.001
 
 
-def test_only_so_many_are_known_and_the_hottest_stay() -> None:
+def test_the_number_of_prefixes_is_bounded_and_the_hottest_stay() -> None:
     fleet, system, rng = Fleet(), text(0, 10), random.Random(1)
     for number in range(1, 4 * MAX_PREFIXES):
         once = text(number, 2 + rng.randrange(20))
@@ -112,7 +112,7 @@ def test_only_so_many_are_known_and_the_hottest_stay() -> None:
     assert same(fleet.top()[0], system)
 
 
-def test_what_is_not_cached_anywhere_is_not_hot() -> None:
+def test_a_prefix_that_is_not_cached_is_not_hot() -> None:
     hot = HotPrefixes(block_size=BLOCK)
     chain = fingerprints(text(0, 5), block_size=BLOCK, parent=ROOT)
     for _ in range(3):

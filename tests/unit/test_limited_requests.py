@@ -173,7 +173,7 @@ async def test_the_error_at_the_limit_of_a_minute_has_a_time_and_cached_tokens_a
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     message = refused.json()["error"]["message"]
     assert "its limit of 120 uncached prompt tokens per minute" in message
-    assert "tokens that a replica has cached do not count" in message
+    assert "Tokens that a replica has cached do not count" in message
     served.model.new = 1
     assert (await served.chat()).status_code == 200
 
@@ -186,7 +186,7 @@ async def test_the_error_of_a_prompt_above_the_limit_forbids_a_retry() -> None:
 
 
 @pytest.mark.parametrize("then", ["fail", "break_", "done", "stream"])
-async def test_a_request_is_no_longer_under_way_however_it_ends(then: str) -> None:
+async def test_a_request_is_no_longer_counted_after_any_kind_of_end(then: str) -> None:
     served = Served(TenantLimits(max_requests=1, max_prompt_tokens=100))
     served.model.then = getattr(served.model, then)
     served.model.held.set()
@@ -208,7 +208,7 @@ async def test_tokens_of_a_failed_request_are_given_back_but_not_when_the_client
     assert served.limits.room("acme", 0.0).tokens_left == 9_900
 
 
-async def test_a_stream_is_under_way_until_its_end() -> None:
+async def test_a_stream_is_counted_as_running_until_its_end() -> None:
     served = Served(TenantLimits(max_requests=1))
     served.model.then = served.model.stream
     task = asyncio.create_task(served.chat())
