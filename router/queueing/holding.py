@@ -116,43 +116,45 @@ class Holding:
             ApiError: the request has waited too long, or is expected to wait too long.
         """
         now_s, urgency = self._clock(), context.urgency
-        held = _queued(placement, context)
+        queued = _queued(placement, context)
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
-        if self._queue.is_free(held, least_s):
-            order_s = self._queue.order_s(held)
-            self._arrivals.add(held.prefill_s, order_s - held.arrived_s, now_s)
-            self._queue.sent(held, now_s)
+        if self._queue.is_free(queued, least_s):
+            order_s = self._queue.order_s(queued)
+            self._arrivals.add(queued.prefill_s, order_s - queued.arrived_s, now_s)
+            self._queue.sent(queued, now_s)
             refused_s = self._refused_s(now_s)
             return Admitted(order_s, Wait(urgency.priority), refused_s=refused_s)
-        raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
+        raw_s = self._raw_forecast_s(queued, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
-        if self._is_full(held):
+        if self._is_full(queued):
             raise self._refusal(urgency, "full", forecast_s)
-        if not held.is_batch:  # batch requests never pass others
-            self._arrivals.add(held.prefill_s, self._queue.order_s(held) - held.arrived_s, now_s)
-        self._queue.add(held)
-        refusal = await self._wait(held, urgency.most_s)
+        if not queued.is_batch:  # batch requests never pass others
+            self._arrivals.add(
+                queued.prefill_s, self._queue.order_s(queued) - queued.arrived_s, now_s
+            )
+        self._queue.add(queued)
+        refusal = await self._wait(queued, urgency.most_s)
         end_s = self._clock()
         waited_s = end_s - now_s
-        if refusal != "no_replica" and not held.was_background:
+        if refusal != "no_replica" and not queued.was_background:
             self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
             if urgency.own_s is None:
                 self._margin.learn(forecast_s / urgency.most_s, is_late=refusal is not None)
         if refusal is not None:
-            raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
-        self._queue.sent(held, end_s)
+            raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, queued.tenant))
+        self._queue.sent(queued, end_s)
         reason: Reason = "busy" if least_s >= self._queue.busy_backlog_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
         # Background requests are ordered later in the engines, too.
-        delay_s = BATCH_S if held.allowed_ids else 0.0
-        order_s = held.order_s + delay_s
-        return Admitted(order_s, wait, held.allowed_ids, self._refused_s(end_s))
+        delay_s = BATCH_S if queued.allowed_ids else 0.0
+        order_s = queued.order_s + delay_s
+        return Admitted(order_s, wait, queued.allowed_ids, self._refused_s(end_s))
 
-    def _is_full(self, held: QueuedRequest[Answer]) -> bool:
+    def _is_full(self, queued: QueuedRequest[Answer]) -> bool:
         """Return whether the limit of waiting requests is reached for this kind of request."""
-        if held.is_batch:
+        if queued.is_batch:
             return self._queue.batch >= WAITING_BATCH
         return len(self._queue) - self._queue.batch >= WAITING
 
@@ -165,12 +167,12 @@ class Holding:
         if urgency.most_s < math.inf:
             self._check(urgency, self._least_s(urgency, sharer))
 
-    async def _wait(self, held: QueuedRequest[Answer], within_s: float) -> Refusal | None:
+    async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> Refusal | None:
         """Wait until the request has left the queue; return why it is refused, or None."""
-        answer = held.request
+        answer = queued.request
         timer = None
         if within_s < math.inf:
-            timer = asyncio.get_running_loop().call_later(within_s, self._overdue, held)
+            timer = asyncio.get_running_loop().call_later(within_s, self._overdue, queued)
         self._seen_s = max(self._seen_s, self._clock())
         self._has_waiting.set()
         self._wake.set()
@@ -180,14 +182,14 @@ class Holding:
             if timer:
                 timer.cancel()
             if answer.cancelled():  # the client has disconnected
-                self._queue.remove(held)
+                self._queue.remove(queued)
 
-    def _overdue(self, held: QueuedRequest[Answer]) -> None:
-        self._refuse(held, "deadline" if self._trusted() else "no_replica")
+    def _overdue(self, queued: QueuedRequest[Answer]) -> None:
+        self._refuse(queued, "deadline" if self._trusted() else "no_replica")
 
-    def _refuse(self, held: QueuedRequest[Answer], refusal: Refusal) -> None:
-        if not held.request.done() and self._queue.remove(held):
-            held.request.set_result(refusal)
+    def _refuse(self, queued: QueuedRequest[Answer], refusal: Refusal) -> None:
+        if not queued.request.done() and self._queue.remove(queued):
+            queued.request.set_result(refusal)
 
     # Release of waiting requests.
 
@@ -203,9 +205,9 @@ class Holding:
     async def _release(self) -> None:
         """Release all requests that may be sent now."""
         replicas = self._replicas()
-        while self._queue and (held := self._pop_next(replicas)):
-            if not held.request.done():
-                held.request.set_result(None)
+        while self._queue and (queued := self._pop_next(replicas)):
+            if not queued.request.done():
+                queued.request.set_result(None)
             await asyncio.sleep(0)  # lets the request be sent, so that it counts as load
             replicas = self._trusted()
 
@@ -222,14 +224,14 @@ class Holding:
         if replicas:
             self._seen_s = now_s
         elif now_s - self._seen_s >= RECOVERY_S:
-            for held in [*self._queue]:
-                self._refuse(held, "no_replica")
+            for queued in [*self._queue]:
+                self._refuse(queued, "no_replica")
         return replicas
 
     # Forecasts.
 
     def _raw_forecast_s(
-        self, held: QueuedRequest[Answer], replicas: int, least_s: float, now_s: float
+        self, queued: QueuedRequest[Answer], replicas: int, least_s: float, now_s: float
     ) -> float:
         """Return the predicted wait of a request, without the correction.
 
@@ -239,7 +241,7 @@ class Holding:
         """
         routers = self._routers()
         sooner = [routers * rate for rate in self._arrivals.sooner(now_s)]
-        queued_s = self._queue.forecast_s(held, replicas=replicas, sooner=sooner, now_s=now_s)
+        queued_s = self._queue.forecast_s(queued, replicas=replicas, sooner=sooner, now_s=now_s)
         return max(0.0, least_s - self._queue.busy_backlog_s) + queued_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:

@@ -85,17 +85,17 @@ class _Line(Generic[R]):
     """Requests in the order of their order times."""
 
     def __init__(self) -> None:
-        self.held: list[QueuedRequest[R]] = []
+        self.requests: list[QueuedRequest[R]] = []
 
-    def add(self, held: QueuedRequest[R]) -> None:
-        insort(self.held, held, key=_order)
+    def add(self, queued: QueuedRequest[R]) -> None:
+        insort(self.requests, queued, key=_order)
 
-    def remove(self, held: QueuedRequest[R]) -> bool:
+    def remove(self, queued: QueuedRequest[R]) -> bool:
         """Remove a request. Return False if it is not in this line."""
-        index = bisect_left(self.held, held.order_s, key=_order)
-        while index < len(self.held) and self.held[index].order_s == held.order_s:
-            if self.held[index] is held:
-                del self.held[index]
+        index = bisect_left(self.requests, queued.order_s, key=_order)
+        while index < len(self.requests) and self.requests[index].order_s == queued.order_s:
+            if self.requests[index] is queued:
+                del self.requests[index]
                 return True
             index += 1
         return False
@@ -125,22 +125,22 @@ class Queue(Generic[R]):
         self._open_s: dict[str, float] = {}
 
     def __len__(self) -> int:
-        return len(self._line.held) + self.background
+        return len(self._line.requests) + self.background
 
     def __iter__(self) -> Iterator[QueuedRequest[R]]:
-        yield from self._line.held
-        yield from self._above.held
-        yield from self._batch.held
+        yield from self._line.requests
+        yield from self._above.requests
+        yield from self._batch.requests
 
     @property
     def batch(self) -> int:
         """Return the number of waiting batch requests, without promoted ones."""
-        return len(self._batch.held)
+        return len(self._batch.requests)
 
     @property
     def background(self) -> int:
         """Return the number of waiting background requests."""
-        return len(self._above.held) + self.batch
+        return len(self._above.requests) + self.batch
 
     @property
     def busy_backlog_s(self) -> float:
@@ -152,35 +152,35 @@ class Queue(Generic[R]):
         """Return the seconds between two checks of the replicas while requests wait."""
         return min(MAX_WAKE_S, max(MIN_WAKE_S, WAKE * self._busy_s()))
 
-    def order_s(self, held: QueuedRequest[R]) -> float:
+    def order_s(self, queued: QueuedRequest[R]) -> float:
         """Return the order time of a request; see the module."""
-        order_s = held.arrived_s + held.priority_s + DELAY * held.prefill_s
-        return order_s - INTERACTIVE * self._busy_s() if held.is_interactive else order_s
+        order_s = queued.arrived_s + queued.priority_s + DELAY * queued.prefill_s
+        return order_s - INTERACTIVE * self._busy_s() if queued.is_interactive else order_s
 
-    def is_free(self, held: QueuedRequest[R], backlog_s: float) -> bool:
+    def is_free(self, queued: QueuedRequest[R], backlog_s: float) -> bool:
         """Return whether a new request can be sent at once.
 
         Args:
             backlog_s: the smallest backlog of any replica.
         """
-        is_first = not (self._line.held or self._others)
+        is_first = not (self._line.requests or self._others)
         is_free = backlog_s < self.busy_backlog_s
-        return is_first and is_free and self._line_of(held) is self._line
+        return is_first and is_free and self._line_of(queued) is self._line
 
-    def add(self, held: QueuedRequest[R]) -> None:
+    def add(self, queued: QueuedRequest[R]) -> None:
         """Add a request to its line."""
-        held.order_s = self.order_s(held)
-        self._put(held)
+        queued.order_s = self.order_s(queued)
+        self._put(queued)
         self._changed()
 
-    def remove(self, held: QueuedRequest[R]) -> bool:
+    def remove(self, queued: QueuedRequest[R]) -> bool:
         """Remove a request. Return False if it is not in the queue."""
         self._changed()
-        return any(line.remove(held) for line in (self._line, self._above, self._batch))
+        return any(line.remove(queued) for line in (self._line, self._above, self._batch))
 
-    def sent(self, held: QueuedRequest[R], now_s: float) -> None:
+    def sent(self, queued: QueuedRequest[R], now_s: float) -> None:
         """Count a request that is sent to a replica, whether it has waited or not."""
-        self._shares.use(held.tenant, held.prefill_s, now_s)
+        self._shares.use(queued.tenant, queued.prefill_s, now_s)
 
     def pop_next(
         self, replicas: Sequence[ReplicaCapacity], now_s: float
@@ -190,55 +190,57 @@ class Queue(Generic[R]):
         Args:
             replicas: the replicas that take requests.
         """
-        self._shares.note_waiting([held.tenant for held in self._line.held[:LOOKED_AT]], now_s)
+        self._shares.note_waiting(
+            [queued.tenant for queued in self._line.requests[:LOOKED_AT]], now_s
+        )
         self._divide(now_s)
         self._promote(now_s)
-        if self._line.held:
-            held = self._line.held[0] if self._may_send(replicas, now_s) else None
+        if self._line.requests:
+            queued = self._line.requests[0] if self._may_send(replicas, now_s) else None
         else:
-            held = self._next_background(replicas)
-        if held is not None:
-            self.remove(held)
-        return held
+            queued = self._next_background(replicas)
+        if queued is not None:
+            self.remove(queued)
+        return queued
 
-    def _put(self, held: QueuedRequest[R]) -> None:
-        line = self._line_of(held)
-        held.was_background |= line is not self._line
-        line.add(held)
+    def _put(self, queued: QueuedRequest[R]) -> None:
+        line = self._line_of(queued)
+        queued.was_background |= line is not self._line
+        line.add(queued)
 
-    def _line_of(self, held: QueuedRequest[R]) -> _Line[R]:
-        if held.is_promoted:
+    def _line_of(self, queued: QueuedRequest[R]) -> _Line[R]:
+        if queued.is_promoted:
             return self._line
-        if held.is_batch:
+        if queued.is_batch:
             return self._batch
-        return self._above if self._shares.are_exceeded(held.tenant) else self._line
+        return self._above if self._shares.are_exceeded(queued.tenant) else self._line
 
     def _divide(self, now_s: float) -> None:
         """Move requests between lines, since the tenants' shares have changed."""
         if now_s - self._divided_s < DIVIDE_S:
             return
         self._divided_s = now_s
-        waiting = [*self._line.held, *self._above.held]
-        self._line.held.clear()
-        self._above.held.clear()
-        for held in waiting:
-            self._put(held)
+        waiting = [*self._line.requests, *self._above.requests]
+        self._line.requests.clear()
+        self._above.requests.clear()
+        for queued in waiting:
+            self._put(queued)
         self._changed()
 
     def _promote(self, now_s: float) -> None:
         """Move background requests that have waited for BATCH_S to the default line."""
         for line in (self._above, self._batch):
-            while line.held and line.held[0].order_s + BATCH_S < now_s:
-                held = line.held.pop(0)
-                held.is_promoted = True
-                held.order_s += BATCH_S
-                self._put(held)
+            while line.requests and line.requests[0].order_s + BATCH_S < now_s:
+                queued = line.requests.pop(0)
+                queued.is_promoted = True
+                queued.order_s += BATCH_S
+                self._put(queued)
 
     def _may_send(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> bool:
         """Return whether the first request of the default line may be sent now."""
         limit_s = self.busy_backlog_s
         open_ids = [replica.replica_id for replica in replicas if replica.backlog_s < limit_s]
-        is_first = self._before(self._line.held[0].order_s) < len(open_ids)
+        is_first = self._before(self._line.requests[0].order_s) < len(open_ids)
         if is_first or now_s - self._looked_s > STALE_S:
             self._open_s.clear()
         self._looked_s = now_s
@@ -253,8 +255,8 @@ class Queue(Generic[R]):
         Of the first LOOKED_AT requests, it is the first one whose prompt is cached by an idle
         replica, or by none. If there is no such request, it is the first of the line.
         """
-        line = self._above if self._above.held else self._batch
-        if not line.held or self._others:
+        line = self._above if self._above.requests else self._batch
+        if not line.requests or self._others:
             return None
         idle = [
             replica.replica_id
@@ -264,11 +266,11 @@ class Queue(Generic[R]):
         ]
         if not idle:
             return None
-        first = line.held[:LOOKED_AT]
-        fits = (held for held in first if not held.holder_id or held.holder_id in idle)
-        held = next(fits, first[0])
-        held.allowed_ids = idle
-        return held
+        first = line.requests[:LOOKED_AT]
+        fits = (queued for queued in first if not queued.holder_id or queued.holder_id in idle)
+        queued = next(fits, first[0])
+        queued.allowed_ids = idle
+        return queued
 
     def _changed(self) -> None:
         self._has_changed = True
@@ -281,7 +283,7 @@ class Queue(Generic[R]):
     # Forecast.
 
     def forecast_s(
-        self, held: QueuedRequest[R], *, replicas: int, sooner: Sequence[float], now_s: float
+        self, queued: QueuedRequest[R], *, replicas: int, sooner: Sequence[float], now_s: float
     ) -> float:
         """Return how many seconds a new request will wait.
 
@@ -289,17 +291,20 @@ class Queue(Generic[R]):
             replicas: number of replicas.
             sooner: the work that arrives at all routers; see ArrivalRates.sooner.
         """
-        order_s = self.order_s(held)
+        order_s = self.order_s(queued)
         ahead_s = sum(_work_s(waiting, order_s) for waiting in self._others.values())
-        ahead_s += _sooner_s(self._line.held, order_s)
-        if (line := self._line_of(held)) is not self._line:
-            ahead_s += _sooner_s(line.held, order_s)
+        ahead_s += _sooner_s(self._line.requests, order_s)
+        if (line := self._line_of(queued)) is not self._line:
+            ahead_s += _sooner_s(line.requests, order_s)
         return waiting_s(ahead_s, order_s - now_s, sooner, replicas, self._busy_s())
 
     def state(self, now_s: float) -> dict[str, QueueState]:
         """Return the state of the lines, by name. Other threads may call this."""
-        lines = {"default": [*self._line.held], "filling": [*self._above.held, *self._batch.held]}
-        return {name: _state(held, now_s) for name, held in lines.items()}
+        lines = {
+            "default": [*self._line.requests],
+            "filling": [*self._above.requests, *self._batch.requests],
+        }
+        return {name: _state(requests, now_s) for name, requests in lines.items()}
 
     # The other routers.
 
@@ -316,14 +321,16 @@ class Queue(Generic[R]):
 
         Order times are relative to `now_s`, since the routers' clocks differ.
         """
-        held = self._line.held
+        requests = self._line.requests
         if not self._has_changed and now_s - self._published_s < AGAIN_S:
             return None
         self._has_changed, self._published_s = False, now_s
-        work_s = [*accumulate(request.prefill_s for request in held)]
-        places = [*(n for n in PUBLISHED if n < len(held)), len(held)] if held else []
+        work_s = [*accumulate(request.prefill_s for request in requests)]
+        places = [*(n for n in PUBLISHED if n < len(requests)), len(requests)] if requests else []
         return Waiting(
-            places, [held[n - 1].order_s - now_s for n in places], [work_s[n - 1] for n in places]
+            places,
+            [requests[n - 1].order_s - now_s for n in places],
+            [work_s[n - 1] for n in places],
         )
 
     def receive(self, router: str, waiting: Waiting, now_s: float) -> None:
@@ -345,11 +352,11 @@ class Queue(Generic[R]):
 
 def _sooner_s(line: Sequence[QueuedRequest[R]], order_s: float) -> float:
     """Return the prefill time of the requests with an earlier order time."""
-    return sum(held.prefill_s for held in line[: bisect_left(line, order_s, key=_order)])
+    return sum(queued.prefill_s for queued in line[: bisect_left(line, order_s, key=_order)])
 
 
-def _order(held: QueuedRequest[R]) -> float:
-    return held.order_s
+def _order(queued: QueuedRequest[R]) -> float:
+    return queued.order_s
 
 
 def _position(waiting: Waiting, order_s: float) -> int:
@@ -367,8 +374,8 @@ def _work_s(waiting: Waiting, order_s: float) -> float:
     return waiting.work_s[index - 1] if index else 0.0
 
 
-def _state(held: Sequence[QueuedRequest[R]], now_s: float) -> QueueState:
-    if not held:
+def _state(requests: Sequence[QueuedRequest[R]], now_s: float) -> QueueState:
+    if not requests:
         return QueueState()
-    oldest_s = now_s - min(request.arrived_s for request in held)
-    return QueueState(len(held), sum(request.prefill_s for request in held), oldest_s)
+    oldest_s = now_s - min(request.arrived_s for request in requests)
+    return QueueState(len(requests), sum(request.prefill_s for request in requests), oldest_s)

@@ -115,8 +115,10 @@ class Production:
         yield from self._sends(now_s)
 
     def _sends(self, now_s: float) -> Iterator[Sending]:
-        while held := self._queue.pop_next(self._fleet.loads.capacities(self._names, now_s), now_s):
-            yield self._send(held, now_s)
+        while queued := self._queue.pop_next(
+            self._fleet.loads.capacities(self._names, now_s), now_s
+        ):
+            yield self._send(queued, now_s)
 
     def wakes_s(self) -> float | None:
         """Return the seconds until a replica has room for a request, or seats may be idle."""
@@ -134,10 +136,10 @@ class Production:
             request.reusable, request.input_tokens, allowed_ids or self._names, now_s
         )
 
-    def _send(self, held: QueuedRequest[Request], now_s: float) -> Sending:
-        request = held.request
-        self._queue.sent(held, now_s)
-        placement = self._place(request, now_s, held.allowed_ids)
+    def _send(self, queued: QueuedRequest[Request], now_s: float) -> Sending:
+        request = queued.request
+        self._queue.sent(queued, now_s)
+        placement = self._place(request, now_s, queued.allowed_ids)
         best = self.best(placement)
         retention = self._retentions.pop(request.index)
         context = RequestContext(now_s, retention=retention)
@@ -146,7 +148,7 @@ class Production:
         return Sending(
             request,
             int(best.replica_id),
-            held.order_s - now_s,
+            queued.order_s - now_s,
             attempt.dispatch.new_tokens,
             self.kept(retention.keep),
         )
