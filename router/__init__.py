@@ -1,1 +1,1 @@
-"""The read path: a request in, the best replica out."""
+"""The router: an HTTP server that sends each request to the best replica."""

@@ -1,4 +1,4 @@
-"""One router's HTTP application: all routes, and errors in OpenAI's shape."""
+"""The Serve deployment of a router, and its HTTP application with all routes."""
 
 import asyncio
 import logging
@@ -42,13 +42,14 @@ from kvroute.settings.router import RouterSettings
 
 log = logging.getLogger("kvroute.ingress")
 
-LAST_ERRORS_S = 1.0  # before Serve ends a router, the clients of unfinished answers get an error
+# Unfinished answers are ended with an error this many seconds before Serve ends a router.
+LAST_ERRORS_S = 1.0
 
 
 @serve.deployment
 @serve.ingress()
 class Router:
-    """One of N equal routers; each keeps its own mirror of every model's index."""
+    """One of several equal routers. Each has its own mirror of every model's index."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, models: Sequence[tuple[dict[str, Any], DeploymentHandle]]
@@ -62,30 +63,31 @@ class Router:
         self._answers = RunningAnswers()
         id_ = uuid.uuid4().hex[:12]
         request_spans.start(id_)
-        settings = [RouterSettings.model_validate(given) for given, _ in models]
+        settings = [RouterSettings.model_validate(values) for values, _ in models]
         self._keys = await _keys(settings[0].api_keys)
         self._limits = Limits(self._keys.limits) if self._keys else None
-        for own, (_, replicas) in zip(settings, models, strict=True):
-            limits = None if self._all else self._limits  # the first model's channel is enough
-            self._all.append(await _model_router(id_, own, replicas, limits))
+        for model_settings, (_, replicas) in zip(settings, models, strict=True):
+            # Tenants' counts are published on the channel of the first model only.
+            limits = None if self._all else self._limits
+            self._all.append(await _model_router(id_, model_settings, replicas, limits))
         self._models = Models(id_, self._all)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
-        self._ending = asyncio.create_task(_end_in_time(self._answers, drain_s))
+        self._ending = asyncio.create_task(_end_before_serve(self._answers, drain_s))
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the application; Serve calls this after the constructor."""
+        """Return the HTTP application. Serve calls this after the constructor."""
         return application(
             self._models, self._bodies, self._keys, self._limits, answers=self._answers
         )
 
     async def stop(self) -> int:
-        """Refuse new requests from now on, and return how many answers are still running.
+        """Refuse new requests from now on, and return the number of running answers.
 
-        `kvroute serve` calls this, through Serve, when it is to stop.
+        `kvroute serve` calls this through Serve when it shuts down.
         """
         return self._answers.stop()
 
@@ -94,7 +96,7 @@ class Router:
         self._answers.end()
 
     async def check_health(self) -> None:
-        """Serve replaces the router when this raises."""
+        """Raise the error of a background task that has ended. Serve then replaces the router."""
         for model in self._all:
             model.lifecycle.check()
         if self._watching and self._watching.done():
@@ -115,8 +117,12 @@ async def _keys(path: Path | None) -> WatchedKeys | None:
     return await asyncio.to_thread(WatchedKeys, path) if path else None
 
 
-async def _end_in_time(answers: RunningAnswers, drain_s: float) -> None:
-    """End what is left shortly before Serve ends a router that it drains."""
+async def _end_before_serve(answers: RunningAnswers, drain_s: float) -> None:
+    """While Serve drains the router: end the remaining answers shortly before Serve ends it.
+
+    Args:
+        drain_s: seconds that Serve waits before it ends the router.
+    """
     await draining()
     await asyncio.sleep(max(0.0, drain_s - LAST_ERRORS_S))
     answers.end()
@@ -125,6 +131,7 @@ async def _end_in_time(answers: RunningAnswers, drain_s: float) -> None:
 async def _model_router(
     id_: str, settings: RouterSettings, replicas: DeploymentHandle, limits: Limits | None
 ) -> ModelRouter:
+    """Load the model's tokenizer, and return its router."""
     folder = await asyncio.to_thread(resolve, settings.model)
     load = partial(Prompts, escapes=settings.escapes)
     tokenizer = await asyncio.to_thread(load, folder, settings.revision, settings.engine_args)
@@ -142,9 +149,11 @@ def application(
     """Return an application with all routes for these models.
 
     Args:
-        keys: who may ask; None: everybody.
-        limits: of the keys' tenants.
-        answers: are told when the router stops.
+        models: the models that the router serves.
+        bodies: reads and parses the bodies of requests.
+        keys: the API keys; None: every client may send requests.
+        limits: the limits of tenants.
+        answers: the running answers, which end when the router stops.
     """
     answers = answers or RunningAnswers()
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
@@ -153,7 +162,7 @@ def application(
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
-    refused = models.first.telemetry.refused  # counts a refusal before the model is known
+    refused = models.first.telemetry.refused  # counts refusals before the model is known
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=refused)
     http.add_middleware(LastAnswers, answers=answers, refused=refused)
@@ -166,8 +175,8 @@ def application(
         refused=refused,
     )
     conversations = (openai_routes, response_routes, session_routes)
-    for kind in (*conversations, prefix_routes, cluster_routes, ui_routes):
-        http.include_router(kind.routes)
+    for module in (*conversations, prefix_routes, cluster_routes, ui_routes):
+        http.include_router(module.routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(HTTPException)(_refuse_route)
     http.exception_handler(Exception)(_fail)
@@ -180,12 +189,14 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
     path, method = request.url.path, request.method
-    message = f"{method} {path}: {error.detail}. See GET /v1/models for what is served."
-    headers = dict(error.headers or {})  # such as the methods that a 405 allows
+    message = f"{method} {path}: {error.detail}. GET /v1/models lists the models."
+    headers = dict(error.headers or {})  # for example, the allowed methods of a 405
     return await _refuse(request, ApiError(error.status_code, message, headers=headers))
 
 
 async def _fail(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    message = f"the server failed to answer; its log says why, at request {request_id(request)}"
+    message = (
+        f"the router failed to answer; its log has the reason, at request {request_id(request)}"
+    )
     return await _refuse(request, ApiError(500, message, type="server_error"))

@@ -1,1 +1,4 @@
-"""A prompt becomes one stream of chunks; if a replica is lost, another one continues."""
+"""Dispatch: sends a prompt to a replica and streams the response.
+
+If the replica is lost, another replica continues the response.
+"""

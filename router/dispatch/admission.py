@@ -1,8 +1,9 @@
 """Admission: decides when a prompt may be sent to a replica.
 
-The limits of its tenant, the seat of its session and the queue must all allow it. Each prompt has a
-Ticket. If a prompt had to wait, the caches of the replicas have changed meanwhile. So its ticket
-does not admit it yet: it is placed again, and then asks for admission again.
+A prompt must be within the limits of its tenant, its session must have a seat, and the queue must
+release it. Each prompt has a Ticket. If the prompt had to wait, the caches of the replicas have
+changed in the meantime. So the ticket does not admit it yet: the dispatcher places the prompt
+again, and asks for admission again.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from kvroute.router.queueing.holding import MAX_REFUSED_S, RECOVERY_S, Admitted,
 from kvroute.router.queueing.refusals import no_replica
 from kvroute.router.queueing.seating import Seating
 
-POLL_S = 0.1  # seconds between two checks for a running replica while there is none
+POLL_S = 0.1  # seconds between two checks for a running replica, while no replica runs
 
 
 class Gate:
@@ -39,31 +40,30 @@ class Gate:
         self.holding = holding
         self.seating = seating
 
-    async def running(self, gone: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
-        """Return the ranks that may get a request; wait for one while there is none.
+    async def running(self, excluded_ids: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
+        """Return the ranks that may get a request. If there is no such rank, wait for one.
 
         Args:
-            gone: replicas that may not get the request.
+            excluded_ids: replicas that may not get the request.
 
         Raises:
-            ApiError: there was no replica for RECOVERY_S, or within the request's own wait limit.
+            ApiError: no replica was ready within RECOVERY_S or the request's own wait limit.
         """
         within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
         deadline = time.monotonic() + within_s
-        while not (running := _left(self.liveness.trusted(), gone)):
+        while not (running := _without(self.liveness.trusted(), excluded_ids)):
             if time.monotonic() >= deadline:
-                self.fleet.observer.turned_away(urgency.priority, "no_replica")
+                self.fleet.observer.rejected(urgency.priority, "no_replica")
                 raise no_replica()
             await asyncio.sleep(POLL_S)
         return running
 
 
 class Ticket:
-    """One prompt's way through the gate.
+    """One prompt's state of admission.
 
-    Args:
-        context: the request's context. The ticket keeps a copy with a new `wait`, `urgency` and
-            `retention`.
+    Attributes:
+        context: the request's context. The ticket sets `wait`, `urgency` and `retention`.
     """
 
     def __init__(self, gate: Gate, context: RequestContext) -> None:
@@ -71,24 +71,28 @@ class Ticket:
         self._gate = gate
         self._seating = None if context.is_resumed else gate.seating
         self._seat_s = 0.0  # seconds that the prompt has waited for a seat
-        self._turn = Admitted(context.at_s) if context.is_resumed else None
+        self._admitted = Admitted(context.ready_s) if context.is_resumed else None
 
-    async def running(self, gone: Collection[str]) -> Sequence[str]:
+    async def running(self, excluded_ids: Collection[str]) -> Sequence[str]:
         """Return the ranks that the prompt may be sent to.
+
+        Args:
+            excluded_ids: replicas that may not get the prompt.
 
         Raises:
             ApiError: no replica was ready in time.
         """
-        running = await self._gate.running(gone, self.context.urgency)
-        if self._turn is None or not self._turn.among:
+        running = await self._gate.running(excluded_ids, self.context.urgency)
+        if self._admitted is None or not self._admitted.allowed_ids:
             return running
-        return [id_ for id_ in running if id_ in self._turn.among] or running
+        return [id_ for id_ in running if id_ in self._admitted.allowed_ids] or running
 
     async def admit(self, placement: Placement, request_id: str, now_s: float) -> bool:
-        """Return whether the prompt may be sent now, to the first replicas of this placement.
+        """Return whether the prompt may be sent now, according to this placement.
 
         Args:
             request_id: the id of the prompt's dispatch.
+            now_s: time at which the prompt was placed.
 
         Returns:
             False if the prompt had to wait and has to be placed again.
@@ -104,23 +108,24 @@ class Ticket:
         if retention is None:
             retention = self._gate.fleet.retention(placement, self.context.hints)
         self.context = replace(self.context, retention=retention)
-        return await self._has_seat(placement) and await self._is_due(placement)
+        return await self._get_seat(placement) and await self._leave_queue(placement)
 
     def signed(self, request: GenerateRequest, now_s: float) -> GenerateRequest:
-        """Return the admitted request with its place in the order of the engine's queue.
+        """Return the admitted request with its order time for the engine's queue, and its wait.
 
         Args:
             now_s: time at which the request was placed.
         """
-        assert self._turn is not None
+        assert self._admitted is not None
         return replace(
             request,
-            order_s=self._turn.at_s - now_s,
-            waited_s=max(self._turn.missed_s, min(self._seat_s, MAX_REFUSED_S)),
+            order_s=self._admitted.order_s - now_s,
+            waited_s=max(self._admitted.missed_s, min(self._seat_s, MAX_REFUSED_S)),
             keep=self.context.retention.keep if self.context.retention else None,
         )
 
-    async def _has_seat(self, placement: Placement) -> bool:
+    async def _get_seat(self, placement: Placement) -> bool:
+        """Wait for a seat if the session needs one; return False if the prompt had to wait."""
         if self._seating is None:
             return True
         seating, self._seating = self._seating, None
@@ -131,15 +136,18 @@ class Ticket:
         self.context = replace(self.context, urgency=urgency)
         return False
 
-    async def _is_due(self, placement: Placement) -> bool:
-        if self._turn is not None:
+    async def _leave_queue(self, placement: Placement) -> bool:
+        """Wait in the queue if replicas are busy; return False if the prompt had to wait."""
+        if self._admitted is not None:
             return True
-        self._turn = await self._gate.holding.turn(placement, self.context)
-        wait = self._turn.wait
+        self._admitted = await self._gate.holding.admit(placement, self.context)
+        wait = self._admitted.wait
         self.context = replace(self.context, wait=wait.after_seat(self._seat_s))
         return wait.reason == "none"
 
 
-def _left(rank_ids: list[str], gone: Collection[str]) -> list[str]:
-    """Return the ranks that do not belong to the replicas in `gone`."""
-    return [id_ for id_ in rank_ids if replica_of(id_) not in gone] if gone else rank_ids
+def _without(rank_ids: list[str], excluded_ids: Collection[str]) -> list[str]:
+    """Return the ranks that do not belong to an excluded replica."""
+    if not excluded_ids:
+        return rank_ids
+    return [id_ for id_ in rank_ids if replica_of(id_) not in excluded_ids]

@@ -1,6 +1,6 @@
-"""Completion calls with several prompts.
+"""Responses to completion calls with several prompts.
 
-Each prompt runs where its prefix is cached, and the client gets one response. Choice c of prompt p
+The prompts are placed independently, and the client gets one response. In it, choice c of prompt p
 has the index p * n + c.
 """
 
@@ -15,16 +15,16 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.errors import DONE, EVENTS, ApiError
 from kvroute.router.dispatch.generation import Generation
-from kvroute.router.dispatch.merge import Merged
+from kvroute.router.dispatch.merge import MergedStreams
 from kvroute.router.dispatch.relay import Answer, Ending, Failed
 
-EVENT = b"data: "
+EVENT = b"data: "  # beginning of a server-sent event
 
 encode = msgspec.json.encode
 decode = msgspec.json.decode
 
 
-async def batched(
+async def batch_response(
     generations: Sequence[Generation],
     headers: Mapping[str, str],
     *,
@@ -35,38 +35,45 @@ async def batched(
     """Return the response to a call with several prompts.
 
     Args:
-        n: choices of each prompt.
+        headers: headers to add to the response.
+        n: number of choices for each prompt.
+        ending: changes the last bytes of the response.
+        failed: makes the last event of a stream that ends too early.
 
     Raises:
-        ApiError: no replica can continue.
+        ApiError: no replica can continue the response to one of the prompts.
     """
     answers = [Answer(generation) for generation in generations]
     is_streamed = False
     try:
-        await asyncio.gather(*(answer.begin() for answer in answers))
+        await asyncio.gather(*(answer.wait_for_status() for answer in answers))
         for answer in answers:
-            if answer.status != 200:  # all bodies differ in their prompts only
-                refusal = await answer.whole()
+            if answer.status != 200:  # the calls differ only in their prompts: one error is enough
+                refusal = await answer.read_all()
                 return Response(refusal, answer.status, headers, media_type=answer.content_type)
         is_streamed = answers[0].is_stream
         if is_streamed:
             return _BatchEvents(answers, headers, n=n, ending=ending, failed=failed)
-        wholes = await asyncio.gather(*(answer.whole() for answer in answers))
+        bodies = await asyncio.gather(*(answer.read_all() for answer in answers))
     finally:
         if not is_streamed:
             _close(answers)
     return Response(
-        ending(encode(one_body([decode(whole) for whole in wholes], n=n))),
+        ending(encode(merge_bodies([decode(body) for body in bodies], n=n))),
         headers=headers,
         media_type="application/json",
     )
 
 
-def one_body(bodies: Sequence[dict[str, Any]], *, n: int) -> dict[str, Any]:
-    """Return the whole responses to each prompt as the response to all."""
+def merge_bodies(bodies: Sequence[dict[str, Any]], *, n: int) -> dict[str, Any]:
+    """Merge the response bodies of all prompts into one.
+
+    Args:
+        n: number of choices for each prompt.
+    """
     first, *others = bodies
     choices = [
-        _moved(choice, prompt * n)
+        _shifted(choice, prompt * n)
         for prompt, body in enumerate(bodies)
         for choice in body["choices"]
     ]
@@ -77,7 +84,7 @@ def one_body(bodies: Sequence[dict[str, Any]], *, n: int) -> dict[str, Any]:
 
 
 class _BatchEvents(StreamingResponse):
-    """The events of all prompts as they come."""
+    """A stream of the events of all prompts, in the order of their arrival."""
 
     def __init__(
         self,
@@ -93,7 +100,8 @@ class _BatchEvents(StreamingResponse):
         self._n = n
         self._ending = ending
         self._failed = failed
-        self._last: dict[str, Any] | None = None  # the event with the usage, summed
+        # The last event of the response: the usage, added up over the prompts so far.
+        self._last: dict[str, Any] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -104,9 +112,9 @@ class _BatchEvents(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        merged = Merged([answer.next for answer in self._answers])
+        merged = MergedStreams([answer.next for answer in self._answers])
         try:
-            async for prompt, data in _each(merged):
+            async for prompt, data in _items(merged):
                 if body := b"".join(self._events(prompt, data)):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             last = EVENT + encode(self._last) + b"\n\n" if self._last else b""
@@ -118,13 +126,19 @@ class _BatchEvents(StreamingResponse):
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
     def _events(self, prompt: int, data: bytes) -> Iterator[bytes]:
-        """One prompt's events with its choices' own numbers, without its end."""
+        """Renumber the choices in one prompt's events.
+
+        Usage is added up in `_last`, and the end of the prompt's stream is left out.
+
+        Args:
+            prompt: index of the prompt in the call.
+        """
         for event in data.split(b"\n\n"):
             if not event.startswith(EVENT) or event == DONE.strip():
                 continue
             body = decode(event.removeprefix(EVENT))
             if body.get("choices"):
-                body["choices"] = [_moved(each, prompt * self._n) for each in body["choices"]]
+                body["choices"] = [_shifted(c, prompt * self._n) for c in body["choices"]]
                 yield EVENT + encode(body) + b"\n\n"
             elif "usage" in body:
                 usage = (
@@ -135,22 +149,22 @@ class _BatchEvents(StreamingResponse):
                 yield event + b"\n\n"  # an error
 
 
-async def _each(merged: Merged[bytes]) -> AsyncIterator[tuple[int, bytes]]:
+async def _items(merged: MergedStreams[bytes]) -> AsyncIterator[tuple[int, bytes]]:
     while (item := await merged.next()) is not None:
         yield item
 
 
-def _moved(choice: dict[str, Any], by: int) -> dict[str, Any]:
+def _shifted(choice: dict[str, Any], by: int) -> dict[str, Any]:
     return {**choice, "index": choice["index"] + by}
 
 
-def _sum(one: Any, other: Any) -> Any:
+def _sum(left: Any, right: Any) -> Any:
     """Return the sum of two JSON values: numbers are added, objects field by field."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return {name: _sum(one.get(name), other.get(name)) for name in one | other}
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other if isinstance(one, int | float) else one
+    if isinstance(left, dict) and isinstance(right, dict):
+        return {name: _sum(left.get(name), right.get(name)) for name in left | right}
+    if left is None or right is None:
+        return right if left is None else left
+    return left + right if isinstance(left, int | float) else left
 
 
 def _close(answers: Sequence[Answer]) -> None:

@@ -1,7 +1,8 @@
-"""Requests that stopped a replica, which no replica gets for some minutes.
+"""The poison list: requests that stopped a replica, and that routers refuse for some minutes.
 
-A client's library sends a failed request again, and each time it would stop one replica more. They
-are known by their content: the prompt's tokens and the body. All routers share the list.
+Client libraries retry failed requests, and each retry would stop another replica. A request is
+identified by its content: the tokens of its prompt, its path and its body. Routers publish their
+additions to each other.
 """
 
 import hashlib
@@ -13,23 +14,24 @@ from typing import Any
 from kvroute.contract.generation import GenerateRequest
 from kvroute.router.api.errors import ApiError
 
-KEPT_S = 180.0  # seconds for which a request is refused; clients' retries end sooner
-MOST = 1024  # requests that are known; further ones replace the oldest
-DIGEST_BYTES = 16
-CODE = "request_blamed"
+REFUSED_S = 180.0  # seconds for which a request is refused; longer than clients retry
+MAX_REQUESTS = 1024  # requests on the list; a further request replaces the oldest one
+DIGEST_BYTES = 16  # length of the hash that identifies a request
+CODE = "request_blamed"  # error code of a refused request
 
 
 @dataclass(frozen=True, slots=True)
 class _Blame:
-    at_s: float
-    why: str
+    since_s: float
+    reason: str
 
 
 class PoisonList:
-    """The list of one model in one router.
+    """One router's poison list for one model.
 
     Args:
         publish: called with the digest of each request that this router adds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -40,55 +42,60 @@ class PoisonList:
         self.added = 0  # requests that this router has added since its start
         self._publish = publish
         self._clock = clock
-        self._found: dict[bytes, _Blame] = {}  # digest -> entry, the oldest first
+        self._entries: dict[bytes, _Blame] = {}  # digest -> entry, the oldest first
 
-    def add(self, request: GenerateRequest, why: str) -> None:
-        """Refuse this request everywhere from now on. why: what it did, as a clause."""
+    def add(self, request: GenerateRequest, reason: str) -> None:
+        """Refuse this request in all routers from now on.
+
+        Args:
+            reason: a clause that says what the request did, such as "it stopped replica r1".
+        """
         self.added += 1
         digest = _digest(request)
-        self._note(digest, why)
+        self._note(digest, reason)
         self._publish(digest)
 
     def receive(self, digest: bytes) -> None:
-        """Add a request of another router."""
-        self._note(digest, "it stopped a replica, as another router has seen")
+        """Add a request that another router has published."""
+        self._note(digest, "it stopped a replica, as another router has reported")
 
     def check(self, request: GenerateRequest) -> None:
-        """Refuse a request that is on the list.
+        """Check that a request is not on the list.
 
         Raises:
-            ApiError: it is.
+            ApiError: the request is on the list.
         """
-        if not self._current():  # nearly always; else a body of 1 MB takes 1 ms
+        if not self._current():  # the usual case; avoids the hash, which takes 1 ms for 1 MB
             return
-        if blame := self._found.get(_digest(request)):
+        if blame := self._entries.get(_digest(request)):
             raise ApiError(
                 400,
-                f"{blame.why}; so no replica gets it for {KEPT_S:g} s. Do not send it again "
+                f"{blame.reason}; so it is refused for {REFUSED_S:g} s. Do not send it again "
                 "unchanged: use a smaller schema, grammar, tools or prompt",
                 code=CODE,
             )
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Age and reason of each request on the list."""
+        """Return the age and the reason of each request on the list."""
         now_s = self._clock()
-        return [{"age_s": now_s - each.at_s, "why": each.why} for each in self._current()]
+        return [{"age_s": now_s - entry.since_s, "why": entry.reason} for entry in self._current()]
 
     def _current(self) -> list[_Blame]:
-        oldest_s = self._clock() - KEPT_S
-        while self._found and next(iter(self._found.values())).at_s < oldest_s:
-            del self._found[next(iter(self._found))]
-        return [*self._found.values()]
+        """Remove entries that are too old, and return the others."""
+        oldest_s = self._clock() - REFUSED_S
+        while self._entries and next(iter(self._entries.values())).since_s < oldest_s:
+            del self._entries[next(iter(self._entries))]
+        return [*self._entries.values()]
 
-    def _note(self, digest: bytes, why: str) -> None:
-        self._found.pop(digest, None)
-        self._found[digest] = _Blame(self._clock(), why)
-        if len(self._found) > MOST:
-            del self._found[next(iter(self._found))]
+    def _note(self, digest: bytes, reason: str) -> None:
+        self._entries.pop(digest, None)
+        self._entries[digest] = _Blame(self._clock(), reason)
+        if len(self._entries) > MAX_REQUESTS:
+            del self._entries[next(iter(self._entries))]
 
 
 def _digest(request: GenerateRequest) -> bytes:
-    """Return a name for the request's content, the same for each attempt and each router."""
+    """Return a hash of the request's content, which is equal in every router and for a retry."""
     digest = hashlib.blake2b(request.prompt_ids.tobytes(), digest_size=DIGEST_BYTES)
     if request.call:
         digest.update(request.call.path.encode())

@@ -1,4 +1,4 @@
-"""The chats of a batch run at the same time, and the client gets one response."""
+"""Batches of chats: they run at the same time, and the client gets one response."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -8,26 +8,26 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from kvroute.router.dispatch.batch import one_body
+from kvroute.router.dispatch.batch import merge_bodies
 from kvroute.router.dispatch.relay import SHOWN_REPLICAS
 from kvroute.router.placement.receipts import RECEIPTS
 
 
-async def answered_together(
-    chats: Iterable[Coroutine[Any, Any, Response]], *, id_: str
-) -> Response:
-    """Return the responses to all chats as one, or the first that is an error.
+async def run_together(chats: Iterable[Coroutine[Any, Any, Response]], *, id_: str) -> Response:
+    """Run all chats at once, and return their responses as one.
 
-    The other chats end when one raises an exception, or when the client leaves.
+    If a chat gets an error, return the first error instead. All chats are cancelled when one of
+    them raises an exception, or when the client disconnects.
 
     Args:
-        id_: of the request, which the response's id has.
+        chats: each returns the response to one chat.
+        id_: id of the request; it becomes a part of the response's id.
     """
     tasks: list[asyncio.Task[Response]] = []
     try:
         for chat in chats:
             tasks.append(asyncio.create_task(chat))
-            await asyncio.sleep(0)  # the event loop does what else is due before the next one
+            await asyncio.sleep(0)  # lets other tasks run before the next chat starts
         responses = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -36,23 +36,27 @@ async def answered_together(
     for response in responses:
         if response.status_code != 200:
             return response
-    return _one(responses, id_)
+    return _combine(responses, id_)
 
 
-def _one(responses: Sequence[Response], id_: str) -> Response:
+def _combine(responses: Sequence[Response], id_: str) -> Response:
     bodies = [msgspec.json.decode(response.body) for response in responses]
-    body = {**one_body(bodies, n=1), "id": f"chatcmpl-{id_}"}
+    body = {**merge_bodies(bodies, n=1), "id": f"chatcmpl-{id_}"}
     if RECEIPTS in body:
         body[RECEIPTS] = [receipt for body in bodies for receipt in body[RECEIPTS]]
-    headers = _placement([response.headers for response in responses])
+    headers = _combined_headers([response.headers for response in responses])
     return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")
 
 
-def _placement(each: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return what placement_headers makes of several prompts: here of one response to each."""
-    replicas = dict.fromkeys(headers["x-kvroute-replica"] for headers in each)
-    longest = max(each, key=lambda headers: float(headers["x-kvroute-queued-s"]))
-    tokens = sum(int(headers["x-kvroute-expected-tokens"]) for headers in each)
+def _combined_headers(responses: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the headers that `placement_headers` would return for all prompts together.
+
+    Args:
+        responses: the headers of the response to each chat.
+    """
+    replicas = dict.fromkeys(headers["x-kvroute-replica"] for headers in responses)
+    longest = max(responses, key=lambda headers: float(headers["x-kvroute-queued-s"]))
+    tokens = sum(int(headers["x-kvroute-expected-tokens"]) for headers in responses)
     return {
         "x-kvroute-replica": ",".join(islice(replicas, SHOWN_REPLICAS)),
         "x-kvroute-expected-tokens": str(tokens),

@@ -1,4 +1,4 @@
-"""Dispatch: sends prompts to replicas and returns the chunks of their responses."""
+"""Sends prompts to replicas, and returns the chunks of their responses."""
 
 import asyncio
 import logging
@@ -16,15 +16,15 @@ from kvroute.router.api.turns import Turns
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.dispatch.admission import Gate, Ticket
-from kvroute.router.dispatch.blamed import PoisonList
+from kvroute.router.dispatch.blamed import REFUSED_S, PoisonList
 from kvroute.router.dispatch.generation import (
     LOST,
     Generation,
     ReplicaStream,
+    final_error,
     is_refused,
-    lose,
     outcome_of,
-    refusal_of,
+    record_loss,
 )
 from kvroute.router.dispatch.losses import Losses
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
@@ -34,22 +34,25 @@ from kvroute.wire.link import RefusedError
 
 log = logging.getLogger("kvroute.dispatch")
 
-# Most prompts that may wait for their first token at a time, among calls with several prompts.
-BEGINNING = 256
-TRIES = 8  # replicas that may refuse a request before it pauses and is placed again
-FIRST_PAUSE_S = 0.025  # seconds of the first such pause; each further pause is twice as long
-LONGEST_PAUSE_S = 0.5  # the longest such pause in seconds
-WAITING_TOKENS = 262_144  # tokens (and bytes) of one call that may wait for a slow client
-# Each prompt of a call may have so many of these tokens at least: a response that is not streamed
-# is one chunk of up to 1 MB.
+# Prompts that may wait for their first token at the same time, among all calls with several
+# prompts. Batch requests have a separate limit of the same size.
+MAX_STARTING = 256
+TRIES = 8  # replicas that may refuse a request before the router pauses and places it again
+FIRST_PAUSE_S = 0.025  # length of the first such pause; each further pause is twice as long
+LONGEST_PAUSE_S = 0.5  # the longest such pause
+# Tokens of one call that the router buffers for a slow client. Bytes have a limit of the same size.
+WAITING_TOKENS = 262_144
+# The prompts of a call share WAITING_TOKENS, but each prompt gets at least this many tokens: a
+# response that is not streamed is one chunk of up to 1 MB.
 MIN_TOKENS = 16_384
 
 
 class Dispatcher:
-    """Sends each prompt to a replica in the order of the fleet's ranking.
+    """Sends each prompt to the first replica in the fleet's ranking that accepts it.
 
     Args:
         shared_tokens: returns how many tokens at the start of a text belong to a shared prefix.
+        blamed: requests that stopped a replica; the dispatcher refuses them and adds new ones.
     """
 
     def __init__(
@@ -66,36 +69,38 @@ class Dispatcher:
         self.gate = gate
         self._shared_tokens = shared_tokens
         self._blamed = blamed or PoisonList()
-        self._waiting = 0  # requests that wait for a replica with room
+        self._waiting = 0  # requests that pause because all replicas have refused them
         self._turns = Turns()
-        self._beginning = {is_batch: asyncio.Semaphore(BEGINNING) for is_batch in (False, True)}
+        self._starting = {is_batch: asyncio.Semaphore(MAX_STARTING) for is_batch in (False, True)}
 
-    async def begin_all(
+    async def generate_all(
         self, prompts: Sequence[tuple[TokenIds, HttpCall]], context: RequestContext
     ) -> list[Generation]:
-        """Start all prompts of a call, or none of them; return when each has its first chunk.
+        """Start all prompts of a call, and return when each of them has its first chunk.
+
+        If one prompt fails, the others are cancelled.
 
         Raises:
-            ApiError: one of them cannot run.
-            OverLimitError: one of them would exceed a limit of its tenant.
+            ApiError: a prompt cannot run.
+            OverLimitError: a prompt would exceed a limit of its tenant.
         """
         if len(prompts) == 1:
-            return [await self.begin(*prompts[0], context)]
+            return [await self.generate(*prompts[0], context)]
         tasks: list[asyncio.Task[Generation]] = []
         try:
             for prompt, call in prompts:
-                begin = self.begin_in_turn if tasks else self.begin
-                tasks.append(asyncio.create_task(begin(prompt, call, context)))
+                generate = self.generate_further if tasks else self.generate
+                tasks.append(asyncio.create_task(generate(prompt, call, context)))
             return await asyncio.gather(*tasks)
-        except BaseException:  # one cannot run, or the client has disconnected
+        except BaseException:  # a prompt cannot run, or the client has disconnected
             for task in tasks:
                 task.cancel()
-            for begun in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(begun, Generation):
-                    begun.close()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Generation):
+                    result.close()
             raise
 
-    async def begin(
+    async def generate(
         self,
         token_ids: TokenIds,
         call: HttpCall,
@@ -103,7 +108,9 @@ class Dispatcher:
     ) -> Generation:
         """Start one prompt, and return when it has its first chunk.
 
-        Raises the same errors as `start`.
+        Raises:
+            ApiError: see `start`.
+            OverLimitError: see `start`.
         """
         dispatch = dispatch_id(context.request_id)
         request = GenerateRequest(
@@ -128,22 +135,21 @@ class Dispatcher:
         text = token_ids[: features[0].offset] if features else token_ids
         return self._shared_tokens(text) if namespace else 0
 
-    async def begin_in_turn(
+    async def generate_further(
         self,
         token_ids: TokenIds,
         call: HttpCall,
         context: RequestContext,
     ) -> Generation:
-        """Start a further prompt of a call with several prompts.
+        """Start a prompt that is not the first one of its call.
 
-        Calls with several prompts take turns, so that calls with one prompt do not wait for them.
-        The further prompts have no wait limit: the first prompt decides whether the call waits too
-        long.
+        Such prompts start one by one, so that requests with one prompt are handled in between. They
+        have no limit on their wait: whether a call waits too long depends on its first prompt.
         """
         context = replace(context, urgency=context.urgency.without_bound())
-        async with self._beginning[context.urgency.is_batch]:
+        async with self._starting[context.urgency.is_batch]:
             await self._turns.next()
-            return await self.begin(token_ids, call, context)
+            return await self.generate(token_ids, call, context)
 
     async def start(
         self, request: GenerateRequest, context: RequestContext, losses: Losses
@@ -151,7 +157,8 @@ class Dispatcher:
         """Place the prompt, admit it and send it; repeat until a replica has sent the first chunk.
 
         Args:
-            losses: replicas that are lost meanwhile are added to it.
+            losses: the replicas that this request has lost. Replicas that are lost during this call
+                are added.
 
         Raises:
             ApiError: no replica is ready, too many die, or the engine refuses.
@@ -161,7 +168,7 @@ class Dispatcher:
         while True:
             self._blamed.check(request)
             self._check(losses, request)
-            running = await ticket.running(losses.gone)
+            running = await ticket.running(losses.excluded_ids)
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids, running, now_s, request.scope, context.features
@@ -181,10 +188,10 @@ class Dispatcher:
     def _check(self, losses: Losses, request: GenerateRequest) -> None:
         """Refuse a request that has lost too many replicas.
 
-        If the request may be why they died, also put it on the poison list.
+        If the request may have caused the losses, it is added to the poison list.
 
         Raises:
-            ApiError: no other replica may get it.
+            ApiError: the request may not be sent to another replica.
         """
         try:
             losses.check()
@@ -194,10 +201,10 @@ class Dispatcher:
             raise
 
     async def _wait(self, pause_s: float) -> None:
-        """Wait for a replica with room.
+        """Pause a request that every replica has refused.
 
         Raises:
-            ApiError: too many requests wait.
+            ApiError: too many requests are in such a pause.
         """
         if self._waiting >= WAITING:
             raise ApiError(429, "too many requests are waiting; try again later", code="overloaded")
@@ -214,13 +221,13 @@ class Dispatcher:
         placement: Placement,
         losses: Losses,
     ) -> ReplicaStream:
-        """Return a stream from the first replica in the ranking that has room.
+        """Return a stream from the first replica in the ranking that accepts the request.
 
         Raises:
-            RefusedError: none of the best replicas has room.
-            LOST: a replica was lost before its first chunk.
+            RefusedError: the first TRIES replicas of the ranking are full.
+            LOST: a replica was lost before it had sent its first chunk.
         """
-        sent_s, full = time.monotonic(), set[str]()  # by replica: its ranks share their room
+        sent_s, full = time.monotonic(), set[str]()  # a full replica is full for all of its ranks
         for candidate in placement.ranking:
             replica_id = candidate.replica_id
             if len(full) == TRIES:
@@ -229,17 +236,17 @@ class Dispatcher:
                 continue
             attempt = self._fleet.sent(placement, replica_id, request.request_id, sent_s, context)
             try:
-                return await self._begin(request, placement, attempt, losses)
+                return await self._send(request, placement, attempt, losses)
             except RefusedError as error:
                 log.info("replica %s refused a request: %s", replica_id, error)
                 full.add(replica_of(replica_id))
             except LOST as error:
-                log.info("replica %s was lost before its first token: %s", replica_id, error)
-                lose(losses, attempt, error)
+                log.info("replica %s was lost before it sent a token: %s", replica_id, error)
+                record_loss(losses, attempt, error)
                 raise
-        raise RefusedError("no replica has room for the request")
+        raise RefusedError("all replicas are full")
 
-    async def _begin(
+    async def _send(
         self, request: GenerateRequest, placement: Placement, attempt: Attempt, losses: Losses
     ) -> ReplicaStream:
         """Send the request to the attempt's replica; return its stream after the first chunk."""
@@ -257,10 +264,10 @@ class Dispatcher:
                 stream.cancel()
                 if isinstance(error, HungError) and losses.has_stopped(stream.stopped_among):
                     self._blame(request, attempt.replica_id)
-            if refusal := refusal_of(error):
+            if refusal := final_error(error):
                 raise refusal from error
             raise
-        assert first is not None, "an engine's stream has at least its end"
+        assert first is not None, "every stream of an engine has at least one chunk"
         if is_refused(first):
             attempt.end("refused")
         else:
@@ -268,15 +275,16 @@ class Dispatcher:
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
-        """Add the request to the poison list: the replica stopped while its loop prepared it."""
+        """Add the request to the poison list, because the replica hung while it prepared it."""
         log.warning(
-            "request %s stopped replica %s; it is refused for some minutes",
+            "request %s made replica %s hang; equal requests are refused for %g s",
             request.request_id,
             replica_id,
+            REFUSED_S,
         )
         self._blamed.add(request, f"replica {replica_id} stopped while it prepared this request")
 
 
 def _most_waiting(context: RequestContext) -> int:
-    """Return the most tokens of one prompt's response that may wait for a slow client."""
+    """Return how many tokens of one prompt's response the router buffers for a slow client."""
     return max(MIN_TOKENS, WAITING_TOKENS // context.prompts)

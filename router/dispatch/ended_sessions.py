@@ -1,4 +1,4 @@
-"""Every replica is told of a conversation that has ended: its blocks may lie on several."""
+"""Reports ended sessions to all replicas, since several may hold blocks of a session."""
 
 import asyncio
 
@@ -6,31 +6,34 @@ from kvroute.contract.keep import Order
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 
-TELL_S = 2.0  # the longest wait for a replica to take note
-WAITING = 1000  # ended conversations; further ones end on one replica only
-AT_ONCE = 16  # conversations
+TIMEOUT_S = 2.0  # seconds for a replica to confirm that a session has ended
+# Ended sessions that wait to be reported. Further ones are not reported, so only the replica that
+# got the session's last request knows that the session has ended.
+MAX_WAITING = 1000
+PARALLEL = 16  # sessions that are reported at the same time
 
 
 async def end_session(links: Links, session: int) -> dict[str, str]:
-    """End a session on all ranks at once; return the ranks that did not confirm it, and why."""
+    """End a session on all ranks; return the ranks that did not confirm it: id -> reason."""
     ranks = links.running()
-    reasons = await asyncio.gather(*(_tell(links, rank, session) for rank in ranks))
+    reasons = await asyncio.gather(*(_report(links, rank, session) for rank in ranks))
     return {rank: why for rank, why in zip(ranks, reasons, strict=True) if why}
 
 
-async def _tell(links: Links, rank: str, session: int) -> str:
-    """Empty: it has been told."""
+async def _report(links: Links, rank: str, session: int) -> str:
+    """Report the end to a rank. Return why this failed; empty if the rank has confirmed it."""
     try:
-        await links.call(rank, "end_session", session.to_bytes(8, "little"), within_s=TELL_S)
+        await links.call(rank, "end_session", session.to_bytes(8, "little"), within_s=TIMEOUT_S)
     except UnansweredError as error:
         return str(error)
     return ""
 
 
 class EndedSessions(RequestObserver):
-    """Sessions whose last request, as their clients declared it, has ended.
+    """Collects sessions whose last request has ended, and reports them to the replicas.
 
-    If too many declarations of a client are wrong, they are ignored, and replicas do not get them.
+    Clients declare which request of a session is the last. If too many of a client's declarations
+    are wrong, they are ignored, and its sessions are not reported.
     """
 
     def __init__(self) -> None:
@@ -39,7 +42,7 @@ class EndedSessions(RequestObserver):
 
     def ended(self, attempt: Attempt) -> None:
         retention = attempt.context.retention
-        if retention is None or not attempt.is_over or len(self._waiting) >= WAITING:
+        if retention is None or not attempt.is_over or len(self._waiting) >= MAX_WAITING:
             return
         if retention.turn.is_last and retention.keep.order == Order.ENDED:
             self._waiting[retention.turn.session] = None
@@ -49,7 +52,7 @@ class EndedSessions(RequestObserver):
         """Report ended sessions to the replicas until cancelled."""
         while True:
             await self._has_some.wait()
-            sessions = [*self._waiting][:AT_ONCE]
+            sessions = [*self._waiting][:PARALLEL]
             await asyncio.gather(*(end_session(links, session) for session in sessions))
             for session in sessions:
                 self._waiting.pop(session)

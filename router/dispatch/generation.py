@@ -1,4 +1,7 @@
-"""One prompt's answer as a stream of chunks; if its replica is lost, another one continues."""
+"""The response to one prompt as a stream of chunks.
+
+If the replica that generates it is lost, another replica continues.
+"""
 
 import asyncio
 import logging
@@ -13,19 +16,19 @@ from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.connections.liveness import HungError
-from kvroute.router.dispatch.losses import Losses, last_words, lost
+from kvroute.router.dispatch.losses import Losses, engine_failure, lost
 from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.placement.receipts import receipt
 from kvroute.wire.link import FailedError, LostError, RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")
 
-LOST = (LostError, EngineDeadError, HungError)  # the replica, or its engine, is dead
+LOST = (LostError, EngineDeadError, HungError)  # errors that mean that the replica is lost
 
 
 @dataclass(slots=True)
 class ReplicaStream:
-    """One replica's stream of chunks, after the first chunk has arrived."""
+    """One replica's stream of chunks, of which the first chunk has arrived."""
 
     replica_id: str
     placement: Placement
@@ -43,10 +46,14 @@ Start = Callable[[GenerateRequest, RequestContext, Losses], Awaitable[ReplicaStr
 
 
 class Generation:
-    """One prompt's stream of chunks, from one replica, or from several if replicas are lost.
+    """One prompt's stream of chunks. It comes from several replicas if replicas are lost.
 
     Args:
-        start: starts the rest of the request at another replica.
+        start: sends what is left of the request to another replica.
+        request: the request as it was sent to the first replica.
+        call: the client's HTTP request.
+        current: the stream of the first replica.
+        losses: the replicas that the request has lost so far.
     """
 
     def __init__(
@@ -58,30 +65,29 @@ class Generation:
         current: ReplicaStream,
         losses: Losses,
     ) -> None:
-        self.replica_id = current.replica_id  # the first one
-        self.placement = current.placement  # the placement that chose the replica
-        self.wait = current.attempt.context.wait  # the request's wait before it was sent
+        self.replica_id = current.replica_id  # the first replica
+        self.placement = current.placement  # the placement that chose the first replica
+        self.wait = current.attempt.context.wait  # the wait before the request was sent
         self.retention = current.attempt.context.retention
-        self.cached_tokens = (
-            current.first.cached_tokens
-        )  # cached tokens that the first replica reported
+        # Prompt tokens that the first replica found in its cache.
+        self.cached_tokens = current.first.cached_tokens
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
-        self.request_id = request.request_id  # id that the engine knows
+        self.request_id = request.request_id  # the id under which the engine runs the request
         self.token_ids = request.token_ids
         self.features = context.features
         self._start = start
         self._request = request
         self._call = call
-        self._context = replace(  # used if the request is sent again
-            context, is_resumed=True, retention=self.retention
-        )
+        # The context for other replicas, if the request has to be sent again.
+        self._context = replace(context, is_resumed=True, retention=self.retention)
         self._current = current
         self._first: Chunk | None = current.first  # the first chunk, until it is read
         self._losses = losses
-        self._emitted: list[int] = []  # token ids so far, of all choices together
-        self._deltas: list[int] = []  # tokens in each of the engine's outputs
+        self._emitted: list[int] = []  # token ids generated so far, of all choices together
+        self._deltas: list[int] = []  # number of tokens in each of the engine's outputs so far
+        # False once the replica has said that no other replica can continue the response exactly.
         self._parts_can_continue = True
-        self._has_data = False  # true once the client may have a part of the response
+        self._has_data = False  # True once the client may have received a part of the response
 
     @property
     def expected_tokens(self) -> int:
@@ -89,7 +95,7 @@ class Generation:
         return self.placement.expected_tokens(self.replica_id)
 
     def receipt(self, policy: str) -> dict[str, Any]:
-        """Return why the prompt was sent to its first replica, and what was cached there."""
+        """Return why the prompt was placed on its first replica, and what was cached there."""
         return receipt(
             self.placement,
             policy=policy,
@@ -106,16 +112,13 @@ class Generation:
         }
 
     async def next(self) -> Chunk | None:
-        """Return the next chunk, from the replica that runs the request now.
-
-        Returns:
-            None after the last chunk.
+        """Return the next chunk from the replica that runs the request now; None after the last.
 
         Raises:
-            ApiError: no replica can continue.
+            ApiError: no replica can continue the response.
         """
         chunk, self._first = self._first, None
-        chunk = chunk or await self._later()
+        chunk = chunk or await self._next_of_rest()
         if chunk is None:
             self.close()
         else:
@@ -135,22 +138,22 @@ class Generation:
         self._has_data |= bool(part.data)
 
     def close(self) -> None:
-        """End the request, complete or not. A second call has no effect."""
+        """End the request, whether it is complete or not. A second call has no effect."""
         self._current.close()
 
-    async def _later(self) -> Chunk | None:
+    async def _next_of_rest(self) -> Chunk | None:
         current = self._current
         try:
             chunk = await current.rest.next()
         except LOST as error:
             if current.attempt.is_complete:
                 return None
-            current.attempt.end("failed")  # nothing to cancel: it is dead, or is being killed
-            lose(self._losses, current.attempt, error)
+            current.attempt.end("failed")  # no cancel: the replica is dead or is being killed
+            record_loss(self._losses, current.attempt, error)
             return await self._resume(error)
         except Exception as error:
             current.attempt.end(outcome_of(error))
-            if refusal := refusal_of(error):
+            if refusal := final_error(error):
                 raise refusal from error
             raise
         if chunk is not None:
@@ -158,23 +161,27 @@ class Generation:
         return chunk
 
     async def _resume(self, error: BaseException) -> Chunk:
-        """Return the first chunk of another replica, which continues where the lost one stopped."""
+        """Continue on another replica, and return the first chunk that it sends."""
         replica_id = self._current.replica_id
-        log.info("replica %s was lost after %d tokens", replica_id, len(self._emitted))
+        log.info("replica %s was lost after it sent %d tokens", replica_id, len(self._emitted))
         if not self._can_continue():
             raise lost(
                 replica_id,
-                "and no other replica can continue it exactly (because it is an attached server, "
-                "or because of n above 1 or a presence_penalty, for example)",
+                "and no other replica can continue the answer exactly (because it is an attached "
+                "server, or because of n above 1 or a presence_penalty, for example)",
             ) from error
-        self._current = await self._start(self._rest(), self._context, self._losses)
+        self._current = await self._start(self._remaining_request(), self._context, self._losses)
         return self._current.first
 
     def _can_continue(self) -> bool:
         return self._parts_can_continue or not self._has_data
 
-    def _rest(self) -> GenerateRequest:
-        """Return the request for another replica: all of it if the client has received nothing."""
+    def _remaining_request(self) -> GenerateRequest:
+        """Return the request to send to another replica.
+
+        It contains the tokens that were generated so far, or is the original request if the
+        response starts again from the beginning.
+        """
         if not self._parts_can_continue:
             self._emitted, self._deltas, self._parts_can_continue = [], [], True
             return self._request
@@ -188,24 +195,24 @@ class Generation:
 
 
 def is_refused(first: Chunk) -> bool:
-    """Return whether this is an HTTP error instead of an answer."""
+    """Return whether a stream's first chunk is an HTTP error instead of a part of a response."""
     return first.http is not None and first.http.status >= 400 and not first.token_ids
 
 
-def lose(losses: Losses, attempt: Attempt, error: Exception) -> None:
-    """Record that the attempt's replica was lost."""
+def record_loss(losses: Losses, attempt: Attempt, error: Exception) -> None:
+    """Record that an attempt's replica was lost."""
     losses.add(
         attempt.replica_id,
         died=not isinstance(error, HungError),
-        is_gone=not isinstance(error, LostError),  # a dead one is never connected again
+        is_excluded=not isinstance(error, LostError),  # a LostError may concern the connection only
         held_s=time.monotonic() - attempt.sent_s,
         tokens=attempt.output_tokens,
-        words=last_words(error),
+        words=engine_failure(error),
     )
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """Return how an attempt ends with this error."""
+    """Return the outcome of an attempt that ends with this error."""
     match error:
         case asyncio.CancelledError():
             return "cancelled"
@@ -216,13 +223,13 @@ def outcome_of(error: BaseException) -> Outcome:
     return "failed"
 
 
-def refusal_of(error: BaseException) -> ApiError | None:
-    """Return the error for the client; None: the error is not final."""
+def final_error(error: BaseException) -> ApiError | None:
+    """Return the error for the client; None if the request can still be sent elsewhere."""
     match error:
         case ValueError():
             return invalid(None, str(error))
         case FailedError():
             return ApiError(
-                500, "a replica failed to answer; its log says why", type="server_error"
+                500, "a replica failed to answer; the reason is in its log", type="server_error"
             )
     return None

@@ -1,33 +1,43 @@
-"""The replicas that one request has lost, and whether it may be the cause."""
+"""The replicas that were lost while they ran one request, and whether it may be the cause."""
 
 from kvroute.contract.generation import EngineDeadError
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
 
-CAUSED = 2  # replicas in a row that died soon after they got the request: it may be the cause
-LOSSES = 5  # replicas that a request may lose otherwise
-SOON_TOKENS = 16  # a replica that generated more of the response has computed the request
-DEAD_BEFORE_S = 0.05  # one that is gone sooner, without a token or a word, was dead before
+# If this many replicas in a row died soon after they got the request, it may be the cause, and no
+# other replica gets it.
+CAUSED = 2
+LOSSES = 5  # a request fails when it has lost this many replicas, whatever the cause
+# A replica that died after more output tokens than this did not die soon: it had computed the
+# prompt without a fault.
+SOON_TOKENS = 16
+# A replica that is lost sooner than this after it got the request, without a token or a reason, was
+# dead before.
+DEAD_BEFORE_S = 0.05
 
 
 class Losses:
-    """Of one request. A hung replica is lost, but what stopped it is rarely a request."""
+    """The replicas that one request has lost.
+
+    Replicas that hang are counted separately from those that die: a request is seldom the cause of
+    a hang.
+    """
 
     def __init__(self) -> None:
         self.replica_ids: list[str] = []
-        self.gone: set[str] = set()  # replicas that get it no more; others may be connected again
-        self._died_soon: list[
-            str
-        ] = []  # replicas in a row that died soon after they got the request
-        self._words = ""  # the reason that the last of them gave
-        self._stopped = 0  # replicas that hung while they prepared this request and others
+        # Replicas that may not get the request again. Others have only lost their connection.
+        self.excluded_ids: set[str] = set()
+        # The latest replicas in a row that died soon after they got the request.
+        self._died_soon: list[str] = []
+        self._words = ""  # why the latest of these engines died, as its replica reported
+        self._stopped = 0  # replicas that hung while they prepared this request
 
     def add(
         self,
         replica_id: str,
         *,
         died: bool,
-        is_gone: bool,
+        is_excluded: bool,
         held_s: float,
         tokens: int,
         words: str = "",
@@ -36,14 +46,16 @@ class Losses:
 
         Args:
             died: the replica's process or engine ended; False: it hung.
-            is_gone: the replica is gone, not only the connection to it.
-            held_s: seconds for which it had the request.
-            tokens: number of tokens that it generated.
-            words: why its engine died under the request, as the replica reported.
+            is_excluded: whether the replica may not get the request again. False if only the
+                connection to it may be lost.
+            held_s: seconds for which the replica had the request.
+            tokens: number of tokens that the replica generated.
+            words: why the engine died while it ran the request, as the replica reported; empty if
+                the replica reported nothing.
         """
         self.replica_ids.append(replica_id)
-        if is_gone:
-            self.gone.add(replica_of(replica_id))
+        if is_excluded:
+            self.excluded_ids.add(replica_of(replica_id))
         if tokens > SOON_TOKENS:
             self._died_soon.clear()
         elif died and (words or tokens or held_s >= DEAD_BEFORE_S):
@@ -51,46 +63,53 @@ class Losses:
             self._words = words
 
     def has_stopped(self, among: int) -> bool:
-        """Return whether the request is the cause of a hang.
+        """Record a hang, and return whether the request is the cause.
 
-        Either the replica prepared no other request, or the hang is the second one.
+        It is the cause if the replica prepared no other request, or if this is the second replica
+        that hung while it prepared the request.
 
         Args:
-            among: requests that the replica prepared; 0: this was none of them.
+            among: number of requests that the replica prepared when it hung; 0: it did not prepare
+                this request.
         """
         self._stopped += among > 0
         return among == 1 or (among > 1 and self._stopped > 1)
 
     @property
     def is_cause(self) -> bool:
-        """Return whether so many replicas have died of the request that it may be the cause."""
+        """Return whether CAUSED replicas in a row died soon after they got the request."""
         return len(self._died_soon) >= CAUSED
 
     def check(self) -> None:
-        """Refuse the request if no other replica may get it.
+        """Check that the request may be sent to another replica.
 
         Raises:
-            ApiError: no other replica may get it.
+            ApiError: the request has lost too many replicas.
         """
         if self.is_cause:
             raise ApiError(
                 502,
                 f"replicas {' and '.join(self._died_soon)} died soon after they got this request, "
-                "which may be the cause; it is sent to no other, and should not be sent again"
-                + (f". The last words were: {self._words}" if self._words else ""),
+                "which may be the cause. It is not sent to another replica; do not send it again"
+                + (f". The last replica reported: {self._words}" if self._words else ""),
                 type="server_error",
                 code="replicas_died",
             )
         if len(self.replica_ids) >= LOSSES:
-            raise lost(self.replica_ids[-1], f"and {LOSSES - 1} others before it")
+            raise lost(self.replica_ids[-1], f"and {LOSSES - 1} other replicas before it")
 
 
-def last_words(error: BaseException | None) -> str:
-    """Return why the engine died, if it did under the request; else an empty string."""
+def engine_failure(error: BaseException | None) -> str:
+    """Return why an engine died while it ran the request; empty if the error is another one."""
     return str(error) if isinstance(error, EngineDeadError) else ""
 
 
 def lost(replica_id: str, more: str) -> ApiError:
+    """Return the error for a request that cannot continue after its replica was lost.
+
+    Args:
+        more: continues the message after "replica r1 was lost while it answered,".
+    """
     return ApiError(
         502,
         f"replica {replica_id} was lost while it answered, {more}; try again",

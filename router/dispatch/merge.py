@@ -1,18 +1,20 @@
-"""The streams of a call's prompts, which run in parallel, become one stream as they arrive."""
+"""Merges the streams of a call's prompts into one, in the order in which items arrive."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-WAITING_ITEMS = 64  # a bound; what comes beyond it is joined in the streams
+WAITING_ITEMS = 64  # items that are buffered; when the buffer is full, each stream joins its items
 
 Item = TypeVar("Item")
 
 
-class Merged(Generic[Item]):
-    """All items of these streams. The first failure ends them all, and so does `close`.
+class MergedStreams(Generic[Item]):
+    """The items of several streams. When a stream fails, `next` raises its error.
 
-    streams: each returns its next item, or None after the last one.
+    Args:
+        streams: each of these functions returns the next item of a stream, or None after the last
+            item.
     """
 
     def __init__(self, streams: Sequence[Callable[[], Awaitable[Item | None]]]) -> None:
@@ -20,21 +22,23 @@ class Merged(Generic[Item]):
         self._queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(
             WAITING_ITEMS
         )
-        self._tasks: list[asyncio.Task[None]] | None = None  # None: not begun
+        self._tasks: list[asyncio.Task[None]] | None = None  # None: no item was requested yet
         self._unfinished = len(streams)
 
     async def next(self) -> tuple[int, Item] | None:
-        """Return the number of a stream and its next item; None after the last one.
+        """Return the index of a stream and its next item; None when all streams have ended.
 
         Raises:
-            Exception: what a stream raises.
+            Exception: a stream has raised it.
         """
         if len(self._streams) == 1:
             item = await self._streams[0]()
             return None if item is None else (0, item)
         if self._tasks is None:
-            numbered = enumerate(self._streams)
-            self._tasks = [asyncio.create_task(self._drain(*each)) for each in numbered]
+            self._tasks = [
+                asyncio.create_task(self._drain(index, stream))
+                for index, stream in enumerate(self._streams)
+            ]
         while self._unfinished:
             queued = await self._queue.get()
             if isinstance(queued, Exception):
@@ -50,11 +54,11 @@ class Merged(Generic[Item]):
             task.cancel()
         await asyncio.gather(*(self._tasks or ()), return_exceptions=True)
 
-    async def _drain(self, number: int, stream: Callable[[], Awaitable[Item | None]]) -> None:
+    async def _drain(self, index: int, stream: Callable[[], Awaitable[Item | None]]) -> None:
         try:
             while (item := await stream()) is not None:
-                await self._queue.put((number, item))
-        except Exception as error:  # any error; the reader raises it
+                await self._queue.put((index, item))
+        except Exception as error:  # any error; `next` raises it
             await self._queue.put(error)
             return
         await self._queue.put(None)

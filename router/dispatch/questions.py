@@ -1,4 +1,4 @@
-"""Questions that every replica can answer, such as how a body is rendered."""
+"""Calls that any replica can answer, such as the rendering of a body to token ids."""
 
 import logging
 import random
@@ -8,17 +8,19 @@ from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import LateError, Links, UnansweredError
 from kvroute.router.dispatch.admission import Gate
-from kvroute.router.dispatch.losses import Losses, last_words
+from kvroute.router.dispatch.losses import Losses, engine_failure
 
 log = logging.getLogger("kvroute.dispatch")
 
-TRIES = 8  # replicas that get a question, one after the other
-ANSWER_S = 60.0  # seconds for a replica to answer a call
-MANY = 4  # answers; a replica owes them one after the other where it processes images
+TRIES = 8  # replicas that get a call, one after the other, until one answers
+TIMEOUT_S = 60.0  # seconds for a replica to answer a call
+# The preferred replica may have this many more pending calls than the least busy one. It is not
+# small, since a replica that processes images answers calls one after the other.
+MAX_EXTRA_CALLS = 4
 
 
 class Questions:
-    """Sends each question to a replica that owes few answers."""
+    """Sends each call to a replica with few pending calls."""
 
     def __init__(self, links: Links, gate: Gate) -> None:
         self._links = links
@@ -29,42 +31,47 @@ class Questions:
         method: str,
         body: bytes,
         *,
-        within_s: float = ANSWER_S,
+        within_s: float = TIMEOUT_S,
         prefer: Callable[[Collection[str]], str] | None = None,
     ) -> bytes:
-        """Return the answer of one of the replicas that owe the fewest answers.
+        """Call a method of one of the replicas with the fewest pending calls; return its answer.
 
         Args:
-            prefer: the replica that is asked, of these, unless it owes MANY more than others.
+            method: name of the method.
+            body: the method's argument.
+            within_s: seconds for a replica to answer.
+            prefer: returns the preferred one of the given replicas. It gets the call if it has at
+                most MAX_EXTRA_CALLS more pending calls than the least busy replica.
 
         Raises:
-            ApiError: none answers, or engines die of the question.
+            ApiError: no replica answers, or the call kills the engines that get it.
         """
-        gone, losses = set[str](), Losses()
+        excluded_ids, losses = set[str](), Losses()
         for _ in range(TRIES):
-            running = await self._gate.running(gone)
+            running = await self._gate.running(excluded_ids)
             replica_id = self._chosen(running, prefer)
             try:
                 return await self._links.call(replica_id, method, body, within_s=within_s)
-            except LateError as error:  # the next one would only have the same to do
+            except LateError as error:  # another replica would take as long
                 busy = f"replica {replica_id} is too busy: {error}"
                 raise ApiError(503, busy, type="server_error") from error
             except UnansweredError as error:
                 log.info("replica %s did not answer %s: %s", replica_id, method, error)
-                gone.add(replica_of(replica_id))
-                if words := last_words(error.__cause__):
+                excluded_ids.add(replica_of(replica_id))
+                if words := engine_failure(error.__cause__):
                     losses.add(
-                        replica_id, died=True, is_gone=True, held_s=0.0, tokens=0, words=words
+                        replica_id, died=True, is_excluded=True, held_s=0.0, tokens=0, words=words
                     )
                     losses.check()
-                if len(gone) == len(replicas_of(self._gate.liveness.trusted())):
+                if len(excluded_ids) == len(replicas_of(self._gate.liveness.trusted())):
                     break
-        raise ApiError(503, "no replica answers; try again", type="server_error")
+        raise ApiError(503, "no replica has answered; try again", type="server_error")
 
     def _chosen(
         self, running: Collection[str], prefer: Callable[[Collection[str]], str] | None
     ) -> str:
-        owed = {id_: self._links.owed(id_) for id_ in running}
-        least = min(running, key=lambda id_: (owed[id_], random.random()))
-        preferred = prefer(running) if prefer else least
-        return preferred if owed[preferred] <= owed[least] + MANY else least
+        pending = {id_: self._links.owed(id_) for id_ in running}
+        least_busy = min(running, key=lambda id_: (pending[id_], random.random()))
+        preferred = prefer(running) if prefer else least_busy
+        is_close = pending[preferred] <= pending[least_busy] + MAX_EXTRA_CALLS
+        return preferred if is_close else least_busy

@@ -1,4 +1,4 @@
-"""What a replica's HTTP application answers to a call becomes the response to the client."""
+"""Makes the response to the client out of what a replica's HTTP application writes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -12,25 +12,27 @@ from kvroute.contract.http_call import HttpPart
 from kvroute.router.api.errors import EVENTS, ApiError, refusal_of_replica
 from kvroute.router.dispatch.generation import Generation
 
-SHOWN_REPLICAS = 32  # replicas that a header names
+SHOWN_REPLICAS = 32  # the most replica ids in a header
 
 Ending = Callable[[bytes], bytes]  # changes the last bytes of a response
-# Why a stream ends too early, and what was sent last, to its last event.
+# Returns the last event of a stream that ends too early. Arguments: the reason, and the bytes that
+# were sent last.
 Failed = Callable[[ApiError, bytes], bytes]
-Refused = Callable[[bytes, int], bytes]  # body and status of a replica's error to the client's body
+# Returns the body of an error for the client. Arguments: the body and status of a replica's error.
+Refused = Callable[[bytes, int], bytes]
 
 
 class Answer:
-    """One prompt's response, which may come from several replicas."""
+    """The HTTP response to one prompt. Several replicas may have written it."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
         self.status = 0
         self.content_type = ""
         self.is_complete = False
-        self._begun: bytes | None = None  # bytes that came together with the status
+        self._first: bytes | None = None  # bytes that came with the status, until they are read
 
-    async def begin(self) -> None:
+    async def wait_for_status(self) -> None:
         """Wait until the status is known.
 
         Raises:
@@ -39,23 +41,23 @@ class Answer:
         data = b""
         while not self.status and (more := await self._next()) is not None:
             data += more
-        self._begun = data
+        self._first = data
 
     @property
     def is_stream(self) -> bool:
         return self.content_type.startswith(EVENTS)
 
     async def next(self) -> bytes | None:
-        """Return all that has come since the last call; None after the last part.
+        """Return the bytes that have arrived since the last call; None after the last part.
 
         Raises:
             ApiError: no replica can continue.
         """
-        data, self._begun = self._begun, None
+        data, self._first = self._first, None
         return await self._next() if data is None else data
 
-    async def whole(self) -> bytes:
-        """Return the whole answer.
+    async def read_all(self) -> bytes:
+        """Return the complete body.
 
         Raises:
             ApiError: no replica can continue.
@@ -63,14 +65,18 @@ class Answer:
         parts = []
         while not self.is_complete and (data := await self.next()) is not None:
             parts.append(data)
-        return b"".join([self._begun or b"", *parts])
+        return b"".join([self._first or b"", *parts])
 
     async def _next(self) -> bytes | None:
         chunk = await self.generation.next()
         if chunk is None or chunk.http is None:
             return None
-        if self.is_stream and chunk.http.status >= 400:  # from a replica that should have continued
-            raise ApiError(500, "the answer could not go on after a lost replica", "server_error")
+        if self.is_stream and chunk.http.status >= 400:  # the replica that continues it has refused
+            raise ApiError(
+                500,
+                "the answer could not be continued after a replica was lost; try again",
+                "server_error",
+            )
         if chunk.http.status:
             self.status, self.content_type = chunk.http.status, chunk.http.content_type
         self.is_complete = chunk.is_last
@@ -78,7 +84,7 @@ class Answer:
 
 
 class Relay(StreamingResponse):
-    """Server-sent events as the replica writes them."""
+    """A stream of server-sent events, forwarded as the replica writes them."""
 
     def __init__(
         self, answer: Answer, headers: Mapping[str, str], *, ending: Ending, failed: Failed
@@ -95,7 +101,7 @@ class Relay(StreamingResponse):
             self._answer.generation.close()
 
     async def stream_response(self, send: Send) -> None:
-        """Send the response; the last event goes out together with the end of the response."""
+        """Send the response. Its last event and its end are one message."""
         answer, status = self._answer, self.status_code
         await send({"type": "http.response.start", "status": status, "headers": self.raw_headers})
         last = b""
@@ -111,10 +117,11 @@ class Relay(StreamingResponse):
 
 
 def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
-    """Return headers with the replicas of the call's prompts, expected hits and the longest wait.
+    """Return the headers that describe the placement of a call's prompts.
 
-    Each replica is named once, since load balancers refuse responses whose headers take more than
-    some kilobytes. Hits are in tokens; the wait is the longest of a prompt in the router.
+    They are the replicas, the sum of the expected hits in tokens, and the longest wait of a prompt
+    in the router. Each replica is listed once, and at most SHOWN_REPLICAS of them, since load
+    balancers refuse responses whose headers take more than some kilobytes.
     """
     replicas = dict.fromkeys(generation.replica_id for generation in generations)
     longest = max((generation.wait for generation in generations), key=attrgetter("waited_s"))
@@ -126,7 +133,7 @@ def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
     }
 
 
-async def relayed(
+async def relay_response(
     generation: Generation,
     headers: Mapping[str, str],
     *,
@@ -136,26 +143,36 @@ async def relayed(
 ) -> Response:
     """Return the response to a call with one prompt.
 
+    Args:
+        headers: headers to add to the response.
+        ending: changes the last bytes of the response.
+        failed: makes the last event of a stream that ends too early.
+        refused: makes the body of an error.
+
     Raises:
-        ApiError: no replica can go on.
+        ApiError: no replica can continue the response.
     """
     answer = Answer(generation)
-    is_relayed = False
+    is_stream = False
     try:
-        await answer.begin()
-        is_relayed = answer.is_stream
-        if is_relayed:
+        await answer.wait_for_status()
+        is_stream = answer.is_stream
+        if is_stream:
             return Relay(answer, headers, ending=ending, failed=failed)
-        data = await answer.whole()
+        data = await answer.read_all()
     finally:
-        if not is_relayed:  # complete, or the client has left
+        if not is_stream:  # complete, or the client has disconnected
             generation.close()
     data = ending(data) if answer.status == 200 else refused(data, answer.status)
     return Response(data, answer.status, headers, media_type=answer.content_type)
 
 
-def whole_response(part: HttpPart, *, path: str) -> Response:
-    """Return a response that a replica gave as one part, to a request of this path."""
+def complete_response(part: HttpPart, *, path: str) -> Response:
+    """Return a response that a replica has sent in one part.
+
+    Args:
+        path: path of the request.
+    """
     is_error = part.status >= 400
     data = refusal_of_replica(part.data, part.status, path=path) if is_error else part.data
     return Response(data, part.status, media_type=part.content_type)

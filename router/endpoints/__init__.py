@@ -1,1 +1,1 @@
-"""The router's HTTP routes."""
+"""The router's HTTP routes, with one module for each kind of route."""

@@ -1,4 +1,4 @@
-"""The HTTP routes for the cluster: health, replicas, audits, diagnosis, accounts, targets."""
+"""The HTTP routes for operators: health, replicas, audits, diagnosis, usage, metrics."""
 
 import asyncio
 from datetime import UTC, datetime
@@ -13,21 +13,22 @@ from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.endpoints.days import days_between
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.diagnosis import versions
-from kvroute.router.serving.models import Served, together
+from kvroute.router.serving.models import Served, label_by_model
 from kvroute.store.accounts import KEPT_DAYS
 
 routes = APIRouter()
 
 
-@routes.get("/ping")  # SageMaker's
+@routes.get("/ping")  # the route that SageMaker uses
 @routes.post("/ping")
 @routes.get("/health")
 async def health(request: Request, models: Served) -> Response:
-    """Return status 200 while at least one replica of any model is ready.
+    """Return status 200 if at least one replica of any model is ready, else 503.
 
-    One model without replicas must not make load balancers remove this router, since it serves the
-    other models. Without Redis and with degraded replicas, requests are still served, with fewer
-    cache hits. A stopping router returns 503, so that load balancers send it no more requests.
+    If only one of several models has no replica, load balancers must not remove this router, since
+    it serves the other models. Without Redis and with degraded replicas, requests are still served,
+    with fewer cache hits. A stopping router returns 503, so that load balancers send no further
+    requests to it.
     """
     by_model = {model.name: model.status.health() for model in models.all}
     ready = sum(health.ready for health in by_model.values())
@@ -58,10 +59,10 @@ async def version() -> Response:
 
 @routes.get("/v1/cluster")
 async def cluster(models: Served) -> Response:
-    """Return the replicas in the index, this router's last minutes, queues, and seats.
+    """Return the replicas in the index, and this router's recent requests, queues and seats.
 
-    While Redis is away or slow, the replicas are those of the last answer. The queues of other
-    routers are as they last reported them.
+    If Redis cannot be reached in time, the replicas are those that were read last. The queues of
+    other routers are as these have last reported them.
     """
     replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
     return JSONResponse(
@@ -69,7 +70,7 @@ async def cluster(models: Served) -> Response:
             "version": versions()["kvroute"],
             "model": models.only,
             "ray_address": ray.get_runtime_context().gcs_address,
-            "replicas": together(models.all, replicas),
+            "replicas": label_by_model(models.all, replicas),
             "recent": [model.status.recent() for model in models.all],
             "queues": [model.status.queue() for model in models.all],
             "seats": [*chain.from_iterable(model.status.seats() for model in models.all)],
@@ -82,7 +83,7 @@ async def audit(models: Served) -> Response:
     """Compare the blocks in this router's mirror, in Redis, and in the replicas' engines."""
     with needing_redis():
         audits = await asyncio.gather(*(model.audit.run() for model in models.all))
-    replicas = together(models.all, audits)
+    replicas = label_by_model(models.all, audits)
     return JSONResponse({"router": models.router_id, "replicas": replicas})
 
 
@@ -90,13 +91,13 @@ async def audit(models: Served) -> Response:
 async def canary(models: Served) -> Response:
     """Send a tiny request to every replica, and report whether its blocks appeared."""
     reports = await asyncio.gather(*(model.canaries.run() for model in models.all))
-    replicas = together(models.all, reports)
+    replicas = label_by_model(models.all, reports)
     return JSONResponse({"router": models.router_id, "replicas": replicas})
 
 
 @routes.get("/v1/cluster/diagnosis")
 async def diagnosis(request: Request, models: Served) -> Response:
-    """Return the state of Redis, the leases, Serve and the versions, as this router sees them."""
+    """Return the facts for `kvroute doctor`, as this router sees them."""
     _, port = request.scope["server"]
     findings = await models.diagnosis.run(port=port, keys=request.app.state.keys)
     return JSONResponse({"router": models.router_id} | findings)
@@ -104,9 +105,10 @@ async def diagnosis(request: Request, models: Served) -> Response:
 
 @routes.get("/v1/cluster/hot")
 async def hot(request: Request, models: Served) -> Response:
-    """Return the prefixes that lately saved most prefill in this router's own requests."""
+    """Return the prefixes that have recently saved the most tokens in this router's requests."""
     tenant = tenant_of(caller_of(request))
-    prefixes = together(models.all, [model.prefixes.hottest.top(tenant) for model in models.all])
+    hottest = [model.prefixes.hottest.top(tenant) for model in models.all]
+    prefixes = label_by_model(models.all, hottest)
     prefixes.sort(key=lambda prefix: -prefix["tokens_saved_per_s"])
     return JSONResponse({"object": "list", "data": prefixes})
 
@@ -115,13 +117,13 @@ async def hot(request: Request, models: Served) -> Response:
 async def tenants(
     models: Served, since: str | None = None, until: str | None = None, model: str | None = None
 ) -> Response:
-    """Return what each tenant used on these days, the tenant with the most GPU seconds first."""
+    """Return each tenant's usage in a period, in descending order of GPU seconds."""
     today = datetime.now(UTC).date()
-    days = days_between(since, until, today=today, most=KEPT_DAYS)
-    selected = models.all if model is None else [models.named(model)]
+    days = days_between(since, until, today=today, limit=KEPT_DAYS)
+    selected = models.all if model is None else [models.select(model)]
     with needing_redis():
-        of_models = await asyncio.gather(*(served.status.tenants(days) for served in selected))
-    accounts = together(selected, of_models)
+        by_model = await asyncio.gather(*(served.status.tenants(days) for served in selected))
+    accounts = label_by_model(selected, by_model)
     accounts.sort(key=lambda account: -sum(account["gpu_seconds"].values()))
     period = {"since": days[0].isoformat(), "until": days[-1].isoformat()}
     return JSONResponse({"object": "list", **period, "data": accounts})
@@ -129,7 +131,10 @@ async def tenants(
 
 @routes.get("/v1/metrics/targets")
 async def metrics_targets(models: Served) -> Response:
-    """Return all processes of the cluster; 503 without Redis, so Prometheus keeps its last list."""
+    """Return the addresses of all processes' metrics.
+
+    Without Redis, return status 503, so that Prometheus keeps the list that it read last.
+    """
     with needing_redis():
         targets = await asyncio.gather(*(model.status.metrics_targets() for model in models.all))
     return JSONResponse(list(chain.from_iterable(targets)))
@@ -137,8 +142,10 @@ async def metrics_targets(models: Served) -> Response:
 
 @routes.get("/metrics")
 async def metrics() -> Response:
+    """Refuse a scrape of the router's address, and explain how to configure Prometheus."""
     raise ApiError(
         404,
-        "Every process has its own metrics, and this address would reach one of them by chance. "
-        "Let Prometheus find all of them: set http_sd_configs to the url /v1/metrics/targets",
+        "Every process has metrics of its own, and this address would return those of a random "
+        "router. Configure Prometheus to find all processes: set http_sd_configs to the url "
+        "/v1/metrics/targets",
     )

@@ -5,30 +5,34 @@ import math
 from kvroute.router.admission.limits import MINUTE_S, Headroom, Limit, OverLimitError
 from kvroute.router.api.errors import ApiError
 
-CODE = "rate_limit_exceeded"
-KINDS: dict[Limit, str] = {
-    "requests": "requests under way",
-    "prompt_tokens": "prompt tokens of requests under way",
-    "uncached_tokens": "uncached prompt tokens a minute",
+CODE = "rate_limit_exceeded"  # error code of a request over a limit
+KINDS: dict[Limit, str] = {  # limit -> its unit in an error
+    "requests": "running requests",
+    "prompt_tokens": "prompt tokens of running requests",
+    "uncached_tokens": "uncached prompt tokens per minute",
 }
 
 
-def rate_headers(room: Headroom) -> dict[str, str]:
+def rate_headers(headroom: Headroom) -> dict[str, str]:
     """Return the headers of each response to a tenant with limits."""
     headers = dict[str, str]()
-    if room.requests is not None:
-        headers |= _three("requests", room.requests, room.requests_left, room.requests_reset_s)
-    if room.tokens is not None:
-        headers |= _three("tokens", room.tokens, room.tokens_left, room.tokens_reset_s)
+    if headroom.requests is not None:
+        headers |= _limit_headers(
+            "requests", headroom.requests, headroom.requests_left, headroom.requests_reset_s
+        )
+    if headroom.tokens is not None:
+        headers |= _limit_headers(
+            "tokens", headroom.tokens, headroom.tokens_left, headroom.tokens_reset_s
+        )
     return headers
 
 
-def over_limit(error: OverLimitError, room: Headroom) -> ApiError:
-    """Return an error 429 that names the limit and the time until a retry."""
-    headers = rate_headers(room)
+def over_limit(error: OverLimitError, headroom: Headroom) -> ApiError:
+    """Return a 429 with the limit that is exceeded, and the time until a retry."""
+    headers = rate_headers(headroom)
     if math.isinf(error.wait_s):
         headers["x-should-retry"] = "false"
-        remedy = f"this request alone has {error.asked}; send fewer tokens at a time"
+        remedy = f"this request alone has {error.asked}; send fewer tokens in one request"
     else:
         wait_s = max(1, math.ceil(error.wait_s))
         headers["retry-after"] = str(wait_s)
@@ -47,15 +51,14 @@ def duration(seconds: float) -> str:
     """Return a duration in OpenAI's format: 120ms, 1s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms" if seconds > 0 else "0s"
-    whole = math.ceil(seconds)
-    minutes, rest = divmod(whole, int(MINUTE_S))
+    minutes, rest = divmod(math.ceil(seconds), int(MINUTE_S))
     hours, minutes = divmod(minutes, 60)
     if hours:
         return f"{hours}h{minutes}m{rest}s"
     return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
-def _three(name: str, limit: int, left: int, reset_s: float) -> dict[str, str]:
+def _limit_headers(name: str, limit: int, left: int, reset_s: float) -> dict[str, str]:
     return {
         f"x-ratelimit-limit-{name}": str(limit),
         f"x-ratelimit-remaining-{name}": str(left),
@@ -66,12 +69,15 @@ def _three(name: str, limit: int, left: int, reset_s: float) -> dict[str, str]:
 def _shared(error: OverLimitError) -> str:
     if error.shared_by == 1:
         return ""
-    return f" (Redis is away: each of {error.shared_by} routers admits its share of the limit)"
+    return (
+        f" (Redis cannot be reached, so each of {error.shared_by} routers admits its share of the "
+        "limit)"
+    )
 
 
 def _counted(error: OverLimitError) -> str:
     if error.limit != "uncached_tokens":
         return ""
     return (
-        f". This request has {error.asked} of them; tokens that a replica has cached do not count"
+        f". This request has {error.asked} of them. Tokens that a replica has cached do not count"
     )

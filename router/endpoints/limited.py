@@ -1,4 +1,4 @@
-"""Counts each request against its tenant's limits from its start to its end, however it ends."""
+"""Counts requests in the limits of their tenants, from their start to their end."""
 
 import time
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from kvroute.router.endpoints.limit_headers import over_limit, rate_headers
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.models import Models
 
-NOTHING = nullcontext()
-UNDONE = (429, 503)  # statuses of requests for which nothing was computed
+NO_LIMITS = nullcontext()  # for requests that do not have to be counted
+NOT_COMPUTED = (429, 503)  # statuses of requests for which nothing was computed
 
 
 def limits_of(request: Request) -> TenantLimits | None:
@@ -25,7 +25,7 @@ def limits_of(request: Request) -> TenantLimits | None:
 
 
 def entered(request: Request) -> Entry | None:
-    """Count the request as under way until `leave`; return None if it needs no counting.
+    """Count the request as running until `leaving` ends; return None if it is not counted.
 
     Raises:
         ApiError: the tenant has reached its limit of requests.
@@ -46,12 +46,12 @@ def add_headers(request: Request, entry: Entry | None, response: Response) -> No
 
 
 def leaving(entry: Entry | None) -> AbstractContextManager[None]:
-    """Return a context manager that ends the counting of a request.
+    """Return a context manager that stops counting a request at its end.
 
-    A rejected request gives back its tokens. A client that disconnects does not get them back,
-    since a replica may have computed them.
+    The tokens of a rejected request no longer count in the limits. Those of a client that
+    disconnects still do, since a replica may have computed them.
     """
-    return _leaving(entry) if entry else NOTHING
+    return _leaving(entry) if entry else NO_LIMITS
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def _leaving(entry: Entry) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        if error.status in UNDONE and error.code not in FINAL:
+        if error.status in NOT_COMPUTED and error.code not in FINAL:
             entry.give_back(time.monotonic())
         raise
     finally:
@@ -68,9 +68,9 @@ def _leaving(entry: Entry) -> Iterator[None]:
 
 @contextmanager
 def counting_refusals(request: Request, models: Models) -> Iterator[None]:
-    """Count an error that leaves the block as a rejection that the client gets.
+    """Count an error that is raised in the block as a rejected request.
 
-    An error that is raised before the model is known counts for the first model.
+    If it is raised before the model is known, it counts for the first model.
     """
     try:
         yield

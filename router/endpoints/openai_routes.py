@@ -1,4 +1,4 @@
-"""OpenAI's HTTP routes, and /v1/route, which explains where a prompt would go."""
+"""OpenAI's HTTP routes, and /v1/route, which explains where a prompt would be sent."""
 
 from contextlib import suppress
 from functools import partial
@@ -32,8 +32,8 @@ from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_head
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
-from kvroute.router.dispatch.chat_batch import answered_together
-from kvroute.router.dispatch.relay import whole_response
+from kvroute.router.dispatch.chat_batch import run_together
+from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.endpoints.limited import (
     add_headers,
     counting_refusals,
@@ -48,36 +48,40 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
 
-RECEIPT = "x-kvroute-receipt"  # header that asks for the receipt of the routing decision
+RECEIPT = "x-kvroute-receipt"  # header that requests the receipts in the response
 
 routes = APIRouter()
 
 
 class Answers:
-    """A route in plain ASGI, since FastAPI's layers take CPU time for each request and event."""
+    """A route as a plain ASGI application.
+
+    FastAPI's layers would take CPU time for each request and each event of a stream.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = self  # gives the span its name, as FastAPI's routes do
+        scope["route"] = self  # the span is named after the route, as with FastAPI's routes
         request, notices = Request(scope, receive), SeatNotices(send)
         entry = entered(request)
         try:
             with leaving(entry):
                 response = await _respond(self.path, request, entry, notices)
-                if not notices.has_begun:
+                if not notices.has_started:
                     await response(scope, receive, send)
                 elif response.status_code >= 400:
                     await notices.refused(response)
                 else:
                     await response(scope, receive, notices.send)
         except ApiError as error:
-            if not notices.has_begun:
+            if not notices.has_started:
                 raise
             await notices.failed(error)
 
     def route(self) -> Route:
+        """Return the route for the application's list of routes."""
         return Route(self.path, self, methods=["POST"])
 
 
@@ -89,19 +93,19 @@ routes.routes += [
 
 @routes.post("/v1/route")
 async def route(request: Request, models: Served, bodies: BodyReader) -> Response:
-    """Return where the prompts of this body would go now, and why; nothing runs."""
+    """Return where the prompts of this body would be sent now, and why. Nothing is generated."""
     entry = entered(request)
     with leaving(entry):
         call = _with_headers(await bodies.read(parse_any, request), request)
         try:
             hints = hints_of(request.headers, call)
-            model = models.named(call.model, limits_of(request))
+            model = models.select(call.model, limits_of(request))
             context = RequestContext(
                 namespace=call.cache_salt, lora=model.adapter(call.model) or "", hints=hints
             )
             receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
-            return whole_response(error.refusal, path=call.path)
+            return complete_response(error.refusal, path=call.path)
     body = {"object": "route", "router": models.router_id, "receipts": receipts}
     response = JSONResponse(body)
     add_headers(request, entry, response)
@@ -111,6 +115,7 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
 @routes.get("/v1/models/")
 @routes.get("/v1/models")
 async def list_models(request: Request, models: Served) -> Response:
+    """Return the models and adapters that the client may use."""
     limits = limits_of(request)
     cards = [card for model in models.all for card in models.cards(model, limits)]
     return JSONResponse({"object": "list", "data": cards})
@@ -118,7 +123,8 @@ async def list_models(request: Request, models: Served) -> Response:
 
 @routes.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request, models: Served) -> Response:
-    model = models.named(name, limits_of(request))
+    """Return one model or adapter."""
+    model = models.select(name, limits_of(request))
     id_ = model.adapter(name) or model.name
     (card,) = (card for card in models.cards(model) if card["id"] == id_)
     return JSONResponse(card)
@@ -134,7 +140,7 @@ def _with_headers(call: Call, request: Request) -> Call:
 
 
 def _prefix_name(request: Request) -> str:
-    """Return the prefix name in the header PREFIX, read as UTF-8; empty if there is none."""
+    """Return the name in the header PREFIX, decoded as UTF-8; empty if there is no such header."""
     name = request.headers.get(PREFIX, "")  # the server decodes headers as Latin-1
     if name.isascii():
         return name
@@ -146,6 +152,7 @@ def _prefix_name(request: Request) -> str:
 async def _respond(
     path: str, request: Request, entry: Entry | None, notices: SeatNotices
 ) -> Response:
+    """Read the body, and return the response to it."""
     models: Models = request.app.state.models
     bodies: Bodies = request.app.state.bodies
     with counting_refusals(request, models):
@@ -154,10 +161,10 @@ async def _respond(
         elif path == CHAT_BATCH:
             calls, id_ = await bodies.read(parse_chat_batch, request), request_id(request)
             answers = (
-                _answer(call, request, entry, id_=f"{id_}-{number}", is_first=not number)
-                for number, call in enumerate(calls)
+                _answer(call, request, entry, id_=f"{id_}-{index}", is_first=index == 0)
+                for index, call in enumerate(calls)
             )
-            response = await answered_together(answers, id_=id_)
+            response = await run_together(answers, id_=id_)
         else:
             parse = parse_invocation if path == INVOCATIONS else partial(parse_call, path)
             call = await bodies.read(parse, request)
@@ -170,7 +177,7 @@ async def _score(request: Request, entry: Entry | None) -> Response:
     """Return the response to a scoring request."""
     models: Models = request.app.state.models
     scoring, raw, name = await request.app.state.bodies.read(parse_scoring, request)
-    request.state.model = model = models.named(name, limits_of(request))
+    request.state.model = model = models.select(name, limits_of(request))
     call, id_ = await model.requests.scoring(scoring, raw), request_id(request)
     response = await _answer(call, request, entry, id_=id_)
     if response.status_code != 200:
@@ -191,14 +198,17 @@ async def _answer(
 ) -> Response:
     """Return the response to one call.
 
-    `id_` is the request's id. Only the first call of a body (`is_first`) has a limit of its time in
-    the queue. `notices` are sent to the client of a stream while it waits for a seat.
+    Args:
+        entry: counts the request in its tenant's limits; None: no limits.
+        id_: the request's id.
+        is_first: whether it is the first call of its body. Others have no limit on their wait.
+        notices: notices to the client while the request waits for a seat; None: none are sent.
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
-    request.state.model = model = models.named(call.model, limits_of(request))
-    most_s = model.settings.max_wait_s
-    urgency = urgency_of(request.headers, call.body, call.caller, most_s=most_s)
+    request.state.model = model = models.select(call.model, limits_of(request))
+    max_wait_s = model.settings.max_wait_s
+    urgency = urgency_of(request.headers, call.body, call.caller, most_s=max_wait_s)
     context = RequestContext(
         request_id=id_,
         choices=call.n,
@@ -212,7 +222,7 @@ async def _answer(
         still_waiting=notices.of(call) if notices else None,
     )
     response = await model.requests.answer(call, context)
-    is_whole = response.status_code == 200 and not isinstance(response, StreamingResponse)
-    if is_whole and call.path in REPORTING and (form := request.headers.get(FORMAT_HEADER)):
+    is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)
+    if is_complete and call.path in REPORTING and (form := request.headers.get(FORMAT_HEADER)):
         response.headers.update(report_headers(form, model.status.load()))
     return response

@@ -9,15 +9,16 @@ from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.endpoints.limited import limits_of
 from kvroute.router.middleware.access import caller_of
-from kvroute.router.serving.models import Served, together
+from kvroute.router.serving.models import Served, label_by_model
 
 routes = APIRouter()
 
 
 @routes.post("/v1/prefixes")
 async def declare(request: Request, models: Served, bodies: BodyReader) -> Response:
+    """Declare a prefix. The status is 201 if this creates a new version, else 200."""
     declaration = await bodies.parsed(PrefixDeclaration, request)
-    model = models.named(declaration.model)
+    model = models.select(declaration.model)
     prefix, is_new = await model.prefixes.declarations.declare(
         declaration,
         caller_of(request),
@@ -29,18 +30,20 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
 
 @routes.get("/v1/prefixes")
 async def list_prefixes(request: Request, models: Served, model: str | None = None) -> Response:
-    selected = models.all if model is None else [models.named(model)]
+    """Return the prefixes that the client may use, of all models or of one."""
+    selected = models.all if model is None else [models.select(model)]
     prefixes = await asyncio.gather(
         *(served.prefixes.declarations.list(caller_of(request)) for served in selected)
     )
-    return JSONResponse({"object": "list", "data": together(selected, prefixes)})
+    return JSONResponse({"object": "list", "data": label_by_model(selected, prefixes)})
 
 
 @routes.get("/v1/prefixes/{name:path}")
 async def get_prefix(
     name: str, request: Request, models: Served, model: str | None = None
 ) -> Response:
-    selected = models.named(model)
+    """Return one prefix."""
+    selected = models.select(model)
     return JSONResponse(
         {
             **await selected.prefixes.declarations.get(name, caller_of(request)),
@@ -53,6 +56,7 @@ async def get_prefix(
 async def drop_prefix(
     name: str, request: Request, models: Served, model: str | None = None
 ) -> Response:
+    """Drop all versions of a prefix."""
     return JSONResponse(
-        await models.named(model).prefixes.declarations.drop(name, caller_of(request))
+        await models.select(model).prefixes.declarations.drop(name, caller_of(request))
     )

@@ -1,4 +1,7 @@
-"""HTTP routes of stored responses; the parameter `cache_salt` selects the owner's responses."""
+"""HTTP routes for stored responses.
+
+A response can only be read with the API key and the `cache_salt` of the request that created it.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, TypeVar
@@ -14,14 +17,15 @@ from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.conversations import OPTION, Conversations
 from kvroute.router.serving.models import Models, Served
 
-ONE = RESPONSES + "/{response_id}"
-MAX_LISTED = 100  # items in one page; the same as OpenAI's limit
+RESPONSE = RESPONSES + "/{response_id}"  # path of one stored response
+MAX_LISTED = 100  # the most items in a page, as in OpenAI's API
 
 T = TypeVar("T")
 
 
-async def _salt(request: Request, own: Annotated[str, Query(alias="cache_salt")] = "") -> str:
-    return owner(caller_of(request), own)
+async def _salt(request: Request, salt: Annotated[str, Query(alias="cache_salt")] = "") -> str:
+    """Return the owner of the responses that the request may read."""
+    return owner(caller_of(request), salt)
 
 
 Salt = Annotated[str, Depends(_salt)]
@@ -29,29 +33,32 @@ Salt = Annotated[str, Depends(_salt)]
 routes = APIRouter()
 
 
-@routes.get(ONE)
+@routes.get(RESPONSE)
 async def get_response(response_id: str, models: Served, salt: Salt) -> Response:
+    """Return a stored response."""
     body = await _first(models, response_id, lambda store: store.get(response_id, salt))
     return Response(body, media_type="application/json")
 
 
-@routes.delete(ONE)
+@routes.delete(RESPONSE)
 async def delete_response(response_id: str, models: Served, salt: Salt) -> Response:
+    """Delete a stored response."""
     await _first(models, response_id, lambda store: store.delete(response_id, salt))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-@routes.get(f"{ONE}/input_items")
+@routes.get(f"{RESPONSE}/input_items")
 async def list_input_items(
     response_id: str, request: Request, models: Served, salt: Salt
 ) -> Response:
-    """Return the input of the response, with the whole conversation before it."""
+    """Return the input items of a response, including the earlier conversation."""
     items = await _first(models, response_id, lambda store: store.input_items(response_id, salt))
     return JSONResponse(_page(listed(items, response_id), request.query_params))
 
 
-@routes.post(f"{ONE}/cancel")
+@routes.post(f"{RESPONSE}/cancel")
 async def cancel_response(response_id: str) -> Response:
+    """Refuse to cancel a response, since responses do not run in the background."""
     raise unsupported(
         "background",
         f"response {shown(response_id)} cannot be cancelled, since `background` is not supported; "
@@ -62,7 +69,11 @@ async def cancel_response(response_id: str) -> Response:
 async def _first(
     models: Models, id_: str, find: Callable[[Conversations], Awaitable[T | None]]
 ) -> T:
-    """Return the first result of `find` among the models' stores, or raise an ApiError."""
+    """Return the first result of `find` among the models' stores.
+
+    Raises:
+        ApiError: the response is not stored.
+    """
     stores = [model.conversations for model in models.all if model.conversations is not None]
     for store in stores:
         if result := await find(store):
@@ -70,13 +81,21 @@ async def _first(
     reason = (
         "it was not stored, has expired, was deleted or evicted, or has another cache_salt"
         if stores
-        else f"this server stores no responses; start it with {OPTION}"
+        else f"this server does not store responses; start it with {OPTION}"
     )
     raise ApiError(404, f"Response with id {shown(id_)} not found: {reason}", code="not_found")
 
 
 def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page in OpenAI's format for the query's optional `order`, `after` and `limit`."""
+    """Return a page of items in OpenAI's format.
+
+    Args:
+        items: all items, the oldest first.
+        query: the parameters of the request. `order`, `after` and `limit` are optional.
+
+    Raises:
+        ApiError: a parameter is not valid.
+    """
     order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
     if order not in ("asc", "desc"):
         raise invalid("order", f"order is {shown(order)}; expected asc or desc")

@@ -1,7 +1,7 @@
-"""Notices to the client of a stream while it waits for a seat, which may take minutes.
+"""Notices to the client of a stream while its request waits for a seat, which may take minutes.
 
-Without notices, proxies would close the connection, and users would think that it hangs. The
-response's headers are sent before a replica is chosen, so they do not name the replica.
+Without notices, proxies would close the connection, and users would think that it hangs. The first
+notice starts the response before a replica is chosen, so its headers cannot contain the replica.
 """
 
 from collections.abc import Awaitable, Callable
@@ -13,15 +13,19 @@ from starlette.types import Message, Send
 from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.api.errors import EVENTS, ApiError, event, event_of_refusal
 
-COMMENT = b": waiting for a seat\n\n"  # clients skip comments
-PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # the event that Anthropic's API sends in a pause
+COMMENT = b": waiting for a seat\n\n"  # a comment in the stream, which clients ignore
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's event for pauses
 
 
 class SeatNotices:
-    """The notices to one client; the first starts the response that the answer then continues."""
+    """The notices to one client. The first notice starts the response; the answer continues it.
+
+    Args:
+        send: sends a message to the client.
+    """
 
     def __init__(self, send: Send) -> None:
-        self.has_begun = False
+        self.has_started = False  # true once a notice has started the response
         self._send = send
         self._path = ""
 
@@ -30,14 +34,14 @@ class SeatNotices:
         return partial(self._notice, call.path) if call.body.get("stream") is True else None
 
     async def _notice(self, path: str) -> None:
-        if not self.has_begun:
-            self.has_begun, self._path = True, path
+        if not self.has_started:
+            self.has_started, self._path = True, path
             head = StreamingResponse((), media_type=EVENTS).raw_headers
             await self._send({"type": "http.response.start", "status": 200, "headers": head})
         await self._body(PING if path == MESSAGES else COMMENT, is_last=False)
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response, but not its headers, which the first notice has sent."""
+        """Send a part of the response, except its start, which the first notice has sent."""
         if message["type"] != "http.response.start":
             await self._send(message)
 
@@ -46,7 +50,7 @@ class SeatNotices:
         await self._body(event(error, b"", path=self._path), is_last=True)
 
     async def refused(self, response: Response) -> None:
-        """End the response with the error in the body of an error response."""
+        """End the response with the error in the body of `response`."""
         body, status = bytes(response.body), response.status_code
         await self._body(event_of_refusal(body, status, path=self._path), is_last=True)
 

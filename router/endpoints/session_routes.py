@@ -1,4 +1,4 @@
-"""The HTTP route that ends a session; the parameter `cache_salt` is the session's namespace."""
+"""The HTTP route that ends a session."""
 
 import asyncio
 from typing import Annotated
@@ -14,22 +14,26 @@ from kvroute.router.serving.models import Served
 
 routes = APIRouter()
 
-Salt = Annotated[str, Query(alias="cache_salt")]
+Salt = Annotated[str, Query(alias="cache_salt")]  # the namespace of the session
 
 
 @routes.delete("/v1/sessions/{session_id:path}")
 async def end_session(
     session_id: str, request: Request, models: Served, model: str | None = None, salt: Salt = ""
 ) -> Response:
-    """Record that the session sends no more requests, to all models or to the one named.
+    """Record that a session will send no further requests to a model, or to any model.
 
-    An unknown session is no error.
+    An unknown session is not an error.
+
+    Args:
+        model: the model; None: all models.
+        salt: the `cache_salt` of the session's requests.
     """
     checked_id("session_id", session_id)
-    selected = models.all if model is None else [models.named(model)]
+    selected = models.all if model is None else [models.select(model)]
     number = session_number(salted(caller_of(request), salt), session_id)
     with leaving(entered(request)):
         errors = await asyncio.gather(*(served.requests.end_session(number) for served in selected))
-    unanswered = {replica_id: why for of_model in errors for replica_id, why in of_model.items()}
+    unanswered = {rank: reason for by_rank in errors for rank, reason in by_rank.items()}
     ended = {"id": session_id, "object": "session", "deleted": True, "unanswered": unanswered}
     return JSONResponse(ended)

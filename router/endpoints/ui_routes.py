@@ -11,7 +11,7 @@ from kvroute.router.page.live import Live
 from kvroute.router.serving.models import Models, Served
 
 PAGE = "index.html"
-TYPES = {
+TYPES = {  # extension of a file -> its content type
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -32,27 +32,38 @@ routes = APIRouter()
 
 @routes.get("/ui")
 async def page(models: Served) -> Response:
+    """Return the live page."""
     return await file(PAGE, models)
 
 
 @routes.get("/ui/{name}")
 async def file(name: str, models: Served) -> Response:
+    """Return a file of the live page."""
     _live(models, None)
     if name not in _files():
-        raise ApiError(404, f"the live page has no file {name!r}; open it at /ui")
+        raise ApiError(404, f"the live page has no file {name!r}; open /ui instead")
     return Response(_files()[name], headers=HEADERS, media_type=TYPES[name.rpartition(".")[2]])
 
 
 @routes.get("/v1/cluster/live")
 async def live(models: Served, model: str | None = None) -> Response:
-    """Return the live page's events for a model, or the first model, as server-sent events."""
+    """Return the live page's data as server-sent events.
+
+    Args:
+        model: the model to show; None: the first model.
+    """
     events = await _live(models, model).listen()
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 
 def _live(models: Models, model: str | None) -> Live:
-    live = (models.named(model) if model else models.first).live
+    """Return the live view of a model; of the first model if `model` is None.
+
+    Raises:
+        ApiError: the live page is off.
+    """
+    live = (models.select(model) if model else models.first).live
     if live is None:
         raise ApiError(404, "the live page is off (--no-ui); start with --ui or KVROUTE_UI=1")
     return live

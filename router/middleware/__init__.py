@@ -1,1 +1,1 @@
-"""The router's ASGI middleware, which every request passes before its route."""
+"""The router's ASGI middleware. Every request passes it before its route."""

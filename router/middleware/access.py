@@ -1,7 +1,7 @@
 """Checks that each request has an API key with the role that its route needs.
 
-A request is rejected before its body is read. Rejections of repeated wrong keys from an address are
-delayed. Requests with a valid key are never delayed.
+A request is rejected before its body is read. If an address sends wrong keys repeatedly, the
+rejections are delayed. Requests with a valid key are never delayed.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RE
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.scoring import SCORING
 
-OPEN = ("/health", "/ping", "/ui")  # routes without a key; the page asks for one for its events
-ANY = ("/v1/models", "/version")  # routes for a key of any role
+# The routes that each role may use.
+OPEN = ("/health", "/ping", "/ui")  # need no key; the live page's events do
+ANY = ("/v1/models", "/version")  # need a key with any role
 USE = (
     *(CHATS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *PASSED_ON),
     *("/v1/route", "/v1/sessions"),
@@ -29,17 +30,20 @@ OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
 READ = ("/v1/prefixes",)  # GET needs the role observe; other methods need the role manage
 MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")
 
-FIRST_WAIT_S = 0.05  # delay of an address's first rejection; it doubles with each further one
-LONGEST_WAIT_S = 2.0
-FORGOTTEN_S = 60.0  # time without a wrong key after which an address's failures are forgotten
-ADDRESSES = 4096  # addresses whose failures are remembered
-WAITING = 256  # rejections that may be delayed at the same time; others are sent immediately
+FIRST_WAIT_S = 0.05  # delay of an address's first rejection; each further delay is twice as long
+LONGEST_WAIT_S = 2.0  # the longest delay
+FORGOTTEN_S = 60.0  # an address without a wrong key for this long starts again at the first delay
+ADDRESSES = 4096  # the most addresses whose wrong keys are counted
+WAITING = 256  # rejections that may be delayed at the same time; others are sent at once
 
 
 class Access:
     """ASGI middleware that rejects requests without a suitable key.
 
-    `keys` returns the current keyring, and `refused` is called with each error.
+    Args:
+        app: the application behind the middleware.
+        keys: returns the current keyring.
+        refused: called with each error.
     """
 
     def __init__(
@@ -69,7 +73,11 @@ class Access:
         await self._app(scope, receive, send)
 
     async def _caller(self, scope: Scope, roles: Sequence[Role]) -> Caller:
-        """Return the key's owner, or raise an ApiError if it has none of the roles."""
+        """Return the owner of the request's key.
+
+        Raises:
+            ApiError: there is no valid key, or it has none of the roles.
+        """
         key = _key_in(scope["headers"])
         caller = self._keys().caller(key) if key else None
         if caller is None:
@@ -101,6 +109,7 @@ class Failures:
         self._waiting = 0  # rejections that are being delayed
 
     async def slow_down(self, address: str) -> None:
+        """Count a wrong key of this address, and wait for the delay of its rejection."""
         wait_s = self._wait_s(address, time.monotonic())
         if self._waiting >= WAITING:
             return
@@ -121,9 +130,9 @@ class Failures:
 
 @lru_cache(maxsize=1024)
 def roles_for(method: str, path: str) -> Sequence[Role]:
-    """Return the roles of which a route needs one; empty if it needs no key.
+    """Return the roles of which a key must have one to use a route; empty if it needs no key.
 
-    A route that is in none of the lists needs the role manage.
+    A route that is not in one of the lists above needs the role manage.
     """
     if _is_in(path, OPEN):
         return ()
@@ -147,6 +156,7 @@ def _is_in(path: str, routes: Iterable[str]) -> bool:
 
 
 def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the API key in the headers; empty if there is none."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             value = value[7:]
@@ -158,4 +168,5 @@ def _key_in(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def _address(scope: Scope) -> str:
+    """Return the client's IP address; empty if it is unknown."""
     return str((scope.get("client") or ("",))[0])

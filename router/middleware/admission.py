@@ -1,4 +1,4 @@
-"""Limits how many requests a router handles at the same time, and rejects further ones with 429."""
+"""Limits the number of requests that a router handles at the same time."""
 
 from collections.abc import Callable
 
@@ -8,22 +8,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.turns import Turns
 
-CROWD = 64  # with more open requests than this, the starts of new ones are further apart
+CROWD = 64  # with more open requests than this, new ones start at longer intervals
 
 
 class Admission:
-    """ASGI middleware that counts POST requests until the last byte of their responses.
+    """ASGI middleware that rejects POST requests above the limit with 429.
 
-    GET requests are not limited, so that health checks are answered under any load. POST requests
-    that arrive together start one by one, so that other requests do not wait for all of them.
-    `refused` is called with each error.
+    A request counts until the last byte of its response. GET requests are not limited, so that
+    health checks are answered under any load. POST requests that arrive together start one by one,
+    so that other requests do not wait for all of them.
+
+    Args:
+        app: the application behind the middleware.
+        limit: the most POST requests at the same time.
+        refused: called with each error.
     """
 
     def __init__(self, app: ASGIApp, *, limit: int, refused: Callable[[ApiError], None]) -> None:
         self._app = app
         self._limit = limit
         self._refused = refused
-        self._open = 0  # requests
+        self._open = 0  # number of open POST requests
         self._turns = Turns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,7 +49,7 @@ class Admission:
         error = ApiError(
             429,
             f"this router handles {self._open} requests, which is its limit; try again, or raise "
-            "KVROUTE_MAX_REQUESTS",
+            "--max-requests",
             type="rate_limit_error",
             code="overloaded",
         )

@@ -1,13 +1,13 @@
-"""Sends whole responses to HTTP/1.0 clients, which cannot read chunks."""
+"""Sends responses with a length to HTTP/1.0 clients, which cannot read chunked responses."""
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class WholeAnswers:
+class BufferedResponses:
     """ASGI middleware that buffers the response to an HTTP/1.0 POST, and sends it with its length.
 
-    Without it, the server would send chunks, which only HTTP/1.1 defines.
+    Without it, the server would send a chunked response, which only HTTP/1.1 defines.
     """
 
     def __init__(self, app: ASGIApp) -> None:

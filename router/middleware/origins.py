@@ -1,4 +1,4 @@
-"""Rejects requests that web pages of other sites make a browser send.
+"""Rejects requests that a browser sends for web pages of other sites.
 
 A browser sends the origin of a request in headers that a page cannot change: `Origin`,
 `Sec-Fetch-Site` and `Host`. Other clients do not send the first two, and are not restricted.
@@ -7,12 +7,12 @@ A browser sends the origin of a request in headers that a page cannot change: `O
   to this server is allowed.
 - With DNS rebinding, an attacker's host name resolves to this machine, and the attacker's pages
   seem to have this server's origin. So a server without keys that listens only locally accepts only
-  localhost, the hosts of allowed origins, and IP addresses, which cannot be rebound. /health
-  accepts every host name, because load balancers may send any.
-- A page can send three content types without a preflight request. text/plain and
-  multipart/form-data get a 415; the message names application/json, since some runtimes' fetch
-  sends strings as text/plain. Forms are rejected from browsers only, because `curl -d` declares
-  its JSON as a form.
+  localhost, the hosts of allowed origins, and IP addresses, for which this attack is not possible.
+  /health accepts every host name, because load balancers may send any.
+- A page can send three content types without a preflight request. Two of them, text/plain and
+  multipart/form-data, get a 415. Its message mentions application/json, since `fetch` in some
+  runtimes sends strings as text/plain. The third, a form, is rejected only from browsers, because
+  `curl -d` sends JSON with the content type of a form.
 """
 
 import re
@@ -25,12 +25,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.router.api.errors import ApiError, response, shown
 
-ANY = "*"
+ANY = "*"  # in --allow-origin: every origin is allowed
 ORIGIN_HEADERS = (b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest")
 READ_HEADERS = frozenset({*ORIGIN_HEADERS, b"content-type"})
 SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 METHODS = ("GET", "HEAD", "POST", "DELETE")  # methods of the router's routes
-NO_JSON = ("text/plain", "multipart/form-data")
+NO_JSON = ("text/plain", "multipart/form-data")  # content types that are always rejected
 FORM = "application/x-www-form-urlencoded"
 DEFAULT_PORT = re.compile(r":(80|443)?$")
 PORT = re.compile(r":\d*$")
@@ -49,8 +49,9 @@ def guard(
 
     Args:
         http: the application.
-        allowed: origins, or `*`; their scripts may send any header and read every response.
-        local_only: the server can be reached only from this machine, and has no API keys.
+        allowed: the allowed origins, or `*` for all. Scripts of their pages may send any header and
+            read every response.
+        local_only: whether the server has no API keys and can be reached only from this machine.
         refused: called with each error.
     """
     if allowed:
@@ -128,18 +129,18 @@ class Origins:
 
 
 def is_own(origin: str, host: str) -> bool:
-    """Return whether pages of that origin come from this host.
+    """Return whether an origin is this host.
 
-    Their scheme may differ from the server's, since a proxy before the server may handle TLS.
+    The scheme of the origin is ignored, since a proxy before the server may handle TLS.
     """
     _, separator, own = origin.partition("://")
     return bool(separator) and _authority(own) == _authority(host)
 
 
 def is_local(host: str) -> bool:
-    """Return whether a `Host` is an IP address, a name of every local machine, or empty.
+    """Return whether a `Host` header is an IP address, a name for the local machine, or empty.
 
-    No browser sends an empty `Host`.
+    An empty one is accepted, since no browser sends it.
     """
     name = _name(host)
     if name in ("", "localhost") or name.endswith(".localhost"):
@@ -160,7 +161,7 @@ def _authority(host: str) -> str:
 
 
 def _is_visit(method: str, headers: Headers) -> bool:
-    """Return whether a user followed a link, so that the browser shows the response as a page."""
+    """Return whether a user follows a link, so that the browser shows the response as a page."""
     is_page = headers.get(b"sec-fetch-dest", "document") == "document"
     return method in SAFE and is_page and headers.get(b"sec-fetch-mode") == "navigate"
 

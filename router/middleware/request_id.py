@@ -1,8 +1,8 @@
-"""Checks the id of a request: the client's `x-request-id`, or a new one.
+"""The id of a request: the client's `x-request-id` if it is valid, else a new id.
 
-Ray Serve uses the header without a check, or makes an id. It returns the id with every response,
-and adds it to the log lines of every process that works on the request. This module removes an id
-that is not suitable for logs before Serve reads it.
+Ray Serve uses the header without checking it, or creates an id. It returns the id with every
+response, and adds it to the log lines of every process that works on the request. This module
+removes ids that are not suitable for logs before Serve reads them.
 """
 
 import re
@@ -16,7 +16,7 @@ VALID = re.compile(rb"[!-~]{1,128}")  # printable ASCII without spaces
 
 
 class ValidIds:
-    """ASGI middleware that removes the header unless it occurs once and is valid.
+    """ASGI middleware that removes the header if it is not valid or occurs more than once.
 
     It runs before Serve, which would respond with 500 to an id that is not UTF-8.
     """
@@ -30,6 +30,7 @@ class ValidIds:
 
 
 def request_id(request: Request) -> str:
+    """Return the id of a request."""
     return request.headers.get(HEADER) or uuid.uuid4().hex
 
 

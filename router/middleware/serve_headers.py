@@ -10,29 +10,31 @@ from typing import Final
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvroute.router.middleware.old_clients import WholeAnswers
+from kvroute.router.middleware.old_clients import BufferedResponses
 from kvroute.router.middleware.request_id import ValidIds
 
 Header = tuple[bytes, bytes]
 
-OBEYED: Final = frozenset(  # Serve accepts hyphens and underscores; these names have hyphens
+# Headers that control Serve. It accepts them with hyphens and with underscores; these have hyphens.
+CONTROL_HEADERS: Final = frozenset(
     {
         b"x-request-timeout-seconds",  # ends the request after this time, also a running stream
         b"x-request-disconnect-disabled",  # keeps the request running when its client disconnects
         b"serve-multiplexed-model-id",  # chooses a router by the model that it has loaded
     }
 )
-OF_SERVES_OWN_ROUTER: Final = b"x-serve-router-"  # start of all header names of Serve's own router
+# The start of the names of further headers, which control Serve's own router.
+CONTROL_PREFIX: Final = b"x-serve-router-"
 
 
 class WithoutServeHeaders:
-    """ASGI middleware that removes OBEYED headers, and converts all other values to UTF-8."""
+    """ASGI middleware that removes headers that control Serve, and converts others to UTF-8."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["headers"] = _harmless(scope["headers"])
+        scope["headers"] = _cleaned(scope["headers"])
         await self._app(scope, receive, send)
 
 
@@ -41,20 +43,20 @@ def middlewares() -> list[Middleware]:
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names this function.
     """
-    return [Middleware(WholeAnswers), Middleware(ValidIds), Middleware(WithoutServeHeaders)]
+    return [Middleware(BufferedResponses), Middleware(ValidIds), Middleware(WithoutServeHeaders)]
 
 
-def _harmless(headers: Iterable[Header]) -> list[Header]:
-    return [(name, _utf8(value)) for name, value in headers if not _is_obeyed(name)]
+def _cleaned(headers: Iterable[Header]) -> list[Header]:
+    return [(name, _utf8(value)) for name, value in headers if not _controls_serve(name)]
 
 
-def _is_obeyed(name: bytes) -> bool:
+def _controls_serve(name: bytes) -> bool:
     name = name.lower().replace(b"_", b"-")
-    return name in OBEYED or name.startswith(OF_SERVES_OWN_ROUTER)
+    return name in CONTROL_HEADERS or name.startswith(CONTROL_PREFIX)
 
 
 def _utf8(value: bytes) -> bytes:
-    """Return the value in UTF-8; a value that is not UTF-8 is taken for Latin-1."""
+    """Return the value in UTF-8. A value that is not UTF-8 is converted from Latin-1."""
     if value.isascii():
         return value
     try:

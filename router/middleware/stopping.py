@@ -24,9 +24,9 @@ class RunningAnswers:
     """The POST requests that a router is answering."""
 
     def __init__(self) -> None:
-        self.is_stopping = False  # new requests are refused
-        self.count = 0
-        self._limits = set[asyncio.Timeout]()  # one for each answer that has not been ended
+        self.is_stopping = False  # true once new requests are refused
+        self.count = 0  # number of running answers
+        self._limits = set[asyncio.Timeout]()  # the timeouts with which `end` ends the answers
 
     def stop(self) -> int:
         """Reject new requests from now on, and return how many answers are still running."""
@@ -40,8 +40,8 @@ class RunningAnswers:
             self._limits.pop().reschedule(now_s)
 
     @asynccontextmanager
-    async def another(self) -> AsyncIterator[asyncio.Timeout]:
-        """Count an answer while the block runs; `end` raises TimeoutError in the block."""
+    async def running(self) -> AsyncIterator[asyncio.Timeout]:
+        """Count an answer as running during the block. `end` raises TimeoutError in the block."""
         self.count += 1
         try:
             async with asyncio.timeout(None) as limit:
@@ -57,7 +57,10 @@ class RunningAnswers:
 class LastAnswers:
     """ASGI middleware that rejects requests and ends answers when the router stops.
 
-    `refused` is called with each error.
+    Args:
+        app: the application behind the middleware.
+        answers: the running answers.
+        refused: called with each error.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class LastAnswers:
             return
         sent = _Sent(send)
         try:
-            async with self._answers.another() as limit:
+            async with self._answers.running() as limit:
                 await self._app(scope, receive, sent)
         except TimeoutError:
             if not limit.expired():
@@ -91,7 +94,7 @@ class _Sent:
     def __init__(self, send: Send) -> None:
         self.send = send
         self.start: Message | None = None
-        self.last = b""
+        self.last = b""  # the last part of the body
         self.is_complete = False
 
     async def __call__(self, message: Message) -> None:
@@ -109,10 +112,10 @@ class _Sent:
 
 
 async def _end(sent: _Sent, scope: Scope, receive: Receive) -> None:
-    """Send the error in place of the rest of the answer.
+    """Send the error instead of the rest of the answer.
 
-    A response that is not a stream and has begun gets no error. The server closes its connection,
-    and the client sees that the response is shorter than its length.
+    If the response is not a stream and has started, no error can be sent. The server closes the
+    connection, and the client notices that the response is shorter than its length.
     """
     path = scope["path"]
     if sent.start is None:

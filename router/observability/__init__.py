@@ -1,1 +1,1 @@
-"""A router reports metrics, traces, request logs and audits."""
+"""What a router reports: metrics, traces, request logs and audits."""

@@ -1,5 +1,6 @@
-"""Compares four lists of each replica's blocks: the engine's, the replica's, Redis's, the mirror's.
+"""The audit: compares four lists of the blocks that each replica has cached.
 
+The lists are those of the engine, the replica's block table, Redis and the router's mirror.
 Each replica compares the first three. The router compares its mirror with Redis, and ignores blocks
 that change while it reads both.
 """
@@ -25,28 +26,29 @@ from kvroute.router.index.mirror import Mirror
 from kvroute.store.index import FencedError, Index
 from kvroute.store.index_values import Position
 
-CALL_S = 15.0  # longest wait for a replica's audit
-TRIES = 5  # comparisons of a mirror that is loading or seems wrong; the best result counts
-RETRY_S = 0.5  # time between two of these comparisons
+CALL_S = 15.0  # timeout in seconds for a replica's audit
+TRIES = 5  # if the mirror is loading or seems wrong, the best of this many comparisons counts
+RETRY_S = 0.5  # seconds between two of these comparisons
 
 ReadAudit = Callable[[str], Awaitable[ReplicaAudit | None]]  # replica id -> its audit
 
 
 class Audit:
-    """Audits all replicas, and has the mirror reload replicas for which it is wrong."""
+    """Audits all replicas. If the mirror is wrong about a replica, that part is reloaded."""
 
     def __init__(self, index: Index, feed: Feed, mirror: Mirror, read_audit: ReadAudit) -> None:
         self._index = index
         self._feed = feed
         self._mirror = mirror
         self._read_audit = read_audit
-        self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})  # wrong blocks in all audits
+        # List -> wrong blocks that all audits have found in it.
+        self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})
 
     async def run(self) -> list[dict[str, Any]]:
-        """Return a report on each replica in the index, with null for missing comparisons.
+        """Return a report on each replica in the index. Missing comparisons are None.
 
         Raises:
-            RedisError, OSError: Redis is away.
+            RedisError, OSError: Redis cannot be used.
         """
         records = await self._index.records()
         audits = await asyncio.gather(*(self._read_audit(record.id) for record in records))
@@ -60,6 +62,7 @@ class Audit:
         return reports
 
     async def _best_of(self, record: ReplicaRecord) -> Comparison | None:
+        """Compare several times until nothing is wrong; return the best result."""
         best: Comparison | None = None
         for _ in range(TRIES):
             comparison = await self.compare(record.id)
@@ -73,7 +76,7 @@ class Audit:
         return best
 
     async def compare(self, replica_id: str) -> Comparison | None:
-        """Compare the mirror's blocks of a replica with Redis; None while either is loading."""
+        """Compare the mirror's blocks of a replica with Redis; return None if either is loading."""
         position, incarnation = self._feed.position, self._feed.incarnation(replica_id)
         record = await self._index.record(replica_id)
         if record is None or record.incarnation != incarnation:
@@ -100,7 +103,7 @@ class Audit:
         return blocks
 
     async def _changed_since(self, position: Position, replica_id: str) -> set[Fingerprint] | None:
-        """Return the replica's blocks that changed since `position`; None if all may have."""
+        """Return the replica's blocks that changed since `position`; None if this is unknown."""
         blocks, end = set[Fingerprint](), await self._index.position()
         while position < end:
             start = position
@@ -113,12 +116,12 @@ class Audit:
                     return None
                 blocks.update(change.added, change.removed)
             if position == start:
-                return None  # Redis has trimmed the rest of the stream
+                return None  # Redis has removed these entries from the stream
         return blocks
 
 
 def audit_reader(links: Links, unreadable: Unreadable) -> ReadAudit:
-    """Return a function that reads one replica's audit, which is None without an answer."""
+    """Return a function that reads one replica's audit; it returns None if there is no answer."""
 
     async def read_audit(replica_id: str) -> ReplicaAudit | None:
         try:

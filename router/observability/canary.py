@@ -1,7 +1,7 @@
-"""Sends a tiny request to each replica, and checks that its blocks appear in index and mirror.
+"""Sends a canary to each replica, and checks that its blocks appear in Redis and in the mirror.
 
-This canary has its own namespace, which is used only once, so its blocks cannot be those of another
-request. It is not a user's request, so routers neither log nor count it.
+A canary is a tiny request. It has a namespace that is used only once, so no other request can have
+the same blocks. Since it is not a client's request, routers neither log nor count it.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import Index
 from kvroute.wire.structs import encode_begin
 
-CALL_S = 15.0  # longest wait for the response, including the engine's queue
-SEEN_S = 5.0  # longest wait for the blocks after the response
-CHECK_INTERVAL_S = 0.02
+CALL_S = 15.0  # timeout in seconds for the response; it includes the engine's queue
+APPEAR_S = 5.0  # timeout in seconds for the blocks to appear, after the response
+CHECK_INTERVAL_S = 0.02  # seconds between two checks of the mirror
 BLOCKS = 3  # full blocks in a canary's prompt
 TOKEN_IDS = (100, 1000)  # range of token ids that are ordinary tokens in any vocabulary
 
@@ -36,7 +36,7 @@ Cause = Literal[
     "Redis is away",
     "not in the index",  # the replica runs, but is not registered
     "nothing published",
-    "other fingerprints",  # it published only other blocks
+    "other fingerprints",  # the replica has published blocks, but not these
     "not in the mirror",
 ]
 
@@ -56,10 +56,11 @@ class Result:
     expected: int  # blocks that should appear
     before: Account | None  # state of Redis before the request; None if Redis was away
     refusal: str = ""  # reason why there was no response
-    answered_s: float | None = None  # time to the response
+    answered_s: float | None = None  # seconds until the response; None: no response
     after: Account | None = None  # state of Redis at the last check
-    mirror: int = 0  # blocks in the mirror
-    seen_s: float | None = None  # time from the response until the mirror had all blocks
+    mirror: int = 0  # blocks of the canary in the mirror
+    # Seconds from the response until the mirror had all blocks; None: it did not get all.
+    seen_s: float | None = None
 
 
 class Canaries:
@@ -81,7 +82,7 @@ class Canaries:
         self._block_size = block_size
 
     async def run(self) -> list[dict[str, Any]]:
-        """Return a report on each replica, also if the replica or Redis fails."""
+        """Return a report on each replica. A failure of the replica or of Redis is part of it."""
         ids = sorted(self._running())
         results = await asyncio.gather(*(self._check(replica_id) for replica_id in ids))
         return list(map(report, ids, results))
@@ -120,14 +121,15 @@ class Canaries:
         It has BLOCKS blocks, or fewer if the context is short, but enough for a cache hit.
         """
         max_tokens = self._fleet.replicas.max_model_len or BLOCKS * self._block_size + 2
-        fitting = (max_tokens - 2) // self._block_size  # without the last token and the output
-        blocks = max(self._fleet.caches.least_blocks, min(BLOCKS, fitting))
+        # Besides full blocks, the context has to hold the prompt's last token and an output token.
+        max_blocks = (max_tokens - 2) // self._block_size
+        blocks = max(self._fleet.caches.least_blocks, min(BLOCKS, max_blocks))
         tokens = blocks * self._block_size + 1
         return np.random.default_rng().integers(*TOKEN_IDS, tokens, dtype=np.uint32)
 
     async def _wait(self, replica_id: str, chain: Sequence[Fingerprint]) -> None:
-        """Wait until the mirror has all blocks, but at most SEEN_S."""
-        deadline_s = time.monotonic() + SEEN_S
+        """Wait until the mirror has all blocks, for APPEAR_S at most."""
+        deadline_s = time.monotonic() + APPEAR_S
         while self._mirrored(replica_id, chain) < len(chain) and time.monotonic() < deadline_s:
             await asyncio.sleep(CHECK_INTERVAL_S)
 
@@ -135,6 +137,7 @@ class Canaries:
         return self._fleet.caches.hits(chain).get(replica_id, 0)
 
     async def _account(self, replica_id: str, added: Sequence[Fingerprint]) -> Account | None:
+        """Return what Redis has of a replica; None if Redis cannot be used."""
         try:
             record = await self._index.record(replica_id)
             return Account(record, await self._index.held(record, added) if record else 0)
@@ -143,7 +146,10 @@ class Canaries:
 
 
 def canary_sender(links: Links) -> Send:
-    """Return a function that sends a canary to a replica, and raises UnansweredError."""
+    """Return a function that sends a canary to a replica.
+
+    The function raises UnansweredError if there is no response.
+    """
 
     async def send(replica_id: str, request: GenerateRequest) -> None:
         await links.call(replica_id, "canary", encode_begin(0, request), within_s=CALL_S)
@@ -152,6 +158,7 @@ def canary_sender(links: Links) -> Send:
 
 
 def report(replica_id: str, result: Result) -> dict[str, Any]:
+    """Return the result of a canary as JSON."""
     return {
         "id": replica_id,
         "answered_s": result.answered_s,
@@ -167,7 +174,7 @@ def report(replica_id: str, result: Result) -> dict[str, Any]:
 
 
 def cause_of(result: Result) -> Cause | None:
-    """Return why some of the canary's blocks did not appear; None if all did."""
+    """Return why the mirror does not have all blocks of the canary; None if it has."""
     before, after = result.before, result.after
     if result.answered_s is None:
         return "no answer"

@@ -40,11 +40,13 @@ from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.returns import WHYS
 from kvroute.store.responses import Responses
 
+# Upper bounds of histogram buckets, in seconds.
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 REQUESTS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 BACKLOGS_S = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
+# Error codes that have a series from the start.
 REFUSALS = (
     *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
     *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
@@ -98,11 +100,11 @@ class Waits(RequestObserver):
         self._decision.observe(decision_s)
 
     def first_token(self, attempt: Attempt) -> None:
-        assert attempt.placement is not None, "only this router's own attempts have observers"
+        assert attempt.placement is not None, "observers see attempts of this router only"
         assert attempt.first_token_s is not None
         if not attempt.context.is_resumed:
-            self._first_token.observe(attempt.first_token_s - attempt.context.at_s)
-        self._backlog.observe(attempt.placement.at(attempt.replica_id).backlog_s)
+            self._first_token.observe(attempt.first_token_s - attempt.context.ready_s)
+        self._backlog.observe(attempt.placement.candidate(attempt.replica_id).backlog_s)
         if predicted_s := attempt.placement.predicted_ttft_s(attempt.replica_id):
             self._prediction.observe((attempt.first_token_s - attempt.sent_s) / predicted_s)
 
@@ -113,7 +115,7 @@ class Waits(RequestObserver):
     def ended(self, attempt: Attempt) -> None:
         if attempt.outcome != "ok" or attempt.first_token_s is None or attempt.last_chunk_s is None:
             return
-        self._answer.observe(attempt.last_chunk_s - attempt.context.at_s)
+        self._answer.observe(attempt.last_chunk_s - attempt.context.ready_s)
         later_tokens = attempt.output_tokens - attempt.first_tokens
         if attempt.context.choices == 1 and later_tokens:
             self._token.observe((attempt.last_chunk_s - attempt.first_token_s) / later_tokens)
@@ -218,7 +220,7 @@ class RequestCounts(RequestObserver):
 
 
 class OverLimit:
-    """Counts the requests that were rejected for a tenant's limits."""
+    """Counts the requests that were rejected because of a tenant's limits."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._counter = Counter(
@@ -231,6 +233,7 @@ class OverLimit:
         self._tenants = set[str]()
 
     def count(self, tenant: str, limit: str) -> None:
+        """Count a request that was rejected because of this limit."""
         name = named(tenant, self._tenants, most=NAMED)
         self._tenants.add(name)
         self._counter.labels(name, limit).inc()
@@ -304,11 +307,11 @@ class RouterMetrics(RequestObservers):
         export(queue, self._readings, time.monotonic)
 
     def export_seats(self, seats: Seats[Any]) -> None:
-        """Export how many sessions now hold a seat or wait for one."""
+        """Export how many sessions hold a seat or wait for one."""
         seat_metrics.export(seats, self._readings, time.monotonic)
 
     def export_prefixes(self, catalogue: Catalogue) -> None:
-        """Export a series for each declared prefix; their number is limited by MAX_PREFIXES."""
+        """Export a series for each declared prefix. MAX_PREFIXES limits their number."""
         self._readings.counter_of(
             "prefix",
             "kvroute_prefix_saved_tokens",
@@ -317,6 +320,7 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_audit(self, audit: Audit) -> None:
+        """Export how many wrong blocks the audits found."""
         self._readings.counter_of(
             "account",
             "kvroute_audit_drift_blocks",
@@ -326,6 +330,7 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_unreadable(self, unreadable: Unreadable) -> None:
+        """Export how many records and messages could not be decoded."""
         self._readings.counter_of(
             "kind",
             "kvroute_unreadable_records",
@@ -335,6 +340,7 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_blamed(self, blamed: PoisonList) -> None:
+        """Export how many requests the router has added to the poison list."""
         self._readings.counter(
             "kvroute_blamed_requests",
             "Requests blamed for the loss of replicas, which are rejected for some minutes.",
@@ -342,6 +348,7 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_links(self, links: Links) -> None:
+        """Export the number of connections to replicas, and of lost connections."""
         self._readings.gauge(
             "kvroute_connected_replicas",
             "Replicas to which the router has a connection.",
@@ -354,6 +361,7 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_responses(self, responses: Responses) -> None:
+        """Export figures of the stored responses."""
         self._readings.counter_of(
             "outcome",
             "kvroute_stored_responses",
@@ -373,6 +381,7 @@ class RouterMetrics(RequestObservers):
         )
 
     def export_log(self, log: RequestLog) -> None:
+        """Export how many lines the request log has dropped."""
         self._readings.counter(
             "kvroute_request_log_dropped_lines",
             "Lines missing in the request log because the disk is full or slow.",

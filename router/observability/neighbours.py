@@ -29,6 +29,7 @@ class Neighbours:
             await asyncio.sleep(SILENCE_S / 3)
 
     async def leave(self) -> None:
+        """Remove the cluster's registration; ignore errors of Redis."""
         with contextlib.suppress(RedisError, OSError):
             await self._clusters.withdraw(self._own)
 
@@ -36,7 +37,7 @@ class Neighbours:
         """Return this cluster, and the others that serve a model of the same name.
 
         Raises:
-            RedisError, OSError: Redis is away.
+            RedisError, OSError: Redis cannot be used.
         """
         others = [
             {**msgspec.structs.asdict(other), "is_twin": other.is_twin_of(self._own)}

@@ -16,8 +16,10 @@ from kvroute.router.admission.waits import Refusal, Wait
 from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.queueing.queue import Queue, QueueState
 
+# Upper bounds of histogram buckets, in seconds.
 WAITS_S = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300)
-WORTH_S = 0.1  # waits and forecasts below this are too short to measure the forecasts' accuracy
+MIN_WAIT_S = 0.1  # shorter waits and forecasts do not count for the accuracy of forecasts
+# Upper bounds of histogram buckets for ratios of measured to predicted times.
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2, 4, 10)
 
 
@@ -56,10 +58,10 @@ class QueueMetrics(RequestObserver):
 
     def waited(self, wait: Wait) -> None:
         self._waits[wait.priority].observe(wait.waited_s)
-        if WORTH_S < max(wait.forecast_s, wait.waited_s) < math.inf:
-            self._ratio.observe(wait.waited_s / max(wait.forecast_s, WORTH_S))
+        if MIN_WAIT_S < max(wait.forecast_s, wait.waited_s) < math.inf:
+            self._ratio.observe(wait.waited_s / max(wait.forecast_s, MIN_WAIT_S))
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
         self._refusals[priority, refusal].inc()
 
 

@@ -25,10 +25,11 @@ from kvroute.router.sessions.breaks import Break
 
 log = logging.getLogger("kvroute.request_log")
 
-ID_TOKENS = 128  # least tokens for one id, since an id for each engine block would make long lines
-ID_BITS = (1 << 53) - 1  # mask of the bits of a fingerprint that every JSON reader keeps exactly
-WRITE_S = 0.5  # time between two writes
-WAITING_LINES = 10_000  # lines that may wait for the disk; further ones are dropped
+# An id stands for at least this many tokens: one id for each block would make the lines long.
+ID_TOKENS = 128
+ID_BITS = (1 << 53) - 1  # mask for fingerprints: all JSON readers represent 53 bits exactly
+WRITE_S = 0.5  # seconds between two writes to the file
+WAITING_LINES = 10_000  # lines that may wait for the disk; further lines are dropped
 
 
 class Line(msgspec.Struct):
@@ -40,16 +41,16 @@ class Line(msgspec.Struct):
     timestamp: float  # arrival, in milliseconds since 1970
     input_length: int
     output_length: int  # output tokens of all choices together
-    hash_ids: Sequence[int]  # an id for each `block_size` tokens that a cache could hold
-    block_size: int
+    hash_ids: Sequence[int]  # one id for each `block_size` tokens that a cache could hold
+    block_size: int  # tokens of an id; a multiple of the engine's block size
     model: str
     replica: str
-    reusable_tokens: int  # longest cached prefix at any replica, as far as the router knew
-    expected_tokens: int  # cached prefix at this replica, as far as the router knew
-    cached_tokens: int | None  # cached prefix that the engine reported; None without a first token
-    predicted_ttft_s: float
-    ttft_s: float | None  # None without a first token
-    duration_s: float
+    reusable_tokens: int  # tokens of the longest hit on any replica, as the router expected
+    expected_tokens: int  # tokens of the hit on this replica, as the router expected
+    cached_tokens: int | None  # tokens of the hit in the engine; None without a first token
+    predicted_ttft_s: float  # the router's prediction for ttft_s
+    ttft_s: float | None  # seconds from sending to the first token; None without a first token
+    duration_s: float  # seconds from sending to the end
     outcome: str  # ok | cancelled | refused | failed (the replica was lost; perhaps sent again)
     ledger: Ledger | None  # prompt tokens by cause; None without a first token
     request_id: str  # x-request-id of the response
@@ -144,7 +145,7 @@ class RequestLog(RequestObserver):
 
     def _drop(self, lines: int, reason: str) -> None:
         if not self.dropped:
-            log.warning("requests are missing in the log %s: %s", self._file, reason)
+            log.warning("the request log %s has no lines for some requests: %s", self._file, reason)
         self.dropped += lines
 
 

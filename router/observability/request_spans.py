@@ -1,6 +1,6 @@
-"""Tracing spans of a request's steps in this router, with their durations and the replica.
+"""Tracing spans for the steps of a request in this router.
 
-Without tracing, each step takes only one check of a variable.
+If tracing is off, a step only checks one variable.
 """
 
 import time
@@ -20,13 +20,13 @@ _tracing: Tracing | None = None  # this process's tracing; None if it is off
 
 
 def start(router_id: str) -> None:
-    """Start to record spans if the environment has the address of a collector."""
+    """Start to record spans if an environment variable has the address of a collector."""
     global _tracing
     _tracing = start_tracing("kvroute-router", router_id)
 
 
 def dispatches() -> RequestObserver | None:
-    """Return an observer that records a span for each dispatch; None without tracing."""
+    """Return an observer that records a span for each dispatch; None if tracing is off."""
     return Dispatches(_tracing) if _tracing else None
 
 
@@ -37,7 +37,7 @@ def close() -> None:
 
 
 def step(name: str) -> AbstractContextManager[object]:
-    """Return a context that records a span for the block."""
+    """Return a context manager that records a span for its block."""
     return _tracing.tracer.start_as_current_span(name) if _tracing else nullcontext()
 
 
@@ -104,7 +104,7 @@ class Dispatches(RequestObserver):
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracer = tracing.tracer
-        self._spans: dict[str, Span] = {}  # span of each running request's attempt, by request id
+        self._spans: dict[str, Span] = {}  # request id -> span of its dispatch, while it runs
 
     def placed(self, placement: Placement, decision_s: float) -> None:
         span = self._past_span("place", decision_s)
@@ -136,7 +136,7 @@ class Dispatches(RequestObserver):
         if attempt.cached_tokens is not None:
             span.set_attribute("gen_ai.usage.cache_read.input_tokens", attempt.cached_tokens)
         if attempt.placement and (reloaded := attempt.reloaded_tokens):
-            reload_s = attempt.placement.at(attempt.replica_id).reload_s
+            reload_s = attempt.placement.candidate(attempt.replica_id).reload_s
             for tier, tokens in reloaded.items():
                 span.set_attribute(f"kvroute.{tier.name}_tokens", tokens)
             span.set_attribute("kvroute.predicted_reload_s", reload_s)
@@ -154,9 +154,9 @@ class Dispatches(RequestObserver):
             span.set_status(Status(StatusCode.ERROR, attempt.outcome))
         span.end()
 
-    def _past_span(self, name: str, took_s: float) -> Span:
-        """Return a span of a step that has just ended and took this long."""
-        return self._tracer.start_span(name, start_time=time.time_ns() - int(took_s * 1e9))
+    def _past_span(self, name: str, duration_s: float) -> Span:
+        """Return a span of a step that has just ended."""
+        return self._tracer.start_span(name, start_time=time.time_ns() - int(duration_s * 1e9))
 
     def _begin(self, attempt: Attempt) -> Span:
         span = self._tracer.start_span("dispatch", kind=SpanKind.CLIENT)

@@ -9,11 +9,12 @@ from kvroute.process.exposition import Readings
 from kvroute.router.admission.seats import Seats
 from kvroute.router.placement.attempts import RequestObserver
 
+# Upper bounds of the histogram's buckets, in seconds.
 WAITS_S = (1, 5, 15, 30, 60, 120, 180, 300, 450, 600, 1200)
 
 
 class SeatMetrics(RequestObserver):
-    """Measures how long requests waited for a seat, if they had to wait and got one."""
+    """Measures how long requests waited for a seat. Requests that did not wait do not count."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waits = Histogram(

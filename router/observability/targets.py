@@ -1,7 +1,7 @@
 """The addresses of all processes' metrics, in the format of Prometheus's HTTP service discovery.
 
-Every process serves its metrics on its own port. A replica's address is in its record in the index.
-A router writes its own address to the index here, so that any router can list all of them.
+Every process serves its metrics on a port of its own. A replica's address is in its record in the
+index. Announcer writes a router's address to the index, so that any router can list all addresses.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from kvroute.contract.records import ProcessLocation, RouterDescription
 from kvroute.process.metrics_port import Exposition
 from kvroute.store.index import Index
 
-LEASE_S = 3.0  # time after which the address of a lost router is dropped
-RETRY_S = 0.5  # time between two attempts while Redis is away
+LEASE_S = 3.0  # seconds after which the address of a lost router is removed
+RETRY_S = 0.5  # seconds between two attempts to reach Redis
 
 Target = dict[str, Any]
 
@@ -54,7 +54,7 @@ async def targets(index: Index, model: str) -> list[Target]:
     """Return every process that has a valid lease and serves metrics.
 
     Raises:
-        RedisError, OSError: Redis is away.
+        RedisError, OSError: Redis cannot be used.
     """
     records = await index.records()
     replicas = {replica_of(record.id): record.whereabouts for record in records}

@@ -1,4 +1,4 @@
-"""A router's telemetry of one model: its request observers, and the tasks that publish them."""
+"""A router's telemetry for one model: request observers, and the tasks that publish their data."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -44,16 +44,16 @@ class Telemetry:
         router_id: str,
         settings: RouterSettings,
         *,
-        also: RequestObserver,
+        additional: RequestObserver,
         lasting: LastingAccounts | None,
     ) -> None:
-        """Make the observers that the settings ask for.
+        """Create the observers that the settings require.
 
         Args:
             router_id: the id of this router.
             settings: the settings of the model.
-            also: one more observer.
-            lasting: accounts of tenants; None without API keys.
+            additional: an additional observer.
+            lasting: the tenants' accounts in Redis; None: the cluster has no API keys.
         """
         self.recent = Recent()
         self.recent_waits = RecentWaits()
@@ -62,13 +62,13 @@ class Telemetry:
         self._router_id = router_id
         self._settings = settings
         self._log = _request_log(router_id, settings)
-        self._registry = CollectorRegistry()  # separate, as the process may serve other models
+        self._registry = CollectorRegistry()  # one for each model, since a router may serve several
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self._announcer: Announcer | None = None
         self._lasting = lasting
         self._accounts = _accounts(settings, lasting)
-        observers = (also, self._log, self._metrics, self.recent, self.recent_waits, self.places)
-        others = (self.recent_answers, self._accounts, request_spans.dispatches())
+        observers = (additional, self._log, self._metrics, self.recent, self.recent_waits)
+        others = (self.places, self.recent_answers, self._accounts, request_spans.dispatches())
         self.observer = RequestObservers(*filter(None, (*observers, *others)))
 
     async def start(
@@ -117,7 +117,7 @@ class Telemetry:
             self._announcer = Announcer(index, self._router_id, exposition, node)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
-        """Return the background tasks by name; call it after `start`."""
+        """Return the background tasks by name. Call `start` first."""
         workers = {
             "request log": self._log,
             "announcer": self._announcer,
@@ -136,6 +136,7 @@ class Telemetry:
             self._metrics.over_limit(tenant, limit)
 
     async def close(self) -> None:
+        """Write what is left of logs and accounts, and remove the metrics' address."""
         if self._log:
             await self._log.flush()
         if self._lasting:
@@ -145,12 +146,14 @@ class Telemetry:
 
 
 def _accounts(settings: RouterSettings, lasting: LastingAccounts | None) -> Accounts | None:
+    """Return the accounts of tenants; None if the cluster has no API keys."""
     if lasting is None:
         return None
     return Accounts(gpus=settings.tensor_parallel_size, lasting=lasting)
 
 
 def _request_log(router_id: str, settings: RouterSettings) -> RequestLog | None:
+    """Return the request log; None if it is off."""
     if settings.request_log is None:
         return None
     model = settings.served_model_name

@@ -1,4 +1,7 @@
-"""Prometheus metrics of each tenant's usage: NAMED tenants by name, all others together."""
+"""Prometheus metrics of the tenants' usage.
+
+The first NAMED tenants have series of their own. All other tenants share one series.
+"""
 
 from collections.abc import Iterable
 
@@ -10,7 +13,7 @@ from kvroute.router.placement.ledger import CAUSES
 
 
 class TenantMetrics(Collector):
-    """Reads the accounts at scrape time, in the scrape's thread."""
+    """Reads the accounts when Prometheus scrapes the metrics, in the thread of that request."""
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts

@@ -22,7 +22,7 @@ class RecentAnswers(RequestObserver):
 
     def first_token(self, attempt: Attempt) -> None:
         if attempt.first_token_s is not None and not attempt.context.is_resumed:
-            self.add(attempt.first_token_s - attempt.context.at_s)
+            self.add(attempt.first_token_s - attempt.context.ready_s)
 
     def add(self, ttft_s: float) -> None:
         """Add a request whose first token has just come."""

@@ -41,7 +41,7 @@ class RecentWaits(RequestObserver):
         bucket.waited_s += wait.waited_s
         bucket.longest_s = max(bucket.longest_s, wait.waited_s)
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
         if priority == "batch":
             return
         self._now().refused[refusal] += 1

@@ -156,7 +156,7 @@ class View:
                 policy=self._settings.policy,
                 broken=attempt.context.broken,
                 retention=attempt.context.retention,
-                most=RECEIPT_REPLICAS,
+                limit=RECEIPT_REPLICAS,
             )
             decision.receipt = msgspec.Raw(encode(explained))
         waited_s = None if attempt.first_token_s is None else attempt.first_token_s - attempt.sent_s

@@ -13,7 +13,7 @@ def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
     background requests.
     """
     lines = queue.state(now_s)
-    here, elsewhere = total(lines.values()), queue.elsewhere()
+    here, elsewhere = total(lines.values()), queue.in_other_routers()
     everywhere = total([here, elsewhere])
     return _state(here) | {
         "lines": {name: _state(state) for name, state in lines.items()},

@@ -1,1 +1,1 @@
-"""How a router ranks the replicas for a prompt, and what follows from each placement."""
+"""Placement: ranks the replicas for a prompt, and keeps account of the requests sent to them."""

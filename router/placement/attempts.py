@@ -1,4 +1,4 @@
-"""One request at one replica: why it was placed there, what it receives, how it ends."""
+"""One request at one replica: its placement, its chunks and its outcome."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -24,27 +24,27 @@ from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints, Why
 
-MUCH = 0.25  # least share of a prompt that a replica must have cached to be worth a wait
+MIN_HOLDER_SHARE = 0.25  # a replica holds a prompt if it has cached at least this share of it
 
 
 class Placement(Struct, frozen=True):
-    """The ranking of the replicas for a prompt, and the facts on which it is based."""
+    """The ranking of the replicas for a prompt, and the facts behind it."""
 
     ranking: tuple[Candidate, ...]
     chain: tuple[Fingerprint, ...]  # the prompt's reusable blocks
-    best_hit_blocks: int  # the longest hit on any replica
-    prompt_tokens: int
-    block_size: int
-    busy_s: float = 1.0  # the fleet's unit of time, from its Scale
-    forks: float = 0.0  # earlier prompts that diverged where the known part of this one ends
+    best_hit_blocks: int  # blocks of the longest hit on any replica
+    prompt_tokens: int  # tokens of the prompt
+    block_size: int  # tokens of a block
+    busy_s: float = 1.0  # Scale.busy_s, the fleet's unit of time
+    forks: float = 0.0  # earlier prompts that diverged from this one at the end of the longest hit
     pressure: float = 0.0  # cache pressure: see `kvroute.router.placement.pressure`
-    lora: str = ""  # the request's LoRA adapter
-    known_blocks: int = 0  # the longest part that any replica has now or had once
-    partial_blocks: int = 0  # the longest part that any replica's first cache group has now
-    shared_tokens: int = 0  # tokens at the beginning that all namespaces share
+    lora: str = ""  # the request's LoRA adapter; empty: none
+    known_blocks: int = 0  # leading blocks that any replica has cached now or had cached before
+    partial_blocks: int = 0  # leading blocks that any replica's first cache group has now
+    shared_tokens: int = 0  # leading tokens that all namespaces share
 
-    def at(self, replica_id: str) -> Candidate:
-        """Return the candidate with that id; without hits if the replica was not ranked."""
+    def candidate(self, replica_id: str) -> Candidate:
+        """Return the replica's candidate; one without hits if the replica was not ranked."""
         for candidate in self.ranking:
             if candidate.replica_id == replica_id:
                 return candidate
@@ -56,12 +56,12 @@ class Placement(Struct, frozen=True):
         return self.chain[: self.best_hit_blocks]
 
     @property
-    def home(self) -> str:
-        """Return a replica with the longest hit.
+    def holder_id(self) -> str:
+        """Return the id of a replica with the longest hit.
 
-        Empty: even the longest hit is less than the share MUCH of the prompt.
+        It is empty if even the longest hit is less than MIN_HOLDER_SHARE of the prompt.
         """
-        if self.reusable_tokens < MUCH * self.prompt_tokens:
+        if self.reusable_tokens < MIN_HOLDER_SHARE * self.prompt_tokens:
             return ""
         return max(self.ranking, key=lambda candidate: candidate.hit_blocks).replica_id
 
@@ -71,7 +71,7 @@ class Placement(Struct, frozen=True):
 
     @property
     def new_tokens(self) -> int:
-        """Return the tokens that even the best replica has to compute."""
+        """Return the number of tokens that no replica has cached."""
         return self.prompt_tokens - self.reusable_tokens
 
     @property
@@ -84,77 +84,83 @@ class Placement(Struct, frozen=True):
 
     @property
     def evicted_tokens(self) -> int:
-        """Return the tokens that some replica once had and none has now."""
+        """Return the number of tokens that some replica had cached before and none has now."""
         return max(0, self.known_tokens - max(self.reusable_tokens, self.partial_tokens))
 
     def expected_tokens(self, replica_id: str) -> int:
-        return self.at(replica_id).hit_blocks * self.block_size
+        return self.candidate(replica_id).hit_blocks * self.block_size
 
     def predicted_ttft_s(self, replica_id: str) -> float:
-        return self.at(replica_id).ttft_s
+        return self.candidate(replica_id).ttft_s
 
 
 class RequestContext(Struct, frozen=True):
-    """What the router knows about a client's call and passes on with each of its prompts."""
+    """What the router knows about a client's call. All prompts of a call share it."""
 
-    at_s: float = 0.0  # when its prompts were ready to be dispatched, on the attempts' clock
-    request_id: str = ""  # id that the client knows; a dispatch's id is longer
+    ready_s: float = 0.0  # time at which the prompts were rendered, on the clock of attempts
+    request_id: str = ""  # the id that the client gets; a dispatch adds a suffix
     choices: int = 1  # number of choices for each prompt
     prompts: int = 1  # number of prompts in the call
-    namespace: str = ""  # namespace of its blocks; empty: it shares blocks with all others
-    tenant: str = ""  # tenant of its API key; empty: no keys are used
+    namespace: str = ""  # namespace of the blocks; empty: blocks are shared with all requests
+    tenant: str = ""  # tenant of the API key; empty: the cluster has no keys
     entry: Entry | None = None  # counts the call in its tenant's limits; None: no limits
-    lora: str = ""  # LoRA adapter to use; empty: the model itself
-    named_tokens: int = 0  # tokens in the whole blocks of the named prefix that it starts with
+    lora: str = ""  # LoRA adapter to use; empty: the base model
+    named_tokens: int = 0  # tokens in the full blocks of the named prefix at the beginning
     broken: Break | None = None  # where the prompt differs from the chat's earlier prompt
-    is_resumed: bool = False  # true: a lost replica has generated the first part
+    is_resumed: bool = False  # true: a lost replica has generated the first part of the response
     features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
-    urgency: Urgency = AT_EASE
-    sharer: str = ""  # unit of fair sharing; empty: none
-    wait: Wait = NO_WAIT  # wait of this prompt in the router
-    hints: SessionHints = NO_HINTS
-    retention: Retention | None = None  # retention of this prompt, once it was placed
-    # Called repeatedly while the request waits for a seat, to let its client know.
+    urgency: Urgency = AT_EASE  # priority and limits of the wait
+    sharer: str = ""  # the tenant whose share of the fleet's time it uses; empty: none
+    wait: Wait = NO_WAIT  # this prompt's wait in the router
+    hints: SessionHints = NO_HINTS  # what the client has declared about the session
+    retention: Retention | None = None  # this prompt's retention; None: it was not placed yet
+    # Called repeatedly while the request waits for a seat, to inform the client.
     still_waiting: Callable[[], Awaitable[None]] | None = None
 
 
-# How an attempt ends. refused: the engine cannot run it, or no replica has room. failed: the
-# replica was lost; the request is sent again if possible. moved: the replica was full or gone when
-# the request arrived, and the request went to another one.
+# How an attempt ends:
+# ok         all choices have finished
+# cancelled  the client has disconnected, or the request was cancelled otherwise
+# refused    the engine cannot run the request, or all replicas are full
+# failed     the replica was lost; the request is sent to another one if possible
+# moved      the replica was full or had left when the request arrived, and another one got it
 Outcome = Literal["ok", "cancelled", "refused", "failed", "moved"]
 
 
 class RequestObserver:
-    """Receives the events of this router's requests; the base class ignores them."""
+    """Receives the events of this router's requests. This base class ignores all of them."""
 
     def placed(self, placement: Placement, decision_s: float) -> None:
-        """Observe that a request's replicas were ranked, which took `decision_s`."""
+        """Observe a placement, which took `decision_s` seconds."""
 
     def waited(self, wait: Wait) -> None:
-        """Observe that a request has left the queue and is sent to a replica."""
+        """Observe that a request has left the queue to be sent to a replica."""
 
     def seated(self, waited_s: float) -> None:
-        """Observe that a request gets a seat of its session after a wait."""
+        """Observe that a request's session has got a seat after a wait of `waited_s` seconds."""
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
-        """Observe that a request was refused: it waited too long, or would wait too long."""
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
+        """Observe a refusal: the request waited too long, or was expected to."""
 
-    def sent(self, attempt: "Attempt") -> None: ...
+    def sent(self, attempt: "Attempt") -> None:
+        """Observe that a request is sent to a replica."""
 
-    def first_token(self, attempt: "Attempt") -> None: ...
+    def first_token(self, attempt: "Attempt") -> None:
+        """Observe that the first token has arrived."""
 
     def next_chunk(self, attempt: "Attempt", gap_s: float) -> None:
-        """Observe a chunk that arrived `gap_s` after the previous one."""
+        """Observe a chunk that arrived `gap_s` seconds after the previous one."""
 
-    def ended(self, attempt: "Attempt") -> None: ...
+    def ended(self, attempt: "Attempt") -> None:
+        """Observe that an attempt has ended."""
 
 
 class RequestObservers(RequestObserver):
-    """Passes each event on to several observers."""
+    """Forwards each event to several observers."""
 
     def __init__(self, *observers: RequestObserver) -> None:
         self._observers = observers
-        self._at_chunks = [*chain.from_iterable(map(_at_chunks, observers))]
+        self._chunk_observers = [*chain.from_iterable(map(_chunk_observers, observers))]
 
     def placed(self, placement: Placement, decision_s: float) -> None:
         for observer in self._observers:
@@ -168,9 +174,9 @@ class RequestObservers(RequestObserver):
         for observer in self._observers:
             observer.seated(waited_s)
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
         for observer in self._observers:
-            observer.turned_away(priority, refusal)
+            observer.rejected(priority, refusal)
 
     def sent(self, attempt: "Attempt") -> None:
         for observer in self._observers:
@@ -181,7 +187,7 @@ class RequestObservers(RequestObserver):
             observer.first_token(attempt)
 
     def next_chunk(self, attempt: "Attempt", gap_s: float) -> None:
-        for observe in self._at_chunks:
+        for observe in self._chunk_observers:
             observe(attempt, gap_s)
 
     def ended(self, attempt: "Attempt") -> None:
@@ -189,10 +195,10 @@ class RequestObservers(RequestObserver):
             observer.ended(attempt)
 
 
-def _at_chunks(observer: RequestObserver) -> list[Callable[["Attempt", float], None]]:
-    """Return the observer's methods that are called for each chunk; often there are none."""
+def _chunk_observers(observer: RequestObserver) -> list[Callable[["Attempt", float], None]]:
+    """Return the methods to call for each chunk. Most observers have none."""
     if isinstance(observer, RequestObservers):
-        return observer._at_chunks
+        return observer._chunk_observers
     is_own = type(observer).next_chunk is not RequestObserver.next_chunk
     return [observer.next_chunk] if is_own else []
 
@@ -202,29 +208,28 @@ NO_OBSERVER = RequestObserver()
 
 @dataclass(slots=True)
 class Attempt:
-    """One request at one replica, from the dispatch to its end, whatever the outcome."""
+    """One request at one replica, from the dispatch to the end."""
 
     mirror: Mirror
-    load: ReplicaLoad
+    load: ReplicaLoad  # the replica's load, which includes this attempt
     dispatch: Dispatch
-    capacity_blocks: int  # capacity of the replica's cache
-    sent_s: float
+    capacity_blocks: int  # size of the replica's prefix cache in blocks; 0: it has none
+    sent_s: float  # time at which the request was sent
     context: RequestContext
-    scale: Scale  # learns how long the answer took
-    placement: Placement | None = None  # why it went there; None: another router sent it
+    scale: Scale  # learns from the time that the answer took
+    placement: Placement | None = None  # None: another router has sent the request
     observer: RequestObserver = NO_OBSERVER
-    boundaries: Boundaries | None = None  # boundaries of an engine with several cache groups
-    trace: TraceContext | None = None  # the attempt's span, if an observer keeps one
-    seats: Seats[Any] | None = None  # seats that count this turn; None: the request is no turn
+    boundaries: Boundaries | None = None  # set for an engine with several cache groups
+    trace: TraceContext | None = None  # the attempt's span, if an observer records spans
+    seats: Seats[Any] | None = None  # the seats; None: the request is not a turn of a session
     is_complete: bool = False
-    output_tokens: int = 0  # tokens of all choices
+    output_tokens: int = 0  # tokens of all choices so far
     first_tokens: int = 0  # output tokens in the first chunk
-    cached_tokens: int | None = (
-        None  # cached prompt tokens, reported by the engine in the first chunk
-    )
-    first_token_s: float | None = None
-    last_chunk_s: float | None = None
-    outcome: Outcome | None = None  # None: it is in flight
+    # Prompt tokens that the engine found in its cache. The first chunk has this number.
+    cached_tokens: int | None = None
+    first_token_s: float | None = None  # time at which the first token arrived
+    last_chunk_s: float | None = None  # time at which the latest chunk arrived
+    outcome: Outcome | None = None  # None: the attempt is in flight
 
     @property
     def request_id(self) -> str:
@@ -248,6 +253,7 @@ class Attempt:
         self.last_chunk_s = now_s
 
     def first_token(self, now_s: float) -> None:
+        """Record that the first token has arrived."""
         self.first_token_s = now_s
         self.load.first_token(self.request_id, now_s)
         self.observer.first_token(self)
@@ -255,13 +261,14 @@ class Attempt:
     def end(self, outcome: Outcome | None = None) -> None:
         """End the attempt. A second call has no effect.
 
-        Without an outcome it is "ok" if all choices have finished, else "cancelled".
+        Args:
+            outcome: the outcome; None: "ok" if all choices have finished, else "cancelled".
         """
         if self.outcome is not None:
             return
         self.outcome = outcome or ("ok" if self.is_complete else "cancelled")
         self.load.finish(self.request_id)
-        self._teach_step()
+        self._learn_step()
         if self.is_over and self.last_chunk_s is not None and self.capacity_blocks:
             self.mirror.computed(self.replica_id, self.dispatch.expected.blocks, self.last_chunk_s)
         else:
@@ -269,72 +276,76 @@ class Attempt:
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
         self._finish_turn()
-        self._teach_answer()
+        self._learn_answer()
         self.observer.ended(self)
 
     def end_elsewhere(self, now_s: float, *, is_over: bool) -> None:
-        """End an attempt of another router, which has published its end."""
+        """End an attempt of another router after that router has published the end.
+
+        Args:
+            is_over: whether the request ended with this attempt.
+        """
         self.last_chunk_s = now_s
         self.end(None if is_over else "moved")
 
-    def _teach_step(self) -> None:
-        """Correct the engine's speed by the mean time between two tokens of the answer."""
+    def _learn_step(self) -> None:
+        """Correct the engine's step time by the mean time between two tokens of the answer."""
         later_tokens = self.output_tokens - self.first_tokens
         if later_tokens > 0 and self.first_token_s is not None and self.last_chunk_s is not None:
             self.load.speed.step((self.last_chunk_s - self.first_token_s) / later_tokens)
 
-    def _teach_answer(self) -> None:
-        """Correct the fleet's scale by the time that the answer took."""
+    def _learn_answer(self) -> None:
+        """Update the fleet's mean answer time."""
         if self.first_token_s is not None and self.last_chunk_s is not None:
-            self.scale.answered(self.last_chunk_s - self.first_token_s)
+            self.scale.record_answer(self.last_chunk_s - self.first_token_s)
 
     @property
     def is_over(self) -> bool:
         """Return whether the request ended with this attempt.
 
-        False: the request is in flight, was refused, or is sent to another replica.
+        It is False if the request is in flight, was refused, or goes to another replica.
         """
         return self.outcome in ("ok", "cancelled")
 
     def _finish_turn(self) -> None:
         turn = self.dispatch.turn
-        at_s = self.last_chunk_s or self.first_token_s or self.sent_s
+        end_s = self.last_chunk_s or self.first_token_s or self.sent_s
         if self.seats is not None and turn:
-            self.seats.ended(turn.session, at_s)
+            self.seats.ended(turn.session, end_s)
             if turn.is_last and self.is_over:
                 self.seats.session_ended(turn.session)
 
     def _infer(self, chain: Sequence[Fingerprint]) -> None:
-        """Mark the prompt as cached by the replica."""
+        """Mark the prompt's blocks in the mirror as probably cached by the replica."""
         added = self.boundaries.added(chain, 0) if self.boundaries else chain
         capacity = self.capacity_blocks * len(added) // max(1, len(chain))
         self.mirror.infer(self.replica_id, added, capacity_blocks=capacity)
 
     @property
     def reloaded_tokens(self) -> dict[Tier, int]:
-        """Return the prompt tokens that came from each slower tier.
+        """Return how many prompt tokens were copied back from each slower tier.
 
-        A token counts if the router expected it in the tier and the engine found it cached.
+        Tokens count that the router expected in the tier and that the engine found cached.
         """
         if self.placement is None or self.cached_tokens is None:
             return {}
-        there, size = self.placement.at(self.replica_id), self.placement.block_size
-        begin, found = there.gpu_blocks * size, dict[Tier, int]()
-        for tier, blocks in there.reloads:
+        candidate, size = self.placement.candidate(self.replica_id), self.placement.block_size
+        begin, reloaded = candidate.gpu_blocks * size, dict[Tier, int]()
+        for tier, blocks in candidate.reloads:
             end = begin + blocks * size
             if tokens := max(0, min(self.cached_tokens, end) - begin):
-                found[tier] = tokens
+                reloaded[tier] = tokens
             begin = end
-        return found
+        return reloaded
 
     @property
     def saved_s(self) -> dict[Tier, float]:
-        """Return the predicted prefill that each slower tier saved, less the wait for copies."""
+        """Return the seconds that each slower tier saved: its prefill time minus the copy time."""
         if self.placement is None or not (reloaded := self.reloaded_tokens):
             return {}
-        there = self.placement.at(self.replica_id)
-        begin, saved_s = there.gpu_blocks * self.placement.block_size, dict[Tier, float]()
-        wait_s = there.reload_s / len(reloaded)
+        candidate = self.placement.candidate(self.replica_id)
+        begin, saved_s = candidate.gpu_blocks * self.placement.block_size, dict[Tier, float]()
+        wait_s = candidate.reload_s / len(reloaded)
         for tier, tokens in reloaded.items():
             computed_s = self.load.speed.slowness * self.load.model.seconds(begin, begin + tokens)
             saved_s[tier] = max(0.0, computed_s - wait_s)
@@ -343,11 +354,11 @@ class Attempt:
 
     @property
     def evicted_why(self) -> Why:
-        """Return why the evicted tokens of the ledger, if any, were evicted."""
+        """Return why the tokens that the ledger counts as evicted were evicted."""
         return self.context.retention.lost if self.context.retention else "usual"
 
     def ledger(self) -> Ledger | None:
-        """Return the prompt's tokens by cause; None until the engine has reported."""
+        """Return the prompt's tokens by cause; None before the first chunk."""
         if self.placement is None or self.cached_tokens is None:
             return None
         return account(

@@ -1,8 +1,8 @@
-"""Baseline policies that ignore caches, for comparison with ours on a live cluster.
+"""Baseline policies that ignore caches, for comparison with kvroute's policy on a live cluster.
 
-Each policy gets the same candidates as ours and ranks all of them: when the first replica refuses a
-request, the next one gets it. The load of a replica is the
-number of its unanswered requests, including those of other routers.
+Each policy gets the same candidates as kvroute's and ranks all of them: when the first replica
+refuses a request, the next one gets it. The load of a replica is the number of its unanswered
+requests, including those of other routers.
 """
 
 import random
@@ -13,7 +13,7 @@ from kvroute.router.placement.policy import Candidate, rank
 
 
 class Ranking(Protocol):
-    """A policy: returns all candidates, best first.
+    """A routing policy: returns all candidates, the best one first.
 
     The parameters are explained in `kvroute.router.placement.policy`.
     """
@@ -30,10 +30,10 @@ class Ranking(Protocol):
 
 
 class RoundRobin:
-    """Each replica in turn; every router has its own counter."""
+    """Chooses the replicas one after the other. Every router has a counter of its own."""
 
     def __init__(self) -> None:
-        self._turn = -1
+        self._count = -1  # requests so far, minus one
 
     def __call__(
         self,
@@ -44,8 +44,8 @@ class RoundRobin:
         pressure: float = 0.0,
         forks: float = 1.0,
     ) -> list[Candidate]:
-        self._turn += 1
-        first = self._turn % max(1, len(candidates))
+        self._count += 1
+        first = self._count % max(1, len(candidates))
         in_order = sorted(candidates, key=lambda candidate: candidate.replica_id)
         return in_order[first:] + in_order[:first]
 
@@ -61,13 +61,14 @@ def power_of_two(
 def least_loaded(
     candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
 ) -> list[Candidate]:
-    """Prefer the replica with the fewest unanswered requests; ties are broken at random."""
+    """Prefer the replicas with the fewest unanswered requests; break ties at random."""
     return sorted(rng.sample(candidates, len(candidates)), key=_unanswered)
 
 
 def any_replica(
     candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
 ) -> list[Candidate]:
+    """Rank the replicas at random."""
     return rng.sample(candidates, len(candidates))
 
 
@@ -75,7 +76,8 @@ def _unanswered(candidate: Candidate) -> int:
     return candidate.unanswered
 
 
-RANKINGS: Mapping[str, Callable[[], Ranking]] = {  # each call makes a policy for one router
+# Value of --policy -> a function that creates the policy for one router.
+RANKINGS: Mapping[str, Callable[[], Ranking]] = {
     "kvroute": lambda: rank,
     "round-robin": RoundRobin,
     "power-of-two": lambda: power_of_two,

@@ -18,10 +18,9 @@ from kvroute.router.placement.replicas import ReplicaRegistry
 class Reload(NamedTuple):
     """Blocks that a replica copies back from slower tiers before it computes the rest."""
 
-    parts: tuple[
-        TierBlocks, ...
-    ] = ()  # copied parts in the order of the prompt; empty: only a wait
-    wait_s: float = 0.0  # seconds until all parts are in GPU memory, after the running copies
+    # The copied parts in the order of the prompt. Empty: the prompt only waits for earlier copies.
+    parts: tuple[TierBlocks, ...] = ()
+    wait_s: float = 0.0  # seconds until all parts are in GPU memory, with the earlier copies
 
     @property
     def blocks(self) -> int:
@@ -33,14 +32,20 @@ NO_RELOAD = Reload()
 
 
 class Hits(NamedTuple):
-    """The leading blocks of one prompt that each replica has."""
+    """The leading blocks of one prompt that each replica can use from its cache."""
 
-    blocks: Mapping[str, int]  # replica id -> blocks in all tiers; no entry: none
-    reloads: Mapping[str, Reload]  # replica id -> reload; no entry: nothing to wait for
+    blocks: Mapping[str, int]  # replica id -> blocks in all tiers; no entry means no block
+    reloads: Mapping[str, Reload]  # replica id -> its reload; no entry means no wait
 
 
 class Caches:
-    """Looks up prompts in the mirror of the index, by the rules of each engine's cache."""
+    """Looks up prompts in the mirror of the index, by the rules of each engine's cache.
+
+    Args:
+        space: computes the fingerprints of this model's blocks.
+        replicas: the replicas' records.
+        loads: the replicas' loads, for the speed of prefill and the pending copies.
+    """
 
     def __init__(self, space: Space, replicas: ReplicaRegistry, loads: Loads) -> None:
         self.mirror = Mirror()
@@ -51,14 +56,14 @@ class Caches:
 
     @property
     def block_size(self) -> int:
-        """Return the tokens of one block."""
+        """Return the number of tokens in a block."""
         return self._space.block_size
 
     def update(self) -> None:
         """Read from the registry which replicas have slower tiers."""
-        known = self._replicas.tiers
-        self._tiers = sorted({tier for tiers in known.values() for tier in tiers})
-        self.mirror.set_tiers(known)
+        by_replica = self._replicas.tiers
+        self._tiers = sorted({tier for tiers in by_replica.values() for tier in tiers})
+        self.mirror.set_tiers(by_replica)
 
     # Fingerprints.
 
@@ -68,7 +73,7 @@ class Caches:
         scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
     ) -> list[Fingerprint]:
-        """Return the fingerprints of a prompt's reusable blocks."""
+        """Return the fingerprints of the prompt's blocks that later prompts can reuse."""
         blocks = self.reusable(len(token_ids))
         return self._space.chain(token_ids[: blocks * self.block_size], scope, features)
 
@@ -82,16 +87,16 @@ class Caches:
 
     @property
     def least_blocks(self) -> int:
-        """Return the number of blocks in the shortest prefix that every replica can reuse."""
+        """Return the number of blocks of the shortest prefix that every replica can reuse."""
         return max((layout.step for layout in self._replicas.layouts.values()), default=1)
 
     def added(
         self, replica_id: str, chain: Sequence[Fingerprint], hit_blocks: int = 0
     ) -> tuple[Fingerprint, ...]:
-        """Return the fingerprints that the replica will publish once it has computed a chain.
+        """Return the fingerprints that the replica will publish when it has computed a chain.
 
         Args:
-            hit_blocks: blocks of the chain that it has already.
+            hit_blocks: number of the chain's leading blocks that the replica has already.
         """
         if not self._replicas.is_cache_usable(replica_id):
             return ()
@@ -102,7 +107,7 @@ class Caches:
     # Hits.
 
     def hits(self, chain: Sequence[Fingerprint]) -> dict[str, int]:
-        """Return the hits in GPU memory: blocks by replica id, without replicas that have none."""
+        """Return the hits in GPU memory: replica id -> blocks, without replicas that have none."""
         return self._hits(chain)
 
     def holders(
@@ -119,19 +124,20 @@ class Caches:
     def held_tokens(
         self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, tiers: Sequence[Tier] = ()
     ) -> dict[str, int]:
-        """Return how many of these tokens, in full blocks, each replica holds: see `holders`."""
+        """Return how many of these tokens each replica holds in full blocks; see `holders`."""
         _, hits = self._held(token_ids, scope, tiers)
         return {id_: blocks * self.block_size for id_, blocks in hits.items()}
 
     def _held(
         self, token_ids: TokenIds, scope: Scope, tiers: Sequence[Tier]
     ) -> tuple[list[Fingerprint], dict[str, int]]:
-        one_more = np.append(token_ids, token_ids[:1])  # makes the last block reusable
-        chain = self.chain(one_more, scope)
+        # A prompt's last token is never reusable. A further token makes the last block reusable.
+        extended = np.append(token_ids, token_ids[:1])
+        chain = self.chain(extended, scope)
         return chain, self.hits(chain) | (self._hits(chain, tiers) if tiers else {})
 
     def find(self, chain: Sequence[Fingerprint], now_s: float) -> Hits:
-        """Return what each replica would use of a prompt's cached blocks.
+        """Return which cached blocks of a prompt each replica would use.
 
         Degraded replicas have no hits.
         """
@@ -144,13 +150,21 @@ class Caches:
         return Hits(hits, reloads)
 
     def known(self, chain: Sequence[Fingerprint], at_least: int) -> int:
-        """Return how many leading blocks of a chain any replica holds or once held."""
+        """Return how many leading blocks of a chain any replica has now or had before.
+
+        Args:
+            at_least: a lower bound that is known already.
+        """
         for boundaries in self._replicas.layouts.values():
             return max(at_least, boundaries.known(chain, self.mirror.is_known))
         return self.mirror.known(chain, at_least=at_least)
 
     def partial(self, chain: Sequence[Fingerprint], at_least: int) -> int:
-        """Return how many leading blocks of a chain the first cache group of any replica holds."""
+        """Return how many leading blocks of a chain the first cache group of any replica has.
+
+        Args:
+            at_least: a lower bound that is known already.
+        """
         for boundaries in self._replicas.layouts.values():
             return max(at_least, self.mirror.in_first_group(chain, boundaries))
         return at_least
@@ -158,7 +172,7 @@ class Caches:
     def capacity_tokens(self, record: ReplicaRecord) -> int:
         """Return how many tokens a replica can keep in its caches.
 
-        A slower tier counts if a block is copied back from it in less time than it is computed.
+        A slower tier counts if copying a block back from it is faster than computing the block.
         """
         facts = record.facts
         if not facts.prefix_caching:
@@ -169,32 +183,33 @@ class Caches:
         return (facts.capacity_blocks + more_blocks) * facts.block_size
 
     def _hits(self, chain: Sequence[Fingerprint], tiers: Sequence[Tier] = ()) -> dict[str, int]:
-        """Return the hits, by the rules of each engine's cache layout.
+        """Return the hits by the rules of each engine's cache layout.
 
-        For `tiers` see Mirror.hits.
+        Args:
+            tiers: see Mirror.hits.
         """
         hits, layouts = self.mirror.hits(chain, tiers=tiers), self._replicas.layouts
         if not layouts:
             return hits
         hits = {id_: blocks for id_, blocks in hits.items() if id_ not in layouts}
         for layout in set(layouts.values()):
-            found = self.mirror.hits(chain, tiers=tiers, layout=layout)
-            hits |= {id_: n for id_, n in found.items() if layouts.get(id_) is layout}
+            layout_hits = self.mirror.hits(chain, tiers=tiers, layout=layout)
+            hits |= {id_: n for id_, n in layout_hits.items() if layouts.get(id_) is layout}
         return hits
 
     def _reloads(
         self, chain: Sequence[Fingerprint], hits: Mapping[str, int], now_s: float
     ) -> dict[str, Reload]:
-        """Return what each replica would copy back behind its hit in GPU memory.
+        """Return which blocks each replica would copy back after its hit in GPU memory.
 
-        From each tier, it copies the blocks if this takes less time than to compute them. Copies
-        for other requests add to the wait. But they do not count in this choice, because to compute
-        the blocks would delay all other requests, too.
+        A replica copies the blocks of a tier if this is faster than computing them. Copies for
+        earlier requests add to the wait. But they do not count in this comparison, because
+        computing the blocks would delay all other requests.
         """
-        found = dict[str, Reload]()
+        reloads = dict[str, Reload]()
         for number, tier in enumerate(self._tiers, start=1):
             for replica_id, depth in self._hits(chain, self._tiers[:number]).items():
-                before = found.get(replica_id, NO_RELOAD)
+                before = reloads.get(replica_id, NO_RELOAD)
                 begin = hits.get(replica_id, 0) + before.blocks
                 facts = self._replicas.tiers[replica_id].get(tier)
                 if facts is None or depth <= begin or replica_id in self._replicas.degraded:
@@ -204,23 +219,23 @@ class Caches:
                 if copy_s < load.speed.slowness * compute_s:
                     wait_s = before.wait_s or load.reloads.wait_s(now_s)
                     part = TierBlocks(tier, depth - begin)
-                    found[replica_id] = Reload((*before.parts, part), wait_s + copy_s)
-        return found | self._awaited(chain, hits, found, now_s)
+                    reloads[replica_id] = Reload((*before.parts, part), wait_s + copy_s)
+        return reloads | self._waits(chain, hits, reloads, now_s)
 
-    def _awaited(
+    def _waits(
         self,
         chain: Sequence[Fingerprint],
         hits: Mapping[str, int],
         reloads: Mapping[str, Reload],
         now_s: float,
     ) -> dict[str, Reload]:
-        """Return the waits at replicas that are copying back a hit's last blocks already.
+        """Return the waits at replicas that are already copying back the last blocks of a hit.
 
-        They do so for an earlier request.
+        These copies were started for an earlier request.
         """
-        found = {}
+        waits = {}
         for replica_id in self._replicas.tiers.keys() & hits.keys() - reloads.keys():
             wait_s = self._loads.of(replica_id).reloads.wait_s(now_s)
             if wait_s and not self.mirror.is_held(replica_id, chain[hits[replica_id] - 1]):
-                found[replica_id] = Reload((), wait_s)
-        return found
+                waits[replica_id] = Reload((), wait_s)
+        return waits

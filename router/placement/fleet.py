@@ -1,4 +1,4 @@
-"""Ranks the replicas for a prompt, and counts the requests that were sent to them."""
+"""The replicas of a model: ranks them for a prompt, and counts the requests sent to them."""
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from kvroute.router.placement.attempts import (
 )
 from kvroute.router.placement.baselines import Ranking
 from kvroute.router.placement.caches import NO_RELOAD, Caches, Hits
-from kvroute.router.placement.load import ReplicaLoad, Sent, learned_slowness
+from kvroute.router.placement.load import PendingRequest, ReplicaLoad, learned_slowness
 from kvroute.router.placement.loads import UNKNOWN_STEP_S, Loads
 from kvroute.router.placement.policy import Candidate, rank
 from kvroute.router.placement.pressure import Pressure
@@ -33,8 +33,8 @@ from kvroute.router.sessions.branches import Branches
 from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, SessionHints
 
 
-class Prompt:
-    """The time to compute a prompt; consecutive replicas of equal speed share the results."""
+class PromptCost:
+    """The time to compute a prompt. Results are cached for consecutive replicas of equal speed."""
 
     def __init__(self, tokens: int, best_hit_blocks: int, block_size: int) -> None:
         self.tokens = tokens
@@ -43,12 +43,12 @@ class Prompt:
         self._model: PrefillModel | None = None
         self._costs: dict[int, tuple[int, float, float]] = {}
 
-    def at(self, model: PrefillModel, hit_blocks: int) -> tuple[int, float, float]:
-        """Return the cost of the prompt on a replica with this hit.
+    def on(self, model: PrefillModel, hit_blocks: int) -> tuple[int, float, float]:
+        """Return the cost of the prompt on a replica with this speed and this hit.
 
         Returns:
-            The tokens to compute, the seconds for tokens that no replica has cached, and the
-            seconds for tokens that other replicas have cached.
+            The number of tokens to compute, the seconds for those that no replica has cached, and
+            the seconds for those that other replicas have cached.
         """
         if model is not self._model:
             self._model, self._costs = model, {}
@@ -66,8 +66,9 @@ class Fleet:
     """All replicas of a model as one router sees them.
 
     Args:
-        running: see Replicas.
-        seats: which sessions may send requests; None: all.
+        ranking: the routing policy.
+        running: see ReplicaRegistry.
+        seats: decides which sessions may send requests; None: all sessions may.
         step_s: see Loads.
     """
 
@@ -93,7 +94,7 @@ class Fleet:
         self.seats = seats
         self.returns = Returns(random.Random(rng.getrandbits(64)))
         self.pressure = Pressure()
-        self.cache_tokens = 0  # tokens that all replicas can keep; only counted for seats
+        self.cache_tokens = 0  # tokens that all caches can hold together; 0 if there are no seats
         self._branches = Branches()
         self._block_size = block_size
         self._rank = ranking
@@ -106,7 +107,7 @@ class Fleet:
         unleased: Iterable[str] = (),
         unreadable: Mapping[str, str] = NONE,
     ) -> None:
-        """Take over the replicas' current records; see Replicas.update."""
+        """Replace the replicas' records; see ReplicaRegistry.update."""
         self.replicas.update(records, unleased=unleased, unreadable=unreadable)
         self.caches.update()
         self.loads.update()
@@ -125,15 +126,19 @@ class Fleet:
     ) -> Placement:
         """Rank replicas for a prompt.
 
-        Replicas that cannot load the prompt's LoRA adapter are left out, unless none can.
+        Replicas that cannot load the prompt's LoRA adapter are left out. If no replica can load it,
+        all are ranked.
 
         Args:
             running: the replicas that may get the prompt.
+            scope: what separates the prompt's blocks from those of other prompts, such as its
+                namespace and adapter.
+            features: images and the like in the prompt.
         """
         chain = self.caches.chain(token_ids, scope, features)
         if lora := scope.lora:
-            able = [id_ for id_ in running if self.replicas.can_load(id_, lora)]
-            running = able or running
+            capable = [id_ for id_ in running if self.replicas.can_load(id_, lora)]
+            running = capable or running
         placement = self.place_chain(chain, len(token_ids), running, now_s, lora=lora)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
@@ -148,13 +153,13 @@ class Fleet:
         *,
         lora: str = "",
     ) -> Placement:
-        """Rank replicas for a prompt with these reusable blocks; see `place`."""
+        """Rank replicas for a prompt with these fingerprints of reusable blocks; see `place`."""
         hits = self.caches.find(chain, now_s)
         best = max([hits.blocks.get(replica_id, 0) for replica_id in running], default=0)
         prefix = chain[:best]
         candidates = self._candidates(
             running,
-            Prompt(prompt_tokens, best, self._block_size),
+            PromptCost(prompt_tokens, best, self._block_size),
             hits,
             known_block=prefix[-1] if prefix else None,
             shares=self._branches.shares(prefix, running),
@@ -183,7 +188,7 @@ class Fleet:
     def _candidates(
         self,
         running: Sequence[str],
-        prompt: Prompt,
+        prompt: PromptCost,
         hits: Hits,
         *,
         known_block: Fingerprint | None,
@@ -193,13 +198,13 @@ class Fleet:
     ) -> list[Candidate]:
         """Return the candidates of a prompt, in the order of `running`.
 
-        Most of a decision's time is spent here, so the loop passes no keywords and does the least
-        that the prompt needs.
+        Most of the time of a placement is spent here. So the loop passes no keyword arguments, and
+        does only what the prompt needs.
 
         Args:
-            known_block: the prompt's last block that any replica has; None: no replica has any.
-            shares: each replica's share of the conversations that began with the prompt's longest
-                known prefix.
+            known_block: the last block of the longest hit; None: no replica has a hit.
+            shares: for each replica, the number of conversations that started there with the prefix
+                of the longest hit, divided by the mean.
         """
         loads = self.loads.of_all(running)
         hit_blocks, free_blocks = hits.blocks, self.replicas.free_blocks
@@ -214,7 +219,7 @@ class Fleet:
             running, loads, learned_slowness(loads), shares, reloads, loras_s, strict=True
         ):
             blocks = hit_blocks.get(replica_id, 0)
-            new_tokens, own_s, copy_s = prompt.at(load.model, blocks)
+            new_tokens, own_s, copy_s = prompt.on(load.model, blocks)
             candidates.append(
                 Candidate(
                     replica_id,
@@ -237,7 +242,7 @@ class Fleet:
         return candidates
 
     def _lora_s(self, replica_id: str, lora: str) -> float:
-        """Return the time to load the adapter; 0: it is loaded."""
+        """Return the seconds to load the adapter; 0 if it is loaded."""
         if lora in self.loads.of(replica_id).loras:
             return 0.0
         return self.replicas.lora_load_s(replica_id)
@@ -245,10 +250,10 @@ class Fleet:
     def _memory_s(
         self, load: ReplicaLoad, new_tokens: int, tokens: int, known_block: Fingerprint | None
     ) -> float:
-        """Return the time until the replica's KV cache has room for a prompt.
+        """Return the seconds until the replica's KV cache has space for a prompt.
 
-        Its answers end one after the other, and free their tokens at an even rate; those that run
-        have half of their time left in the mean.
+        This assumes that running answers end one after the other and free their tokens at a
+        constant rate, and that on average they have half of their time left.
         """
         if not load.decoding or not load.capacity_tokens:
             return 0.0
@@ -260,7 +265,7 @@ class Fleet:
         return answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
 
     def retention(self, placement: Placement, hints: SessionHints = NO_HINTS) -> Retention:
-        """Return the prompt's turn and the retention hint for its blocks."""
+        """Return the prompt's turn in its session, and the retention hint for its blocks."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks
         return self.returns.retention(chain, known_blocks, hints, shared_blocks)
@@ -275,28 +280,35 @@ class Fleet:
         now_s: float,
         context: RequestContext | None = None,
     ) -> Attempt:
-        """Count a request of this router as load of a replica, and expect its blocks there."""
-        there, load = placement.at(replica_id), self.loads.of(replica_id)
+        """Count a request of this router as load of a replica, and expect its blocks there.
+
+        Args:
+            request_id: id of the dispatch.
+            context: the request's context; None: an empty one.
+        """
+        candidate, load = placement.candidate(replica_id), self.loads.of(replica_id)
         retention = context.retention if context else None
-        hit_tokens = there.hit_blocks * self._block_size
+        hit_tokens = candidate.hit_blocks * self._block_size
         prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
-            prefill_s=prefill_s + there.lora_s / load.speed.slowness,
+            prefill_s=prefill_s + candidate.lora_s / load.speed.slowness,
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=Fingerprints(placement.known_prefix[-1:]),
-            expected=Fingerprints(self.caches.added(replica_id, placement.chain, there.gpu_blocks)),
+            expected=Fingerprints(
+                self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
+            ),
             lora=placement.lora,
-            loads_first=there.lora_s > 0 or there.reload_s > 0,
+            loads_first=candidate.lora_s > 0 or candidate.reload_s > 0,
             turn=retention and retention.turn,
         )
-        if retention and not self.returns.knows(retention.turn):  # not sent before, elsewhere
-            self.pressure.sent(
+        if retention and not self.returns.knows(retention.turn):  # false for a request sent again
+            self.pressure.record(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
-        attempt = self.begin(dispatch, now_s, 0.0 if there.lora_s else there.reload_s)
+        attempt = self.begin(dispatch, now_s, 0.0 if candidate.lora_s else candidate.reload_s)
         attempt.placement, attempt.observer = placement, self.observer
         attempt.boundaries = self.replicas.layouts.get(replica_id)
         attempt.context = context or attempt.context
@@ -304,16 +316,16 @@ class Fleet:
         return attempt
 
     def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
-        """Count a dispatch of this router or of another one as load.
+        """Count a dispatch of this router or of another one as load of its replica.
 
         Args:
-            reload_s: time until its blocks are back from slower tiers; the engine computes other
-                prompts meanwhile.
+            reload_s: seconds until its blocks are copied back from slower tiers. The engine
+                computes other prompts meanwhile.
         """
         replica_id, load = dispatch.replica_id, self.loads.of(dispatch.replica_id)
         load.send(
             dispatch.request_id,
-            Sent(
+            PendingRequest(
                 prefill_s=dispatch.prefill_s,
                 new_tokens=dispatch.new_tokens,
                 prompt_tokens=dispatch.prompt_tokens,
@@ -326,7 +338,7 @@ class Fleet:
         )
         fleet = self.mirror.replica_ids | {replica_id}
         self._branches.take(dispatch.known_prefix.blocks, replica_id, fleet)
-        self.loads.scale.computed(load.speed.slowness * dispatch.prefill_s)
+        self.loads.scale.record_prefill(load.speed.slowness * dispatch.prefill_s)
         self.mirror.forget_computed(now_s)
         self.mirror.expect(replica_id, dispatch.expected.blocks)
         if dispatch.turn:
@@ -344,7 +356,7 @@ class Fleet:
         )
 
     def end_session(self, session: int) -> None:
-        """Record that a client says that no further turn of the session comes."""
+        """Record that a client has declared the end of a session."""
         self.returns.end(session)
         if self.seats is not None:
             self.seats.session_ended(session)
@@ -352,7 +364,7 @@ class Fleet:
     def _take_seat(self, turn: SessionTurn, dispatch: Dispatch, now_s: float) -> None:
         if self.seats is not None:
             block = dispatch.known_block or NO_BLOCK
-            known = block, dispatch.prompt_tokens - dispatch.new_tokens
+            cached = block, dispatch.prompt_tokens - dispatch.new_tokens
             self.seats.sent(
-                turn, dispatch.prompt_tokens, tenant=turn.tenant, known=known, now_s=now_s
+                turn, dispatch.prompt_tokens, tenant=turn.tenant, known=cached, now_s=now_s
             )

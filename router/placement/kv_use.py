@@ -1,4 +1,4 @@
-"""A router's estimate of how much of a replica's KV cache its running requests hold."""
+"""A router's estimate of how much of a replica's KV cache is held by running requests."""
 
 from dataclasses import dataclass, field
 
@@ -7,34 +7,35 @@ from kvroute.blocks.fingerprint import Fingerprint
 
 @dataclass(slots=True)
 class _Prefix:
-    """A prefix that running requests share: its blocks are in the cache once."""
+    """A prefix that running requests share. Its blocks are in the cache only once."""
 
-    requests: int = 0
-    tokens: int = 0  # the most tokens that one of these requests found in the cache
+    requests: int = 0  # number of running requests with this prefix
+    tokens: int = 0  # tokens of the longest hit of these requests
 
 
 @dataclass(slots=True)
 class KvUse:
-    """Tokens of the KV cache that unanswered requests hold, with shared prefixes counted once.
+    """Tokens of the KV cache that unanswered requests hold. Shared prefixes are counted once.
 
-    Requests share a prefix if, when they were sent, the last block of their prompts that any
-    replica had cached was the same block.
+    Two requests share a prefix if the last cached block of their prompts was the same when they
+    were sent. The last cached block is the last one that any replica had.
     """
 
     tokens: int = 0
+    # Request id -> its tokens outside the shared prefix, and the last block of that prefix.
     _requests: dict[str, tuple[int, Fingerprint | None]] = field(default_factory=dict)
     _prefixes: dict[Fingerprint, _Prefix] = field(default_factory=dict)
 
     def add(
         self, request_id: str, *, new_tokens: int, cached_tokens: int, prefix: Fingerprint | None
     ) -> None:
-        """Count a request until it is removed.
+        """Add a request. It is counted until it is removed.
 
         Args:
             new_tokens: tokens that the request adds to the cache.
             cached_tokens: tokens of its prompt that were in the cache when it was sent.
-            prefix: the last block of its prompt that any replica had cached; None: no replica had
-                any.
+            prefix: the last block of its prompt that any replica had cached; None: no block was
+                cached.
         """
         self.remove(request_id)
         own_tokens = new_tokens
@@ -49,7 +50,7 @@ class KvUse:
         self._requests[request_id] = own_tokens, prefix
 
     def remove(self, request_id: str) -> None:
-        """Forget a request; nothing happens if it is not counted."""
+        """Remove a request. A request that was not added is ignored."""
         own_tokens, prefix = self._requests.pop(request_id, (0, None))
         self.tokens -= own_tokens
         if prefix is None:
@@ -61,7 +62,7 @@ class KvUse:
             del self._prefixes[prefix]
 
     def needed(self, *, new_tokens: int, cached_tokens: int, prefix: Fingerprint | None) -> int:
-        """Return the tokens that all requests would hold if one more were added; see `add`."""
+        """Return the tokens that all requests would hold if this one were added; see `add`."""
         shared = None if prefix is None else self._prefixes.get(prefix)
         held = min(cached_tokens, shared.tokens) if shared else 0
         return self.tokens + new_tokens + cached_tokens - held

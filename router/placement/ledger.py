@@ -1,43 +1,45 @@
-"""Every prompt token has one cause: it came from the cache, or there is one reason why not.
+"""The ledger: counts each prompt token under one cause, which says why it was cached or not.
 
-A cache holds only leading tokens of a prompt. So a few lengths describe everything. Each counts
-tokens from the prompt's start:
+A cache holds only leading tokens of a prompt. So a few lengths are enough to find the cause of each
+token. They are in tokens from the start of the prompt:
 
     delivered   tokens that the engine took from its cache
     expected    tokens that the router expected in the chosen replica's cache
-    reusable    the longest part that any replica held or was about to hold
-    named       whole blocks of the named prefix that the request starts with, if it may share them
-    partial     the longest part of which a replica's layers with full attention hold all, whatever
-                its other layers hold; 0 for models with one kind of attention
-    known       the longest part that any replica ever held, as far as the router remembers
-    broken      not a length: the part that stood in the chat's earlier prompt too, behind a place
-                that has changed since (sessions/breaks.py)
-    cacheable   what a cache could hold: whole blocks, without the block of the last token
+    reusable    the longest part that any replica had cached, or was about to have cached
+    named       full blocks of the named prefix that the request starts with, if it may share them
+    partial     the longest part that a replica's layers with full attention have cached, whether or
+                not its other layers have; 0 for models with one kind of attention
+    known       the longest part that any replica ever had cached, as far as the router remembers
+    broken      a range instead of a length: text that was also in the chat's earlier prompt, after
+                a place that has changed since then (sessions/breaks.py)
+    cacheable   the longest part that a cache could hold: full blocks, without the last token
 
-Delivered tokens are `hit` up to `expected`, and `unexpected_hit` beyond it: the index was behind,
-or another request with the same prefix was faster. The other tokens were computed. The cause of
-such a token is the first of these whose length reaches beyond the token's position:
+Delivered tokens count as `hit` up to `expected`, and as `unexpected_hit` beyond: the index was
+late, or another request with the same prefix was faster. All other tokens were computed. The cause
+of such a token is the first one in this list whose length is greater than the token's position:
 
-    stale       expected: evicted in the meantime, not there yet, or the index was wrong
-    spilled     reusable: another replica had it, but the request did not go there
-    unpinned    named: declared to be kept warm, but no replica had it
-    partial     partial: cached, but the layers with windows or states kept nothing at its end
-    evicted     known: some replica had it once, but none has it now, or only in host memory from
-                where reloading it would take longer than computing it
-    broken      inside that part: had the prompt before it not changed, a cache could have held it
-    new         cacheable: no replica ever had it
-    isolated    the same, for a prompt with a cache_salt. Prompts with other salts may share the
-                text, but only the owners of the salts can know: this is the most isolation can cost
-    tail        not cacheable
+    cause       length      meaning
+    stale       expected    evicted in the meantime, not computed yet, or the index was wrong
+    spilled     reusable    another replica had it cached, but the request was not sent there
+    unpinned    named       part of a prefix that was declared to stay cached, but no replica had it
+    partial     partial     cached, but the layers with windows or states have nothing at its end
+    evicted     known       some replica had it cached before, but none has it now; or it is in host
+                            memory, and copying it back would take longer than computing it
+    broken      broken      inside this range: a cache could have held it if the earlier part of the
+                            prompt had not changed
+    new         cacheable   no replica ever had it
+    isolated    cacheable   the same, for a prompt with a cache_salt: an upper bound of what
+                            isolation costs, since prompts with other salts may have the same text
+    tail                    cannot be cached: it is beyond `cacheable`
 
-The eleven causes add up to the prompt's tokens, whatever the lengths are.
+The eleven causes always add up to the number of tokens of the prompt.
 """
 
 import msgspec
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """One prompt's tokens by where they came from."""
+    """Number of a prompt's tokens by cause."""
 
     hit: int
     unexpected_hit: int
@@ -71,13 +73,16 @@ def account(
 ) -> Ledger:
     """Return the ledger of a prompt.
 
-    All lengths are in tokens. Lengths beyond the prompt's end are cut.
+    The lengths are described in the module. Lengths beyond the end of the prompt are cut off.
+
+    Args:
+        is_salted: whether the prompt has a cache_salt.
     """
     begin = min(delivered, prompt_tokens)
     hit = min(begin, expected)
 
     def until(end: int) -> int:
-        """Return the tokens before `end` that have no cause yet."""
+        """Return how many tokens before `end` have no cause yet, and mark them as counted."""
         nonlocal begin
         before, begin = begin, max(begin, min(end, prompt_tokens))
         return begin - before
@@ -92,11 +97,11 @@ def account(
         "evicted": until(known),
     }
     before_broken = until(min(broken.start, cacheable))
-    lost = until(min(broken.stop, cacheable))
+    in_broken = until(min(broken.stop, cacheable))
     new = before_broken + until(cacheable)
     return Ledger(
         **counts,
-        broken=lost,
+        broken=in_broken,
         new=0 if is_salted else new,
         isolated=new if is_salted else 0,
         tail=until(prompt_tokens),

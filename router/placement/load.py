@@ -1,6 +1,6 @@
-"""A replica's unanswered requests as this router knows them, and its observed speed.
+"""The load of one replica: its unanswered requests as this router knows them, and its speed.
 
-This is bookkeeping only: the caller passes the time, in seconds of any monotonic clock.
+This module has no clock: the caller passes the time, in seconds of any monotonic clock.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,64 +14,76 @@ from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Spee
 from kvroute.router.placement.kv_use import KvUse
 from kvroute.router.placement.reloads import Reloads
 
-NEAR = 0.25  # share of the median slowness by which replicas differ without being told apart
-SLOW = 1.5  # replicas that take so many times as long as the others are reported as slow
-TYPICAL_STEPS = 2.0  # full steps that a prompt is expected to take before any was seen
-MEAN_SHARE = 0.05  # weight of the latest request in the mean prefill
-UNLIMITED = 1 << 30  # adapters; used until a replica has reported its capacity
-# What decoding adds to a step. A GPU's memory and its arithmetic grow together: for 8B and 70B
-# models on L4, A100, H100 and H200, a token of context adds 3e-4 to 13e-4 prefill times of a token.
+# A replica whose slowness differs from the median by at most this share of it counts as normal.
+NEAR = 0.25
+SLOW = 1.5  # a replica that takes this many times as long as the others is reported as slow
+TYPICAL_STEPS = 2.0  # prior for the length of a prompt, in full engine steps
+MEAN_SHARE = 0.05  # weight of the newest request in the moving averages
+UNLIMITED = 1 << 30  # capacity for adapters until a replica has reported its own
+# Time that decoding adds to an engine step, relative to prefill. This ratio is similar on all GPUs,
+# since memory bandwidth and compute grow together: for 8B and 70B models on L4, A100, H100 and
+# H200, a token of context adds 3e-4 to 13e-4 times the prefill time of a token.
 DECODE_REQUEST = 6e-5  # time of each decoding request, in prefill times of a full step
 DECODE_TOKEN = 7e-4  # time of each token of its context, in prefill times of a token
 
 
 @dataclass(slots=True)
-class Sent:
+class PendingRequest:
     """A request that waits for its first token."""
 
     prefill_s: float  # prefill time that the speed model predicts
-    new_tokens: int
+    new_tokens: int  # tokens of the prompt that the replica has to compute
     prompt_tokens: int
-    sent_s: float
+    sent_s: float  # time at which it was sent
     lora: str = ""  # the request's LoRA adapter; empty: none
-    loads_first: bool = False  # the adapter or blocks: its first token is no sample of the speed
-    reload_s: float = 0.0  # seconds until slower tiers' blocks are back; unknown for other routers
-    prefix: Fingerprint | None = None  # last block of its prompt that some replica had
+    # True if the replica first loads an adapter or copies blocks back. The time to the first token
+    # then does not show the speed of prefill.
+    loads_first: bool = False
+    # Seconds until blocks are copied back from slower tiers; 0 for requests of other routers, which
+    # do not publish it.
+    reload_s: float = 0.0
+    prefix: Fingerprint | None = None  # last block of its prompt that any replica had
 
     @property
     def ready_s(self) -> float:
-        """From when on the engine can compute it."""
+        """Return the earliest time at which the engine can compute the prompt."""
         return self.sent_s + self.reload_s
 
     @property
     def leaves_engine(self) -> bool:
-        """While it reloads blocks, the engine computes others; loading an adapter stops it."""
+        """Return whether the engine computes other prompts before this one.
+
+        It does while it copies blocks back. While it loads an adapter, it stops.
+        """
         return self.reload_s > 0 or (self.loads_first and not self.lora)
 
 
 @dataclass(slots=True)
-class ReplicaLoad(PrefillQueue[Sent]):
-    model: PrefillModel
-    step_tokens: int = 8192  # most tokens that the engine computes in one step
+class ReplicaLoad(PrefillQueue[PendingRequest]):
+    """The requests that wait for their first token at one replica, and those that decode there."""
+
+    model: PrefillModel  # the prefill speed that the replica reports
+    step_tokens: int = 8192  # the most tokens that the engine computes in one step
     capacity_tokens: int = 0  # capacity of its KV cache; 0: unknown
     decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
-    # Derived from the requests and updated with each one, since every decision reads them all.
-    pending_tokens: int = 0
-    decoding_tokens: int = 0
+    # Derived from the requests, and updated with each request, since every placement reads them.
+    pending_tokens: int = 0  # prompt tokens that the replica still has to compute
+    decoding_tokens: int = 0  # context tokens of all decoding requests
     decode_step_s: float = 0.0  # seconds that its decoding requests add to each step
-    mean_prefill_s: float = 0.0  # mean prefill time of recent requests
-    prefilled_s: float = 0.0  # predicted prefill of all requests that have had their first token
-    loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # loaded, as we know
-    loras_sent: tuple[list[str], list[str]] = field(
-        default_factory=lambda: ([], [])
-    )  # since the last report, and between the two last reports
-    # The most pending tokens that we knew: since the last report, and between the two last ones.
+    mean_prefill_s: float = 0.0  # moving average of the requests' prefill times
+    prefilled_s: float = 0.0  # predicted prefill time of all requests that got their first token
+    loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # loaded adapters
+    # Adapters of requests that were sent since the last report, and of those that were sent between
+    # the last two reports.
+    loras_sent: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    # Maximum of pending_tokens since the last report, and between the last two reports.
     peaks: tuple[int, int] = (0, 0)
-    mean_tokens: float = 0.0  # mean tokens to compute of recent requests
-    reloads: Reloads = field(default_factory=Reloads)
-    kv: KvUse = field(default_factory=KvUse)  # the part of the KV cache that its requests hold
+    mean_tokens: float = 0.0  # moving average of the requests' new tokens
+    reloads: Reloads = field(default_factory=Reloads)  # pending copies from slower tiers
+    kv: KvUse = field(default_factory=KvUse)  # the part of the KV cache that requests hold
 
-    def send(self, request_id: str, sent: Sent) -> None:
+    def send(self, request_id: str, sent: PendingRequest) -> None:
+        """Add a request that is sent to the replica."""
         self.join(request_id, sent)
         self.kv.add(
             request_id,
@@ -92,8 +104,8 @@ class ReplicaLoad(PrefillQueue[Sent]):
     def report_loras(self, names: Iterable[str], capacity: int) -> None:
         """Record the adapters that the replica reports as loaded.
 
-        The report is at most as old as the last report but one. Adapters of requests that were sent
-        since then count as loaded, too.
+        The reported state may be as old as the arrival of the second-last report. So adapters of
+        requests that were sent since then count as loaded, too.
         """
         since, before = self.loras_sent
         self.loras = Residents(capacity, names)
@@ -102,17 +114,18 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self.loras_sent = ([], since)
 
     def report(self, pending_tokens: int) -> None:
-        """Record the uncached prompt tokens of the replica's requests without a first token.
+        """Record how many prompt tokens the replica still has to compute, as it reports.
 
-        The report is at most as old as the last report but one. Tokens above the most that this
-        router knew of since then belong to routers that it does not hear from.
+        The reported state may be as old as the arrival of the second-last report. If it has more
+        tokens than the maximum that this router knew of since then, the surplus belongs to routers
+        whose messages do not arrive here.
         """
-        unknown = max(0, pending_tokens - max(self.peaks))
-        self.unknown_s = self._seconds(unknown) if unknown else 0.0
+        unknown_tokens = max(0, pending_tokens - max(self.peaks))
+        self.unknown_s = self._seconds(unknown_tokens) if unknown_tokens else 0.0
         self.peaks = (self.pending_tokens, self.peaks[0])
 
     def _seconds(self, tokens: int) -> float:
-        """To compute tokens of prompts like those that we know."""
+        """Return the seconds to compute tokens of prompts that are like the recent ones."""
         if not self.mean_tokens:
             return self.model.seconds(0, tokens)
         return tokens * self.mean_prefill_s / self.mean_tokens
@@ -122,7 +135,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         sent = self.waiting.get(request_id)
         if sent is None:
             return
-        is_alone = not self.unknown_s  # else its time was partly that of others
+        is_alone = not self.unknown_s  # false: unknown requests took a part of the time
         self.served(request_id, now_s, teaches=is_alone and not sent.loads_first)
         self.reloads.end(request_id)
         self.pending_tokens -= sent.new_tokens
@@ -130,7 +143,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         self._count_decoding(request_id, sent.prompt_tokens)
 
     def finish(self, request_id: str) -> None:
-        """Record that the replica no longer works on it: answered, failed or cancelled."""
+        """Record that a request has ended: it was answered, has failed or was cancelled."""
         self.kv.remove(request_id)
         if sent := self.leave(request_id):
             self.reloads.end(request_id)
@@ -139,22 +152,24 @@ class ReplicaLoad(PrefillQueue[Sent]):
 
     @property
     def is_busy(self) -> bool:
+        """Return whether the replica has an unanswered request."""
         return bool(self.waiting or self.decoding)
 
     @property
     def unanswered(self) -> int:
+        """Return the number of unanswered requests."""
         return len(self.waiting) + len(self.decoding)
 
     def _begun_s(self) -> float:
-        """Return when the engine began to compute the first prompt that waits for its token.
+        """Return the time at which the engine started with the oldest prompt that it computes.
 
-        Blocks that are being copied from slower tiers delay no other prompt.
+        Prompts that wait for copies from slower tiers do not count: they delay no other prompt.
         """
-        begun_s = (each.sent_s for each in self.waiting.values() if not each.leaves_engine)
-        return max(next(begun_s), self.last_first_token_s)
+        sent_s = (sent.sent_s for sent in self.waiting.values() if not sent.leaves_engine)
+        return max(next(sent_s), self.last_first_token_s)
 
     def _count_decoding(self, request_id: str, tokens: int) -> None:
-        """Set the request's context tokens; 0: it no longer decodes."""
+        """Set the context tokens of a request that decodes; 0 if it no longer decodes."""
         self.decoding_tokens += tokens - self.decoding.pop(request_id, 0)
         if tokens:
             self.decoding[request_id] = tokens
@@ -168,8 +183,14 @@ def new_replica_load(
 ) -> ReplicaLoad:
     """Return the load of a replica without requests.
 
-    It starts with the slowness that the other replicas have relative to their reported speeds. With
-    its own report alone it would attract more requests than it can take.
+    Its slowness starts with the mean of the fleet. If it started with 1, a replica that reports a
+    speed that is too high would first get more requests than it can compute.
+
+    Args:
+        model: the prefill speed that the replica reports.
+        step_tokens: the most tokens that the engine computes in one step.
+        fleet: the loads of the other replicas.
+        step_s: seconds of one engine step, until answers have shown them.
     """
     slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
     typical_s = TYPICAL_STEPS * model.seconds(0, step_tokens)
@@ -178,12 +199,13 @@ def new_replica_load(
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
-    """Return each replica's slowness, and its slowness without faults of its own.
+    """Return two values for each replica: its slowness, and the slowness that it has if healthy.
 
-    A few observations say little about one replica. Those near the median get the middle of their
-    own value and the mean while they are busy: answers take more of their time on some. While idle
-    they get the mean: else the one that seems a little faster would get all requests of an idle
-    fleet. A value far from the median is real; without its fault such a replica is like the mean.
+    A few observations say little about one replica, so values near the median are smoothed. A busy
+    replica gets the average of its own value and the mean, since answers slow some replicas down
+    more than others. An idle replica gets the mean: otherwise the one that seems a little faster
+    would get all requests of an idle fleet. A value far from the median is real: the replica has a
+    fault, and its healthy value is the mean.
     """
     if not loads:
         return []
@@ -196,25 +218,25 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
     median = sorted(own)[len(own) // 2]
     near = [abs(slowness - median) <= NEAR * median for slowness in own]
     mean = _fleet_slowness(list(compress(speeds, near)))
-    found = []
+    pairs = []
     for load, slowness, is_near in zip(loads, own, near, strict=True):
         if is_near:
             slowness = healthy = (slowness + mean) / 2 if load.is_busy else mean
         else:
             healthy = mean
-        found.append((slowness, healthy))
-    return found
+        pairs.append((slowness, healthy))
+    return pairs
 
 
 def slow_replicas(loads: Mapping[str, ReplicaLoad]) -> dict[str, float]:
-    """Return the replicas at least SLOW times as slow as the others: id -> how many times."""
+    """Return the replicas that are at least SLOW times slower than the others: id -> factor."""
     learned = zip(loads, learned_slowness([*loads.values()]), strict=True)
     ratios = {replica_id: slowness / healthy for replica_id, (slowness, healthy) in learned}
     return {replica_id: ratio for replica_id, ratio in ratios.items() if ratio >= SLOW}
 
 
 def _fleet_slowness(speeds: Sequence[Speed]) -> float:
-    """Return the mean slowness, as observed; as assumed before anything was."""
+    """Return the mean observed slowness, or the mean prior if nothing was observed yet."""
     predicted_s = sum([speed.predicted_s for speed in speeds])
     if not predicted_s:
         return sum([speed.prior for speed in speeds]) / len(speeds)

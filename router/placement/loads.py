@@ -1,4 +1,4 @@
-"""The load of each replica, as this router knows it."""
+"""The loads of all replicas, as this router knows them."""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +8,15 @@ from kvroute.router.placement.load import ReplicaLoad, new_replica_load, slow_re
 from kvroute.router.placement.replicas import UNKNOWN_SPEED, UNKNOWN_STEP_TOKENS, ReplicaRegistry
 from kvroute.router.placement.scale import Scale
 
-UNKNOWN_STEP_S = 0.01  # time of an engine's step, until an answer has shown it; includes network
+# Seconds of an engine's step, including the network, until an answer has shown them.
+UNKNOWN_STEP_S = 0.01
 
 
 class ReplicaCapacity(NamedTuple):
-    """How much more a replica can take."""
+    """How much more work a replica can take."""
 
     replica_id: str
-    backlog_s: float  # seconds of prefill pending
+    backlog_s: float  # seconds of prefill that are pending
     free_share: float = 1.0  # share of its KV cache that its requests do not need
 
 
@@ -23,7 +24,7 @@ class Loads:
     """The loads of all replicas that have a record or unanswered requests.
 
     Args:
-        step_s: time of one engine step, until answers have shown it.
+        step_s: seconds of one engine step, until answers have shown them.
     """
 
     def __init__(self, replicas: ReplicaRegistry, *, step_s: float = UNKNOWN_STEP_S) -> None:
@@ -33,7 +34,7 @@ class Loads:
         self._scale: Scale | None = None  # None: no engine has reported its speed yet
 
     def update(self) -> None:
-        """Take over the replicas' latest records, and forget idle replicas without one."""
+        """Use the replicas' latest records, and forget idle replicas that have none."""
         self._by_id = {
             replica_id: load
             for replica_id, load in self._by_id.items()
@@ -43,7 +44,7 @@ class Loads:
             self._describe(replica_id, load)
 
     def of(self, replica_id: str) -> ReplicaLoad:
-        """Return the load of a replica, which may be a new one."""
+        """Return the load of a replica; it is created if the replica is new."""
         load = self._by_id.get(replica_id)
         if load is None:
             load = new_replica_load(
@@ -57,17 +58,17 @@ class Loads:
         return load
 
     def of_all(self, replica_ids: Sequence[str]) -> list[ReplicaLoad]:
-        """Return the load of each replica. Every decision asks for all of them."""
-        known = self._by_id
-        return [known.get(replica_id) or self.of(replica_id) for replica_id in replica_ids]
+        """Return the load of each replica. This is fast, since every placement needs all loads."""
+        loads = self._by_id
+        return [loads.get(replica_id) or self.of(replica_id) for replica_id in replica_ids]
 
-    def known(self) -> dict[str, ReplicaLoad]:
-        """Return the loads known so far, by replica id."""
+    def by_id(self) -> dict[str, ReplicaLoad]:
+        """Return all loads, by replica id."""
         return dict(self._by_id)
 
     @property
     def scale(self) -> Scale:
-        """Return the fleet's units of time. They start with one full step of an engine."""
+        """Return the fleet's units of time. They start with the time of one full engine step."""
         if self._scale is not None:
             return self._scale
         first = next(iter(self._replicas.records), None)
@@ -78,54 +79,54 @@ class Loads:
         return self._scale
 
     def report(self, replica_id: str, pending_tokens: int) -> None:
-        """Record the prompt tokens of all routers that a replica still has to compute."""
+        """Record how many prompt tokens, of all routers, a replica still has to compute."""
         if replica_id in self._replicas:
             self.of(replica_id).report(pending_tokens)
 
     def is_idle(self, replica_id: str) -> bool:
-        """Return whether the replica has a valid lease and no request in flight."""
+        """Return whether the replica has a valid lease and no unanswered request."""
         load = self._by_id.get(replica_id)
         return self._replicas.has_lease(replica_id) and not (load and load.is_busy)
 
     def backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
-        """Return the seconds of prefill queued or running on each replica."""
+        """Return the seconds of prefill that are queued or running on each replica."""
         loads = [self.of(replica_id) for replica_id in replica_ids]
         return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
 
     def slow_replicas(self, replica_ids: Sequence[str]) -> dict[str, float]:
-        """Return the replicas that are far slower than the others, and by what factor."""
+        """Return the replicas that are much slower than the others: id -> factor."""
         return slow_replicas({replica_id: self.of(replica_id) for replica_id in replica_ids})
 
     def slowness(self) -> dict[str, float]:
-        """Return how many times as long as its engine claims each replica computes prompts."""
+        """Return each replica's slowness: measured prefill time divided by the predicted time."""
         return {replica_id: load.speed.slowness for replica_id, load in self._by_id.items()}
 
-    def next_free_s(self, replica_ids: Sequence[str], hold_s: float, now_s: float) -> float:
-        """Return the time until the first replica's backlog falls below `hold_s`.
+    def next_free_s(self, replica_ids: Sequence[str], limit_s: float, now_s: float) -> float:
+        """Return the seconds until the first replica's backlog falls below `limit_s`.
 
-        Infinite if no backlog does before the replica's next first token.
+        The result is infinite if no backlog does so before the replica's next first token.
         """
         loads = [self.of(replica_id) for replica_id in replica_ids]
-        return min([load.below_in_s(hold_s, now_s) for load in loads], default=math.inf)
+        return min([load.below_in_s(limit_s, now_s) for load in loads], default=math.inf)
 
     def capacities(self, replica_ids: Sequence[str], now_s: float) -> list[ReplicaCapacity]:
         """Return the backlog and the free share of the KV cache of each replica."""
-        found = []
+        capacities = []
         backlogs_s = self.backlogs_s(replica_ids, now_s)
         for replica_id, backlog_s in zip(replica_ids, backlogs_s, strict=True):
             load = self.of(replica_id)
             capacity = load.capacity_tokens
             free_share = 1.0 - load.kv.tokens / capacity if capacity else 1.0
-            found.append(ReplicaCapacity(replica_id, backlog_s, free_share))
-        return found
+            capacities.append(ReplicaCapacity(replica_id, backlog_s, free_share))
+        return capacities
 
     def prefill_s(self, replica_id: str, tokens: int) -> float:
-        """Return the time to compute a prompt of that many tokens on the idle replica."""
+        """Return the seconds to compute a prompt of this length if the replica is idle."""
         load = self.of(replica_id)
         return load.speed.slowness * load.model.seconds(0, tokens)
 
     def _describe(self, replica_id: str, load: ReplicaLoad) -> None:
-        """Take over the replica's record."""
+        """Update a replica's load from its record."""
         load.model = self._replicas.speed(replica_id)
         load.capacity_tokens = self._replicas.kv_tokens(replica_id)
         if record := self._replicas.get(replica_id):

@@ -1,40 +1,40 @@
-"""Ranks replicas for a request by cost, as arithmetic only: no clocks, no sockets, no Ray.
+"""Ranks replicas for a request by cost. This module only computes: no clock, no socket, no Ray.
 
     cost = waiting + reload + memory + own + copy + lora
            + worth * ((alpha - 1) * (own + copy + lora) + COPY_PRICE * copy)
            + rotation + decode
 
-(copy is less than that for the common prefix of many conversations in an idle fleet, see below)
+For the common prefix of many conversations in an idle fleet, copy is less than that (see rotation).
+The terms are in seconds:
 
-in seconds, with
+    waiting  prefill that is queued or running on the replica
+    reload   copying back blocks of the prompt that the replica has in slower tiers, and the copies
+             there that have to end first. It delays this request only and takes no GPU time
+    memory   time until running answers have ended and the KV cache has space for the prompt
+    own      prefill of the tokens that no replica has cached: it is the same work on every replica
+    copy     prefill of the tokens that another replica has cached and this one has not. Besides
+             alpha it costs COPY_PRICE, even if the fleet is idle: it takes time of a GPU that other
+             requests could use, and its blocks evict others
+    lora     loading the request's LoRA adapter if it is not loaded. The engine stops meanwhile
+    alpha    the price of congestion. It is 1 while a quarter of the fleet is idle, and rises with
+             the lower quartile of the waiting times, since recomputing a prefix delays all requests
+             that are queued after it
+    worth    1 for a healthy replica. For a replica that is slow because of a fault: the time that a
+             healthy one needs, divided by its own time. Other requests lose less if it is busy
+    rotation In an idle fleet, new conversations rotate over the replicas, since the later turns of
+             each conversation will go to the same replica. A prompt starts a conversation if no
+             replica has its first block, or if earlier prompts diverged from it at the end of the
+             longest hit (a fork). Computing their common prefix, such as a system prompt, on
+             another replica then has no surcharge: the copy will serve as many conversations as
+             have forked before, so its cost is divided by the number of forks plus one. These
+             rules fade out as replicas become busy and cache pressure rises
+    decode   how much this prompt slows down the answers that the replica is generating
 
-    waiting  prefill queued or running on the replica
-    reload   copying back what the replica has of the prompt in slower tiers, after the copies that
-             are under way there. It delays this request alone and takes no time of the GPU
-    memory   until answers that run there have ended and left room for the prompt in the KV cache
-    own      prefill of what no replica holds: every replica would have to compute it
-    copy     prefill of what another replica holds and this one does not. Besides alpha it costs
-             COPY_PRICE, however idle the fleet is: it takes time of a GPU that others could use,
-             and its blocks push out others
-    lora     loading the request's LoRA adapter, if it is not loaded; the engine waits meanwhile
-    alpha    1 while a quarter of the fleet is idle, otherwise the price of congestion: recomputing
-             a prefix delays all requests behind it, so it rises with the lower quartile of the
-             waiting times
-    worth    1; on a replica that a fault makes slow, the time that a healthy one takes, over the
-             time that this one takes: others lose less by its time
-    rotation in an idle fleet, new conversations rotate over the replicas, since their own later
-             turns will follow them. A prompt begins a conversation if no replica has its start, or
-             if others diverged from it there (it forks). Their common prefix, such as a system
-             prompt, is then copied at nobody's expense, and its copy will serve as many further
-             conversations: its cost is divided by the number of forks and one. All of this fades
-             as replicas get busy and caches get tight
-    decode   what joining this replica's decode batch costs the requests in it
+Only waiting + own + copy would be too simple: a long prefix would be recomputed on an idle replica
+to save this request a little time, at the expense of all other requests.
 
-A minimum of waiting + own + copy alone would recompute a long prefix on an idle replica to save
-this request a little time, at the expense of all other requests.
-
-No constant here has a unit. Times are relative to the fleet's own (scale.py), so engines that are k
-times slower, under requests that come k times slower, get the same decisions.
+The constants have no units. Times are relative to the fleet's unit of time (scale.py). So engines
+that are k times slower get the same decisions if their requests arrive k times more slowly.
 """
 
 import random
@@ -44,53 +44,61 @@ from typing import NamedTuple
 
 from kvroute.blocks.tiers import TierBlocks
 
-PRICE = 35.0  # rise of the price of congestion, for a lower quartile of one Scale.busy_s
-MAX_PRICE = 40.0
-COPY_PRICE = 2.5  # surcharge for a second copy of cached blocks, in prefill times of the copy
-ROTATION = 1.25  # cost of twice the mean of new conversations, in prefill times of the new part
-IDLE_POWER = 16  # rotation fades as replicas get busy: the idle share to this power
-DECODE_STEPS = 11.0  # decode steps in which a new request slows its batch, plus its prefill steps
+PRICE = 35.0  # alpha rises by this if the lower quartile of the waiting times is one Scale.busy_s
+MAX_PRICE = 40.0  # alpha rises by this at most
+COPY_PRICE = 2.5  # surcharge for computing blocks that another replica has, in their prefill times
+# Cost of a replica that got twice as many new conversations as the mean, in units of `own`.
+ROTATION = 1.25
+# Rotation is multiplied by the idle share of the fleet to this power, so that it fades out quickly.
+IDLE_POWER = 16
+# A new request slows down the running answers in this many decode steps, besides the engine steps
+# that compute the waiting prompts and this one.
+DECODE_STEPS = 11.0
 
 
 class Candidate(NamedTuple):
-    """One replica for one request. A tuple, since every decision makes one for each replica."""
+    """One replica as a candidate for one request.
+
+    It is a tuple, since a placement creates one for each replica.
+    """
 
     replica_id: str
-    hit_blocks: int  # leading blocks of the prompt held or expected there, in whatever memory
-    backlog_s: float  # W
-    own_s: float
-    copy_s: float = 0.0
-    steps: float = 0.0  # engine steps to compute all prompts that wait there, and this one
-    decode_step_s: float = 0.0  # time that the replica's decodes add to each step
+    hit_blocks: int  # leading blocks of the prompt that it has or will have, in any tier
+    backlog_s: float  # seconds of prefill queued or running there
+    own_s: float  # seconds of prefill of the tokens that no replica has cached
+    copy_s: float = 0.0  # seconds of prefill of the tokens that only other replicas have cached
+    steps: float = 0.0  # engine steps to compute this prompt and all that wait there
+    decode_step_s: float = 0.0  # seconds that the replica's running answers add to each step
     free_blocks: int = 0  # KV blocks that no running request holds
-    unanswered: int = 0  # requests sent there and not yet answered
-    memory_s: float = 0.0  # seconds until the KV cache has room for the prompt
+    unanswered: int = 0  # requests that were sent there and have not ended
+    memory_s: float = 0.0  # seconds until the KV cache has space for the prompt
     lora_s: float = 0.0  # seconds to load the request's LoRA adapter; 0: nothing to load
-    reloads: tuple[TierBlocks, ...] = ()  # the last of hit_blocks, in slower tiers than the GPU
-    reload_s: float = 0.0  # seconds until the reloaded blocks are in GPU memory
-    worth: float = 1.0  # seconds of a healthy replica that one second here is worth to others
-    branch_share: float = 1.0  # conversations that began there with this prefix, over the mean
+    reloads: tuple[TierBlocks, ...] = ()  # the part of hit_blocks that is in slower tiers
+    reload_s: float = 0.0  # seconds until the blocks in `reloads` are in GPU memory
+    worth: float = 1.0  # see `worth` in the module; less than 1 for a slow replica
+    # Conversations that started there with this prefix, divided by the mean of all replicas.
+    branch_share: float = 1.0
 
     @property
     def gpu_blocks(self) -> int:
-        """Return the leading blocks held or expected in GPU memory."""
+        """Return the number of leading blocks that it has or will have in GPU memory."""
         return self.hit_blocks - sum([part.blocks for part in self.reloads])
 
     @property
     def ttft_s(self) -> float:
-        """Return the time to the first token of this request, as far as it is known."""
+        """Return the predicted time to the first token of this request, in seconds."""
         waits_s = self.backlog_s + self.reload_s + self.memory_s
         return waits_s + self.own_s + self.copy_s + self.lora_s
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What all candidates of one request have in common."""
+    """The factors that apply to all candidates of one request."""
 
-    alpha: float
-    rotation: float  # weight of one share of new conversations, in prefills of what is new
-    copy: float = COPY_PRICE  # surcharge of a copy, in prefills of it
-    copy_uses: float = 1.0  # conversations among which the cost of a copy is divided
+    alpha: float  # price of congestion
+    rotation: float  # factor of rotation; 0 unless the prompt starts a conversation
+    copy: float = COPY_PRICE  # surcharge for `copy`, as a factor
+    copy_uses: float = 1.0  # number that the cost of `copy` is divided by
 
 
 def prices(
@@ -100,18 +108,19 @@ def prices(
     pressure: float = 0.0,
     forks: float = 1.0,
 ) -> Prices:
-    """Return the prices of the moment.
+    """Return the prices for a request.
 
     Args:
-        busy_s: of the fleet's Scale.
-        forks: earlier prompts that diverged where the known part of this one ends.
+        busy_s: Scale.busy_s, the fleet's unit of time.
+        pressure: cache pressure, see pressure.py.
+        forks: number of earlier prompts that diverged from this one at the end of the longest hit.
     """
     backlogs_s = sorted([candidate.backlog_s for candidate in candidates])
     count = len(backlogs_s)
-    begins = forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
+    is_start = forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
     spread = (backlogs_s.count(0.0) / count) ** IDLE_POWER * max(0.0, 1.0 - pressure)
     alpha = 1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s)
-    if not begins:
+    if not is_start:
         return Prices(alpha, rotation=0.0)
     if not forks:
         return Prices(alpha, rotation=ROTATION * spread)
@@ -124,7 +133,7 @@ def prices(
 
 
 class CostTerms(NamedTuple):
-    """The terms of the formula above, in its order: seconds, as they are priced."""
+    """The terms of the cost in seconds, in the order of the formula and with their prices."""
 
     waiting: float
     reload: float
@@ -137,7 +146,7 @@ class CostTerms(NamedTuple):
 
 
 def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
-    """Return what the candidate's cost consists of."""
+    """Return the terms of the candidate's cost."""
     own_s, copy_s = candidate.own_s, candidate.copy_s
     price = (prices.alpha - 1.0) * candidate.worth
     return CostTerms(
@@ -153,7 +162,7 @@ def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
 
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
-    """Return the sum of the terms."""
+    """Return the candidate's cost: the sum of its terms."""
     return sum(terms_s(candidate, prices))
 
 
@@ -165,13 +174,14 @@ def rank(
     pressure: float = 0.0,
     forks: float = 1.0,
 ) -> list[Candidate]:
-    """Return the candidates, the cheapest first.
+    """Return the candidates in ascending order of their cost.
 
-    At equal cost, the candidate with the most free KV blocks comes first, then chance decides.
+    At equal cost, the candidate with more free KV blocks comes first. If these are equal too, the
+    order is random. The other arguments are explained at `prices`.
     """
     if not candidates:
         return []
     common = prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks)
     draw = rng.random
     ranked = sorted([(cost_s(c, common), -c.free_blocks, draw(), c) for c in candidates])
-    return [each[-1] for each in ranked]
+    return [candidate for *_, candidate in ranked]

@@ -1,28 +1,35 @@
-"""How tight the caches are: how much of what is computed was evicted before.
+"""Cache pressure: how many tokens have to be recomputed later for each new token in the caches.
 
-In a full cache each new block pushes another one out. Of those that go, a share r is asked for
-again, is computed again, and pushes others out in turn. So computing a token costs r + r^2 + ... =
+In a full cache, each new block evicts another one. A share r of the evicted blocks is requested
+again, computed again, and evicts other blocks in turn. So computing a token costs r + r^2 + ... =
 r / (1 - r) further tokens later, which is the pressure.
 """
 
-WEIGHT = 0.01  # weight of the latest prompt in the means
-MOST = 3.0
+WEIGHT = 0.01  # weight of the newest prompt in the moving averages
+MAX_PRESSURE = 3.0  # upper bound of the pressure
 
 
 class Pressure:
-    """Of all replicas together, as one router's prompts show it."""
+    """The pressure of all replicas together, estimated from one router's prompts."""
 
     def __init__(self) -> None:
-        self._computed_tokens = 0.0  # mean tokens to compute of recent prompts
-        self._evicted_tokens = 0.0  # mean tokens of these that some replica once had
+        self._computed_tokens = 0.0  # moving average of tokens that no replica has
+        self._evicted_tokens = 0.0  # moving average of those that were cached before
 
-    def sent(self, *, computed_tokens: int, evicted_tokens: int) -> None:
-        """Record a prompt: tokens to compute, and those of them that some replica once had."""
+    def record(self, *, computed_tokens: int, evicted_tokens: int) -> None:
+        """Record a prompt.
+
+        Args:
+            computed_tokens: tokens of the prompt that no replica has cached.
+            evicted_tokens: those of them that some replica had cached before.
+        """
         self._computed_tokens += WEIGHT * (computed_tokens - self._computed_tokens)
         self._evicted_tokens += WEIGHT * (evicted_tokens - self._evicted_tokens)
 
     @property
     def value(self) -> float:
-        """0: nothing that was evicted is asked for again. At most MOST."""
+        """Return the pressure, from 0 (no evicted block is requested again) to MAX_PRESSURE."""
         evicted, new = self._evicted_tokens, self._computed_tokens - self._evicted_tokens
-        return min(MOST, evicted / new) if new > 0 else MOST * (evicted > 0)
+        if new > 0:
+            return min(MAX_PRESSURE, evicted / new)
+        return MAX_PRESSURE if evicted > 0 else 0.0

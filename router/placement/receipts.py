@@ -1,4 +1,4 @@
-"""Explains a placement: the numbers of the decision, and one sentence with the main reason."""
+"""Receipts: each explains a placement with its numbers, and its main reason in a sentence."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -11,22 +11,23 @@ from kvroute.router.placement.policy import Candidate, CostTerms, prices, terms_
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import Retention
 
-RECEIPTS = "kvroute_receipts"  # name of the field of a response that has the receipts
+RECEIPTS = "kvroute_receipts"  # field of a response with the receipts of its prompts
 
-# term of the cost -> the sentence to show if this term makes most of the difference between the
+# Term of the cost -> the reason to show if this term makes most of the difference between the
 # chosen replica and the runner-up. {other} is the runner-up.
 REASONS = {
     "waiting": "{other} has {seconds} more prefill queued",
     "reload": "{other} would wait {seconds} longer for copies from slower memory",
-    "memory": "{other} has room for the prompt {seconds} later",
-    "own": "{other} would take {seconds} longer to compute what is new in the prompt",
+    "memory": "the KV cache of {other} would have space for the prompt {seconds} later",
+    "own": "{other} would take {seconds} longer to compute the tokens that no replica has cached",
     "copy": "it has {hits} of {tokens} tokens cached, and {other} has {other_hits}; computing the "
     "difference there would take {seconds}",
-    "lora": "it has the LoRA adapter; loading it on {other} would take {seconds}",
-    "rotation": "idle replicas take turns in starting conversations, and it is the next",
-    "decode": "fewer answers run there that this prompt would slow down",
+    "lora": "it has loaded the LoRA adapter; loading it on {other} would take {seconds}",
+    "rotation": "new conversations rotate over idle replicas, and this one is next",
+    "decode": "this prompt would slow down fewer running answers there",
 }
-SECONDS = {  # term -> the field of a candidate with the term's seconds before prices
+# Term -> the field of a candidate with the term's seconds, before they are multiplied by a price.
+SECONDS = {
     "waiting": "backlog_s",
     "reload": "reload_s",
     "memory": "memory_s",
@@ -42,16 +43,15 @@ def receipt(
     policy: str,
     broken: Break | None = None,
     retention: Retention | None = None,
-    most: int | None = None,
+    limit: int | None = None,
 ) -> dict[str, Any]:
-    """Return a decision as JSON: tokens, seconds, and the replicas in the order of the ranking.
-
-    Costs are None with policies other than kvroute's.
+    """Return the receipt of a placement as JSON, with replicas in the order of the ranking.
 
     Args:
-        broken: the break of the prefix since the chat's earlier turn.
+        policy: the routing policy. Costs are None with policies other than "kvroute".
+        broken: where the prompt differs from the chat's earlier prompt; None: it does not.
         retention: the prompt's retention; None: unknown.
-        most: number of replicas to list, at least two; None: all.
+        limit: the most replicas to list, at least two; None: all.
     """
     ranking = placement.ranking
     is_priced = ranking and policy == "kvroute"
@@ -63,7 +63,7 @@ def receipt(
             pressure=placement.pressure,
             forks=placement.forks,
         )
-    listed = ranking[:most]
+    listed = ranking[:limit]
     terms = [terms_s(candidate, common) for candidate in listed] if common else []
     tiers = sorted({part.tier for candidate in listed for part in candidate.reloads})
     return {
@@ -82,16 +82,16 @@ def receipt(
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
         "reason": _reason(placement, terms, policy),
         "replicas": [
-            _replica(candidate, each, placement.block_size, tiers=tiers)
-            for candidate, each in zip_longest(listed, terms)
+            _replica(candidate, candidate_terms, placement.block_size, tiers=tiers)
+            for candidate, candidate_terms in zip_longest(listed, terms)
         ],
     }
 
 
 def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any] | None:
-    """Return the number of tokens that some replica once held and none holds now, and why.
+    """Return how many tokens were cached before and are cached nowhere now, and why.
 
-    None: there are no such tokens, or the prompt's retention is unknown.
+    The result is None if there are no such tokens, or if the prompt's retention is unknown.
     """
     tokens = placement.evicted_tokens
     return {"tokens": tokens, "why": retention.lost} if retention and tokens else None
@@ -103,7 +103,8 @@ def _replica(
     """Return one replica of a receipt.
 
     Args:
-        tiers: slower tiers from which any replica on the receipt reloads something.
+        terms: the terms of the replica's cost; None: the policy has no costs.
+        tiers: the slower tiers from which any replica on the receipt would copy blocks back.
     """
     blocks = {part.tier: part.blocks for part in candidate.reloads}
     reload: dict[str, float] = {
@@ -125,11 +126,13 @@ def _replica(
 
 
 def _rounded(terms: CostTerms, *, reloads: bool) -> dict[str, float]:
-    named = terms._asdict().items()
-    return {name: round(s, 4) for name, s in named if reloads or name != "reload"}
+    """Return the terms by name, rounded. Without reloads, leave out the term `reload`."""
+    items = terms._asdict().items()
+    return {name: round(s, 4) for name, s in items if reloads or name != "reload"}
 
 
 def _reason(placement: Placement, terms: Sequence[CostTerms], policy: str) -> str:
+    """Return the main reason of a placement as a sentence."""
     if len(placement.ranking) < 2:
         return "only one replica is ready" if placement.ranking else "no replica is ready"
     if not terms:
@@ -139,7 +142,7 @@ def _reason(placement: Placement, terms: Sequence[CostTerms], policy: str) -> st
     name, seconds = max(saved_s.items(), key=itemgetter(1))
     if seconds <= 0:
         return (
-            f"{other.replica_id} costs the same; the choice has more free KV blocks, or was drawn "
+            f"{other.replica_id} costs the same; this one has more free KV blocks, or was chosen "
             "at random"
         )
     field = SECONDS.get(name)

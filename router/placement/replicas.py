@@ -1,4 +1,4 @@
-"""The replicas that a router knows from the index: their records, leases and differences."""
+"""The replicas in the index: their records, their leases, and why some are degraded."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -13,15 +13,16 @@ from kvroute.prefill.speed import PrefillModel, prefill_model
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of
 from kvroute.router.index.handshake import NONE, Handshake
 
+# Assumptions for a replica without a record.
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
-UNKNOWN_STEP_TOKENS = 8192  # tokens that one engine step computes, for a replica without a record
+UNKNOWN_STEP_TOKENS = 8192  # the most tokens that an engine step computes
 
 
 class ReplicaRegistry:
-    """The latest record of each replica, and what follows from it.
+    """The latest record of each replica, and values that are derived from the records.
 
     Args:
-        handshake: finds the replicas that run another model or version than this router.
+        handshake: finds replicas with another model or version than this router's.
         running: returns the ids of the replicas that Serve runs. Other replicas in the index may
             belong to another cluster. None: Serve is not available.
     """
@@ -30,17 +31,15 @@ class ReplicaRegistry:
         self, handshake: Handshake, running: Callable[[], Collection[str]] | None = None
     ) -> None:
         self.handshake = handshake
-        self.layouts: dict[
-            str, Boundaries
-        ] = {}  # replica id -> boundaries, for engines with several cache groups
-        self.tiers: dict[
-            str, Mapping[Tier, TierFacts]
-        ] = {}  # replica id -> its slower tiers, if it has any
-        self.free_blocks: dict[str, int] = {}  # KV blocks that no running request holds
+        # Replica id -> layout of its cache. Only engines with several cache groups have an entry.
+        self.layouts: dict[str, Boundaries] = {}
+        # Replica id -> its slower tiers. Replicas without slower tiers have no entry.
+        self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}
+        self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
-        self._ranks: dict[str, list[ReplicaRecord]] = {}  # the records of each replica's ranks
-        self._leased: set[str] = set()  # ids with a valid lease
+        self._ranks: dict[str, list[ReplicaRecord]] = {}  # replica id -> records of its ranks
+        self._leased: set[str] = set()  # ids of ranks with a valid lease
 
     def __len__(self) -> int:
         return len(self._records)
@@ -59,20 +58,20 @@ class ReplicaRegistry:
 
         Args:
             unleased: replicas whose lease has expired or whose record cannot be read.
-            unreadable: why a replica's record cannot be read, by its id.
+            unreadable: replica id -> why its record cannot be read.
         """
         self._records = {record.id: record for record in records}
-        known = self._records.values()
-        self._ranks = _by_replica(known)
+        current = self._records.values()
+        self._ranks = _by_replica(current)
         if unreadable and self._running:
-            ours = set(self._running())
-            unreadable = {id_: why for id_, why in unreadable.items() if replica_of(id_) in ours}
-        self.layouts, unknown = _layouts(known)
-        self.tiers = _tiers(known)
-        self.handshake.check(known, unreadable, unknown)
+            own = set(self._running())
+            unreadable = {id_: why for id_, why in unreadable.items() if replica_of(id_) in own}
+        self.layouts, unknown_layouts = _layouts(current)
+        self.tiers = _tiers(current)
+        self.handshake.check(current, unreadable, unknown_layouts)
         self._leased = self._records.keys() - set(unleased)
         self.free_blocks = {
-            record.id: record.facts.capacity_blocks - record.load.used_blocks for record in known
+            record.id: record.facts.capacity_blocks - record.load.used_blocks for record in current
         }
 
     @property
@@ -90,12 +89,15 @@ class ReplicaRegistry:
 
     @property
     def degraded(self) -> Mapping[str, str]:
-        """Return why a replica's cache is ignored, by replica id."""
+        """Return the replicas whose caches are ignored: replica id -> reason."""
         return self.handshake.degraded
 
     @property
     def max_model_len(self) -> int | None:
-        """Return the tokens of prompt and response that fit on every replica; None: unknown."""
+        """Return the most tokens, of prompt and response together, that every replica can process.
+
+        None: no replica has a record.
+        """
         return min((record.facts.max_model_len for record in self.own_records), default=None)
 
     @property
@@ -117,20 +119,23 @@ class ReplicaRegistry:
         return replica_id in self._leased
 
     def is_cache_usable(self, replica_id: str) -> bool:
-        """Return whether prompts can have hits there."""
+        """Return whether prompts can have hits on the replica."""
         record = self._records.get(replica_id)
         if record is None or replica_id in self.degraded:
             return False
         return record.facts.prefix_caching
 
     def cache_blocks(self, replica_id: str) -> int:
-        """Return the size of the prefix cache; 0: there is none, or the replica is unknown."""
+        """Return the size of the prefix cache in blocks.
+
+        It is 0 if the replica has no prefix cache, is degraded or is unknown.
+        """
         if not self.is_cache_usable(replica_id):
             return 0
         return self._records[replica_id].facts.capacity_blocks
 
     def kv_tokens(self, replica_id: str) -> int:
-        """Return the size of the KV cache in tokens; 0: the replica is unknown."""
+        """Return the size of the KV cache in tokens; 0 if the replica is unknown."""
         record = self._records.get(replica_id)
         return record.facts.capacity_blocks * record.facts.block_size if record else 0
 
@@ -140,20 +145,20 @@ class ReplicaRegistry:
         return record.facts.step_tokens if record else UNKNOWN_STEP_TOKENS
 
     def speed(self, replica_id: str) -> PrefillModel:
-        """Return the prefill speed that the replica claims."""
+        """Return the prefill speed that the replica reports."""
         record = self._records.get(replica_id)
         if record is None:
             return UNKNOWN_SPEED
         return prefill_model(record.facts.prefill_tokens_per_s, record.facts.attention_tokens)
 
     def can_load(self, replica_id: str, lora: str) -> bool:
-        """Return whether the replica can load the adapter; yes if it does not list adapters."""
+        """Return whether the replica can load the adapter; true if it does not list adapters."""
         record = self._records.get(replica_id)
         identity = record.identity if record else None
         return identity is None or lora in identity.adapters
 
     def lora_load_s(self, replica_id: str) -> float:
-        """Return the time that the replica takes to load an adapter."""
+        """Return the seconds that the replica takes to load an adapter."""
         record = self._records.get(replica_id)
         return record.load.lora_load_s if record else LOAD_S
 
@@ -166,6 +171,7 @@ class ReplicaRegistry:
 
 
 def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:
+    """Return the records of ranks, by the id of their replica."""
     ranks: dict[str, list[ReplicaRecord]] = {}
     for record in records:
         ranks.setdefault(replica_of(record.id), []).append(record)
@@ -173,21 +179,24 @@ def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecor
 
 
 def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], dict[str, str]]:
-    """Return the layouts of engines with several cache groups, and why some are unknown."""
-    known, unknown = dict[str, Boundaries](), dict[str, str]()
+    """Return the cache layouts of engines with several cache groups, by replica id.
+
+    The second result has the reason for each replica whose layout is not supported.
+    """
+    layouts, unknown = dict[str, Boundaries](), dict[str, str]()
     for record in records:
         facts = record.facts
         if facts.layout is None or not facts.prefix_caching:
             continue
         try:
-            known[record.id] = boundaries_of(facts.layout, facts.block_size)
+            layouts[record.id] = boundaries_of(facts.layout, facts.block_size)
         except UnknownLayoutError as error:
             unknown[record.id] = f"{UNKNOWN_LAYOUT}{error}"
-    return known, unknown
+    return layouts, unknown
 
 
 def _tiers(records: Iterable[ReplicaRecord]) -> dict[str, Mapping[Tier, TierFacts]]:
-    """Return the slower tiers by replica id, with the speed that copies have shown."""
+    """Return the slower tiers by replica id, with the measured speed of copies if there is one."""
     return {
         record.id: {
             tier: replace(facts, bytes_per_s=record.load.bytes_per_s(tier) or facts.bytes_per_s)

@@ -1,1 +1,1 @@
-"""Named prefixes, and hot prefixes without a name."""
+"""Named prefixes, which clients declare, and hot prefixes, which routers find in their requests."""

@@ -1,4 +1,4 @@
-"""A copy of all named prefixes in the router's memory, which follows the declarations in Redis."""
+"""The router's copy of all named prefixes, which it keeps equal to the declarations in Redis."""
 
 import asyncio
 import logging
@@ -28,21 +28,21 @@ log = logging.getLogger("kvroute.prefixes")
 
 POLL_S = 0.25  # seconds between two checks of Redis for new declarations
 COUNT_S = 1.0  # seconds between two writes of the counts of uses to Redis
-RETIRE_S = 5.0  # seconds that a newer version is in use before older versions are released
-RETRY_S = 0.5  # seconds between attempts while Redis is away
-# Names that an unknown name is compared with to suggest similar ones; each takes up to 1 ms.
+RETIRE_S = 5.0  # seconds for which a new version must be warm before older versions are released
+RETRY_S = 0.5  # seconds between two attempts to reach Redis
+# Names that an unknown name is compared with to suggest similar ones. One takes up to 1 ms.
 COMPARED = 50
 
 
 def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
-    """Return whether all full blocks of the prefix are in that replica's cache."""
+    """Return whether the replica reports all full blocks of the prefix as cached."""
     full_blocks = prefix.full_blocks(record.facts.block_size)
-    warm = record.pins.get(prefix.name)
-    return not full_blocks or (warm is not None and warm.blocks >= full_blocks)
+    pin = record.pins.get(prefix.name)
+    return not full_blocks or (pin is not None and pin.blocks >= full_blocks)
 
 
-def keepers(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-    """Return the live replicas that keep the prefix warm, or will soon."""
+def assigned_records(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
+    """Return the records of the live replicas to which the prefix is assigned."""
     by_id = {record.id: record for record in records}
     return [by_id[replica_id] for replica_id in assigned(prefix, by_id)]
 
@@ -53,23 +53,24 @@ def is_visible(prefix: Prefix, caller: Caller | None) -> bool:
 
 
 class Catalogue:
-    """Follows the declarations in Redis, and restores them if Redis lost them."""
+    """Follows the declarations in Redis, and restores them if Redis has lost them."""
 
     def __init__(self, store: Prefixes, fleet: Fleet, *, block_size: int) -> None:
         self.store = store
         self._fleet = fleet
         self.block_size = block_size
         self._versions: dict[str, list[Prefix]] = {}  # id -> versions, oldest first
-        self._shared: list[Prefix] = []  # every version of the prefixes that all namespaces share
-        self._revision: int | None = None  # revision of the last read; None: nothing was read yet
+        self._shared: list[Prefix] = []  # all versions of the prefixes that all namespaces share
+        self._revision: int | None = None  # revision that was read last; None: nothing was read yet
         self._reading = asyncio.Lock()
         self._outage = Outage(log, "named prefixes stay as they are")
-        self._settled_s: dict[str, float] = {}  # name in use with older versions -> since when
-        self._uses: dict[str, tuple[int, int]] = {}  # id -> hits, tokens saved; not yet written
-        self._saved = Counter[str]()  # id -> tokens saved since this router knows it
+        # Name of a version that has older versions -> time since which all its replicas are warm.
+        self._settled_s: dict[str, float] = {}
+        self._uses: dict[str, tuple[int, int]] = {}  # id -> hits and saved tokens to write to Redis
+        self._saved = Counter[str]()  # id -> tokens that it saved, as this router counted
 
     async def run(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
-        """Declare the tasks, then follow Redis until cancelled."""
+        """Declare the tasks of --multi-task-prompt, then follow Redis until cancelled."""
         while True:
             try:
                 await self.refresh()
@@ -82,12 +83,16 @@ class Catalogue:
                 await asyncio.sleep(RETRY_S)
 
     async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
-        """Return the version to use of the caller's own prefix, else of the shared prefix.
+        """Return the version to use of the prefix with this name.
 
-        Redis is read only if the name is unknown here.
+        The caller's own prefix comes before a shared prefix. Redis is read only if this router does
+        not know the name.
+
+        Args:
+            param: the field of the request that has the name, for the error.
 
         Raises:
-            ApiError: the name is unknown in Redis, too.
+            ApiError: no prefix of this name is declared.
         """
         prefix = self.find(name, caller)
         if prefix is None:
@@ -98,13 +103,10 @@ class Catalogue:
         return prefix
 
     def find(self, name: str, caller: Caller | None = None) -> Prefix | None:
-        """Return the version to use, as `named` does, but without Redis.
-
-        None: the name is unknown here.
-        """
+        """Return the same version as `named`, without Redis; None if the name is unknown here."""
         own = self.get(own_id(caller.tenant, name)) if caller else None
-        found = own or self.get(name)
-        return found if found and is_visible(found, caller) else None
+        prefix = own or self.get(name)
+        return prefix if prefix and is_visible(prefix, caller) else None
 
     @property
     def records(self) -> list[ReplicaRecord]:
@@ -127,22 +129,25 @@ class Catalogue:
         return Scope("", namespace, self.shared_tokens(token_ids) if namespace else 0)
 
     def get(self, id_: str) -> Prefix | None:
-        """Return the newest version that is warm on all its replicas, else the newest."""
-        versions = self._living(id_)
+        """Return the newest version that is warm on all its replicas.
+
+        If there is no such version, return the newest; None if the id is unknown.
+        """
+        versions = self._unexpired(id_)
         if len(versions) > 1:
             return next(filter(self.is_settled, reversed(versions)), versions[-1])
         return versions[0] if versions else None
 
     def latest(self, id_: str) -> Prefix | None:
-        """Return the last declared version of this name."""
-        return next(reversed(self._living(id_)), None)
+        """Return the newest version; None if the id is unknown."""
+        return next(reversed(self._unexpired(id_)), None)
 
     def all(self) -> list[Prefix]:
         """Return every version of every prefix that has not expired."""
-        return [prefix for id_ in self._versions for prefix in self._living(id_)]
+        return [prefix for id_ in self._versions for prefix in self._unexpired(id_)]
 
     def declared_as(self, token_ids: TokenIds, namespace: str = "") -> Prefix | None:
-        """Return the namespace's prefix that has exactly these full blocks."""
+        """Return the namespace's prefix whose full blocks have exactly these tokens."""
         for prefix in self.all():
             if prefix.namespace != namespace:
                 continue
@@ -152,16 +157,16 @@ class Catalogue:
         return None
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many tokens of this prompt, in whole blocks, belong to a shared prefix."""
+        """Return how many leading tokens, in full blocks, belong to a shared prefix."""
         return shared_tokens(token_ids, self._shared, self.block_size) if self._shared else 0
 
     def is_settled(self, prefix: Prefix) -> bool:
-        """Return whether all replicas that keep the prefix had it warm at the last poll."""
-        records = keepers(prefix, self.records)
+        """Return whether the prefix was warm on all its replicas at the last poll."""
+        records = assigned_records(prefix, self.records)
         return bool(records) and all(is_warm(prefix, record) for record in records)
 
     def count(self, prefix: Prefix, cached_tokens: int) -> None:
-        """Count a prompt with this prefix, of which `cached_tokens` were cached."""
+        """Count a prompt with this prefix, of which `cached_tokens` leading tokens were cached."""
         saved = min(cached_tokens, prefix.full_tokens(self.block_size))
         if saved:
             hits, tokens_saved = self._uses.get(prefix.id, (0, 0))
@@ -171,38 +176,42 @@ class Catalogue:
     def saved_tokens(self) -> dict[str, int]:
         """Return the tokens that each prefix has saved, as this router counted: id -> tokens.
 
-        Prefixes of tenants are left out, since nobody else may see their names. Other threads may
-        call this.
+        Prefixes of tenants are left out, since other tenants may not see their names. This may be
+        called by other threads.
         """
         return {id_: self._saved[id_] for id_ in self._versions if TENANT_SEPARATOR not in id_}
 
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
-        """Return the error 404 for an unknown name, with similar names of the caller's prefixes."""
-        labels = {each.label for each in self.all() if is_visible(each, caller)}
-        near = get_close_matches(name, sorted(labels)[:COMPARED])
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see GET /v1/prefixes."
+        """Return a 404 for an unknown name, with similar names that the caller may use."""
+        labels = {prefix.label for prefix in self.all() if is_visible(prefix, caller)}
+        similar = get_close_matches(name, sorted(labels)[:COMPARED])
+        hint = (
+            f"did you mean {' or '.join(map(repr, similar))}?"
+            if similar
+            else "see GET /v1/prefixes."
+        )
         return ApiError(
             404,
-            f"{param} is {name!r}, and no prefix of that name is declared; {hint}",
+            f"{param} is {name!r}, and no prefix of this name is declared; {hint}",
             param=param,
             code="prefix_not_found",
         )
 
     def learn(self, declared: Iterable[Prefix]) -> None:
-        """Replace all known versions by these, oldest first."""
+        """Replace all known versions by these, which are ordered from the oldest to the newest."""
         versions: dict[str, list[Prefix]] = {}
         declared = list(declared)
         for prefix in declared:
             versions.setdefault(prefix.id, []).append(prefix)
         self._versions = versions
-        self._shared = [each for each in declared if each.is_shared]
+        self._shared = [prefix for prefix in declared if prefix.is_shared]
         self._saved = Counter({id_: self._saved[id_] for id_ in versions})
 
     async def refresh(self) -> None:
-        """Read the declarations if they changed.
+        """Read the declarations if they have changed. If Redis has lost them, restore them.
 
         Raises:
-            RedisError, OSError: Redis is away.
+            RedisError, OSError: Redis cannot be used.
         """
         async with self._reading:
             revision = await self.store.revision()
@@ -214,10 +223,10 @@ class Catalogue:
                 self._revision = revision
 
     async def flush(self) -> None:
-        """Write the counts.
+        """Write the counts of uses to Redis.
 
         Raises:
-            RedisError, OSError: Redis is away; the counts are kept.
+            RedisError, OSError: Redis cannot be used. The counts are written later.
         """
         uses, self._uses = self._uses, {}
         if not uses:
@@ -231,6 +240,7 @@ class Catalogue:
             raise
 
     async def _follow(self) -> None:
+        """Read declarations and write counts, until an error of Redis."""
         count_due_s = 0.0
         while True:
             await self.refresh()
@@ -241,7 +251,7 @@ class Catalogue:
             await asyncio.sleep(POLL_S)
 
     async def _declare(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
-        """Declare the tasks as prefixes, except names that a client has declared since."""
+        """Declare the tasks as prefixes, except those whose names clients have declared since."""
         for task in tasks:
             latest = self.latest(task.task_id)
             if latest is not None and "task_id" not in latest.source:
@@ -250,7 +260,7 @@ class Catalogue:
             try:
                 token_ids = await composer.beginning(source)
             except ApiError as error:
-                log.error("task %r was not declared as a prefix: %s", task.task_id, error)
+                log.error("cannot declare task %r as a prefix: %s", task.task_id, error)
                 continue
             await self.store.declare(
                 task.task_id, token_ids=token_ids, source=source, is_shared=True
@@ -258,18 +268,19 @@ class Catalogue:
         await self.refresh()
 
     async def _retire(self) -> None:
-        """Release older versions once a newer one has been warm everywhere for RETIRE_S."""
+        """Release versions that are older than one that was warm on all replicas for RETIRE_S."""
         now_s = time.monotonic()
         newer = [version for versions in self._versions.values() for version in versions[1:]]
         self._settled_s = {
-            each.name: self._settled_s.get(each.name, now_s)
-            for each in newer
-            if self.is_settled(each)
+            version.name: self._settled_s.get(version.name, now_s)
+            for version in newer
+            if self.is_settled(version)
         }
         for versions in list(self._versions.values()):
             since_s = [self._settled_s.get(version.name, now_s) for version in versions]
-            long = [n for n, at_s in enumerate(since_s) if n and now_s - at_s >= RETIRE_S]
-            for old in versions[: long[-1] if long else 0]:
+            ages_s = [now_s - settled_s for settled_s in since_s]
+            settled = [n for n, age_s in enumerate(ages_s) if n and age_s >= RETIRE_S]
+            for old in versions[: settled[-1] if settled else 0]:
                 await self.store.retire(old.id, old.version)
 
     async def _refresh_unknown(self, param: str) -> None:
@@ -279,6 +290,7 @@ class Catalogue:
             if self._revision is None:
                 raise redis_away(error, param) from None
 
-    def _living(self, id_: str) -> list[Prefix]:
+    def _unexpired(self, id_: str) -> list[Prefix]:
         now_s = time.time()
-        return [each for each in self._versions.get(id_, ()) if not each.is_expired(now_s)]
+        versions = self._versions.get(id_, ())
+        return [version for version in versions if not version.is_expired(now_s)]

@@ -14,25 +14,28 @@ from kvroute.keys.keyring import Caller, tenant_of
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError, needing_redis
-from kvroute.router.prefixes.catalogue import Catalogue, is_visible, is_warm, keepers
+from kvroute.router.prefixes.catalogue import Catalogue, assigned_records, is_visible, is_warm
 from kvroute.router.prefixes.tenant_limits import check_limits
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.store.named_prefix import Prefix, is_same, own_id
 from kvroute.store.prefixes import OtherTenantError
 
-MAX_PREFIXES = 1_000  # most versions of prefixes, counted over all names
+MAX_PREFIXES = 1_000  # the most versions of prefixes, of all names together
 
 Records = list[ReplicaRecord]
-Uses = Mapping[str, tuple[int, int]]  # id -> hits, tokens saved
+Uses = Mapping[str, tuple[int, int]]  # id -> hits and saved tokens
 
 
 class Declarations:
     """Declares, lists and drops prefixes.
 
-    declare() and drop() raise ApiError if Redis is away.
+    declare() and drop() raise ApiError if Redis cannot be used.
 
     Args:
+        catalogue: the router's copy of the prefixes.
+        composer: renders a declaration to token ids.
         read_records: reads the replicas' current records.
+        block_size: tokens of a block.
     """
 
     def __init__(
@@ -57,13 +60,16 @@ class Declarations:
         max_model_len: int,
         limits: TenantLimits | None = None,
     ) -> tuple[dict[str, Any], bool]:
-        """Declare a prefix; return it, and whether this call made a new version of it.
+        """Declare a prefix; return it, and whether this call created a new version.
 
         Args:
             declaration: the declaration.
-            caller: the caller; None: keys are not used.
-            max_model_len: the longest prompt and response together, in tokens.
+            caller: the caller; None: the cluster has no API keys.
+            max_model_len: the most tokens of a prompt and its response together.
             limits: the caller's limits.
+
+        Raises:
+            ApiError: the declaration is not valid, or would exceed a limit.
         """
         tenant = tenant_of(caller)
         is_own = caller is not None and not declaration.shared
@@ -86,44 +92,45 @@ class Declarations:
             return await self._declare(wanted, limits)
 
     async def list(self, caller: Caller | None = None) -> list[dict[str, Any]]:
-        """Return the latest version of each name that the caller can use, the oldest first."""
+        """Return the newest version of each prefix that the caller may use, the oldest first."""
         records, uses = await self._status()
-        latest = {each.id: each for each in self._catalogue.all() if is_visible(each, caller)}
+        prefixes = self._catalogue.all()
+        latest = {prefix.id: prefix for prefix in prefixes if is_visible(prefix, caller)}
         return [self._as_json(prefix, records, uses) for prefix in latest.values()]
 
     async def get(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
-        """Return the latest version of that name.
+        """Return the newest version of the prefix with this name.
 
         Raises:
-            ApiError: no prefix of that name is declared.
+            ApiError: no prefix of this name is declared.
         """
         records, uses = await self._status()
         return self._as_json(self._latest(name, caller), records, uses)
 
     async def drop(self, name: str, caller: Caller | None = None) -> dict[str, Any]:
-        """Drop all versions of that name, and return a confirmation.
+        """Drop all versions of the prefix with this name, and return a confirmation.
 
         Raises:
-            ApiError: no prefix of that name is declared, or it belongs to another tenant.
+            ApiError: no prefix of this name is declared, or it belongs to another tenant.
         """
         with needing_redis():
             await self._catalogue.refresh()
             prefix = self._latest(name, caller)
             if caller and prefix.tenant not in ("", caller.tenant):
-                raise _of_another(name)
+                raise _other_tenant(name)
             if not await self._catalogue.store.drop(prefix.id):
                 raise self._catalogue.unknown("id", name, caller)
             await self._catalogue.refresh()
         return {"id": name, "object": "prefix", "deleted": True}
 
     def _latest(self, name: str, caller: Caller | None) -> Prefix:
-        """Return the last version of the caller's own prefix, else of the shared prefix.
+        """Return the newest version of the caller's own or of the shared prefix with this name.
 
         Raises:
-            ApiError: there is none.
+            ApiError: no prefix of this name is declared.
         """
-        found = self._catalogue.find(name, caller)
-        prefix = found and self._catalogue.latest(found.id)
+        in_use = self._catalogue.find(name, caller)
+        prefix = in_use and self._catalogue.latest(in_use.id)
         if prefix is None:
             raise self._catalogue.unknown("id", name, caller)
         return prefix
@@ -131,7 +138,7 @@ class Declarations:
     async def _declare(
         self, wanted: Prefix, limits: TenantLimits | None
     ) -> tuple[dict[str, Any], bool]:
-        """Declare a prefix, one call at a time: each is checked against those before it."""
+        """Declare a prefix. Calls run one after the other, so each is checked with earlier ones."""
         async with self._declaring:
             prefix, is_new = await self._declare_next(wanted, limits)
         return self._as_json(prefix, *await self._status()), is_new
@@ -159,7 +166,7 @@ class Declarations:
                 is_in_host=wanted.is_in_host,
             )
         except OtherTenantError:
-            raise _of_another(wanted.label) from None
+            raise _other_tenant(wanted.label) from None
         return prefix, before is None or before.version != prefix.version
 
     def _check_number(self, id_: str) -> None:
@@ -173,15 +180,18 @@ class Declarations:
             )
 
     def _check_budget(self, wanted: Prefix, records: Records) -> None:
-        """Refuse a prefix for which some replica has too few free blocks to pin.
+        """Check that each replica of the prefix has enough blocks left to pin it.
 
-        Older versions take blocks too: they stay until the new one is warm.
+        Blocks of older versions count too, since they stay until the new version is warm.
+
+        Raises:
+            ApiError: a replica has too few blocks left.
         """
         if not wanted.is_pinned:
             return
         needed = wanted.full_blocks(self._block_size)
         taken = self._pinned_blocks(records, wanted.tier)
-        for record in keepers(wanted, records):
+        for record in assigned_records(wanted, records):
             budget = record.facts.pin_blocks_in(wanted.tier)
             free = max(0, budget - taken[record.id])
             if needed and record.facts.server:
@@ -204,39 +214,43 @@ class Declarations:
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
-        """Return the records of the replicas where the prefix is warm.
+        """Return the records of those of the assigned replicas where the prefix is warm.
 
-        A prefix that is not pinned in GPU memory is also looked up in the index: it may have been
-        evicted, and copies to host memory are made a little later.
+        A prefix that is not pinned in GPU memory is also looked up in the index. It may have been
+        evicted, or its copy in host memory may not be complete yet.
         """
         warm = [record for record in assigned if is_warm(prefix, record)]
-        if not prefix.full_blocks(self._block_size) or all(_is_held(prefix, r) for r in warm):
+        if not prefix.full_blocks(self._block_size) or all(_in_gpu(prefix, r) for r in warm):
             return warm
         holders = self._catalogue.holders(
             prefix.token_ids, prefix.namespace, tiers=up_to(prefix.tier)
         )
-        return [record for record in warm if _is_held(prefix, record) or record.id in holders]
+        return [record for record in warm if _in_gpu(prefix, record) or record.id in holders]
 
     def _computed_tokens(self, prefix: Prefix, assigned: Records, warm: Records) -> int:
-        """Return how many tokens of the prefix are computed, summed over its replicas."""
-        each = prefix.full_tokens(self._block_size)
+        """Return how many tokens of the prefix are cached, added up over its replicas."""
+        full_tokens = prefix.full_tokens(self._block_size)
         missing = {record.id for record in assigned} - {record.id for record in warm}
         held = self._catalogue.held_tokens(prefix, tiers=up_to(prefix.tier)) if missing else {}
-        return each * len(warm) + sum(min(each, held.get(id_, 0)) for id_ in missing)
+        partial_tokens = sum(min(full_tokens, held.get(id_, 0)) for id_ in missing)
+        return full_tokens * len(warm) + partial_tokens
 
     def _pinned_blocks(self, records: Records, tier: Tier) -> Counter[str]:
-        """Return the blocks that each replica has to pin; blocks of two prefixes count twice."""
+        """Return how many blocks each replica has to pin in a tier, by replica id.
+
+        A block that belongs to two prefixes counts twice.
+        """
         taken = Counter[str]()
         for prefix in self._catalogue.all():
             if prefix.is_pinned and prefix.tier == tier:
-                for record in keepers(prefix, records):
+                for record in assigned_records(prefix, records):
                     taken[record.id] += prefix.full_blocks(self._block_size)
         return taken
 
     async def _status(self) -> tuple[Records, Uses]:
-        """Return the live replicas and the counts from Redis.
+        """Return the live replicas and the counts of uses from Redis.
 
-        While Redis is away, these are the last known replicas, and no counts.
+        If Redis cannot be used, return the replicas of the last poll and no counts.
         """
         try:
             await self._catalogue.refresh()
@@ -246,7 +260,7 @@ class Declarations:
             return self._catalogue.records, {}
 
     def _as_json(self, prefix: Prefix, records: Records, uses: Uses) -> dict[str, Any]:
-        assigned = keepers(prefix, records)
+        assigned = assigned_records(prefix, records)
         warm = self._warm(prefix, assigned)
         in_use = self._catalogue.get(prefix.id) or prefix
         hits, tokens_saved = uses.get(prefix.id, (0, 0))
@@ -270,10 +284,12 @@ class Declarations:
         }
 
 
-def _of_another(name: str) -> ApiError:
+def _other_tenant(name: str) -> ApiError:
+    """Return the error for a change of a prefix that another tenant has declared."""
     return ApiError(
         403,
-        f"prefix {name!r} is shared by another tenant, who alone can change it; take another name",
+        f"prefix {name!r} is shared by another tenant, and only that tenant can change it; use "
+        "another name",
         type="permission_error",
         param="id",
         code="prefix_of_another_tenant",
@@ -283,16 +299,16 @@ def _of_another(name: str) -> ApiError:
 def _pinned(prefix: Prefix, warm: Records) -> bool | str:
     """Return whether the prefix is pinned on all of these replicas.
 
-    If it is, and not in GPU memory on all of them, return the name of the slowest tier.
+    If it is pinned in a slower tier than GPU memory on one of them, return the tier's name.
     """
-    found = [record.pins.get(prefix.name) for record in warm]
-    if not all(each and each.is_pinned for each in found):
+    pins = [record.pins.get(prefix.name) for record in warm]
+    if not all(pin and pin.is_pinned for pin in pins):
         return False
-    slowest = max(each.tier for each in found if each)
+    slowest = max(pin.tier for pin in pins if pin)
     return True if slowest == GPU else slowest.name
 
 
-def _is_held(prefix: Prefix, record: ReplicaRecord) -> bool:
-    """Return whether the prefix is pinned in the engine's own memory."""
-    warm = record.pins.get(prefix.name)
-    return warm is not None and warm.is_pinned and warm.tier == GPU
+def _in_gpu(prefix: Prefix, record: ReplicaRecord) -> bool:
+    """Return whether the replica has pinned the prefix in GPU memory."""
+    pin = record.pins.get(prefix.name)
+    return pin is not None and pin.is_pinned and pin.tier == GPU

@@ -1,8 +1,8 @@
-"""Finds the prefixes that save the most tokens, named or not, in this router's own requests.
+"""Finds the prefixes that save the most tokens in this router's own requests.
 
-The cached beginning of a prompt ends where the prompt diverges from earlier ones. So a prefix that
-many prompts share is a place where many of these beginnings end, or pass through. The prefixes that
-save least are dropped.
+The hit of a prompt ends where the prompt diverges from earlier ones. So the end of a hit is the end
+of a prefix that several prompts share. Each such prefix is counted for every prompt whose hit
+includes it. To bound the memory, the prefixes that save the fewest tokens are dropped.
 """
 
 import math
@@ -16,48 +16,50 @@ import numpy as np
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
 
-MEMORY_S = 60.0  # seconds after which a use counts 1/e
-KEPT = 256  # prefixes; up to twice as many between two cleanups
-SAME_USES = 0.9  # if this share of a prefix's uses continue to a longer one, only that one is hot
-UNKNOWN: TokenIds = np.empty(0, dtype=np.uint32)
+MEMORY_S = 60.0  # time constant in seconds with which uses decay
+MAX_PREFIXES = 256  # prefixes that a cleanup keeps; a cleanup starts at twice this number
+# If at least this share of a prefix's uses includes one longer prefix, only the longer one is hot.
+SAME_USES = 0.9
+UNKNOWN: TokenIds = np.empty(0, dtype=np.uint32)  # token ids that are not recorded yet
 
 
 class Owner(NamedTuple):
-    """Whose prompts have a prefix in common: a tenant's, in its namespace."""
+    """The tenant and the namespace whose prompts share a prefix."""
 
-    tenant: str = ""  # empty: everybody's
-    namespace: str = ""
+    tenant: str = ""  # empty: all tenants share it
+    namespace: str = ""  # namespace of its blocks
 
 
 EVERYBODY = Owner()
 
 
 @dataclass(slots=True)
-class Hot:
-    """A prefix, and what it saved recently."""
+class HotPrefix:
+    """A prefix, and the tokens that it has recently saved."""
 
     end: Fingerprint  # fingerprint of the last block
-    blocks: int
-    token_ids: TokenIds = field(
-        default_factory=lambda: UNKNOWN
-    )  # token ids, known from the second use on
-    longest_before: Fingerprint | None = None  # end of the longest known prefix that it begins with
-    uses: float = 0.0  # decayed, as of at_s
-    tokens_saved: float = 0.0
-    at_s: float = 0.0
+    blocks: int  # number of blocks
+    token_ids: TokenIds = field(default_factory=lambda: UNKNOWN)  # recorded at the second use
+    longest_before: Fingerprint | None = None  # `end` of the longest known prefix inside this one
+    uses: float = 0.0  # number of uses, decayed until used_s
+    tokens_saved: float = 0.0  # tokens that these uses saved, decayed until used_s
+    used_s: float = 0.0  # time of the last use
     owner: Owner = EVERYBODY
 
     def use(self, tokens: int, now_s: float) -> None:
-        keep = math.exp((self.at_s - now_s) / MEMORY_S)
+        """Count a use that saved `tokens` tokens."""
+        keep = math.exp((self.used_s - now_s) / MEMORY_S)
         self.uses = keep * self.uses + 1.0
         self.tokens_saved = keep * self.tokens_saved + tokens
-        self.at_s = now_s
+        self.used_s = now_s
 
     def requests_per_s(self, now_s: float) -> float:
-        return self.uses * math.exp((self.at_s - now_s) / MEMORY_S) / MEMORY_S
+        """Return the recent rate of uses."""
+        return self.uses * math.exp((self.used_s - now_s) / MEMORY_S) / MEMORY_S
 
     def tokens_saved_per_s(self, now_s: float) -> float:
-        return self.tokens_saved * math.exp((self.at_s - now_s) / MEMORY_S) / MEMORY_S
+        """Return the recent rate of saved tokens."""
+        return self.tokens_saved * math.exp((self.used_s - now_s) / MEMORY_S) / MEMORY_S
 
 
 class HotPrefixes:
@@ -65,10 +67,10 @@ class HotPrefixes:
 
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
-        self._known: dict[Fingerprint, Hot] = {}
-        self._lengths = Counter[int]()  # number of blocks -> known prefixes of that length
+        self._prefixes: dict[Fingerprint, HotPrefix] = {}  # fingerprint of the last block -> prefix
+        self._lengths = Counter[int]()  # number of blocks -> known prefixes of this length
 
-    def see(
+    def record(
         self,
         token_ids: TokenIds,
         chain: Sequence[Fingerprint],
@@ -78,40 +80,47 @@ class HotPrefixes:
         owner: Owner = EVERYBODY,
         shared_tokens: int = 0,
     ) -> None:
-        """Count a prompt with these blocks, whose first `cached_tokens` came from a cache.
+        """Count a prompt.
 
-        Prefixes end before the first image, because declarations have only token ids.
+        Prefixes end before the first image, because a declaration can only have token ids.
 
         Args:
-            shared_tokens: tokens at the start that all namespaces share.
+            chain: fingerprints of the prompt's blocks.
+            cached_tokens: leading tokens that came from a cache.
+            features: images and the like in the prompt.
+            owner: owner of the prefixes in this prompt.
+            shared_tokens: leading tokens that all namespaces share.
         """
         text_tokens = features[0].offset if features else cached_tokens
-        held = min(min(text_tokens, cached_tokens) // self._block_size, len(chain))
-        if not held:
+        hit = min(min(text_tokens, cached_tokens) // self._block_size, len(chain))
+        if not hit:
             return
-        if chain[held - 1] not in self._known:
-            whose = EVERYBODY if held * self._block_size <= shared_tokens else owner
-            self._known[chain[held - 1]] = Hot(chain[held - 1], held, at_s=now_s, owner=whose)
-            self._lengths[held] += 1
+        end = chain[hit - 1]
+        if end not in self._prefixes:
+            is_shared = hit * self._block_size <= shared_tokens
+            owner = EVERYBODY if is_shared else owner
+            self._prefixes[end] = HotPrefix(end, hit, used_s=now_s, owner=owner)
+            self._lengths[hit] += 1
         before: Fingerprint | None = None
-        for blocks in sorted(length for length in self._lengths if length <= held):
-            hot = self._known.get(chain[blocks - 1])
+        for blocks in sorted(length for length in self._lengths if length <= hit):
+            hot = self._prefixes.get(chain[blocks - 1])
             if hot is None:
                 continue
             if hot.uses and not len(hot.token_ids):
                 hot.token_ids = token_ids[: blocks * self._block_size].copy()
             hot.longest_before, before = before, hot.end
             hot.use(blocks * self._block_size, now_s)
-        if len(self._known) > 2 * KEPT:
+        if len(self._prefixes) > 2 * MAX_PREFIXES:
             self._forget(now_s)
 
-    def top(self, count: int, now_s: float) -> list[Hot]:
-        """Return the prefixes that save most.
+    def top(self, count: int, now_s: float) -> list[HotPrefix]:
+        """Return the `count` prefixes that save the most tokens, in descending order.
 
-        Each was used more than once, and not only as part of a longer prefix.
+        Prefixes that were used only once are left out, and so are those that are nearly always used
+        as a part of one longer prefix.
         """
-        longer: dict[Fingerprint | None, float] = {}  # the highest use of any longer one
-        for hot in self._known.values():
+        longer: dict[Fingerprint | None, float] = {}  # prefix -> highest use of a longer one
+        for hot in self._prefixes.values():
             uses = hot.requests_per_s(now_s)
             longer[hot.longest_before] = max(longer.get(hot.longest_before, 0.0), uses)
         own = [
@@ -122,10 +131,10 @@ class HotPrefixes:
         ]
         return own[:count]
 
-    def _ranked(self, now_s: float) -> list[Hot]:
-        known = self._known.values()
-        return sorted(known, key=lambda hot: hot.tokens_saved_per_s(now_s), reverse=True)
+    def _ranked(self, now_s: float) -> list[HotPrefix]:
+        prefixes = self._prefixes.values()
+        return sorted(prefixes, key=lambda hot: hot.tokens_saved_per_s(now_s), reverse=True)
 
     def _forget(self, now_s: float) -> None:
-        self._known = {hot.end: hot for hot in self._ranked(now_s)[:KEPT]}
-        self._lengths = Counter(hot.blocks for hot in self._known.values())
+        self._prefixes = {hot.end: hot for hot in self._ranked(now_s)[:MAX_PREFIXES]}
+        self._lengths = Counter(hot.blocks for hot in self._prefixes.values())

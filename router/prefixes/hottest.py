@@ -1,15 +1,15 @@
-"""The hottest prefixes of a router's own requests as JSON, with the beginning of their text."""
+"""The hottest prefixes of a router's own requests as JSON, each with the start of its text."""
 
 import time
 from typing import Any
 
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.prefixes.hot import Hot, HotPrefixes
+from kvroute.router.prefixes.hot import HotPrefix, HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
 
-SHOWN = 20  # prefixes
-SHOWN_TOKENS = 32  # tokens of each prefix that are shown as text
+SHOWN = 20  # number of prefixes that are returned
+SHOWN_TOKENS = 32  # leading tokens of each prefix that are returned as text
 
 
 class Hottest:
@@ -24,14 +24,14 @@ class Hottest:
         self._prompts = prompts
 
     def top(self, tenant: str = "") -> list[dict[str, Any]]:
-        """Return the prefixes that save most, the best first.
+        """Return the prefixes that save the most tokens, in descending order.
 
-        Only prefixes of this tenant and shared ones are returned with their text.
+        Only prefixes of this tenant and shared prefixes have their text and name.
         """
         now_s = time.monotonic()
         return [self._as_json(hot, tenant, now_s) for hot in self._hot.top(SHOWN, now_s)]
 
-    def _as_json(self, hot: Hot, tenant: str, now_s: float) -> dict[str, Any]:
+    def _as_json(self, hot: HotPrefix, tenant: str, now_s: float) -> dict[str, Any]:
         owner = hot.owner
         is_visible = owner.tenant in ("", tenant)
         prefix = self._catalogue.declared_as(hot.token_ids, owner.namespace) if is_visible else None

@@ -1,4 +1,4 @@
-"""A tenant declares as many prefixes, and pins as many blocks, as its limits allow."""
+"""A tenant's limits for named prefixes: how many it may declare, and how many blocks it may pin."""
 
 from collections.abc import Iterable
 
@@ -10,41 +10,46 @@ from kvroute.store.named_prefix import Prefix
 def check_limits(
     wanted: Prefix, declared: Iterable[Prefix], limits: TenantLimits | None, *, block_size: int
 ) -> None:
-    """Check that the tenant may have one more prefix.
+    """Check that a tenant may declare a prefix.
 
-    Older versions of it do not count: the new one takes their place.
+    Older versions of the prefix do not count, since the new version replaces them.
+
+    Args:
+        wanted: the prefix to declare.
+        declared: all prefixes that are declared already.
+        limits: the tenant's limits; None: no limits.
 
     Raises:
         ApiError: the tenant has too many prefixes or pinned blocks.
     """
     if limits is None:
         return
-    own = {each.id: each for each in declared if each.tenant == wanted.tenant}
+    own = {prefix.id: prefix for prefix in declared if prefix.tenant == wanted.tenant}
     own[wanted.id] = wanted
     _check_number(wanted, len(own), limits.max_prefixes)
-    blocks = sum(each.full_blocks(block_size) for each in own.values() if each.is_pinned)
+    blocks = sum(prefix.full_blocks(block_size) for prefix in own.values() if prefix.is_pinned)
     _check_blocks(wanted, blocks, limits.max_pinned_blocks)
 
 
-def _check_number(wanted: Prefix, number: int, most: int | None) -> None:
-    if most is None or number <= most:
+def _check_number(wanted: Prefix, number: int, limit: int | None) -> None:
+    if limit is None or number <= limit:
         return
     raise ApiError(
         409,
         f"prefix {wanted.label!r} would be number {number} of tenant {wanted.tenant}, which may "
-        f"declare {most}; drop one: DELETE /v1/prefixes/ID",
+        f"declare {limit}; drop one: DELETE /v1/prefixes/ID",
         param="id",
         code="tenant_prefixes_exceeded",
     )
 
 
-def _check_blocks(wanted: Prefix, blocks: int, most: int | None) -> None:
-    if most is None or not wanted.is_pinned or blocks <= most:
+def _check_blocks(wanted: Prefix, blocks: int, limit: int | None) -> None:
+    if limit is None or not wanted.is_pinned or blocks <= limit:
         return
     raise ApiError(
         409,
         f"with prefix {wanted.label!r}, tenant {wanted.tenant} would pin {blocks} KV blocks, and "
-        f'may pin {most}; drop a prefix, or send "pinned": false for one that may be evicted',
+        f'may pin {limit}; drop a prefix, or send "pinned": false for one that may be evicted',
         param="pinned",
         code="tenant_pins_exceeded",
     )

@@ -1,52 +1,63 @@
-"""How long a request will wait: the work before it, the work that will pass it, earlier errors.
+"""Predicts how long a request will wait in the queue.
 
-Arithmetic: no clocks, no sockets. Times are of a monotonic clock, in seconds.
+The prediction counts the work that is before the request in the queue, and the work that will
+arrive later and pass it. It is corrected by the errors of earlier predictions.
+
+This module only computes: it uses no clock and no socket. Times are seconds of a monotonic clock.
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-RECENT = 4.5  # time constant of the mean rate of arrivals, in Scale.busy_s
-DELAYS = (*(0.11 * 2.0**k for k in range(10)), math.inf)  # upper bounds of classes, in Scale.busy_s
-KEEP = 0.95  # weight of earlier waits that is left at each further wait
-PRIOR = 2.3  # waits as forecast before any was seen, in Scale.busy_s
-LEAST, MOST = 0.25, 4.0  # bounds of a correction
-LATE = 0.02  # share of the requests near their limit that may wait longer than it
-LATER = 0.1  # growth of the margin for each request that waits longer
-NEAR = 0.5  # share of the limit above which forecasts are compared with waits
-MAX_MARGIN = 4.0
+# The unit of some constants is Scale.busy_s, the fleet's unit of time.
+
+RECENT = 4.5  # time constant with which the mean rate of arrivals decays, in Scale.busy_s
+# Arrivals are counted in classes of delay: the time from a request's arrival to its order time.
+# These are the upper bounds of the classes, in Scale.busy_s.
+DELAYS = (*(0.11 * 2.0**k for k in range(10)), math.inf)
+KEEP = 0.95  # factor that the weight of earlier waits is multiplied by at each further wait
+PRIOR = 2.3  # the correction starts as if waits of this length had been right, in Scale.busy_s
+MIN_CORRECTION, MAX_CORRECTION = 0.25, 4.0  # bounds of the correction factor
+LATE = 0.02  # share of the requests near their limit that may be refused after a wait
+LATER = 0.1  # relative growth of the margin for each request that is refused after a wait
+NEAR = 0.5  # a request is near its limit if its forecast is at least this share of the limit
+MAX_MARGIN = 4.0  # upper bound of the margin's factor
 
 
 class ArrivalRates:
-    """Seconds of prefill that come each second, of late, by how much their turns are delayed.
+    """The recent rate of arrivals, in seconds of prefill per second, by class of delay.
+
+    A request's delay is the time from its arrival to its order time (see queue.py).
 
     Args:
-        busy_s: returns the fleet's unit of time, of its Scale.
+        busy_s: returns Scale.busy_s, the fleet's unit of time.
     """
 
     def __init__(self, busy_s: Callable[[], float]) -> None:
         self._busy_s = busy_s
-        self._recent_s = [0.0] * len(
-            DELAYS
-        )  # seconds of prefill per class of delay, at the time _at_s
-        self._at_s = 0.0
+        # Seconds of prefill that arrived, by class of delay, decayed until the time _updated_s.
+        self._recent_s = [0.0] * len(DELAYS)
+        self._updated_s = 0.0
 
     def add(self, prefill_s: float, delay_s: float, now_s: float) -> None:
-        """Record a request whose turn is so much later than its arrival."""
+        """Record a request whose order time is `delay_s` later than its arrival."""
         busy_s = self._busy_s()
-        keep = math.exp((self._at_s - now_s) / (RECENT * busy_s))
+        keep = math.exp((self._updated_s - now_s) / (RECENT * busy_s))
         self._recent_s = [keep * recent_s for recent_s in self._recent_s]
         self._recent_s[bisect_right(DELAYS, delay_s / busy_s)] += prefill_s
-        self._at_s = now_s
+        self._updated_s = now_s
 
     def sooner(self, now_s: float) -> list[float]:
-        """Return what comes with a delay below each of DELAYS: seconds of prefill a second."""
+        """Return the rate of arrivals with a delay below each of DELAYS.
+
+        Rates are in seconds of prefill per second.
+        """
         recent_s = RECENT * self._busy_s()
-        scale = math.exp((self._at_s - now_s) / recent_s) / recent_s
+        scale = math.exp((self._updated_s - now_s) / recent_s) / recent_s
         sums, total = [], 0.0
-        for each_s in self._recent_s:
-            total += scale * each_s
+        for prefill_s in self._recent_s:
+            total += scale * prefill_s
             sums.append(total)
         return sums
 
@@ -54,24 +65,25 @@ class ArrivalRates:
 def waiting_s(
     ahead_s: float, lead_s: float, sooner: Sequence[float], replicas: int, busy_s: float
 ) -> float:
-    """Return the time until the prefill that goes before a request is done.
+    """Return the seconds until all prefill that goes before a request is done.
 
-    That is the prefill that is pending now, and prefill that comes meanwhile with an earlier turn:
-    after t seconds, requests that are delayed by less than `lead_s - t`.
+    This is the prefill that is pending now, and the prefill of requests that arrive meanwhile with
+    an earlier order time. A request that arrives after t seconds has an earlier order time if its
+    delay is less than `lead_s - t`.
 
     Args:
-        ahead_s: pending seconds of prefill.
-        lead_s: time from now until the request's turn.
-        sooner: from ArrivalRates.
+        ahead_s: seconds of prefill that are pending before the request.
+        lead_s: seconds from now until the request's order time.
+        sooner: rates of arrivals, from ArrivalRates.sooner.
         replicas: number of replicas.
-        busy_s: the fleet's unit of time, from its Scale.
+        busy_s: Scale.busy_s, the fleet's unit of time.
     """
     if replicas <= 0:
         return math.inf
     after_s = 0.0
-    for at in range(bisect_right(DELAYS, lead_s / busy_s) - 1, -1, -1):
-        span_s = lead_s - busy_s * DELAYS[at] - after_s
-        done = replicas - sooner[at]  # seconds of prefill a second
+    for index in range(bisect_right(DELAYS, lead_s / busy_s) - 1, -1, -1):
+        span_s = lead_s - busy_s * DELAYS[index] - after_s
+        done = replicas - sooner[index]  # seconds of prefill per second
         if ahead_s <= done * span_s:
             return after_s + ahead_s / done if done else after_s
         ahead_s -= done * span_s
@@ -80,31 +92,41 @@ def waiting_s(
 
 
 class Correction:
-    """How much longer requests have waited than was forecast; a long wait teaches more."""
+    """Corrects forecasts by the ratio of measured to predicted waits. Long waits weigh more."""
 
     def __init__(self, busy_s: float) -> None:
         self._waited_s = self._forecast_s = PRIOR * busy_s
 
     @property
     def factor(self) -> float:
-        """Return the factor for the next forecast."""
-        return min(MOST, max(LEAST, self._waited_s / max(self._forecast_s, 1e-9)))
+        """Return the factor that the next forecast has to be multiplied by."""
+        ratio = self._waited_s / max(self._forecast_s, 1e-9)
+        return min(MAX_CORRECTION, max(MIN_CORRECTION, ratio))
 
     def learn(self, forecast_s: float, waited_s: float) -> None:
-        """Learn from a wait and its forecast without a correction."""
+        """Learn from a wait and from its forecast before the correction."""
         self._waited_s = KEEP * self._waited_s + waited_s
         self._forecast_s = KEEP * self._forecast_s + forecast_s
 
 
 class Margin:
-    """By which forecasts must stay below a request's limit, so that few wait in vain until then."""
+    """A safety margin for forecasts.
+
+    It makes sure that only few requests wait up to their limit and are refused then. Other requests
+    that would wait too long are refused when they arrive.
+    """
 
     def __init__(self) -> None:
         self.factor = 1.0  # factor that a forecast is multiplied by, at least 1
 
     def learn(self, forecast_share: float, *, is_late: bool) -> None:
-        """forecast_share: of the request's limit. is_late: it was refused after all."""
+        """Adjust the margin after a request has left the queue.
+
+        Args:
+            forecast_share: the request's forecast as a share of its limit.
+            is_late: whether the request waited up to its limit and was refused.
+        """
         if self.factor * forecast_share < NEAR:
             return
-        by = LATER if is_late else -LATER * LATE / (1.0 - LATE)
-        self.factor = min(MAX_MARGIN, max(1.0, self.factor * (1.0 + by)))
+        growth = LATER if is_late else -LATER * LATE / (1.0 - LATE)
+        self.factor = min(MAX_MARGIN, max(1.0, self.factor * (1.0 + growth)))

@@ -1,6 +1,6 @@
-"""The wait of requests until it is their turn to go to a replica, or until they are refused.
+"""Waits until requests may be sent to a replica, or refuses them.
 
-The order is that of queue.py. While a replica has room, requests pass without a wait.
+Requests are sent in the order of queue.py. While a replica is not busy, they do not wait.
 """
 
 import asyncio
@@ -28,28 +28,32 @@ from kvroute.router.queueing.queue import (
 from kvroute.router.queueing.refusals import no_replica, queue_full, too_long
 from kvroute.router.queueing.wake import Wake
 
-WAITING = 4096  # requests that may wait; further ones get a 429
-WAITING_BATCH = 500  # batch requests that may wait; below --max-requests, which counts all
-RECOVERY_S = 60.0  # the longest wait while no replica runs
-REFUSED_S = 5.0  # a refusal counts as a lack of replicas for this long
-MAX_REFUSED_S = 60.0  # the longest wait that a refusal counts as
-FRESH_S = 0.01  # a forecast for empty prompts is used again for this long
-OVERDUE = 2.0  # a refused request is taken to have needed this multiple of its wait
+WAITING = 4096  # the most requests that may wait, without batch requests; further ones get a 429
+# The most batch requests that may wait. Below --max-requests, which limits all open requests, so
+# that batch requests leave some for others.
+WAITING_BATCH = 500
+RECOVERY_S = 60.0  # seconds that requests wait for a replica while no replica runs
+REFUSED_S = 5.0  # for this many seconds, a refusal counts as a sign that replicas are missing
+MAX_REFUSED_S = 60.0  # the longest wait that is reported to replicas for refused requests
+FRESH_S = 0.01  # seconds for which a forecast for an empty prompt is reused
+# A request that was refused after a wait would have waited longer. The forecast learns from it as
+# if it had waited this many times as long.
+OVERDUE = 2.0
 
-Answer = asyncio.Future[Refusal | None]  # None: it is its turn
+Answer = asyncio.Future[Refusal | None]  # why the request is refused; None: it may be sent
 
 
 class Admitted(Struct, frozen=True):
-    """The permission for a request to go to a replica."""
+    """The permission to send a request to a replica."""
 
-    at_s: float  # place in the engines' order, as a time on this router's clock
-    wait: Wait = NO_WAIT
-    among: Sequence[str] = ()  # the replicas that it may go to; empty: all
-    refused_s: float = 0.0  # the wait of requests that were just refused
+    order_s: float  # order time for the engine's queue, on this router's clock
+    wait: Wait = NO_WAIT  # the request's wait in the queue
+    allowed_ids: Sequence[str] = ()  # the replicas that may get the request; empty: all
+    refused_s: float = 0.0  # the wait of requests that were refused just before
 
     @property
     def missed_s(self) -> float:
-        """Return how long replicas were missing. Batch requests do not ask for more replicas."""
+        """Return the wait to report to autoscaling; 0 for batch requests, which may wait."""
         return 0.0 if self.wait.priority == "batch" else max(self.wait.waited_s, self.refused_s)
 
 
@@ -58,8 +62,9 @@ class Holding:
 
     Args:
         trusted: returns the replicas that take requests.
-        wake: rings when replicas may have room.
+        wake: is set when a replica may be able to take a request.
         routers: returns the number of routers, including this one.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -79,17 +84,17 @@ class Holding:
         self._routers = routers
         self._clock = clock
         self._has_waiting = asyncio.Event()
-        self._seen_s = 0.0  # when a replica last ran
-        self._refused = (0.0, -math.inf)  # wait of the last refused request, and when
+        self._seen_s = 0.0  # time at which a replica last ran
+        self._refused = (0.0, -math.inf)  # wait of the last refused request, and time of refusal
         self._arrivals = ArrivalRates(lambda: fleet.loads.scale.busy_s)
         self._correction = Correction(fleet.loads.scale.busy_s)
         self._margin = Margin()
-        # The wait of an empty prompt by (later_s, priority, sharer), as of _forecast_s.
+        # Forecasts for an empty prompt, by (later_s, priority, sharer); computed at _forecast_s.
         self._forecasts: dict[tuple[float, Priority, str], float] = {}
         self._forecast_s = -math.inf
 
     def states(self) -> Mapping[str, QueueState]:
-        """Return the state of the queue's lines, by their names."""
+        """Return the state of the queue's lines, by name."""
         return self._queue.state(self._clock())
 
     @property
@@ -99,137 +104,148 @@ class Holding:
 
     @property
     def margin(self) -> float:
-        """Return the factor by which forecasts must stay below a request's limit."""
+        """Return the factor that a forecast is multiplied by before it is compared with a limit."""
         return self._margin.factor
 
-    # Entering.
+    # Admission of a request.
 
-    async def turn(self, placement: Placement, context: RequestContext) -> Admitted:
-        """Return when it is the request's turn, at once while a replica has room for it.
+    async def admit(self, placement: Placement, context: RequestContext) -> Admitted:
+        """Wait until the request may be sent. It does not wait while a replica is not busy.
 
         Raises:
-            ApiError: the request waits too long, or would.
+            ApiError: the request has waited too long, or is expected to wait too long.
         """
         now_s, urgency = self._clock(), context.urgency
-        held = _held(placement, context)
+        queued = _queued(placement, context)
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
-        if self._queue.is_free(held, least_s):
-            self._arrivals.add(held.prefill_s, self._queue.turn_s(held) - held.arrived_s, now_s)
-            self._queue.sent(held, now_s)
+        if self._queue.is_free(queued, least_s):
+            order_s = self._queue.order_s(queued)
+            self._arrivals.add(queued.prefill_s, order_s - queued.arrived_s, now_s)
+            self._queue.sent(queued, now_s)
             refused_s = self._refused_s(now_s)
-            return Admitted(self._queue.turn_s(held), Wait(urgency.priority), refused_s=refused_s)
-        raw_s = self._raw_forecast_s(held, len(placement.ranking), least_s, now_s)
+            return Admitted(order_s, Wait(urgency.priority), refused_s=refused_s)
+        raw_s = self._raw_forecast_s(queued, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
-        if self._is_full(held):
+        if self._is_full(queued):
             raise self._refusal(urgency, "full", forecast_s)
-        if not held.is_batch:  # batch requests never pass others
-            self._arrivals.add(held.prefill_s, self._queue.turn_s(held) - held.arrived_s, now_s)
-        self._queue.add(held)
-        refusal = await self._released(held, urgency.most_s)
-        later_s = self._clock()
-        waited_s = later_s - now_s
-        if refusal != "no_replica" and not held.was_background:
+        if not queued.is_batch:  # batch requests never pass others
+            self._arrivals.add(
+                queued.prefill_s, self._queue.order_s(queued) - queued.arrived_s, now_s
+            )
+        self._queue.add(queued)
+        refusal = await self._wait(queued, urgency.most_s)
+        end_s = self._clock()
+        waited_s = end_s - now_s
+        if refusal != "no_replica" and not queued.was_background:
             self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
             if urgency.own_s is None:
                 self._margin.learn(forecast_s / urgency.most_s, is_late=refusal is not None)
         if refusal is not None:
-            raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
-        self._queue.sent(held, later_s)
-        reason: Reason = "busy" if least_s >= self._queue.hold_s else "order"
+            raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, queued.tenant))
+        self._queue.sent(queued, end_s)
+        reason: Reason = "busy" if least_s >= self._queue.busy_backlog_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
-        behind_s = (
-            BATCH_S if held.among else 0.0
-        )  # background requests come later in the engines too
-        return Admitted(held.turn_s + behind_s, wait, held.among, self._refused_s(later_s))
+        # Background requests are ordered later in the engines, too.
+        delay_s = BATCH_S if queued.allowed_ids else 0.0
+        order_s = queued.order_s + delay_s
+        return Admitted(order_s, wait, queued.allowed_ids, self._refused_s(end_s))
 
-    def _is_full(self, held: QueuedRequest[Answer]) -> bool:
-        """Return whether as many requests of the same kind wait as may."""
-        if held.is_batch:
+    def _is_full(self, queued: QueuedRequest[Answer]) -> bool:
+        """Return whether the limit of waiting requests is reached for this kind of request."""
+        if queued.is_batch:
             return self._queue.batch >= WAITING_BATCH
         return len(self._queue) - self._queue.batch >= WAITING
 
     def check(self, urgency: Urgency, sharer: str) -> None:
-        """Raise ApiError if even an empty prompt would wait too long; takes microseconds."""
+        """Check that an empty prompt would not wait too long. This takes microseconds.
+
+        Raises:
+            ApiError: even an empty prompt is expected to wait too long.
+        """
         if urgency.most_s < math.inf:
             self._check(urgency, self._least_s(urgency, sharer))
 
-    async def _released(self, held: QueuedRequest[Answer], within_s: float) -> Refusal | None:
-        """Return when the request has left the queue: why it is refused; None: it may go."""
-        answer = held.request
+    async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> Refusal | None:
+        """Wait until the request has left the queue; return why it is refused, or None."""
+        answer = queued.request
         timer = None
         if within_s < math.inf:
-            timer = asyncio.get_running_loop().call_later(within_s, self._overdue, held)
+            timer = asyncio.get_running_loop().call_later(within_s, self._overdue, queued)
         self._seen_s = max(self._seen_s, self._clock())
         self._has_waiting.set()
-        self._wake.ring()
+        self._wake.set()
         try:
             return await answer
         finally:
             if timer:
                 timer.cancel()
-            if answer.cancelled():  # the client has left
-                self._queue.remove(held)
+            if answer.cancelled():  # the client has disconnected
+                self._queue.remove(queued)
 
-    def _overdue(self, held: QueuedRequest[Answer]) -> None:
-        self._expire(held, "deadline" if self._trusted() else "no_replica")
+    def _overdue(self, queued: QueuedRequest[Answer]) -> None:
+        self._refuse(queued, "deadline" if self._trusted() else "no_replica")
 
-    def _expire(self, held: QueuedRequest[Answer], refusal: Refusal) -> None:
-        if not held.request.done() and self._queue.remove(held):
-            held.request.set_result(refusal)
+    def _refuse(self, queued: QueuedRequest[Answer], refusal: Refusal) -> None:
+        if not queued.request.done() and self._queue.remove(queued):
+            queued.request.set_result(refusal)
 
-    # Leaving.
+    # Release of waiting requests.
 
     async def run(self) -> None:
-        """Let requests go, each in its turn, until cancelled."""
+        """Release waiting requests in their order, until cancelled."""
         while True:
             await self._has_waiting.wait()
             while self._queue:
                 await self._release()
-                await self._wake.next(self._queue.wake_s)
+                await self._wake.wait(self._queue.wake_s)
             self._has_waiting.clear()
 
     async def _release(self) -> None:
-        """Let all requests go whose turn it is now."""
+        """Release all requests that may be sent now."""
         replicas = self._replicas()
-        while self._queue and (held := self._due(replicas)):
-            if not held.request.done():
-                held.request.set_result(None)
-            await asyncio.sleep(0)  # let the request be sent, so that it counts as load
+        while self._queue and (queued := self._pop_next(replicas)):
+            if not queued.request.done():
+                queued.request.set_result(None)
+            await asyncio.sleep(0)  # lets the request be sent, so that it counts as load
             replicas = self._trusted()
 
-    def _due(self, replicas: Sequence[str]) -> QueuedRequest[Answer] | None:
+    def _pop_next(self, replicas: Sequence[str]) -> QueuedRequest[Answer] | None:
         now_s = self._clock()
-        return self._queue.due(self._fleet.loads.capacities(replicas, now_s), now_s)
+        return self._queue.pop_next(self._fleet.loads.capacities(replicas, now_s), now_s)
 
     def _replicas(self) -> list[str]:
-        """Return the replicas that take requests. After RECOVERY_S without one, refuse all."""
+        """Return the replicas that take requests.
+
+        If there was none for RECOVERY_S, refuse all waiting requests.
+        """
         replicas, now_s = self._trusted(), self._clock()
         if replicas:
             self._seen_s = now_s
         elif now_s - self._seen_s >= RECOVERY_S:
-            for held in [*self._queue]:
-                self._expire(held, "no_replica")
+            for queued in [*self._queue]:
+                self._refuse(queued, "no_replica")
         return replicas
 
     # Forecasts.
 
     def _raw_forecast_s(
-        self, held: QueuedRequest[Answer], replicas: int, least_s: float, now_s: float
+        self, queued: QueuedRequest[Answer], replicas: int, least_s: float, now_s: float
     ) -> float:
-        """Return the forecast wait of a request, without the correction.
+        """Return the predicted wait of a request, without the correction.
 
         Args:
-            least_s: the least backlog of any replica.
+            replicas: number of replicas.
+            least_s: the smallest backlog of any replica.
         """
         routers = self._routers()
         sooner = [routers * rate for rate in self._arrivals.sooner(now_s)]
-        turn_s = self._queue.forecast_s(held, replicas=replicas, sooner=sooner, now_s=now_s)
-        return max(0.0, least_s - self._queue.hold_s) + turn_s
+        queued_s = self._queue.forecast_s(queued, replicas=replicas, sooner=sooner, now_s=now_s)
+        return max(0.0, least_s - self._queue.busy_backlog_s) + queued_s
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
-        """Return how long an empty prompt would wait."""
+        """Return how many seconds an empty prompt would wait; a recent result is reused."""
         now_s, kind = self._clock(), (urgency.later_s, urgency.priority, sharer)
         if now_s - self._forecast_s > FRESH_S:
             self._forecasts.clear()
@@ -240,27 +256,27 @@ class Holding:
         return self._forecasts[kind]
 
     def _empty_s(self, empty: QueuedRequest[Answer], now_s: float) -> float:
-        """Compute how long an empty prompt would wait."""
+        """Compute how many seconds an empty prompt would wait."""
         replicas = self._trusted()
         least_s = min(self._fleet.loads.backlogs_s(replicas, now_s), default=0.0)
         if not replicas or self._queue.is_free(empty, least_s):
             return 0.0
         return self._correction.factor * self._raw_forecast_s(empty, len(replicas), least_s, now_s)
 
-    # Refusing.
+    # Refusals.
 
     def _refused_s(self, now_s: float) -> float:
-        """Return the wait of the latest refused request; 0: none was refused lately.
+        """Return the wait of the latest refused request; 0 if none was refused recently.
 
-        It goes to the replicas, which ask for more replicas by it.
+        It is reported to the replicas, whose number autoscaling increases for long waits.
         """
         wait_s, at_s = self._refused
         return wait_s if now_s - at_s < REFUSED_S else 0.0
 
     def _check(self, urgency: Urgency, forecast_s: float) -> None:
-        most_s = self._margin.factor * forecast_s
-        if most_s > urgency.most_s:
-            raise self._refusal(urgency, "forecast", most_s)
+        upper_s = self._margin.factor * forecast_s
+        if upper_s > urgency.most_s:
+            raise self._refusal(urgency, "forecast", upper_s)
 
     def _refusal(
         self, urgency: Urgency, refusal: Refusal, wait_s: float, then_s: float = 0.0
@@ -268,10 +284,10 @@ class Holding:
         """Count a refusal and return its error.
 
         Args:
-            wait_s: the request's wait, as it is forecast or as it was.
-            then_s: the wait of an empty prompt that comes now.
+            wait_s: the predicted wait of the request, or its wait so far.
+            then_s: the predicted wait of an empty prompt that arrives now.
         """
-        self._fleet.observer.turned_away(urgency.priority, refusal)
+        self._fleet.observer.rejected(urgency.priority, refusal)
         if refusal == "no_replica":
             return no_replica()
         if not urgency.is_batch and urgency.own_s is None:
@@ -283,22 +299,23 @@ class Holding:
         return too_long(urgency, f"would wait up to {wait_s:.3g} s", wait_s)
 
 
-def _held(placement: Placement, context: RequestContext) -> QueuedRequest[Answer]:
+def _queued(placement: Placement, context: RequestContext) -> QueuedRequest[Answer]:
+    """Return a request as an item of the queue."""
     best, urgency = placement.ranking[0], context.urgency
     return QueuedRequest(
         request=_answer(),
-        arrived_s=context.at_s,
+        arrived_s=context.ready_s,
         prefill_s=best.own_s + best.copy_s + best.lora_s,
         priority_s=urgency.later_s,
         is_interactive=urgency.is_interactive,
         is_batch=urgency.is_batch,
         tenant=context.sharer,
-        home=placement.home,
+        holder_id=placement.holder_id,
     )
 
 
 def _empty(urgency: Urgency, sharer: str, now_s: float) -> QueuedRequest[Answer]:
-    """Return a request with an empty prompt."""
+    """Return a request with an empty prompt as an item of the queue."""
     return QueuedRequest(
         request=_answer(),
         arrived_s=now_s,

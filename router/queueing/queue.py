@@ -1,20 +1,22 @@
-"""The order in which requests leave the router, while every replica has enough to do.
+"""The queue of one router for one model: its order, and when its requests are sent.
 
-Arithmetic: no clocks, no sockets. Times are of a monotonic clock, in seconds.
+This module only computes: it uses no clock and no socket. Times are seconds of a monotonic clock.
 
-    turn = arrival + priority + DELAY x prefill
+    order time = arrival + priority + DELAY x prefill
 
-The request with the earliest turn goes first. So short prompts pass long ones, but a prompt never
-waits for prompts that arrive more than DELAY of its own prefill times later.
+Requests are sent in the order of their order times. So short prompts pass long ones, but a prompt
+never waits for prompts that arrive later by more than DELAY times its own prefill time.
 
-Background requests are those of batch jobs, and those of a tenant that used more than its share of
-the fleet's time lately. They go to replicas that are nearly idle and have memory to spare, while no
-other request waits. After BATCH_S a background request joins the default line.
+Background requests are batch requests, and requests of a tenant that has recently used more than
+its share of the fleet's time. They have lines of their own. They are sent to replicas that are
+nearly idle and have free memory, while the default line is empty. After BATCH_S a background
+request is promoted to the default line.
 
-Each router publishes the turns of its first requests. It sends a request only if fewer requests
-with an earlier turn wait in other routers than replicas can take one. Routers may disagree about
-the replicas. So a replica that could take a request for PATIENCE_S, and got none from other
-routers, takes requests of any turn until it is full.
+Each router publishes the order times of its first requests to the other routers. It counts the
+requests that wait in other routers with an earlier order time, and sends a request only if more
+replicas than that can take one. Routers may disagree about which replicas can take a request. So if
+a replica could take one for PATIENCE_S and got none from another router, the router sends its
+requests to it in any case, until it is full.
 """
 
 import math
@@ -29,76 +31,81 @@ from kvroute.router.placement.loads import ReplicaCapacity
 from kvroute.router.queueing.forecast import waiting_s
 from kvroute.router.queueing.shares import Shares
 
-HOLD = 0.45  # requests wait while every replica has more prefill pending, in Scale.busy_s
-FILL = 0.11  # background requests go to replicas with less prefill pending, in Scale.busy_s
-SPARE_SHARE = 0.5  # background requests go to replicas with a larger free share of KV cache
-DELAY = 40.0  # one second of prefill delays a turn by this many seconds
-INTERACTIVE = 14.0  # interactive requests have an earlier turn by this, in Scale.busy_s
-BATCH_S = 300.0  # a background request joins the default line after this long
-LOOKED_AT = 64  # background requests searched for a prompt that an idle replica has cached
-DIVIDE_S = 1.0  # time between two checks which tenants are above their share
-AGAIN_S = 0.9  # turns are published again after this long, for routers that started since
-PATIENCE_S = 0.4  # time that another router has to send the request whose turn it is
-STALE_S = 1.0  # seconds after which a router's last look at the replicas is outdated
-WAKE = 0.01  # time between two looks at the replicas while requests wait, in Scale.busy_s
-MIN_WAKE_S, MAX_WAKE_S = 0.005, 0.1  # bounds of that time, so that the event loop stays idle
-PUBLISHED = (*range(1, 17), *(2**k for k in range(5, 15)))  # places whose turns are published
+# The unit of some constants is Scale.busy_s, the fleet's unit of time.
+
+BUSY_BACKLOG = 0.45  # requests wait while every replica has at least this backlog, in Scale.busy_s
+IDLE_BACKLOG = 0.11  # background requests go to replicas with a smaller backlog, in Scale.busy_s
+SPARE_SHARE = 0.5  # background requests go to replicas with a larger free share of the KV cache
+DELAY = 40.0  # seconds by which each second of prefill delays a request's order time
+INTERACTIVE = 14.0  # interactive requests are ordered this much earlier, in Scale.busy_s
+BATCH_S = 300.0  # seconds after which a background request is promoted to the default line
+# Number of the first background requests that are searched for one that an idle replica has cached.
+LOOKED_AT = 64
+DIVIDE_S = 1.0  # seconds between two checks of which tenants are above their share
+# Unchanged order times are published again after this many seconds, for routers that just started.
+AGAIN_S = 0.9
+PATIENCE_S = 0.4  # seconds that other routers have to send a request that comes first
+STALE_S = 1.0  # seconds after which a router's last check of the replicas is outdated
+WAKE = 0.01  # time between two checks of the replicas while requests wait, in Scale.busy_s
+MIN_WAKE_S, MAX_WAKE_S = 0.005, 0.1  # bounds of that time, which keep the router's CPU use low
+PUBLISHED = (*range(1, 17), *(2**k for k in range(5, 15)))  # positions that are published, from 1
 
 R = TypeVar("R")
 
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest(Generic[R]):
-    """A request that waits or may have to."""
+    """A request that waits in the queue, or that is about to join it."""
 
     request: R
-    arrived_s: float
+    arrived_s: float  # time of its arrival
     prefill_s: float  # predicted prefill time on the best replica
-    priority_s: float = 0.0  # delay of its turn that the client asked for
+    priority_s: float = 0.0  # seconds that the client's priority adds to the order time
     is_interactive: bool = False
-    is_batch: bool = False  # whether it is a background request
-    tenant: str = ""  # tenant whose share it uses; empty: no share
-    home: str = ""  # the replica that has most of its prompt cached; empty: no replica has much
-    turn_s: float = 0.0  # set by the queue
+    is_batch: bool = False  # true: a batch request, which waits in the background
+    tenant: str = ""  # the tenant whose share it uses; empty: it uses no share
+    # The replica that has most of its prompt cached; empty: no replica has a large part.
+    holder_id: str = ""
+    order_s: float = 0.0  # set by the queue: the order time
     was_background: bool = False  # set by the queue: it has waited as a background request
     is_promoted: bool = False  # set by the queue: it was promoted to the default line
-    among: Sequence[str] = ()  # set by the queue: the replicas that may get it; empty: all
+    allowed_ids: Sequence[str] = ()  # set by the queue: the replicas that may get it; empty: all
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
     """Length and age of one of this router's lines."""
 
-    requests: int = 0
-    prefill_s: float = 0.0
-    oldest_s: float = 0.0  # how long the oldest request has waited
+    requests: int = 0  # number of requests
+    prefill_s: float = 0.0  # seconds of prefill of all requests
+    oldest_s: float = 0.0  # seconds that the oldest request has waited
 
 
 class _Line(Generic[R]):
-    """Requests in the order of their turns."""
+    """Requests in the order of their order times."""
 
     def __init__(self) -> None:
-        self.held: list[QueuedRequest[R]] = []
+        self.requests: list[QueuedRequest[R]] = []
 
-    def add(self, held: QueuedRequest[R]) -> None:
-        insort(self.held, held, key=_turn)
+    def add(self, queued: QueuedRequest[R]) -> None:
+        insort(self.requests, queued, key=_order)
 
-    def remove(self, held: QueuedRequest[R]) -> bool:
-        """Remove a request. Returns False if it is not in this line."""
-        at = bisect_left(self.held, held.turn_s, key=_turn)
-        while at < len(self.held) and self.held[at].turn_s == held.turn_s:
-            if self.held[at] is held:
-                del self.held[at]
+    def remove(self, queued: QueuedRequest[R]) -> bool:
+        """Remove a request. Return False if it is not in this line."""
+        index = bisect_left(self.requests, queued.order_s, key=_order)
+        while index < len(self.requests) and self.requests[index].order_s == queued.order_s:
+            if self.requests[index] is queued:
+                del self.requests[index]
                 return True
-            at += 1
+            index += 1
         return False
 
 
 class Queue(Generic[R]):
-    """One router's waiting requests.
+    """One router's waiting requests for one model.
 
     Args:
-        busy_s: returns Scale.busy_s, the fleet's unit of time.
+        busy_s: returns Scale.busy_s, the fleet's unit of time in seconds.
     """
 
     def __init__(self, busy_s: Callable[[], float]) -> None:
@@ -108,127 +115,132 @@ class Queue(Generic[R]):
         self._above = _Line[R]()  # background requests of tenants above their share
         self._batch = _Line[R]()
         self._shares = Shares()
-        self._others: dict[
-            str, Waiting
-        ] = {}  # router -> its waiting requests, with turns on this router's clock
-        self._has_changed = False  # since the turns were published
-        self._published_s = -math.inf
-        self._divided_s = -math.inf  # when shares were last checked
-        self._looked_s = -math.inf  # when it was last checked whose turn it is
-        # Replicas that can take a request -> since when other routers have sent them nothing.
+        # Other routers' waiting requests, by router. Order times are on this router's clock.
+        self._others: dict[str, Waiting] = {}
+        self._has_changed = False  # true if the queue has changed since it was published
+        self._published_s = -math.inf  # time at which the queue was last published
+        self._divided_s = -math.inf  # time at which shares were last checked
+        self._looked_s = -math.inf  # time at which the first request was last considered
+        # Replicas that can take a request -> time since which no other router has sent them one.
         self._open_s: dict[str, float] = {}
 
     def __len__(self) -> int:
-        return len(self._line.held) + self.background
+        return len(self._line.requests) + self.background
 
     def __iter__(self) -> Iterator[QueuedRequest[R]]:
-        yield from self._line.held
-        yield from self._above.held
-        yield from self._batch.held
+        yield from self._line.requests
+        yield from self._above.requests
+        yield from self._batch.requests
 
     @property
     def batch(self) -> int:
-        """Return the number of waiting batch requests that were not promoted."""
-        return len(self._batch.held)
+        """Return the number of waiting batch requests, without promoted ones."""
+        return len(self._batch.requests)
 
     @property
     def background(self) -> int:
         """Return the number of waiting background requests."""
-        return len(self._above.held) + self.batch
+        return len(self._above.requests) + self.batch
 
     @property
-    def hold_s(self) -> float:
-        """Return the prefill on every replica above which further requests wait."""
-        return HOLD * self._busy_s()
+    def busy_backlog_s(self) -> float:
+        """Return the backlog from which on a replica is busy; requests wait if all are busy."""
+        return BUSY_BACKLOG * self._busy_s()
 
     @property
     def wake_s(self) -> float:
-        """Return the time between two looks at the replicas while requests wait."""
+        """Return the seconds between two checks of the replicas while requests wait."""
         return min(MAX_WAKE_S, max(MIN_WAKE_S, WAKE * self._busy_s()))
 
-    def turn_s(self, held: QueuedRequest[R]) -> float:
-        """Return when the request's turn is, if it comes in the order of turns."""
-        turn_s = held.arrived_s + held.priority_s + DELAY * held.prefill_s
-        return turn_s - INTERACTIVE * self._busy_s() if held.is_interactive else turn_s
+    def order_s(self, queued: QueuedRequest[R]) -> float:
+        """Return the order time of a request; see the module."""
+        order_s = queued.arrived_s + queued.priority_s + DELAY * queued.prefill_s
+        return order_s - INTERACTIVE * self._busy_s() if queued.is_interactive else order_s
 
-    def is_free(self, held: QueuedRequest[R], backlog_s: float) -> bool:
-        """Return whether a new request can go to a replica at once.
+    def is_free(self, queued: QueuedRequest[R], backlog_s: float) -> bool:
+        """Return whether a new request can be sent at once.
 
         Args:
-            backlog_s: the least backlog of any replica.
+            backlog_s: the smallest backlog of any replica.
         """
-        is_ahead = not (self._line.held or self._others)
-        return is_ahead and backlog_s < self.hold_s and self._line_of(held) is self._line
+        is_first = not (self._line.requests or self._others)
+        is_free = backlog_s < self.busy_backlog_s
+        return is_first and is_free and self._line_of(queued) is self._line
 
-    def add(self, held: QueuedRequest[R]) -> None:
-        """Let a request wait from now on."""
-        held.turn_s = self.turn_s(held)
-        self._put(held)
+    def add(self, queued: QueuedRequest[R]) -> None:
+        """Add a request to its line."""
+        queued.order_s = self.order_s(queued)
+        self._put(queued)
         self._changed()
 
-    def remove(self, held: QueuedRequest[R]) -> bool:
-        """Remove a request. Returns False if it did not wait."""
+    def remove(self, queued: QueuedRequest[R]) -> bool:
+        """Remove a request. Return False if it is not in the queue."""
         self._changed()
-        return any(line.remove(held) for line in (self._line, self._above, self._batch))
+        return any(line.remove(queued) for line in (self._line, self._above, self._batch))
 
-    def sent(self, held: QueuedRequest[R], now_s: float) -> None:
-        """Record that a request goes to a replica, whether it has waited or not."""
-        self._shares.use(held.tenant, held.prefill_s, now_s)
+    def sent(self, queued: QueuedRequest[R], now_s: float) -> None:
+        """Count a request that is sent to a replica, whether it has waited or not."""
+        self._shares.use(queued.tenant, queued.prefill_s, now_s)
 
-    def due(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> QueuedRequest[R] | None:
-        """Remove and return the request that goes to a replica now; None: none goes yet.
+    def pop_next(
+        self, replicas: Sequence[ReplicaCapacity], now_s: float
+    ) -> QueuedRequest[R] | None:
+        """Remove and return the next request to send; None if no request may be sent yet.
 
         Args:
             replicas: the replicas that take requests.
         """
-        self._shares.see([held.tenant for held in self._line.held[:LOOKED_AT]], now_s)
+        self._shares.note_waiting(
+            [queued.tenant for queued in self._line.requests[:LOOKED_AT]], now_s
+        )
         self._divide(now_s)
         self._promote(now_s)
-        if self._line.held:
-            held = self._line.held[0] if self._is_turn(replicas, now_s) else None
+        if self._line.requests:
+            queued = self._line.requests[0] if self._may_send(replicas, now_s) else None
         else:
-            held = self._next_background(replicas)
-        if held is not None:
-            self.remove(held)
-        return held
+            queued = self._next_background(replicas)
+        if queued is not None:
+            self.remove(queued)
+        return queued
 
-    def _put(self, held: QueuedRequest[R]) -> None:
-        line = self._line_of(held)
-        held.was_background |= line is not self._line
-        line.add(held)
+    def _put(self, queued: QueuedRequest[R]) -> None:
+        line = self._line_of(queued)
+        queued.was_background |= line is not self._line
+        line.add(queued)
 
-    def _line_of(self, held: QueuedRequest[R]) -> _Line[R]:
-        if held.is_promoted:
+    def _line_of(self, queued: QueuedRequest[R]) -> _Line[R]:
+        if queued.is_promoted:
             return self._line
-        if held.is_batch:
+        if queued.is_batch:
             return self._batch
-        return self._above if self._shares.are_exceeded(held.tenant) else self._line
+        return self._above if self._shares.are_exceeded(queued.tenant) else self._line
 
     def _divide(self, now_s: float) -> None:
-        """Sort requests into lines again, as shares change."""
+        """Move requests between lines, since the tenants' shares have changed."""
         if now_s - self._divided_s < DIVIDE_S:
             return
         self._divided_s = now_s
-        waiting = [*self._line.held, *self._above.held]
-        self._line.held.clear()
-        self._above.held.clear()
-        for held in waiting:
-            self._put(held)
+        waiting = [*self._line.requests, *self._above.requests]
+        self._line.requests.clear()
+        self._above.requests.clear()
+        for queued in waiting:
+            self._put(queued)
         self._changed()
 
     def _promote(self, now_s: float) -> None:
         """Move background requests that have waited for BATCH_S to the default line."""
         for line in (self._above, self._batch):
-            while line.held and line.held[0].turn_s + BATCH_S < now_s:
-                held = line.held.pop(0)
-                held.is_promoted = True
-                held.turn_s += BATCH_S
-                self._put(held)
+            while line.requests and line.requests[0].order_s + BATCH_S < now_s:
+                queued = line.requests.pop(0)
+                queued.is_promoted = True
+                queued.order_s += BATCH_S
+                self._put(queued)
 
-    def _is_turn(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> bool:
-        """Return whether the first request goes now."""
-        open_ids = [replica.replica_id for replica in replicas if replica.backlog_s < self.hold_s]
-        is_first = self._before(self._line.held[0].turn_s) < len(open_ids)
+    def _may_send(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> bool:
+        """Return whether the first request of the default line may be sent now."""
+        limit_s = self.busy_backlog_s
+        open_ids = [replica.replica_id for replica in replicas if replica.backlog_s < limit_s]
+        is_first = self._before(self._line.requests[0].order_s) < len(open_ids)
         if is_first or now_s - self._looked_s > STALE_S:
             self._open_s.clear()
         self._looked_s = now_s
@@ -238,60 +250,66 @@ class Queue(Generic[R]):
         return now_s - min(self._open_s.values(), default=now_s) > PATIENCE_S
 
     def _next_background(self, replicas: Sequence[ReplicaCapacity]) -> QueuedRequest[R] | None:
-        """Return a background request whose prompt an idle replica has cached, or no replica.
+        """Return the background request to send now, and set its `allowed_ids` to idle replicas.
 
-        It is one of the first LOOKED_AT; if there is none, it is the very first. Its `among`
-        lists the idle replicas.
+        Of the first LOOKED_AT requests, it is the first one whose prompt is cached by an idle
+        replica, or by none. If there is no such request, it is the first of the line.
         """
-        line = self._above if self._above.held else self._batch
-        if not line.held or self._others:
+        line = self._above if self._above.requests else self._batch
+        if not line.requests or self._others:
             return None
         idle = [
             replica.replica_id
             for replica in replicas
-            if replica.backlog_s < FILL * self._busy_s() and replica.free_share > SPARE_SHARE
+            if replica.backlog_s < IDLE_BACKLOG * self._busy_s()
+            and replica.free_share > SPARE_SHARE
         ]
         if not idle:
             return None
-        first = line.held[:LOOKED_AT]
-        held = next((each for each in first if not each.home or each.home in idle), first[0])
-        held.among = idle
-        return held
+        first = line.requests[:LOOKED_AT]
+        fits = (queued for queued in first if not queued.holder_id or queued.holder_id in idle)
+        queued = next(fits, first[0])
+        queued.allowed_ids = idle
+        return queued
 
     def _changed(self) -> None:
         self._has_changed = True
         self.on_change()
 
-    def _before(self, turn_s: float) -> int:
-        """Return the number of requests of other routers with an earlier turn."""
-        return sum(_position(waiting, turn_s) for waiting in self._others.values())
+    def _before(self, order_s: float) -> int:
+        """Return the number of requests of other routers with an earlier order time."""
+        return sum(_position(waiting, order_s) for waiting in self._others.values())
 
     # Forecast.
 
     def forecast_s(
-        self, held: QueuedRequest[R], *, replicas: int, sooner: Sequence[float], now_s: float
+        self, queued: QueuedRequest[R], *, replicas: int, sooner: Sequence[float], now_s: float
     ) -> float:
-        """Return how long a new request will wait.
+        """Return how many seconds a new request will wait.
 
         Args:
-            sooner: the work that arrives at all routers; see Arrivals.sooner.
+            replicas: number of replicas.
+            sooner: the work that arrives at all routers; see ArrivalRates.sooner.
         """
-        at_s = self.turn_s(held)
-        ahead_s = sum(_work_s(waiting, at_s) for waiting in self._others.values())
-        ahead_s += _sooner_s(self._line.held, at_s)
-        if (line := self._line_of(held)) is not self._line:
-            ahead_s += _sooner_s(line.held, at_s)
-        return waiting_s(ahead_s, at_s - now_s, sooner, replicas, self._busy_s())
+        order_s = self.order_s(queued)
+        ahead_s = sum(_work_s(waiting, order_s) for waiting in self._others.values())
+        ahead_s += _sooner_s(self._line.requests, order_s)
+        if (line := self._line_of(queued)) is not self._line:
+            ahead_s += _sooner_s(line.requests, order_s)
+        return waiting_s(ahead_s, order_s - now_s, sooner, replicas, self._busy_s())
 
     def state(self, now_s: float) -> dict[str, QueueState]:
-        """Return the state of the default and the background lines. Other threads may call this."""
-        lines = {"default": [*self._line.held], "filling": [*self._above.held, *self._batch.held]}
-        return {name: _state(held, now_s) for name, held in lines.items()}
+        """Return the state of the lines, by name. Other threads may call this."""
+        lines = {
+            "default": [*self._line.requests],
+            "filling": [*self._above.requests, *self._batch.requests],
+        }
+        return {name: _state(requests, now_s) for name, requests in lines.items()}
 
     # The other routers.
 
-    def elsewhere(self) -> QueueState:
-        """Return what waits in the other routers. The age of requests there is unknown."""
+    def in_other_routers(self) -> QueueState:
+        """Return the state of the other routers' queues together, without ages."""
         others = self._others.values()
         return QueueState(
             sum(waiting.places[-1] for waiting in others),
@@ -299,59 +317,65 @@ class Queue(Generic[R]):
         )
 
     def report(self, now_s: float) -> Waiting | None:
-        """Return what to publish to other routers; None: nothing is new.
+        """Return what to publish to other routers; None if nothing has to be published.
 
-        Turns are relative to now, since the routers' clocks differ.
+        Order times are relative to `now_s`, since the routers' clocks differ.
         """
-        held = self._line.held
+        requests = self._line.requests
         if not self._has_changed and now_s - self._published_s < AGAIN_S:
             return None
         self._has_changed, self._published_s = False, now_s
-        work_s = [*accumulate(each.prefill_s for each in held)]
-        places = [*(n for n in PUBLISHED if n < len(held)), len(held)] if held else []
+        work_s = [*accumulate(request.prefill_s for request in requests)]
+        places = [*(n for n in PUBLISHED if n < len(requests)), len(requests)] if requests else []
         return Waiting(
-            places, [held[n - 1].turn_s - now_s for n in places], [work_s[n - 1] for n in places]
+            places,
+            [requests[n - 1].order_s - now_s for n in places],
+            [work_s[n - 1] for n in places],
         )
 
     def receive(self, router: str, waiting: Waiting, now_s: float) -> None:
-        """Take over what another router has just published."""
+        """Record what another router has just published about its queue."""
         if not waiting.places:
             self.forget(router)
             return
-        turns_s = [now_s + turn_s for turn_s in waiting.turns_s]
-        self._others[router] = Waiting(waiting.places, turns_s, waiting.work_s)
+        orders_s = [now_s + order_s for order_s in waiting.turns_s]
+        self._others[router] = Waiting(waiting.places, orders_s, waiting.work_s)
 
     def taken(self, replica_id: str) -> None:
         """Record that another router has just sent the replica a request."""
         self._open_s.pop(replica_id, None)
 
     def forget(self, router: str) -> None:
-        """Forget a router that is gone or has no waiting requests."""
+        """Forget a router that has left, or that has no waiting requests."""
         self._others.pop(router, None)
 
 
-def _sooner_s(line: Sequence[QueuedRequest[R]], turn_s: float) -> float:
-    """Return the prefill time of the requests with an earlier turn."""
-    return sum(held.prefill_s for held in line[: bisect_left(line, turn_s, key=_turn)])
+def _sooner_s(line: Sequence[QueuedRequest[R]], order_s: float) -> float:
+    """Return the prefill time of the requests with an earlier order time."""
+    return sum(queued.prefill_s for queued in line[: bisect_left(line, order_s, key=_order)])
 
 
-def _turn(held: QueuedRequest[R]) -> float:
-    return held.turn_s
+def _order(queued: QueuedRequest[R]) -> float:
+    return queued.order_s
 
 
-def _position(waiting: Waiting, turn_s: float) -> int:
-    """Return how many requests of a router have an earlier turn, at least."""
-    at = bisect_left(waiting.turns_s, turn_s)
-    return waiting.places[at - 1] if at else 0
+def _position(waiting: Waiting, order_s: float) -> int:
+    """Return how many requests of a router have an earlier order time.
+
+    The result is a lower bound, since routers publish only some positions.
+    """
+    index = bisect_left(waiting.turns_s, order_s)
+    return waiting.places[index - 1] if index else 0
 
 
-def _work_s(waiting: Waiting, turn_s: float) -> float:
-    at = bisect_left(waiting.turns_s, turn_s)
-    return waiting.work_s[at - 1] if at else 0.0
+def _work_s(waiting: Waiting, order_s: float) -> float:
+    """Return the prefill time of a router's requests with an earlier order time."""
+    index = bisect_left(waiting.turns_s, order_s)
+    return waiting.work_s[index - 1] if index else 0.0
 
 
-def _state(held: Sequence[QueuedRequest[R]], now_s: float) -> QueueState:
-    if not held:
+def _state(requests: Sequence[QueuedRequest[R]], now_s: float) -> QueueState:
+    if not requests:
         return QueueState()
-    oldest_s = now_s - min(each.arrived_s for each in held)
-    return QueueState(len(held), sum(each.prefill_s for each in held), oldest_s)
+    oldest_s = now_s - min(request.arrived_s for request in requests)
+    return QueueState(len(requests), sum(request.prefill_s for request in requests), oldest_s)

@@ -1,4 +1,4 @@
-"""The errors of requests that wait too long."""
+"""Errors for requests that the queue refuses."""
 
 import math
 
@@ -9,12 +9,12 @@ MAX_RETRY_S = 3600.0  # the longest `retry-after` that a client gets, in seconds
 
 
 def no_replica() -> ApiError:
-    """Return the error for a request that comes while no replica runs."""
+    """Return the error for a request that arrives while no replica runs."""
     return ApiError(503, "no replica is ready; try again", type="server_error")
 
 
 def queue_full() -> ApiError:
-    """Return the error for a request that comes while too many others wait."""
+    """Return the error for a request that arrives while too many others wait."""
     return ApiError(429, "too many requests are waiting; try again later", code="overloaded")
 
 
@@ -24,18 +24,18 @@ def too_long(urgency: Urgency, problem: str, forecast_s: float) -> ApiError:
     Its `retry-after` is the time after which the wait should be below the request's limit.
 
     Args:
-        problem: continues "this request", such as "has waited 3 s".
-        forecast_s: the predicted wait of a request that comes now.
+        problem: continues the message after "this request", such as "has waited 3 s".
+        forecast_s: the predicted wait of a request that arrives now.
     """
-    wait_s = _retry_s(forecast_s - urgency.most_s)
-    whose = "--max-wait-s" if urgency.own_s is None else "its deadline"
+    retry_s = _retry_s(forecast_s - urgency.most_s)
+    limit = "--max-wait-s" if urgency.own_s is None else "its deadline"
     return ApiError(
         429,
-        f"this request {problem} until a replica starts it, and {whose} is {urgency.most_s:g} s; "
-        f"try again in {wait_s} s, or add replicas",
+        f"this request {problem} until a replica starts it, and {limit} is {urgency.most_s:g} s; "
+        f"try again in {retry_s} s, or add replicas",
         type="rate_limit_error",
         code="wait_too_long",
-        headers={"retry-after": str(wait_s)},
+        headers={"retry-after": str(retry_s)},
     )
 
 
@@ -45,26 +45,27 @@ def no_seat(
     """Return a 429 for a session that does not get a seat in time.
 
     Args:
-        problem: continues "this request", such as "would wait".
+        problem: continues the message after "this request", such as "would wait".
         wait_s: the predicted wait, or the wait so far; None: unknown.
-        then_s: the predicted wait of a request that comes now.
-        option_s: the longest wait that the operator allows.
+        then_s: the predicted wait of a request that arrives now.
+        option_s: the longest wait that --max-seat-wait-s allows.
         deadline_s: the longest wait that the request allows.
     """
-    most_s = min(option_s, deadline_s)
-    again_s = _retry_s(then_s - most_s if most_s < math.inf else 0.0)
-    whose = "its deadline" if deadline_s < option_s else "--max-seat-wait-s"
-    how_long = "" if wait_s is None else f" {wait_s:.3g} s"
-    limit = "" if most_s == math.inf else f", and {whose} is {most_s:g} s"
+    max_wait_s = min(option_s, deadline_s)
+    retry_s = _retry_s(then_s - max_wait_s if max_wait_s < math.inf else 0.0)
+    name = "its deadline" if deadline_s < option_s else "--max-seat-wait-s"
+    duration = "" if wait_s is None else f" {wait_s:.3g} s"
+    limit = "" if max_wait_s == math.inf else f", and {name} is {max_wait_s:g} s"
     return ApiError(
         429,
-        f"this request {problem}{how_long} for a seat of its session{limit}: more sessions are "
-        f"active than --max-sessions allows at once; try again in {again_s} s, or add replicas",
+        f"this request {problem}{duration} for a seat of its session{limit}: more sessions are "
+        f"active than --max-sessions allows at once; try again in {retry_s} s, or add replicas",
         type="rate_limit_error",
         code="no_seat",
-        headers={"retry-after": str(again_s)},
+        headers={"retry-after": str(retry_s)},
     )
 
 
 def _retry_s(late_s: float) -> int:
+    """Return the value of `retry-after` for a wait that is too long by `late_s`."""
     return max(1, math.ceil(min(MAX_RETRY_S, late_s)))

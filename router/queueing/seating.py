@@ -1,6 +1,7 @@
-"""Requests wait here until their session has a seat, or are refused.
+"""Waits until a request's session has a seat, or refuses the request.
 
-admission/seats.py decides who gets one. While sessions are not limited, nothing waits.
+admission/seats.py decides which session gets a seat. If sessions are not limited, requests do not
+wait here.
 """
 
 import asyncio
@@ -16,22 +17,27 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.refusals import no_seat
 from kvroute.router.queueing.wake import Wake
 
-WAITING = 1000  # requests that may wait; half of --max-requests, so that others get in
-POLL_S = 0.25  # seconds between two looks for a free seat; idle time and other routers free seats
-NOTICE_S = (
-    15.0  # seconds between two signs of life; proxies give up after 30 or 60 s without a byte
-)
+# The most requests that may wait. Half of the default of --max-requests, so that requests which
+# need no seat are still accepted.
+WAITING = 1000
+# Seconds between two checks for a free seat. A seat becomes free without a signal here when a
+# session is idle for too long, or when another router releases the seat.
+POLL_S = 0.25
+# Seconds between two messages to a waiting client. Proxies give up after 30 or 60 s without a byte.
+NOTICE_S = 15.0
 
-Answer = asyncio.Future[None]  # done: its session has a seat
+Answer = asyncio.Future[None]  # done when the request's session has a seat
 
 
 class Seating:
     """One router's requests for one model that wait for a seat.
 
     Args:
-        hold_s: returns the prefill queued on a replica from which on it is busy.
-        most_s: the longest wait; 0: any.
-        wake: is rung when seats may be free.
+        busy_backlog_s: returns the backlog from which on a replica is busy.
+        max_wait_s: the longest wait; 0: no limit.
+        wake: is set when a seat may be free.
+        notice_s: see NOTICE_S.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -39,53 +45,51 @@ class Seating:
         seats: Seats[Answer],
         fleet: Fleet,
         *,
-        hold_s: Callable[[], float],
-        most_s: float,
+        busy_backlog_s: Callable[[], float],
+        max_wait_s: float,
         wake: Wake,
         notice_s: float = NOTICE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seats = seats
         self._fleet = fleet
-        self._hold_s = hold_s
-        self._most_s = most_s or math.inf
+        self._busy_backlog_s = busy_backlog_s
+        self._max_wait_s = max_wait_s or math.inf
         self._wake = wake
         self._notice_s = notice_s
         self._clock = clock
         self._has_waiting = asyncio.Event()
 
     async def seat(self, placement: Placement, context: RequestContext) -> float:
-        """Return when the request's session has a seat, at once if it needs none.
+        """Wait until the request's session has a seat. Requests that need no seat do not wait.
 
         Args:
-            context: with the prompt's retention.
+            context: the request's context; its `retention` must be set.
 
         Returns:
-            The seconds that it has waited.
+            The seconds that the request has waited.
 
         Raises:
-            ApiError: it waits too long, or would.
+            ApiError: the request has waited too long, or is expected to wait too long.
         """
         now_s = self._clock()
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
-        self._seats.observe(is_busy=least_s >= self._hold_s(), pressure=placement.pressure)
+        self._seats.observe(is_busy=least_s >= self._busy_backlog_s(), pressure=placement.pressure)
         waiter = _waiter(placement, context)
         if waiter is None or self._seats.is_free(waiter, now_s):
             return 0.0
-        most_s = min(self._most_s, context.urgency.deadline_s)
-        self._check(waiter, context, most_s)
+        max_wait_s = min(self._max_wait_s, context.urgency.deadline_s)
+        self._check(waiter, context, max_wait_s)
         self._seats.add(waiter)
         try:
-            await self._seated(waiter, context, now_s + most_s)
-        finally:
-            self._seats.remove(waiter)  # the client has left, or it was too long
+            await self._wait(waiter, context, now_s + max_wait_s)
+        finally:  # also if the client has disconnected or the wait was too long
+            self._seats.remove(waiter)
         waited_s = self._clock() - now_s
         self._fleet.observer.seated(waited_s)
         return waited_s
 
-    async def _seated(
-        self, waiter: Waiter[Answer], context: RequestContext, until_s: float
-    ) -> None:
+    async def _wait(self, waiter: Waiter[Answer], context: RequestContext, until_s: float) -> None:
         self._has_waiting.set()
         while True:
             within_s = min(self._notice_s, until_s - self._clock())
@@ -94,13 +98,13 @@ class Seating:
                 return
             if self._clock() >= until_s:
                 self._seats.remove(waiter)
-                wait_s = self._seats.forecast_s(waiter)  # wait of a request that comes now
+                wait_s = self._seats.forecast_s(waiter)  # for a request that arrives now
                 raise self._refusal(context, "has waited", until_s - waiter.arrived_s, wait_s)
             if context.still_waiting is not None:
                 await context.still_waiting()
 
     async def run(self) -> None:
-        """Let requests go whose sessions get a seat, until cancelled."""
+        """Release requests whose sessions get a seat, until cancelled."""
         while True:
             await self._has_waiting.wait()
             while self._seats:
@@ -108,41 +112,47 @@ class Seating:
                     if not waiter.request.done():
                         waiter.request.set_result(None)
                     await asyncio.sleep(0)
-                await self._wake.next(POLL_S)
+                await self._wake.wait(POLL_S)
             self._has_waiting.clear()
 
-    def _check(self, waiter: Waiter[Answer], context: RequestContext, most_s: float) -> None:
-        """Refuse a request that would wait too long.
+    def _check(self, waiter: Waiter[Answer], context: RequestContext, max_wait_s: float) -> None:
+        """Check that a request is not expected to wait too long.
 
-        The first request in the line may always wait: its wait shows whether the forecast still
-        holds.
+        If no other request waits, the request may always wait: its wait shows whether the forecast
+        is still right.
+
+        Raises:
+            ApiError: the request is expected to wait too long, or too many requests wait.
         """
         if not self._seats:
             return
         forecast_s = self._seats.forecast_s(waiter)
-        if forecast_s > most_s:
+        if forecast_s > max_wait_s:
             raise self._refusal(context, "would wait", forecast_s, forecast_s)
         if len(self._seats) >= WAITING:
-            raise self._refusal(context, "is one of too many that wait", None, forecast_s)
+            raise self._refusal(
+                context, f"is one of more than {WAITING} that wait", None, forecast_s
+            )
 
     def _refusal(
         self, context: RequestContext, problem: str, wait_s: float | None, then_s: float
     ) -> ApiError:
-        """Return a 429 that says when to come again.
+        """Count a refusal and return its error.
 
         Args:
-            wait_s: as it is forecast, or as it was.
-            then_s: the wait of a request that comes now.
+            problem: continues the message after "this request".
+            wait_s: the predicted wait of the request, or its wait so far; None: unknown.
+            then_s: the predicted wait of a request that arrives now.
         """
-        self._fleet.observer.turned_away(context.urgency.priority, "no_seat")
-        return no_seat(problem, wait_s, then_s, self._most_s, context.urgency.deadline_s)
+        self._fleet.observer.rejected(context.urgency.priority, "no_seat")
+        return no_seat(problem, wait_s, then_s, self._max_wait_s, context.urgency.deadline_s)
 
 
 def _waiter(placement: Placement, context: RequestContext) -> Waiter[Answer] | None:
-    """Return the request as one that may have to wait; None: it needs no seat.
+    """Return the request as an item that waits for a seat; None if it needs no seat.
 
-    Batch requests run when nothing else does. A call with several prompts is no turn of a
-    conversation.
+    Batch requests need no seat, since they run while nothing else waits. A call with several
+    prompts needs none either, since it is not a turn of a conversation.
     """
     retention = context.retention
     if retention is None or retention.turn.end == NO_BLOCK:
@@ -154,5 +164,5 @@ def _waiter(placement: Placement, context: RequestContext) -> Waiter[Answer] | N
         retention.turn,
         placement.prompt_tokens,
         retention.turn.tenant,
-        context.at_s,
+        context.ready_s,
     )

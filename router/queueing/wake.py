@@ -1,4 +1,4 @@
-"""An event that says when replicas may have room again."""
+"""An event that is set when a replica may be able to take a further request."""
 
 import asyncio
 import contextlib
@@ -7,13 +7,13 @@ from kvroute.router.placement.attempts import Attempt, RequestObserver
 
 
 class Wake(RequestObserver):
-    """Rings at each first token and at each end of a request."""
+    """An event that is set at the first token and at the end of each request."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def ring(self) -> None:
-        """Wake the task that waits for the next ring."""
+    def set(self) -> None:
+        """Set the event, which wakes the task in `wait`."""
         self._event.set()
 
     def first_token(self, attempt: Attempt) -> None:
@@ -22,8 +22,8 @@ class Wake(RequestObserver):
     def ended(self, attempt: Attempt) -> None:
         self._event.set()
 
-    async def next(self, within_s: float) -> None:
-        """Return after the next ring, or after `within_s`."""
+    async def wait(self, within_s: float) -> None:
+        """Wait until the event is set, for `within_s` seconds at most; then clear it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._event.wait()

@@ -1,1 +1,1 @@
-"""The parts of a router that serve one model, and the models that a router serves."""
+"""Serves requests: the stages of a request, the parts of a model's router, and all models."""

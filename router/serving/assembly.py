@@ -1,4 +1,4 @@
-"""The parts of one router that serve one model, each built from those above it."""
+"""Builds the parts of a router that serve one model, in the order of their dependencies."""
 
 import random
 from functools import partial
@@ -47,11 +47,12 @@ from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 from kvroute.store.responses import Responses
 
-UNKNOWN_CONTEXT = 2**31  # tokens; used until a replica has reported its own
+# Limit of prompt and response together in tokens, until a replica has reported its limit.
+UNKNOWN_CONTEXT = 2**31
 
 
 class Parts:
-    """Builds the parts, and starts none of them."""
+    """The parts of one model in one router. Lifecycle starts their tasks."""
 
     def __init__(
         self,
@@ -68,31 +69,31 @@ class Parts:
             settings: the settings for this model.
             replicas: handle of the model's replicas.
             tokenizer: the model's tokenizer and template.
-            limits: limits of tenants, if this model's channel carries their counts to other
-                routers.
+            limits: the tenants' limits. Only one model of a router gets them: its channel publishes
+                the counts to other routers. None: no limits, or another model publishes them.
         """
         deployment = replicas.deployment_name
-        self._handle = replicas.options()  # from now on, Serve publishes which replicas it runs
+        self._handle = replicas.options()  # makes Serve publish the running replicas
         running = partial(serves.running_replicas, deployment)
-        known = partial(serves.replicas, deployment)
+        replica_set = partial(serves.replicas, deployment)
         self.settings = settings
         self.tokenizer = tokenizer
         self.unreadable = Unreadable()
 
-        # What is in Redis.
+        # The stores in Redis.
         redis = connect(settings.redis_url)
         model, cluster = settings.served_model_name, settings.cluster
         self.index = Index(redis, model, cluster=cluster, unreadable=self.unreadable)
-        self.neighbours = Neighbours(Clusters(redis, self.unreadable), _tenant(settings))
+        self.neighbours = Neighbours(Clusters(redis, self.unreadable), _cluster_model(settings))
         self.accounts = _accounts(settings, redis, self.unreadable, router_id)
         self.responses = _responses(settings, redis, self.unreadable)
         self.conversations = (
-            Conversations(self.responses, most_bytes=settings.max_body_mb << 20)
+            Conversations(self.responses, max_bytes=settings.max_body_mb << 20)
             if self.responses
             else None
         )
 
-        # What waits, and what the routers tell each other.
+        # The queue, and the messages between routers.
         self.queue = Queue[Answer](lambda: self.fleet.loads.scale.busy_s)
         self.seats = _seats(settings, self)
         self.seat_wake, wake = Wake(), Wake()
@@ -105,12 +106,12 @@ class Parts:
         )
         self.blamed = PoisonList(self.publisher.blamed)
 
-        # The fleet, and what follows its requests.
+        # The fleet, and the observers of its requests.
         self.ended_sessions = EndedSessions()
         self.telemetry = Telemetry(
             router_id,
             settings,
-            also=RequestObservers(self.publisher, wake, self.seat_wake, self.ended_sessions),
+            additional=RequestObservers(self.publisher, wake, self.seat_wake, self.ended_sessions),
             lasting=self.accounts,
         )
         self.fleet = Fleet(
@@ -133,10 +134,10 @@ class Parts:
             blamed=self.blamed.receive,
         )
 
-        # The way of a request to a replica.
-        self.links = Links(known, self.fleet.loads.report)
+        # The path of a request to a replica.
+        self.links = Links(replica_set, self.fleet.loads.report)
         self.liveness = Liveness(
-            known, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
+            replica_set, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
         )
         store = Prefixes(redis, model, cluster=cluster, unreadable=self.unreadable)
         self.prefixes = PrefixService(settings, store, self.index, self.fleet, tokenizer)
@@ -157,7 +158,7 @@ class Parts:
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self.blamed,
         )
-        # What watches them.
+        # Checks of the index and of the replicas.
         read_audit = audit_reader(self.links, self.unreadable)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, read_audit)
         self.canaries = Canaries(
@@ -169,11 +170,12 @@ class Parts:
         )
 
     def max_model_len(self) -> int:
-        """Return the most tokens of prompt and response together."""
+        """Return the most tokens that a prompt and its response may have together."""
         return self.fleet.replicas.max_model_len or UNKNOWN_CONTEXT
 
 
-def _tenant(settings: RouterSettings) -> ClusterModel:
+def _cluster_model(settings: RouterSettings) -> ClusterModel:
+    """Return the entry that tells other clusters which model this cluster serves."""
     return ClusterModel(
         settings.cluster,
         settings.served_model_name,
@@ -183,7 +185,7 @@ def _tenant(settings: RouterSettings) -> ClusterModel:
 
 
 def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -> Responses | None:
-    """Return the store of responses; None: responses are not stored."""
+    """Return the store of responses; None if responses are not stored."""
     if not settings.response_store_mb:
         return None
     return Responses(
@@ -200,7 +202,7 @@ def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -
 def _accounts(
     settings: RouterSettings, redis: Redis, unreadable: Unreadable, router_id: str
 ) -> LastingAccounts | None:
-    """Return the accounts of tenants; None: there are no API keys."""
+    """Return the accounts of tenants; None if the cluster has no API keys."""
     if settings.api_keys is None:
         return None
     store = DailyAccounts(
@@ -221,24 +223,24 @@ def _handshake(settings: RouterSettings, tokenizer: Prompts) -> Handshake:
 
 
 def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
-    """Return the seats; None: any number of sessions may be active.
+    """Return the seats; None if the number of active sessions is not limited.
 
-    Policies other than kvroute's do not use the caches, so they need no seats.
+    It is not limited automatically with other policies than kvroute's, since these ignore caches.
     """
-    most = settings.max_sessions
-    if most == "off" or (most == "auto" and settings.policy != "kvroute"):
+    limit = settings.max_sessions
+    if limit == "off" or (limit == "auto" and settings.policy != "kvroute"):
         return None
-    return Seats(lambda: parts.fleet.cache_tokens, None if most == "auto" else most)
+    return Seats(lambda: parts.fleet.cache_tokens, None if limit == "auto" else limit)
 
 
 def _seating(settings: RouterSettings, parts: Parts) -> Seating | None:
-    """Return the wait for seats; None: sessions need no seats."""
+    """Return the part in which requests wait for seats; None if sessions need no seats."""
     if parts.seats is None:
         return None
     return Seating(
         parts.seats,
         parts.fleet,
-        hold_s=lambda: parts.queue.hold_s,
-        most_s=settings.max_seat_wait_s,
+        busy_backlog_s=lambda: parts.queue.busy_backlog_s,
+        max_wait_s=settings.max_seat_wait_s,
         wake=parts.seat_wake,
     )

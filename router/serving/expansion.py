@@ -1,7 +1,7 @@
-"""Expansion: adds to a call the parts of its prompt that are stored in the cluster.
+"""Expansion: adds the parts of a prompt that are stored in the cluster.
 
-These are the earlier conversation (Responses API) and the named prefix. The call's body only names
-them.
+These are the earlier conversation (Responses API) and the named prefix. The body of the call has
+only their ids.
 """
 
 from msgspec.structs import replace
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from kvroute.router.api.calls import Call
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.serving.conversations import Conversations, Expanded, continued
+from kvroute.router.serving.conversations import Conversations, Expanded, with_conversation
 from kvroute.store.named_prefix import Prefix
 
 
@@ -20,24 +20,26 @@ async def expand(
     tokenizer: Prompts,
     catalogue: Catalogue,
 ) -> Expanded:
-    """Return the call with its conversation and its named prefix, and with special tokens split.
+    """Return the call with its conversation and its named prefix.
+
+    Special tokens in the client's texts are escaped.
 
     Args:
-        conversations: the stored conversations; None: this server stores none.
+        conversations: the stored conversations; None: this server does not store responses.
 
     Raises:
-        ApiError: there is no such response or prefix, or the whole conversation is too long.
+        ApiError: the response or the prefix is unknown, or the conversation is too long.
     """
-    expanded = await continued(call, conversations)
+    expanded = await with_conversation(call, conversations)
     call = await tokenizer.escaped(expanded.call)
     return replace(expanded, call=call, prefix=await named_prefix(call, catalogue))
 
 
 async def named_prefix(call: Call, catalogue: Catalogue) -> Prefix | None:
-    """Return the prefix that the call names; None: the call names no prefix.
+    """Return the named prefix of the call; None if it has none.
 
     Raises:
-        ApiError: no prefix of that name is declared.
+        ApiError: no prefix of this name is declared.
     """
-    named = call.prefix()
-    return await catalogue.named(*named, call.caller) if named else None
+    param_and_name = call.prefix()
+    return await catalogue.named(*param_and_name, call.caller) if param_and_name else None

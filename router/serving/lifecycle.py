@@ -1,4 +1,4 @@
-"""The background tasks of one model's router, from its start to its end."""
+"""Starts and ends the background tasks of one model in one router."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 from kvroute.router.serving.assembly import Parts
 
-LOADED_S = 5.0  # most seconds that a new router waits until its mirror is loaded
+LOADED_S = 5.0  # the most seconds that a new router waits for its mirror to be loaded
 
 
 class Lifecycle:
@@ -19,7 +19,7 @@ class Lifecycle:
     async def start(self) -> None:
         """Start all tasks, and wait up to LOADED_S for the mirror.
 
-        Without a loaded mirror, prompts are sent to replicas that do not have them cached.
+        Until the mirror is loaded, the router does not know which replicas have a prompt cached.
         """
         parts = self._parts
         await parts.telemetry.start(
@@ -35,12 +35,12 @@ class Lifecycle:
             queue=parts.queue,
             seats=parts.seats,
         )
-        works = self._works() | parts.prefixes.tasks() | parts.telemetry.tasks()
-        self._tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
+        coroutines = self._coroutines() | parts.prefixes.tasks() | parts.telemetry.tasks()
+        self._tasks = [asyncio.create_task(task, name=name) for name, task in coroutines.items()]
         await parts.feed.loaded(within_s=LOADED_S)
 
     def check(self) -> None:
-        """Raise the error of a task that has ended: no task should end by itself."""
+        """Raise the error of a task that has ended. No task should end by itself."""
         for task in self._tasks:
             if task.done():
                 task.result()
@@ -53,9 +53,10 @@ class Lifecycle:
         await self._parts.neighbours.leave()
         await self._parts.telemetry.close()
 
-    def _works(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def _coroutines(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return the background tasks of the parts, by name."""
         parts = self._parts
-        works = {
+        coroutines = {
             "feed": parts.feed.run(),
             "peer publisher": parts.publisher.run(parts.index, parts.subscriber),
             "peer subscriber": parts.subscriber.run(parts.index),
@@ -66,5 +67,5 @@ class Lifecycle:
             "ended sessions": parts.ended_sessions.run(parts.links),
         }
         if parts.seating is not None:
-            works["seating"] = parts.seating.run()
-        return works
+            coroutines["seating"] = parts.seating.run()
+        return coroutines

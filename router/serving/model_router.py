@@ -1,4 +1,4 @@
-"""The parts of one model in one router that HTTP routes use."""
+"""What the HTTP routes use of one model's router."""
 
 from kvroute.process.draining import draining
 from kvroute.router.page.live import Live
@@ -10,13 +10,13 @@ from kvroute.router.serving.status import Status
 
 
 class ModelRouter:
-    """Everything that the HTTP routes need for one model. `lifecycle` starts and ends it."""
+    """Everything that the HTTP routes need for one model. `lifecycle` starts and ends its tasks."""
 
     def __init__(self, parts: Parts) -> None:
         settings = parts.settings
         self.name = settings.served_model_name
         self.settings = settings
-        self._adapters = frozenset(adapter.name for adapter in settings.adapters)  # LoRA
+        self._adapters = frozenset(adapter.name for adapter in settings.adapters)
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
         self.status = Status(parts)
@@ -26,13 +26,17 @@ class ModelRouter:
         self.telemetry = parts.telemetry
         self.audit = parts.audit
         self.canaries = parts.canaries
-        self.live = _live(parts, self.status) if settings.ui else None  # None: the page is off
+        self.live = _live(parts, self.status) if settings.ui else None  # None: no live page
 
     def adapter(self, model: str | None) -> str | None:
-        """Return the LoRA adapter that a client names as `adapter` or `model:adapter`.
+        """Return the LoRA adapter that a client requests as `adapter` or as `model:adapter`.
+
+        Args:
+            model: the field `model` of the request; None: the request has no such field.
 
         Returns:
-            The adapter's name; empty: the model itself; None: this model has no such adapter.
+            The adapter's name; empty for the base model; None if the name is neither this model's
+            nor that of one of its adapters.
         """
         if model in (None, self.name):
             return ""

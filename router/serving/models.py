@@ -1,4 +1,4 @@
-"""All models that one router serves, and the choice of the model for a request."""
+"""All models that one router serves. Chooses the model for a request."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from kvroute.router.serving.diagnosis import Diagnosis
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.store.connection import connect
 
-# Of every model; clients of OpenAI's older API read it.
+# The field `permission` of every model. Clients of OpenAI's older API read it.
 PERMISSION = {
     "id": "modelperm-kvroute",
     "object": "model_permission",
@@ -24,7 +24,7 @@ PERMISSION = {
     "is_blocking": False,
 }
 
-MAX_SHOWN = 80  # characters of a model's name that is not served
+MAX_SHOWN = 80  # in an error, the most characters that are shown of an unknown model's name
 
 
 class Models:
@@ -34,7 +34,7 @@ class Models:
         self.router_id = router_id
         self.all = models
         self.first = models[0]
-        self.settings = self.first.settings  # only those that all models share are used
+        self.settings = self.first.settings  # for settings that are equal for all models
         self.diagnosis = Diagnosis(
             connect(self.settings.redis_url), [model.status for model in models]
         )
@@ -45,22 +45,25 @@ class Models:
         """Return the name of the model if there is only one."""
         return self.first.name if len(self.all) == 1 else None
 
-    def named(self, model: str | None, limits: TenantLimits | None = None) -> ModelRouter:
-        """Return the router of the model that a request names, or whose adapter it names.
+    def select(self, model: str | None, limits: TenantLimits | None = None) -> ModelRouter:
+        """Return the router of a model.
 
-        With only one model the name is optional.
+        Args:
+            model: the field `model` of a request: the name of a model or of an adapter. None: the
+                request has no such field, which is allowed if there is only one model.
+            limits: the limits of the request's tenant; None: no limits.
 
         Raises:
-            ApiError: the model is not served, or not to a tenant with these limits.
+            ApiError: the model is not served, or the tenant may not use it.
         """
         if model is None and len(self.all) == 1:
             return self.first
         if model is None:
             raise invalid("model", f"model is missing; this server has {self._served(limits)}")
-        for each in self.all:
-            adapter = each.adapter(model)
-            if adapter is not None and _may_name(adapter, limits):
-                return each
+        for candidate in self.all:
+            adapter = candidate.adapter(model)
+            if adapter is not None and _may_use(adapter, limits):
+                return candidate
         name = model if len(model) <= MAX_SHOWN else model[:MAX_SHOWN] + "…"
         raise ApiError(
             404,
@@ -70,11 +73,12 @@ class Models:
         )
 
     def _served(self, limits: TenantLimits | None) -> str:
-        names = [card["id"] for each in self.all for card in self.cards(each, limits)]
+        """Return the names of all models and adapters that a tenant may use, as a text."""
+        names = [card["id"] for model in self.all for card in self.cards(model, limits)]
         return " and ".join(map(repr, names))
 
     def cards(self, model: ModelRouter, limits: TenantLimits | None = None) -> list[dict[str, Any]]:
-        """Return a model and those of its adapters that the limits allow, in OpenAI's shape."""
+        """Return a model and its adapters that the limits allow, as OpenAI's API lists them."""
         card = {
             "id": model.name,
             "object": "model",
@@ -86,20 +90,20 @@ class Models:
             "permission": [PERMISSION | {"created": self._started}],
         }
         adapters = [
-            adapter for adapter in model.settings.adapters if _may_name(adapter.name, limits)
+            adapter for adapter in model.settings.adapters if _may_use(adapter.name, limits)
         ]
         return [card, *(card | _adapter(adapter, parent=model.name) for adapter in adapters)]
 
 
-def _may_name(adapter: str, limits: TenantLimits | None) -> bool:
-    """Empty: the model itself."""
+def _may_use(adapter: str, limits: TenantLimits | None) -> bool:
+    """Return whether a tenant may use an adapter, or the base model if `adapter` is empty."""
     return not adapter or limits is None or limits.allows(adapter)
 
 
-def together(
+def label_by_model(
     models: Iterable[ModelRouter], results: Iterable[Iterable[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """Return the models' results as one list; each entry names its model."""
+    """Return the models' results as one list, and add the field `model` to each entry."""
     pairs = zip(models, results, strict=True)
     return [{**entry, "model": model.name} for model, entries in pairs for entry in entries]
 
@@ -109,9 +113,9 @@ async def _served(request: Request) -> Models:
     return models
 
 
-Served = Annotated[Models, Depends(_served)]  # a route's parameter
+Served = Annotated[Models, Depends(_served)]  # type of a route's parameter for the models
 
 
 def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:
-    """Return the members of an adapter's card that differ from the model's."""
+    """Return the fields of an adapter's card that differ from the card of its model."""
     return {"id": adapter.name, "root": adapter.path, "parent": parent}

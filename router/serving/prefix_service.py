@@ -1,4 +1,4 @@
-"""One model's prefixes in one router: named prefixes, hot prefixes, and prompts that use them."""
+"""The named and the hot prefixes of one model in one router."""
 
 import time
 from collections.abc import Coroutine
@@ -19,7 +19,7 @@ from kvroute.store.prefixes import Prefixes
 
 
 class PrefixService:
-    """Owns the catalogue of named prefixes and the counts of hot ones."""
+    """Owns the catalogue of named prefixes and the counts of hot prefixes."""
 
     def __init__(
         self,
@@ -45,20 +45,26 @@ class PrefixService:
         return {"catalogue": self.catalogue.run(self._tasks_to_declare, self.composer)}
 
     def named_tokens(self, prefix: Prefix | None, namespace: str) -> int:
-        """Return the number of tokens in whole blocks of the prefix that this namespace shares."""
+        """Return the number of tokens in the prefix's full blocks.
+
+        It is 0 if the namespace cannot share blocks with the prefix.
+        """
         if prefix is None or not (prefix.is_shared or prefix.namespace == namespace):
             return 0
         return prefix.full_tokens(self._block_size)
 
     def count(self, generation: Generation, prefix: Prefix | None, owner: Owner | None) -> None:
-        """Count the cached tokens of a prompt with a first token for its prefixes.
+        """Count the cached tokens of a prompt for its prefixes.
 
-        Without an owner the prompt makes no prefix hot.
+        Args:
+            generation: the prompt's generation, which has its first chunk.
+            prefix: the prompt's named prefix.
+            owner: owner of the hot prefixes; None: the prompt does not count for hot prefixes.
         """
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
         if owner is not None:
-            self._hot.see(
+            self._hot.record(
                 generation.token_ids,
                 generation.placement.chain,
                 generation.cached_tokens,

@@ -1,6 +1,7 @@
-"""Render: a call's prompts become token ids.
+"""Rendering: turns a call's prompts into token ids.
 
-A router renders what it is sure to render as vLLM does. A replica renders the rest with vLLM.
+The router renders the bodies for which its result is certainly the same as vLLM's. A replica
+renders all others with vLLM.
 """
 
 import random
@@ -25,13 +26,17 @@ from kvroute.router.prompts.image_homes import ImageHomes, first_image
 from kvroute.store.named_prefix import Prefix
 from kvroute.wire.structs import token_ids_of
 
-CHECKED = 100  # one in this many rendered prompts is rendered again by a replica
-# Fields of a completion that change its prompt in a way that only a replica knows.
+CHECKED = 100  # a replica renders one in this many prompts again, to detect differences
+# Fields of a completion that change its prompt in a way that only vLLM can compute.
 ONLY_REPLICAS = ("add_special_tokens", "prompt_embeds", "suffix", "truncate_prompt_tokens")
 
 
 class RefusedCallError(Exception):
-    """A replica's HTTP application refuses the body."""
+    """A replica's HTTP application refuses the body.
+
+    Args:
+        refusal: the application's response.
+    """
 
     def __init__(self, refusal: HttpPart) -> None:
         self.refusal = refusal
@@ -42,12 +47,12 @@ class RenderedCall(Struct, frozen=True):
 
     call: Call
     token_ids: Sequence[TokenIds]  # token ids of each prompt
-    # The replica takes these token ids; otherwise it renders the body itself, and the ids only
-    # serve placement.
+    # True: the replica uses these token ids. False: it renders the body itself, and the token ids
+    # are only used for placement.
     is_rendered: bool = True
-    has_prefix: bool = False  # a named one, which is not in the body
-    features: tuple[Feature, ...] = ()  # the only prompt's images and the like
-    image: int | None = None  # a number for the first one; None: there is none
+    has_prefix: bool = False  # true: the prompts start with a named prefix, which the body lacks
+    features: tuple[Feature, ...] = ()  # images and the like; only in calls with one prompt
+    image: int | None = None  # a hash of the first image; None: there are no images
 
     @property
     def tokens(self) -> int:
@@ -55,27 +60,28 @@ class RenderedCall(Struct, frozen=True):
         return sum(map(len, self.token_ids))
 
     def placed_features(self) -> tuple[Feature, ...]:
-        """Return the features that the prompts are placed by.
+        """Return the features from which the fingerprints for placement are computed.
 
-        Where the engine reads no cache, one is among them that no replica has cached.
+        If the request must not read the cache, they include a random feature, so that no replica
+        has a hit.
         """
         if self.call.reads_cache:
             return self.features
         return Feature(secrets.token_hex(16), 0, 1), *self.features
 
     def prompts(self) -> Iterator[tuple[TokenIds, HttpCall]]:
-        """Yield each prompt's token ids, and the HTTP request that a replica gets with them."""
-        is_one = len(self.token_ids) == 1
-        for number, ids in enumerate(self.token_ids):
-            body = self.call.raw if is_one else self.call.with_prompt(number)
-            is_own = self.is_rendered and not self.has_prefix
+        """Yield each prompt's token ids, and the HTTP request that the replica gets with them."""
+        is_single = len(self.token_ids) == 1
+        for index, ids in enumerate(self.token_ids):
+            body = self.call.raw if is_single else self.call.with_prompt(index)
+            can_check = self.is_rendered and not self.has_prefix
             yield (
                 ids,
                 http_call(
                     self.call,
                     body,
                     is_rendered=self.is_rendered,
-                    is_checked=is_own and random.randrange(CHECKED) == 0,
+                    is_checked=can_check and random.randrange(CHECKED) == 0,
                     has_prefix=self.has_prefix,
                 ),
             )
@@ -89,7 +95,14 @@ def http_call(
     is_checked: bool = False,
     has_prefix: bool = False,
 ) -> HttpCall:
-    """Return the request to a replica's HTTP application; body: of one of the call's prompts."""
+    """Return the request for a replica's HTTP application.
+
+    Args:
+        body: the call's body, with only one of its prompts.
+        is_rendered: whether the replica uses the router's token ids.
+        is_checked: whether the replica renders the body as well, to compare the token ids.
+        has_prefix: whether the token ids begin with a named prefix, which the body lacks.
+    """
     return HttpCall(
         call.path,
         body,
@@ -123,7 +136,7 @@ class Renderer:
         """Return the call's prompts.
 
         Raises:
-            ApiError: a prompt is too long, or the prefix cannot stand before it.
+            ApiError: a prompt is too long, or the prefix cannot be used with it.
             RefusedCallError: a replica refuses the body.
         """
         has_prefix = prefix is not None
@@ -140,7 +153,7 @@ class Renderer:
         else:
             problem = "routers do not render bodies of this route"
         rendered = await self._in_replica(call, problem)
-        return rendered if prefix is None else self._behind(prefix, rendered)
+        return rendered if prefix is None else self._with_prefix(prefix, rendered)
 
     async def _chat(self, call: Call, prefix: Prefix | None) -> TokenIds:
         return await self._composer.chat(
@@ -153,7 +166,10 @@ class Renderer:
     async def _completions(self, call: Call, prefix: Prefix | None) -> list[TokenIds]:
         prompts = call.prompts()
         if prompts is None or any(call.body.get(name) is not None for name in ONLY_REPLICAS):
-            raise OnlyReplicaError("prompt is no string, token ids, or list of such")
+            raise OnlyReplicaError(
+                "prompt is not a string, a list of token ids or a list of these, or the body has "
+                f"one of the fields {', '.join(ONLY_REPLICAS)}"
+            )
         try:
             return await self._composer.completions(
                 prompts, prefix, max_model_len=self._max_model_len()
@@ -164,29 +180,38 @@ class Renderer:
             raise OnlyReplicaError(error.message) from error
 
     async def _in_replica(self, call: Call, problem: str) -> RenderedCall:
-        """Have a replica render the body; problem: why a router does not."""
+        """Let a replica render the body.
+
+        Args:
+            problem: why the router cannot render it; the replica logs this.
+        """
         http = msgspec.structs.replace(http_call(call, call.raw), problem=problem)
         image = first_image(call.body)
-        home = None if image is None else partial(self._homes.home, image)
-        packed = await self._questions.ask("render", encode_call(http), prefer=home)
+        prefer = None if image is None else partial(self._homes.home, image)
+        packed = await self._questions.ask("render", encode_call(http), prefer=prefer)
         rendered = decode_rendered(packed)
         if rendered.refusal is not None:
             raise RefusedCallError(rendered.refusal)
-        each = (rendered, *rendered.more)
+        prompts = (rendered, *rendered.more)
         return RenderedCall(
             call,
-            [token_ids_of(prompt.token_ids) for prompt in each],
-            all(prompt.is_text for prompt in each) and not call.needs_prompt_text,
+            [token_ids_of(prompt.token_ids) for prompt in prompts],
+            all(prompt.is_text for prompt in prompts) and not call.needs_prompt_text,
             features=() if any(prompt.is_text for prompt in rendered.more) else rendered.features,
             image=image,
         )
 
-    def _behind(self, prefix: Prefix, rendered: RenderedCall) -> RenderedCall:
+    def _with_prefix(self, prefix: Prefix, rendered: RenderedCall) -> RenderedCall:
+        """Return the call with the named prefix before each prompt that a replica has rendered.
+
+        Raises:
+            ApiError: the prefix or the call contains more than text.
+        """
         if "prompt" not in prefix.source or rendered.features:
             raise ApiError(
                 400,
-                f"prefix {prefix.label!r} cannot stand before this body: one that is declared as "
-                "messages stands before chats of text only; declare it as a prompt",
+                f"prefix {prefix.label!r} cannot be used with this body; declare the prefix with a "
+                "prompt instead of messages, and send a body without images",
                 code="unsupported_parameter",
             )
         ids = [self._composer.behind(prefix, token_id) for token_id in rendered.token_ids]

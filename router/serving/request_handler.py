@@ -1,19 +1,19 @@
-"""The stages of a request, which one function calls one after the other.
+"""The stages of a request. RequestHandler calls them one after the other.
 
 stage      module                     what it does
-parse      endpoints/openai_routes    makes a Call from the body, a RequestContext from the headers
-expand     serving/expansion          adds the conversation before it, and its named prefix
-render     serving/rendering          makes the token ids of its prompts
+parse      endpoints/openai_routes    reads the body into a Call, the headers into a RequestContext
+expand     serving/expansion          adds the earlier conversation and the named prefix
+render     serving/rendering          turns the prompts into token ids
 place      placement/fleet            ranks the replicas for a prompt
-admit      dispatch/admission         waits until limits, seats and the queue let the prompt go
-dispatch   dispatch/dispatcher        sends it, and continues at another replica after a loss
+admit      dispatch/admission         waits until limits, seats and the queue admit the prompt
+dispatch   dispatch/dispatcher        sends it, and continues on another replica after a loss
 respond    serving/responding         writes the response to the client
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace as replaced
+from dataclasses import replace as replace_fields
 from typing import Any
 
 from fastapi import Response
@@ -26,7 +26,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.dispatch.ended_sessions import end_session
 from kvroute.router.dispatch.generation import Generation
-from kvroute.router.dispatch.relay import whole_response
+from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.observability import request_spans
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.receipts import receipt
@@ -37,7 +37,7 @@ from kvroute.router.prompts.scored import scored_prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.conversations import Expanded
 from kvroute.router.serving.expansion import expand
-from kvroute.router.serving.passed_on import passed_on
+from kvroute.router.serving.forwarding import forward
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
 from kvroute.router.serving.responding import respond
 from kvroute.router.sessions.breaks import Break, with_image_numbers
@@ -70,11 +70,11 @@ class RequestHandler:
         """
         try:
             if call.path in PASSED_ON:
-                response = await passed_on(call, context.request_id, self._parts, self._renderer)
+                response = await forward(call, context.request_id, self._parts, self._renderer)
             else:
                 response = await self._generate(call, context)
         except RefusedCallError as error:
-            response = whole_response(error.refusal, path=call.path)
+            response = complete_response(error.refusal, path=call.path)
         if response.status_code >= 400:
             if context.entry is not None:
                 context.entry.give_back(time.monotonic())
@@ -83,7 +83,7 @@ class RequestHandler:
         return response
 
     async def _generate(self, call: Call, context: RequestContext) -> Response:
-        """Call the stages one after the other."""
+        """Answer a call for which replicas generate tokens: call the stages one after the other."""
         parts = self._parts
         parts.holding.check(context.urgency, context.sharer)
         expanded = await self._expand(call)
@@ -91,13 +91,13 @@ class RequestHandler:
             rendered = await self._renderer.render(expanded.call, expanded.prefix)
         if context.entry is not None:
             context.entry.take(rendered.tokens)
-        context = self._described(context, expanded, rendered)
-        generations = await parts.dispatcher.begin_all([*rendered.prompts()], context)
+        context = self._with_prompts(context, expanded, rendered)
+        generations = await parts.dispatcher.generate_all([*rendered.prompts()], context)
         self._count(generations, context, expanded, rendered)
         return await respond(expanded, generations, policy=self._policy)
 
     async def explain(self, call: Call, context: RequestContext) -> list[dict[str, Any]]:
-        """Return where each prompt of a call would go now, and why; nothing is generated.
+        """Return where each prompt of a call would be sent now, and why. Nothing is generated.
 
         Raises:
             ApiError: the call would be refused.
@@ -120,15 +120,15 @@ class RequestHandler:
             receipts.append(
                 receipt(placement, policy=self._policy, broken=broken, retention=retention)
             )
-            await asyncio.sleep(0)  # other requests come first
+            await asyncio.sleep(0)  # lets other requests run
         return receipts
 
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
-        """Return the completion call that answers a request for scores.
+        """Return the completion call whose response has the scores of a request.
 
         Args:
             scoring: the request.
-            raw: its body.
+            raw: the request's body.
 
         Raises:
             ApiError: the request is not valid.
@@ -138,13 +138,13 @@ class RequestHandler:
         return completion(scoring, raw, prompts)
 
     async def end_session(self, session: int) -> dict[str, str]:
-        """Record that a client has ended a session: no further turn of it will come.
+        """Record that a client has declared the end of a session, and report it to all ranks.
 
         Returns:
-            Ranks that did not confirm it -> why.
+            The ranks that did not confirm it: id -> reason.
         """
         self._parts.fleet.end_session(session)
-        self._parts.seat_wake.ring()
+        self._parts.seat_wake.set()
         self._parts.publisher.session_ended(session)
         if not self._parts.fleet.returns.believes_ends:
             return {}
@@ -158,16 +158,16 @@ class RequestHandler:
             catalogue=self._parts.prefixes.catalogue,
         )
 
-    def _described(
+    def _with_prompts(
         self, context: RequestContext, expanded: Expanded, rendered: RenderedCall
     ) -> RequestContext:
-        """Return the context with the facts that follow from the rendered prompts."""
+        """Return the context with the facts about the rendered prompts."""
         named_tokens = 0
         if expanded.call.reads_cache:
             named_tokens = self._parts.prefixes.named_tokens(expanded.prefix, context.namespace)
         return replace(
             context,
-            at_s=time.monotonic(),
+            ready_s=time.monotonic(),
             prompts=len(rendered.token_ids),
             named_tokens=named_tokens,
             broken=self._broken(expanded, rendered, context.lora, self._chats.see),
@@ -181,9 +181,12 @@ class RequestHandler:
         lora: str,
         compare: Callable[..., Break | None],
     ) -> Break | None:
-        """Return where the prompt differs from the chat's earlier turn.
+        """Return where the prompt differs from the chat's earlier prompt.
 
-        None: it does not differ, or the call is not a chat.
+        The result is None if it does not differ, or if the call is not a chat.
+
+        Args:
+            compare: compares the chat with earlier chats; it may also record the chat.
         """
         call, prefix = expanded.call, expanded.prefix
         messages = conversation(call.path, call.body)
@@ -191,12 +194,12 @@ class RequestHandler:
             return None
         scope = f"{lora}|{prefix.id if prefix else ''}|{call.cache_salt}"
         ids = with_image_numbers(rendered.token_ids[0], rendered.features)
-        found = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
-        if found and found.difference.after.tokens <= MAX_TOKENS:
-            around = found.difference.around(CONTEXT_TOKENS)
+        broken = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
+        if broken and broken.difference.after.tokens <= MAX_TOKENS:
+            around = broken.difference.around(CONTEXT_TOKENS)
             text = self._parts.tokenizer.decode(rendered.token_ids[0][around])
-            found = replaced(found, kind=kind_of(text))
-        return found
+            broken = replace_fields(broken, kind=kind_of(text))
+        return broken
 
     def _count(
         self,
@@ -205,7 +208,7 @@ class RequestHandler:
         expanded: Expanded,
         rendered: RenderedCall,
     ) -> None:
-        """Record the first token of each prompt."""
+        """Count the first token of each prompt: for prefixes, limits and images."""
         owner = _owner(expanded.call, context)
         for generation in generations:
             if generation.is_refused:
@@ -219,9 +222,9 @@ class RequestHandler:
 
 
 def _owner(call: Call, context: RequestContext) -> Owner | None:
-    """Return the owner of the hot prefixes that a prompt counts for.
+    """Return the owner of the hot prefixes for which a prompt counts.
 
-    None: the prompt has its own salt or a LoRA adapter, so it does not count.
+    The result is None if the prompt does not count, since it has a cache_salt or a LoRA adapter.
     """
     salt = salted(call.caller, "")
     is_isolated = context.lora or context.namespace != salt

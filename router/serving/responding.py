@@ -1,4 +1,4 @@
-"""Respond: what replicas generate for a call becomes the response to the client."""
+"""Responding: makes the response to the client out of what replicas generate for a call."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,14 +9,14 @@ from fastapi import Response
 
 from kvroute.router.api.calls import MESSAGES, RESPONSES
 from kvroute.router.api.errors import DONE, event, refusal_of_replica
-from kvroute.router.dispatch.batch import batched
+from kvroute.router.dispatch.batch import batch_response
 from kvroute.router.dispatch.generation import Generation
-from kvroute.router.dispatch.relay import placement_headers, relayed
+from kvroute.router.dispatch.relay import placement_headers, relay_response
 from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.router.serving.conversations import Expanded
 from kvroute.router.serving.stored_response import stored
 
-NAMED_EVENTS = (RESPONSES, MESSAGES)  # routes whose streams have events with a name and a type
+NAMED_EVENTS = (RESPONSES, MESSAGES)  # routes whose events in streams have a name and a type
 
 encode = msgspec.json.encode
 
@@ -27,11 +27,11 @@ async def respond(
     """Return the response to a call, as its replicas write it.
 
     Args:
-        generations: one for each of its prompts, which have their first chunks.
-        policy: of the placement, for the receipts.
+        generations: one for each prompt of the call; each has its first chunk.
+        policy: the routing policy, for the receipts.
 
     Raises:
-        ApiError: no replica can go on.
+        ApiError: no replica can continue the response.
     """
     call = expanded.call
     ending = _unchanged
@@ -40,11 +40,13 @@ async def respond(
     headers, failed = placement_headers(generations), partial(event, path=call.path)
     if len(generations) == 1:
         refused = partial(refusal_of_replica, path=call.path)
-        response = await relayed(
+        response = await relay_response(
             generations[0], headers, ending=ending, failed=failed, refused=refused
         )
     else:
-        response = await batched(generations, headers, n=call.n, ending=ending, failed=failed)
+        response = await batch_response(
+            generations, headers, n=call.n, ending=ending, failed=failed
+        )
     return await stored(expanded, response)
 
 
@@ -53,7 +55,7 @@ def _unchanged(data: bytes) -> bytes:
 
 
 def _with_receipts(path: str, generations: Sequence[Generation], policy: str, data: bytes) -> bytes:
-    """Return a response's last bytes with the receipts, as a member of the body or as an event."""
+    """Add the receipts to the last bytes of a response: as a field of the body, or as an event."""
     receipts = {RECEIPTS: [generation.receipt(policy) for generation in generations]}
     if data.startswith(b"{"):
         body: dict[str, Any] = msgspec.json.decode(data)

@@ -1,4 +1,4 @@
-"""The state of one model in one router, for the routes and pages that operators use."""
+"""The state of one model in one router, for the routes and pages of operators."""
 
 import asyncio
 import datetime
@@ -19,23 +19,23 @@ from kvroute.router.page import seats_now, waiting
 from kvroute.router.page.recent import Sums
 from kvroute.router.serving.assembly import Parts
 
-STATUS_S = 1.0  # longest wait for Redis, in seconds, when a client asks for the replicas' status
+STATUS_S = 1.0  # timeout in seconds for Redis when a client requests the replicas' status
 
 
 @dataclass(frozen=True, slots=True)
 class ModelHealth:
-    """Whether a router can answer requests for the model, and how well it places them."""
+    """Whether a router can answer requests for the model, and whether its index is current."""
 
-    ready: int  # replicas that take requests
+    ready: int  # number of replicas that take requests
     index_is_reachable: bool
-    index_is_writable: bool  # false: Redis has no memory left, so it can only be read
+    index_is_writable: bool  # false: Redis is full and can only be read
     index_age_s: float  # seconds since the router's mirror was last equal to the index
     degraded: dict[str, str]  # replica id -> why it is degraded
     unconnected: dict[str, str]  # replica id -> why the router has no connection to it
 
 
 class Status:
-    """Reads the state of a model's parts, and changes nothing."""
+    """Reads the state of a model's parts. It changes nothing."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -52,12 +52,12 @@ class Status:
     def max_model_len(self) -> int | None:
         """Return the most tokens that a prompt and its response may have together.
 
-        None: no replica has reported it yet.
+        The result is None if no replica has reported it yet.
         """
         return self._parts.fleet.replicas.max_model_len
 
     def health(self) -> ModelHealth:
-        """Return the model's health, which load balancers and operators check first."""
+        """Return the model's health, for load balancers and operators."""
         feed, degraded = self._parts.feed.state, self._parts.fleet.replicas.degraded
         return ModelHealth(
             len(replicas_of(self.running)),
@@ -71,7 +71,7 @@ class Status:
     async def replicas(self) -> list[dict[str, Any]]:
         """Return every replica in the index.
 
-        If Redis is away or slow, return the replicas that were in the index before.
+        If Redis cannot be reached in time, return the replicas that were in the index before.
         """
         try:
             async with asyncio.timeout(STATUS_S):
@@ -84,16 +84,16 @@ class Status:
         """Return the addresses from which the metrics of the model's processes can be read.
 
         Raises:
-            RedisError, OSError: Redis is away.
+            RedisError, OSError: Redis cannot be used.
         """
         return await targets(self._parts.index, self._model)
 
     async def tenants(self, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
-        """Return what each tenant used on these days.
+        """Return the usage of each tenant on these days.
 
         Raises:
-            ApiError: there are no API keys.
-            RedisError, OSError: Redis is away.
+            ApiError: the cluster has no API keys.
+            RedisError, OSError: Redis cannot be used.
         """
         if self._parts.accounts is None:
             raise ApiError(
@@ -101,23 +101,23 @@ class Status:
                 "the usage of tenants is counted only if clients need API keys; restart with "
                 "kvroute serve --api-keys FILE",
             )
-        found = await self._parts.accounts.of_days(days)
-        return [as_json(tenant, account) for tenant, account in found.items()]
+        accounts = await self._parts.accounts.of_days(days)
+        return [as_json(tenant, account) for tenant, account in accounts.items()]
 
     def queue(self) -> dict[str, Any]:
-        """Return the requests that wait, in this router and in all it knows, and recent waits."""
+        """Return the waiting requests of this router and of all known routers, and recent waits."""
         now = waiting.as_json(self._parts.queue, time.monotonic())
         recent = self._parts.telemetry.recent_waits.as_json()
         return {"model": self._model, **now, "recent": recent}
 
     def recent(self) -> dict[str, Any]:
-        """Return this router's requests of the last minutes: rate, cache hits, first tokens."""
+        """Return this router's recent requests: rate, cache hits, times to first token."""
         sums = self.recent_sums()
         return {
             "model": self._model,
             **self._parts.telemetry.recent_answers.as_json(),
-            "prompt_tokens": sum(each.prompt_tokens for each in sums),
-            "cached_tokens": sum(each.hit_tokens for each in sums),
+            "prompt_tokens": sum(replica_sums.prompt_tokens for replica_sums in sums),
+            "cached_tokens": sum(replica_sums.hit_tokens for replica_sums in sums),
         }
 
     def seats(self) -> list[dict[str, Any]]:
@@ -137,7 +137,7 @@ class Status:
         """Return how many seconds are left of each replica's lease.
 
         Raises:
-            RedisError, OSError: Redis is away.
+            RedisError, OSError: Redis cannot be used.
         """
         return await self._parts.index.leases_s()
 
@@ -145,12 +145,12 @@ class Status:
         """Return this cluster and others that serve the model through this Redis.
 
         Raises:
-            RedisError, OSError: Redis is away.
+            RedisError, OSError: Redis cannot be used.
         """
         return await self._parts.neighbours.report()
 
     def unreadable(self) -> list[dict[str, Any]]:
-        """Return an entry for each kind of record of which some were unreadable and skipped."""
+        """Return an entry for each kind of record of which some could not be decoded."""
         return [
             {"model": self._model, "kind": kind, **summary}
             for kind, summary in self._parts.unreadable.report().items()
@@ -178,15 +178,12 @@ class Status:
         return dict(zip(running, backlogs_s, strict=True))
 
     def slow_replicas(self) -> dict[str, float]:
-        """Return how many times slower each slow replica is than the others.
-
-        Replicas that are not far slower are left out.
-        """
+        """Return the replicas that are much slower than the others: id -> factor."""
         return self._parts.fleet.loads.slow_replicas(self.running)
 
     def blamed(self) -> list[dict[str, Any]]:
         """Return the requests that stopped a replica and are refused for some minutes."""
-        return [{"model": self._model, **each} for each in self._parts.blamed.as_json()]
+        return [{"model": self._model, **entry} for entry in self._parts.blamed.as_json()]
 
     def recent_sums(self) -> list[Sums]:
         """Return the sums over the prompts of the last minutes, for each replica."""

@@ -1,4 +1,4 @@
-"""Responses that continue a stored conversation, or that later calls may continue."""
+"""Adds the previous id to responses of the Responses API, and stores them for later calls."""
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -16,25 +16,26 @@ from kvroute.router.serving.conversations import Expanded
 
 
 async def stored(expanded: Expanded, response: Response) -> Response:
-    """Return the response with the id of the previous response in it.
+    """Return the response with the id of the previous response in it; store it if requested.
 
-    If the response is to be stored, this happens before its end is sent: a client that has the
-    whole response can continue it at once.
+    It is stored before its end is sent, so a client that has received all of it can continue the
+    conversation at once.
     """
     if expanded.previous_id is None and expanded.store is None:
         return response
     if isinstance(response, StreamingResponse):
         return _StoredEvents(expanded, response)
     if response.status_code == 200:
-        response.body = await _whole(expanded, bytes(response.body))
+        response.body = await _edited(expanded, bytes(response.body))
         response.headers["content-length"] = str(len(response.body))
     return response
 
 
-async def _whole(expanded: Expanded, body: bytes) -> bytes:
+async def _edited(expanded: Expanded, body: bytes) -> bytes:
+    """Return the body of a response with the previous id; store the response if requested."""
     try:
         response = members(body)
-    except DECODE_ERRORS:  # the client gets the replica's own bytes
+    except DECODE_ERRORS:  # the client gets the bytes as the replica has sent them
         return body
     if expanded.previous_id is not None:
         response = with_previous(response, expanded.previous_id)
@@ -45,11 +46,11 @@ async def _whole(expanded: Expanded, body: bytes) -> bytes:
 
 
 class _StoredEvents(Response):
-    """A streamed response. Each chunk holds whole events, because replicas send whole events."""
+    """A streamed response. Each chunk consists of complete events, as replicas send them."""
 
     def __init__(self, expanded: Expanded, stream: StreamingResponse) -> None:
         super().__init__(status_code=stream.status_code)
-        self.raw_headers = stream.raw_headers  # shared: headers added to this response are sent
+        self.raw_headers = stream.raw_headers  # the same list, so that headers added here are sent
         self._expanded = expanded
         self._stream = stream
 

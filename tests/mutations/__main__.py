@@ -95,14 +95,14 @@ MUTATIONS = {
     "queue": Mutation(
         "a request that would wait too long is refused at once",
         "router/queueing/holding.py",
-        "if most_s > urgency.most_s:",
-        "if most_s > 1000 * urgency.most_s:",
+        "if upper_s > urgency.most_s:",
+        "if upper_s > 1000 * urgency.most_s:",
     ),
     "conversations": Mutation(
         "a response goes on with the conversation before it",
         "router/serving/conversations.py",
-        "call = self._continued(call, own, await self._before(previous_id, salt))",
-        "await self._before(previous_id, salt)",
+        "call = self._with_turns(call, own, await self._previous_turns(previous_id, salt))",
+        "await self._previous_turns(previous_id, salt)",
     ),
     "templates": Mutation(
         "a router renders chats as vLLM does",

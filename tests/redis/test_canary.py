@@ -23,7 +23,7 @@ NONE = {"expected": 3, "redis": 0, "mirror": 0}
 @pytest.fixture
 def short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """For blocks that do not come."""
-    monkeypatch.setattr(canary, "SEEN_S", 0.5)
+    monkeypatch.setattr(canary, "APPEAR_S", 0.5)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from starlette.types import Message
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES
 from kvroute.router.api.calls import CHATS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.serving.conversations import Conversations, Expanded, continued
+from kvroute.router.serving.conversations import Conversations, Expanded, with_conversation
 from kvroute.router.serving.stored_response import stored
 from kvroute.store.connection import connect
 from kvroute.store.responses import Responses
@@ -35,11 +35,11 @@ def responses(client: Redis, *, most_bytes: int = MB) -> Responses:
 
 @pytest.fixture
 def conversations(empty_redis: Redis) -> Conversations:
-    return Conversations(responses(empty_redis), most_bytes=MB)
+    return Conversations(responses(empty_redis), max_bytes=MB)
 
 
 async def ask(conversations: Conversations | None, path: str = RESPONSES, **body: Any) -> Expanded:
-    return await continued(parse_call(path, json.dumps(body).encode()), conversations)
+    return await with_conversation(parse_call(path, json.dumps(body).encode()), conversations)
 
 
 async def refused(conversations: Conversations | None, **body: Any) -> ApiError:
@@ -77,7 +77,7 @@ async def test_a_replica_gets_all_that_was_said(conversations: Conversations) ->
 async def test_numbers_and_texts_come_as_they_were_sent(conversations: Conversations) -> None:
     item = '{"role": "user", "content": "\\u00e9é", "n": 12345678901234567890123, "x": 1.50}'
     raw = f'{{"input": [{item}]}}'.encode()
-    await answer(await continued(parse_call(RESPONSES, raw), conversations), "resp_1")
+    await answer(await with_conversation(parse_call(RESPONSES, raw), conversations), "resp_1")
     second = await ask(conversations, input="a", previous_response_id="resp_1")
     assert item.encode() in second.call.raw
 
@@ -106,7 +106,7 @@ async def test_else_it_is(conversations: Conversations, given: dict[str, Any]) -
     [
         ({"previous_response_id": 5}, "previous_response_id is 5; expected"),
         ({"previous_response_id": "a" * 300}, "up to 256"),
-        ({"previous_response_id": "a", "previous_input_messages": []}, "keep one"),
+        ({"previous_response_id": "a", "previous_input_messages": []}, "only one of them"),
         ({"previous_response_id": "resp_1", "input": 5}, "input is 5; expected"),
     ],
 )
@@ -132,7 +132,7 @@ async def test_other_routes_have_no_conversations(conversations: Conversations) 
 
 
 async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis: Redis) -> None:
-    conversations = Conversations(responses(empty_redis), most_bytes=50_000)
+    conversations = Conversations(responses(empty_redis), max_bytes=50_000)
     many = [USER] * (MAX_ITEMS["input"] - 1)
     values = [{"role": "user", "content": [[0] * (MAX_VALUES - 100)]}]
     long = [{"role": "user", "content": "a" * 49_000}]
@@ -146,7 +146,7 @@ async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis:
 async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for_none() -> None:
     client = connect(NOWHERE)
     store = responses(client)
-    conversations = Conversations(store, most_bytes=MB)
+    conversations = Conversations(store, max_bytes=MB)
     began_s = time.monotonic()
     assert (await answer(await ask(conversations, input="Hi"), "resp_1"))["id"] == "resp_1"
     assert time.monotonic() - began_s < SHORT_S
@@ -158,7 +158,7 @@ async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for
 
 async def test_a_redis_that_hangs_holds_up_the_end_for_a_second(empty_redis: Redis) -> None:
     store = responses(empty_redis)
-    turn = await ask(Conversations(store, most_bytes=MB), input="Hi")
+    turn = await ask(Conversations(store, max_bytes=MB), input="Hi")
     await empty_redis.client_pause(5000)
     began_s = time.monotonic()
     assert (await answer(turn, "resp_1"))["id"] == "resp_1"

@@ -374,8 +374,8 @@ async def test_a_shared_prefix_is_everybodys_to_use_and_its_tenants_to_change(
     ):
         assert await refused(work) == (
             403,
-            "prefix 'rules' is shared by another tenant, who alone can change it; take another "
-            "name",
+            "prefix 'rules' is shared by another tenant, and only that tenant can change it; use "
+            "another name",
         )
     await declare_as(declarations, B, "rules", " b" * 30)
     assert len((await catalogue.named("prefix_id", "rules", B)).token_ids) == 30

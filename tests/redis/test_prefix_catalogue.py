@@ -100,7 +100,7 @@ async def test_a_known_name_needs_no_redis(store: Prefixes, known: Catalogue) ->
     await known.refresh()
     known.store = NOWHERE
     assert (await known.named("task_id", "law")).version == 1
-    with pytest.raises(ApiError, match="no prefix of that name"):
+    with pytest.raises(ApiError, match="no prefix of this name"):
         await known.named("task_id", "lawn")
 
 

@@ -19,7 +19,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.endpoints.response_routes import routes
 from kvroute.router.ingress import _refuse
 from kvroute.router.middleware.access import Access
-from kvroute.router.serving.conversations import Conversations, continued
+from kvroute.router.serving.conversations import Conversations, with_conversation
 from kvroute.router.serving.stored_response import stored
 from kvroute.store.connection import connect
 from kvroute.store.responses import Responses
@@ -29,7 +29,7 @@ MB = 1 << 20
 
 def conversations(client: Redis, model: str) -> Conversations:
     store = Responses(client, model, limit_bytes=16 * MB, ttl_s=60, most_bytes=MB)
-    return Conversations(store, most_bytes=MB)
+    return Conversations(store, max_bytes=MB)
 
 
 def application(
@@ -48,7 +48,7 @@ def application(
 async def answered(conversations: Conversations, id_: str, **body: Any) -> bytes:
     call = parse_call(RESPONSES, json.dumps(body).encode())
     given = Response(json.dumps({"id": id_, "output": [], "previous_response_id": None}))
-    return bytes((await stored(await continued(call, conversations), given)).body)
+    return bytes((await stored(await with_conversation(call, conversations), given)).body)
 
 
 async def test_each_models_responses_are_found(empty_redis: Redis) -> None:
@@ -85,7 +85,7 @@ async def test_one_of_a_tenant_is_found_with_its_key_only(empty_redis: Redis) ->
     call = parse_call(RESPONSES, b'{"input": "Hi", "cache_salt": "own"}')
     call = replace(call, caller=keyring.caller(keys[0]))
     given = Response(b'{"id": "resp_1", "output": [], "previous_response_id": null}')
-    await stored(await continued(call, model), given)
+    await stored(await with_conversation(call, model), given)
     async with application([model], keyring) as client:
         for salt in ("own", "", f"{call.cache_salt}", call.cache_salt.partition(".")[0]):
             for key in (keys[1], *(keys[:1] if salt != "own" else ())):

@@ -215,7 +215,7 @@ def test_any_message_is_taken_or_counted_and_leaves_no_load_behind(payload: byte
     subscriber.receive_packed(valid, index)
     assert index.unreadable.counts["message"] <= 1
     subscriber.forget_all()
-    for load in fleet.loads.known().values():
+    for load in fleet.loads.by_id().values():
         assert (load.waiting_s, load.is_busy) == (0.0, False)
 
 

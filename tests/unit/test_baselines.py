@@ -1,4 +1,4 @@
-"""The orders to compare with: each does what its name says, and forgets no replica."""
+"""The baseline policies: each ranks as its name says, and leaves out no replica."""
 
 import random
 from typing import get_args
@@ -14,33 +14,33 @@ FLEET = [Candidate(name, 0, 0.0, 0.1, unanswered=i) for i, name in enumerate("ab
 
 
 def firsts(policy: str, times: int) -> list[str]:
-    """Whom one router would send that many requests to."""
+    """Return the replicas to which one router would send this many requests."""
     ranking = RANKINGS[policy]()
     return [ranking(FLEET, rng=RNG, busy_s=1.0)[0].replica_id for _ in range(times)]
 
 
-def test_every_policy_that_can_be_asked_for_is_there() -> None:
+def test_every_policy_that_an_operator_can_choose_exists() -> None:
     assert get_args(ServeSettings.model_fields["policy"].annotation) == tuple(RANKINGS)
 
 
 @pytest.mark.parametrize("policy", RANKINGS)
-def test_every_replica_stands_in_the_order_once(policy: str) -> None:
+def test_every_ranking_has_each_replica_once(policy: str) -> None:
     order = RANKINGS[policy]()(FLEET, rng=RNG, busy_s=1.0)
     assert sorted(candidate.replica_id for candidate in order) == list("abcd")
     assert RANKINGS[policy]()([], rng=RNG, busy_s=1.0) == []
 
 
-def test_round_robin_takes_turns() -> None:
+def test_round_robin_chooses_one_replica_after_the_other() -> None:
     assert firsts("round-robin", 9) == list("abcdabcda")
 
 
-def test_power_of_two_never_takes_the_busiest_and_takes_all_others() -> None:
+def test_power_of_two_chooses_any_replica_but_the_busiest() -> None:
     assert set(firsts("power-of-two", 100)) == set("abc")
 
 
-def test_least_loaded_takes_the_idlest() -> None:
+def test_least_loaded_chooses_the_replica_with_the_least_load() -> None:
     assert set(firsts("least-loaded", 20)) == {"a"}
 
 
-def test_random_takes_any() -> None:
+def test_random_chooses_any_replica() -> None:
     assert set(firsts("random", 100)) == set("abcd")

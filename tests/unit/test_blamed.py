@@ -1,4 +1,4 @@
-"""A request that stops a replica is sent to no other; requests beside it are continued."""
+"""A request that stops a replica is not sent to another; other requests are continued."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ from kvroute.doctor.checks import blamed as doctors_view
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
-from kvroute.router.dispatch.blamed import KEPT_S, MOST, PoisonList
+from kvroute.router.dispatch.blamed import MAX_REQUESTS, REFUSED_S, PoisonList
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.link import LostError
@@ -31,7 +31,7 @@ def request_of(prompt: TokenIds = PROMPT, **fields: Any) -> GenerateRequest:
 
 
 class Replicas:
-    """r0 answers nothing until it is lost, or dies of each request; r1 answers at once."""
+    """Two replicas: r0 does not answer until it is lost, or dies of each request. r1 answers."""
 
     def __init__(self, *, is_prepared: bool = False, dies: bool = False) -> None:
         self.asked: list[str] = []
@@ -71,10 +71,10 @@ class Replicas:
 
     async def _ask(self, prompt: TokenIds) -> str:
         context = RequestContext(time.monotonic())
-        return (await self.dispatcher.begin(prompt, completion(), context)).replica_id
+        return (await self.dispatcher.generate(prompt, completion(), context)).replica_id
 
 
-async def test_a_request_that_stops_a_replica_is_sent_to_no_other() -> None:
+async def test_a_request_that_stops_a_replica_is_not_sent_to_another() -> None:
     replicas = Replicas()
     first, again = await replicas.lose(HUNG, PROMPT)
     assert replicas.asked == ["r0"]
@@ -85,15 +85,15 @@ async def test_a_request_that_stops_a_replica_is_sent_to_no_other() -> None:
         assert response(refused).headers["x-should-retry"] == "false"
 
 
-async def test_a_request_that_the_engine_has_is_not_blamed_for_a_stop() -> None:
+async def test_a_request_that_has_reached_the_engine_is_not_blamed_for_a_hang() -> None:
     assert await Replicas(is_prepared=True).lose(HUNG, PROMPT) == ["r1", "r1"]
 
 
-async def test_of_several_requests_in_preparation_none_is_blamed_for_a_stop() -> None:
+async def test_several_requests_in_preparation_are_not_blamed_for_one_hang() -> None:
     assert await Replicas().lose(HUNG, PROMPT, PROMPT + 1) == ["r1", "r1", "r1"]
 
 
-async def test_requests_that_stop_two_replicas_together_are_sent_to_no_third() -> None:
+async def test_requests_that_stop_two_replicas_together_are_not_sent_to_a_third() -> None:
     asked: list[str] = []
 
     async def hangs(request: GenerateRequest, emit: Emit) -> None:
@@ -106,7 +106,7 @@ async def test_requests_that_stop_two_replicas_together_are_sent_to_no_third() -
         for replica_id in ("r1", "r2"):
             wired.drop(replica_id)
         await until(lambda: wired.links.connected() == ["r0"])
-        begin, context = dispatcher_of(wired, fleet).begin, RequestContext(time.monotonic())
+        begin, context = dispatcher_of(wired, fleet).generate, RequestContext(time.monotonic())
         tasks = [
             asyncio.create_task(begin(prompt, completion(), context))
             for prompt in (PROMPT, PROMPT + 1)
@@ -123,11 +123,11 @@ async def test_requests_that_stop_two_replicas_together_are_sent_to_no_third() -
     assert len(asked) == 4
 
 
-async def test_a_replica_that_is_killed_leaves_no_blame() -> None:
+async def test_no_request_is_blamed_for_a_replica_that_is_killed() -> None:
     assert await Replicas().lose(LostError("killed"), PROMPT) == ["r1", "r1"]
 
 
-async def test_a_request_of_which_two_replicas_die_is_refused_from_then_on() -> None:
+async def test_a_request_that_two_replicas_died_of_is_refused_from_then_on() -> None:
     replicas = Replicas(dies=True)
     first, again = await replicas.lose(EngineDeadError("as planned"), PROMPT)
     assert (first.code, again.code) == ("replicas_died", "request_blamed")
@@ -143,7 +143,7 @@ def is_refused(blamed: PoisonList, request: GenerateRequest) -> bool:
     return False
 
 
-def test_a_blamed_request_is_known_by_its_content_for_some_minutes() -> None:
+def test_a_blamed_request_is_recognised_by_its_content_for_some_minutes() -> None:
     now_s = [0.0]
     blamed = PoisonList(clock=lambda: now_s[0])
     blamed.add(request_of(), "it stopped r0")
@@ -151,18 +151,18 @@ def test_a_blamed_request_is_known_by_its_content_for_some_minutes() -> None:
     assert is_refused(blamed, request_of().after([1, 2]))
     assert not is_refused(blamed, request_of(PROMPT + 1))
     assert not is_refused(blamed, request_of(stop="a"))
-    now_s[0] = KEPT_S + 1
+    now_s[0] = REFUSED_S + 1
     assert not is_refused(blamed, request_of())
     assert blamed.as_json() == []
 
 
-def test_the_list_of_blamed_requests_has_a_bound() -> None:
+def test_the_number_of_blamed_requests_is_bounded() -> None:
     blamed = PoisonList()
-    for number in range(MOST + 1):
+    for number in range(MAX_REQUESTS + 1):
         blamed.add(request_of(PROMPT + number), "it stopped r0")
-    assert len(blamed.as_json()) == MOST
+    assert len(blamed.as_json()) == MAX_REQUESTS
     assert not is_refused(blamed, request_of())
-    assert is_refused(blamed, request_of(PROMPT + MOST))
+    assert is_refused(blamed, request_of(PROMPT + MAX_REQUESTS))
 
 
 def test_routers_share_blamed_requests() -> None:
@@ -174,7 +174,7 @@ def test_routers_share_blamed_requests() -> None:
     assert is_refused(there, request_of())
 
 
-def test_the_doctor_names_blamed_requests() -> None:
+def test_the_doctor_reports_blamed_requests() -> None:
     blamed = PoisonList()
     assert doctors_view([]).grade == "ok"
     blamed.add(request_of(), "replica r0 stopped")

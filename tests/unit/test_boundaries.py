@@ -191,7 +191,7 @@ def test_an_unknown_layout_degrades_its_replica_and_claims_nothing(
     fleet.update([record("a", layout=layout)])
     assert fleet.replicas.degraded.keys() == {"a"}
     placement = fleet.place_chain(CHAIN, 200, ["a"], 0.0)
-    assert (placement.best_hit_blocks, placement.at("a").hit_blocks) == (0, 0)
+    assert (placement.best_hit_blocks, placement.candidate("a").hit_blocks) == (0, 0)
     assert fleet.caches.added("a", CHAIN) == ()
 
 

@@ -11,7 +11,7 @@ from kvroute.router.api.call_limits import MAX_CHOICES
 from kvroute.router.api.calls import CHATS, COMPLETIONS, INVOCATIONS, parse_invocation
 from kvroute.router.api.chat_batch import parse_chat_batch
 from kvroute.router.api.errors import ApiError
-from kvroute.router.dispatch.chat_batch import answered_together
+from kvroute.router.dispatch.chat_batch import run_together
 
 HELLO, BYE = [{"role": "user", "content": "Hello"}], [{"role": "user", "content": "Bye"}]
 
@@ -85,7 +85,7 @@ async def done(response: Response) -> Response:
 async def test_the_answers_are_one_response_in_the_order_of_the_conversations() -> None:
     first = answer("one", replica="a", queued_s="0.000")
     second = answer("two", replica="b", queued_s="1.500")
-    response = await answered_together([done(first), done(second)], id_="r")
+    response = await run_together([done(first), done(second)], id_="r")
     assert json.loads(bytes(response.body)) == {
         "id": "chatcmpl-r",
         "choices": [
@@ -104,7 +104,7 @@ async def test_the_answers_are_one_response_in_the_order_of_the_conversations() 
 async def test_an_error_of_one_chat_is_the_response() -> None:
     refusal = Response(b'{"error": {}}', 400)
     whole = answer("one", replica="a", queued_s="0.000")
-    assert await answered_together([done(whole), done(refusal)], id_="r") is refusal
+    assert await run_together([done(whole), done(refusal)], id_="r") is refusal
 
 
 async def test_the_other_chats_end_when_one_cannot_run() -> None:
@@ -121,5 +121,5 @@ async def test_the_other_chats_end_when_one_cannot_run() -> None:
         raise ApiError(503, "no replica")
 
     with pytest.raises(ApiError):
-        await answered_together([runs(), fails()], id_="r")
+        await run_together([runs(), fails()], id_="r")
     assert ended == ["runs"]

@@ -15,7 +15,7 @@ TODAY = date(2026, 11, 23)
 
 
 def days(since: str | None = None, until: str | None = None) -> list[date]:
-    return days_between(since, until, today=TODAY, most=400)
+    return days_between(since, until, today=TODAY, limit=400)
 
 
 @given(st.dates(), st.integers(1, 400))

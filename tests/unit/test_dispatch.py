@@ -1,4 +1,4 @@
-"""One stream of chunks for a prompt, whatever becomes of the replicas that make it."""
+"""The dispatcher returns one stream of chunks for a prompt, even if replicas are lost."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from kvroute.router.dispatch.losses import (
     SOON_TOKENS,
     Losses,
 )
-from kvroute.router.dispatch.questions import MANY
+from kvroute.router.dispatch.questions import MAX_EXTRA_CALLS
 from kvroute.router.dispatch.relay import placement_headers
 from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.placement.fleet import Fleet
@@ -48,7 +48,7 @@ from tests.support.wired import Wired, dispatcher_of, questions_of
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
-GONE = -2  # its connection ends as the request comes
+GONE = -2  # a replica whose connection ends when the request arrives
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 
 
@@ -82,13 +82,13 @@ class Engines:
 
 
 class Diary(RequestObserver):
-    """Keeps what ended, and what had no replica to go to."""
+    """Records attempts that have ended, and refusals."""
 
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
         self.refusals: list[tuple[Priority, Refusal]] = []
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
         self.refusals.append((priority, refusal))
 
     def ended(self, attempt: Attempt) -> None:
@@ -96,7 +96,7 @@ class Diary(RequestObserver):
 
 
 class Client:
-    """Asks through a dispatcher."""
+    """Sends requests through a dispatcher."""
 
     def __init__(self, *lives: int, most: int = 1000) -> None:
         self.engines = Engines(lives)
@@ -121,36 +121,36 @@ class Client:
             return await self.asked(prompt, **fields)
 
     async def asked(self, prompt: TokenIds = PROMPT, **fields: Any) -> list[Chunk]:
-        """While it serves."""
+        """Run the replicas and the router during the block."""
         call = completion(**{"max_tokens": 12} | fields)
-        generation = await self.dispatcher.begin(prompt, call, RequestContext(time.monotonic()))
+        generation = await self.dispatcher.generate(prompt, call, RequestContext(time.monotonic()))
         chunks = []
         while chunk := await generation.next():
             chunks.append(chunk)
         return chunks
 
 
-async def test_images_are_placed_by_what_they_show() -> None:
+async def test_images_with_equal_content_go_to_the_same_replica() -> None:
     client, prompt = Client(3, IMMORTAL, IMMORTAL), np.full(100, 7, np.uint32)
     cat, dog = (Feature("cat", 40, 20),), (Feature("dog", 40, 20),)
     now_s = time.monotonic()
     async with client.serving():
         for features in (cat, dog):
             context = RequestContext(now_s, features=features)
-            generation = await client.dispatcher.begin(prompt, completion(), context)
+            generation = await client.dispatcher.generate(prompt, completion(), context)
             while await generation.next():
                 pass
     chains = [attempt.placement.chain for attempt in client.diary.attempts if attempt.placement]
-    assert chains[0] == chains[1][: len(chains[0])]  # the second replica went on with it
+    assert chains[0] == chains[1][: len(chains[0])]  # the second replica continued it
     assert chains[2][:1] == chains[0][:1]
     assert not {*chains[2][1:]} & {*chains[0][1:]}
 
 
-async def test_a_request_that_finds_no_replica_in_its_time_is_counted() -> None:
+async def test_a_request_without_a_ready_replica_before_its_deadline_is_counted() -> None:
     client = Client()
     context = RequestContext(time.monotonic(), urgency=Urgency("interactive", own_s=0.0))
     with pytest.raises(ApiError, match="no replica is ready"):
-        await client.dispatcher.begin(PROMPT, completion(), context)
+        await client.dispatcher.generate(PROMPT, completion(), context)
     assert client.diary.refusals == [("interactive", "no_replica")]
 
 
@@ -159,13 +159,13 @@ def said(chunks: list[Chunk]) -> tuple[str, list[int], list[Any], str | None]:
 
 
 @pytest.mark.parametrize("lives", [[0], [1], [5], [11], [12], [3, GONE], [GONE] * (LOSSES - 1)])
-async def test_an_answer_is_the_same_however_many_replicas_it_takes(lives: list[int]) -> None:
+async def test_an_answer_is_the_same_when_replicas_are_lost(lives: list[int]) -> None:
     undisturbed = await Client(IMMORTAL).ask(logprobs=1)
     assert said(await Client(*lives, IMMORTAL).ask(logprobs=1)) == said(undisturbed)
 
 
 @pytest.mark.parametrize("life", range(1, 8))
-async def test_a_stop_string_ends_the_answer_whoever_says_which_part_of_it(life: int) -> None:
+async def test_a_stop_string_ends_the_answer_even_if_two_replicas_generate_it(life: int) -> None:
     whole = text_of(await Client(IMMORTAL).ask())
     stop = whole[len(whole) // 2 - 8 :][:8]
     undisturbed = await Client(IMMORTAL).ask(stop=stop)
@@ -175,10 +175,8 @@ async def test_a_stop_string_ends_the_answer_whoever_says_which_part_of_it(life:
 
 @pytest.mark.parametrize("life", [0, 1, 5, 11])
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
-async def test_a_response_has_the_same_bytes_whoever_writes_which_part_of_it(
-    path: str, life: int
-) -> None:
-    """But for its id, which is the request's."""
+async def test_a_response_has_the_same_bytes_when_a_replica_is_lost(path: str, life: int) -> None:
+    """Return the data without the id, which differs between requests."""
     with_logprobs = {"stream": False, "logprobs": True if "chat" in path else 1}
     kinds: list[dict[str, Any]] = [{}, with_logprobs]
     for fields in kinds:
@@ -188,7 +186,7 @@ async def test_a_response_has_the_same_bytes_whoever_writes_which_part_of_it(
         assert status_of(disturbed) == 200
 
 
-async def test_who_goes_on_is_told_what_was_said() -> None:
+async def test_the_next_replica_gets_the_tokens_that_were_generated() -> None:
     client = Client(5, IMMORTAL)
     chunks = await client.ask()
     first, second = client.requests
@@ -197,58 +195,58 @@ async def test_who_goes_on_is_told_what_was_said() -> None:
     assert second.prompt_ids.tolist() == PROMPT.tolist()
 
 
-async def test_after_the_last_token_nobody_needs_to_go_on() -> None:
+async def test_a_replica_that_is_lost_after_the_last_token_needs_no_successor() -> None:
     client = Client(12, IMMORTAL)
     await client.ask()
     assert len(client.requests) == 1
 
 
-async def test_what_cannot_go_on_exactly_ends_in_an_error() -> None:
+async def test_an_answer_that_cannot_be_continued_exactly_ends_with_an_error() -> None:
     with pytest.raises(ApiError, match="n above 1"):
         await Client(5, IMMORTAL).ask(n=2, temperature=1.0)
 
 
-async def test_what_cannot_go_on_begins_again_while_the_client_has_nothing() -> None:
+async def test_an_answer_that_cannot_be_continued_starts_again_if_nothing_was_sent() -> None:
     whole: dict[str, Any] = {"n": 2, "temperature": 1.0, "seed": 1, "stream": False}
     undisturbed = await Client(IMMORTAL).ask(**whole)
     assert data_of((await Client(5, IMMORTAL).ask(**whole))[-1:]) == data_of(undisturbed)
 
 
-async def test_replicas_that_were_dead_already_are_few_enough() -> None:
+async def test_a_request_fails_after_too_many_replicas_that_were_dead_before() -> None:
     client = Client(*[GONE] * LOSSES, IMMORTAL)
-    with pytest.raises(ApiError, match="was lost while it answered, and 4 others"):
+    with pytest.raises(ApiError, match="was lost while it answered, and 4 other replicas"):
         await client.ask()
     assert len(client.requests) == LOSSES
 
 
 @pytest.mark.parametrize("lives", [[0, 0], [1, 1], [GONE, SOON_TOKENS, GONE, 1]])
-async def test_a_request_under_which_replicas_die_is_sent_to_no_other(lives: list[int]) -> None:
+async def test_a_request_that_two_replicas_died_of_is_not_sent_to_a_third(lives: list[int]) -> None:
     client = Client(*lives, IMMORTAL, IMMORTAL)
-    with pytest.raises(ApiError, match=r"may be the cause.* words were: as planned") as ended:
+    with pytest.raises(ApiError, match=r"may be the cause.* reported: as planned") as ended:
         await client.ask(max_tokens=100)
     assert len(client.requests) == len(lives)
     assert response(ended.value).headers["x-should-retry"] == "false"
 
 
-async def test_a_request_that_goes_on_is_not_the_cause() -> None:
+async def test_a_request_that_makes_progress_is_not_blamed() -> None:
     lives = [SOON_TOKENS + 1] * (CAUSED + 1)
     undisturbed = await Client(IMMORTAL).ask(max_tokens=100)
     client = Client(*lives, IMMORTAL)
     assert said(await client.ask(max_tokens=100)) == said(undisturbed)
 
 
-async def test_a_replica_that_hangs_is_not_said_to_die() -> None:
+async def test_hangs_do_not_count_as_deaths() -> None:
     losses = Losses()
     for number in range(CAUSED):
-        losses.add(f"r{number}", died=False, is_gone=True, held_s=5.0, tokens=0)
+        losses.add(f"r{number}", died=False, is_excluded=True, held_s=5.0, tokens=0)
     losses.check()
     for number in range(CAUSED):
-        losses.add(f"d{number}", died=True, is_gone=True, held_s=DEAD_BEFORE_S, tokens=0)
+        losses.add(f"d{number}", died=True, is_excluded=True, held_s=DEAD_BEFORE_S, tokens=0)
     with pytest.raises(ApiError, match="d0 and d1 died"):
         losses.check()
 
 
-async def test_no_load_is_left_where_a_replica_was_lost() -> None:
+async def test_a_lost_replica_has_no_load_left() -> None:
     client = Client(5, GONE, IMMORTAL)
     await client.ask()
     ids = [*client.wired.ids()]
@@ -258,22 +256,22 @@ async def test_no_load_is_left_where_a_replica_was_lost() -> None:
     ] * 3
 
 
-async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have_begun() -> None:
+async def test_a_client_that_disconnects_early_leaves_no_load() -> None:
     client = Client(IMMORTAL, IMMORTAL)
     client.engines.all["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
     prompts = [(PROMPT, completion(max_tokens=12)), (PROMPT + 1, completion(max_tokens=12))]
     async with client.serving():
         context = RequestContext(time.monotonic())
-        asking = asyncio.create_task(client.dispatcher.begin_all(prompts, context))
-        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
+        asking = asyncio.create_task(client.dispatcher.generate_all(prompts, context))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         asking.cancel()
         await asyncio.wait([asking])
-        assert [load.unanswered for load in client.fleet.loads.known().values()] == [0, 0]
+        assert [load.unanswered for load in client.fleet.loads.by_id().values()] == [0, 0]
         await until(lambda: not any(server.running for server in client.wired.servers.values()))
 
 
 @pytest.mark.parametrize("stops", [False, True])
-async def test_a_replica_that_refuses_is_passed_over(stops: bool) -> None:
+async def test_a_request_that_a_replica_refuses_goes_to_the_next_one(stops: bool) -> None:
     async with Client(IMMORTAL, IMMORTAL).serving() as client:
         for server in (first := [*client.wired.servers.values()][:1]):
             server.stop() if stops else setattr(server, "_most", 0)
@@ -285,11 +283,11 @@ async def test_a_replica_that_refuses_is_passed_over(stops: bool) -> None:
         assert outcomes == {("r0", "moved"), ("r1", "ok")}
 
 
-async def test_a_request_waits_for_a_replica_with_room_and_too_many_are_refused(
+async def test_a_request_waits_while_all_replicas_are_full_and_too_many_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvroute.router.dispatch.dispatcher.WAITING", 2)
-    # Between two tries a request does not count as waiting: the third one must come before that.
+    # A request counts as waiting only during a pause, so the third one must arrive in one.
     monkeypatch.setattr("kvroute.router.dispatch.dispatcher.FIRST_PAUSE_S", 0.5)
     async with Client(*[IMMORTAL] * 4, most=0).serving() as client:
         waiting = [asyncio.create_task(client.asked()) for _ in range(2)]
@@ -303,7 +301,7 @@ async def test_a_request_waits_for_a_replica_with_room_and_too_many_are_refused(
     assert [said(chunks)[3] for chunks in answers] == ["length"] * 2
 
 
-async def test_a_connection_that_is_about_to_end_takes_nothing_more() -> None:
+async def test_a_connection_that_is_closing_gets_no_requests() -> None:
     """The loop hears of the end only in its next round; a request must not ask there again and
     again until then."""
     async with Client(IMMORTAL, IMMORTAL).serving() as client:
@@ -318,7 +316,7 @@ async def test_a_connection_that_is_about_to_end_takes_nothing_more() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2])
 async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: int) -> None:
-    """They go on elsewhere, or there, when it is connected again."""
+    """The requests continue on another replica, or on this one when it is connected again."""
     undisturbed = await Client(IMMORTAL).ask(max_tokens=400)
     client = Client(*[IMMORTAL] * replicas)
     client.engines._lives = [IMMORTAL] * 2
@@ -327,7 +325,7 @@ async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: i
     }
     async with client.serving():
         asking = asyncio.create_task(client.asked(max_tokens=400))
-        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         (server,) = (server for server in client.wired.servers.values() if server.running)
         for peer in server.peers:
             peer.abort("as planned")
@@ -336,7 +334,7 @@ async def test_a_replica_whose_connection_ends_has_lost_its_requests(replicas: i
         await until(lambda: len(client.wired.links.connected()) == replicas)  # again
 
 
-async def test_every_attempt_ends_once_with_what_became_of_it() -> None:
+async def test_every_attempt_ends_once_with_its_outcome() -> None:
     client = Client(5, GONE, IMMORTAL)
     await client.ask()
     lost, never_begun, last = client.diary.attempts
@@ -345,10 +343,10 @@ async def test_every_attempt_ends_once_with_what_became_of_it() -> None:
     assert (lost.cached_tokens, never_begun.cached_tokens) == (0, None)
     assert not lost.context.is_resumed
     assert last.context.is_resumed
-    assert last.context.at_s == lost.context.at_s < last.sent_s
+    assert last.context.ready_s == lost.context.ready_s < last.sent_s
 
 
-async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
+async def test_an_attempt_that_the_engine_refuses_has_its_own_outcome() -> None:
     client = Client(IMMORTAL)
     chunks = await client.ask(np.zeros(9000, np.uint32))
     assert status_of(chunks) == 400
@@ -356,7 +354,7 @@ async def test_an_attempt_that_the_engine_refuses_is_told_apart() -> None:
     assert [attempt.outcome for attempt in client.diary.attempts] == ["refused"]
 
 
-async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
+async def test_a_call_that_two_engines_died_of_is_not_sent_to_a_third() -> None:
     client, asked = Client(*[IMMORTAL] * 4), list[str]()
 
     async def die(id_: str, _: bytes, rank: int) -> bytes:
@@ -366,7 +364,7 @@ async def test_a_question_of_which_engines_die_is_put_to_no_other() -> None:
     async with client.serving():
         for id_, server in client.wired.servers.items():
             server.methods = {"http": partial(die, id_)}
-        with pytest.raises(ApiError, match=r"may be the cause.* words were: as planned"):
+        with pytest.raises(ApiError, match=r"may be the cause.* reported: as planned"):
             await client.questions.ask("http", b"a")
     assert len(asked) == CAUSED
 
@@ -385,7 +383,7 @@ def answering(client: Client, over: asyncio.Event) -> list[str]:
     return asked
 
 
-async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> None:
+async def test_a_call_goes_to_a_replica_with_the_fewest_pending_calls() -> None:
     client, over = Client(*[IMMORTAL] * 3), asyncio.Event()
     async with client.serving():
         asked = answering(client, over)
@@ -396,18 +394,18 @@ async def test_a_question_goes_to_a_replica_that_owes_the_fewest_answers() -> No
     assert sorted(asked) == ["r0", "r0", "r1", "r1", "r2", "r2"]
 
 
-async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than_others() -> None:
+async def test_a_preferred_replica_is_called_unless_it_has_many_more_pending_calls() -> None:
     client, over = Client(*[IMMORTAL] * 2), asyncio.Event()
     async with client.serving():
         asked = answering(client, over)
         asking = [
             asyncio.create_task(client.questions.ask("http", b"a", prefer=max))
-            for _ in range(MANY + 2)
+            for _ in range(MAX_EXTRA_CALLS + 2)
         ]
-        await until(lambda: len(asked) == MANY + 2)
+        await until(lambda: len(asked) == MAX_EXTRA_CALLS + 2)
         over.set()
         await asyncio.gather(*asking)
-        assert sorted(asked) == ["r0", *["r1"] * (MANY + 1)]
+        assert sorted(asked) == ["r0", *["r1"] * (MAX_EXTRA_CALLS + 1)]
         client.wired.drop("r1")
         await until(lambda: client.wired.links.connected() == ["r0"])
         assert await client.questions.ask("http", b"b", prefer=max) == b"b"
@@ -434,7 +432,7 @@ async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
     client.engines.all |= {id_: SimulatedEngine(slow) for id_ in client.engines.all}
     async with client.serving():
         asking = asyncio.create_task(client.asked(max_tokens=60))
-        await until(lambda: any(load.decoding for load in client.fleet.loads.known().values()))
+        await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         ((stopped, server),) = (
             (id_, each) for id_, each in client.wired.servers.items() if each.running
         )
@@ -446,11 +444,11 @@ async def test_a_replica_that_serve_stops_finishes_what_it_runs() -> None:
         await until(lambda: not server.peers)
 
 
-# Waiting for its turn.
+# Waiting in the queue.
 
 
 def keep_busy(client: Client) -> list[Attempt]:
-    """Every replica has much to do until these end."""
+    """Return attempts that keep every replica busy until they end."""
     now_s, tokens = time.monotonic(), np.full(100_000, 3, np.uint32)
     placement = client.fleet.place(tokens, list(client.engines.all), now_s)
     return [client.fleet.sent(placement, id_, f"long {id_}", now_s) for id_ in client.engines.all]
@@ -458,7 +456,7 @@ def keep_busy(client: Client) -> list[Attempt]:
 
 @contextlib.asynccontextmanager
 async def releasing(client: Client) -> AsyncIterator[None]:
-    """Requests that wait go when it is their turn."""
+    """Release waiting requests during the block."""
     async with client.serving():
         task = asyncio.create_task(client.dispatcher.gate.holding.run())
         yield
@@ -470,11 +468,11 @@ def waiting(client: Client) -> int:
     return client.dispatcher.gate.holding.states()["default"].requests
 
 
-async def test_a_request_waits_until_a_replica_has_time_and_says_so() -> None:
+async def test_a_request_that_waited_for_a_busy_replica_reports_its_wait() -> None:
     client, context = Client(IMMORTAL, IMMORTAL), RequestContext(time.monotonic())
     async with releasing(client):
         busy = keep_busy(client)
-        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        begun = asyncio.create_task(client.dispatcher.generate(PROMPT, completion(), context))
         await until(lambda: waiting(client))
         assert client.requests == []
         busy[1].end()
@@ -482,26 +480,28 @@ async def test_a_request_waits_until_a_replica_has_time_and_says_so() -> None:
         headers = placement_headers([generation])
         generation.close()
     assert generation.replica_id == "r1"
-    assert client.requests[0].order_s < 0.5  # it is short, and has waited
+    assert (
+        client.requests[0].order_s < 0.5
+    )  # a short prompt that has waited has an early order time
     assert headers["x-kvroute-queued-for"] == "busy"
     assert float(headers["x-kvroute-queued-s"]) > 0
 
 
-async def test_a_request_that_did_not_wait_says_so() -> None:
+async def test_a_request_that_did_not_wait_reports_no_wait() -> None:
     client, context = Client(IMMORTAL), RequestContext(time.monotonic())
     async with client.serving():
-        generation = await client.dispatcher.begin(PROMPT, completion(), context)
+        generation = await client.dispatcher.generate(PROMPT, completion(), context)
         generation.close()
     headers = placement_headers([generation])
     assert headers["x-kvroute-queued-for"] == "none"
     assert headers["x-kvroute-queued-s"] == "0.000"
 
 
-async def test_who_leaves_while_he_waits_costs_no_replica_anything() -> None:
+async def test_a_client_that_disconnects_while_waiting_causes_no_work() -> None:
     client, context = Client(IMMORTAL), RequestContext(time.monotonic())
     async with releasing(client):
         busy = keep_busy(client)
-        begun = asyncio.create_task(client.dispatcher.begin(PROMPT, completion(), context))
+        begun = asyncio.create_task(client.dispatcher.generate(PROMPT, completion(), context))
         await until(lambda: waiting(client))
         begun.cancel()
         await asyncio.wait([begun])
@@ -513,9 +513,9 @@ async def test_who_leaves_while_he_waits_costs_no_replica_anything() -> None:
 
 async def test_an_answer_whose_replica_was_lost_does_not_wait_again() -> None:
     client = Client(3, IMMORTAL)
-    async with client.serving():  # nothing would let it go
+    async with client.serving():  # no task runs that would release it
         context = RequestContext(time.monotonic())
-        generation = await client.dispatcher.begin(PROMPT, completion(max_tokens=12), context)
+        generation = await client.dispatcher.generate(PROMPT, completion(max_tokens=12), context)
         keep_busy(client)
         while await generation.next():
             pass
@@ -523,14 +523,16 @@ async def test_an_answer_whose_replica_was_lost_does_not_wait_again() -> None:
     assert client.requests[1].order_s <= 0
 
 
-async def test_only_the_first_prompt_of_a_call_is_refused_for_its_wait() -> None:
+async def test_only_the_first_prompt_of_a_call_has_a_wait_limit() -> None:
     client = Client(IMMORTAL)
     context = RequestContext(time.monotonic() - 1, urgency=Urgency(most_s=0.001), prompts=2)
     async with releasing(client):
         busy = keep_busy(client)
         with pytest.raises(ApiError, match="would wait"):
-            await client.dispatcher.begin(PROMPT, completion(), context)
-        begun = asyncio.create_task(client.dispatcher.begin_in_turn(PROMPT, completion(), context))
+            await client.dispatcher.generate(PROMPT, completion(), context)
+        begun = asyncio.create_task(
+            client.dispatcher.generate_further(PROMPT, completion(), context)
+        )
         await until(lambda: waiting(client))
         busy[0].end()
         (await begun).close()

@@ -1,4 +1,4 @@
-"""A conversation that a client has ended is over on every replica, and for its router."""
+"""The end of a session is reported to every replica, and recorded in the router."""
 
 import asyncio
 import random
@@ -38,10 +38,10 @@ LONGEST = 2**63 - 1
 
 
 class Replicas:
-    """They answer with one token, and keep which sessions they were told of."""
+    """Replicas that answer with one token, and record which ended sessions were reported."""
 
     def __init__(self, *ids: str, ranks: int = 1) -> None:
-        self.told: list[tuple[int, int]] = []  # and of which rank
+        self.reported: list[tuple[int, int]] = []  # session and rank of each report
         methods = {"end_session": self._end}
         self.wired = Wired(dict.fromkeys(ids, self._generate), methods, ranks=ranks)
         self.hang = False
@@ -52,19 +52,21 @@ class Replicas:
     async def _end(self, session: bytes, rank: int) -> bytes:
         if self.hang:
             await asyncio.Event().wait()
-        self.told.append((int.from_bytes(session, "little"), rank))
+        self.reported.append((int.from_bytes(session, "little"), rank))
         return b""
 
 
-async def test_every_rank_of_every_replica_is_told() -> None:
+async def test_the_end_of_a_session_is_reported_to_every_rank() -> None:
     replicas = Replicas("a", "b", ranks=2)
     async with replicas.wired as wired:
         assert await end_session(wired.links, LONGEST) == {}
-    assert sorted(replicas.told) == sorted(2 * [(LONGEST, 0), (LONGEST, 1)])
+    assert sorted(replicas.reported) == sorted(2 * [(LONGEST, 0), (LONGEST, 1)])
 
 
-async def test_replicas_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_sessions, "TELL_S", 0.05)
+async def test_replicas_that_do_not_confirm_the_end_are_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ended_sessions, "TIMEOUT_S", 0.05)
     replicas = Replicas("a", "b")
     async with replicas.wired as wired:
         wired.servers["a"].methods = {}
@@ -77,26 +79,28 @@ async def test_replicas_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "said", [SessionHints(5, is_end=True), SessionHints(is_end=True), SessionHints(5), NO_HINTS]
 )
-async def test_the_end_of_a_last_request_is_told_to_all(said: SessionHints) -> None:
+async def test_the_end_of_a_last_request_is_reported_to_all_replicas(said: SessionHints) -> None:
     replicas, ended = Replicas("a", "b"), EndedSessions()
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), observer=ended)
     async with replicas.wired as wired:
         running = asyncio.create_task(ended.run(wired.links))
         context = RequestContext(time.monotonic(), hints=said)
-        generation = await dispatcher_of(wired, fleet).begin(PROMPT, completion(), context)
+        generation = await dispatcher_of(wired, fleet).generate(PROMPT, completion(), context)
         while await generation.next():
-            assert replicas.told == []
+            assert replicas.reported == []
         if said.is_end:
-            await until(lambda: len(replicas.told) == 2)
-            ((session, _), same) = replicas.told
+            await until(lambda: len(replicas.reported) == 2)
+            ((session, _), same) = replicas.reported
             assert session == same[0] == (said.session or session)
         else:
             assert not ended._waiting
         running.cancel()
 
 
-async def test_ends_that_nobody_tells_of_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_sessions, "WAITING", 3)
+async def test_ended_sessions_that_wait_to_be_reported_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ended_sessions, "MAX_WAITING", 3)
     ended = EndedSessions()
     for session in range(1, 9):
         turn = SessionTurn(Fingerprint(session), session, 1, is_last=True)
@@ -113,12 +117,12 @@ def chain(*ends: int) -> list[Fingerprint]:
     return [Fingerprint(end) for end in ends]
 
 
-def test_a_turn_after_the_end_has_lost_what_was_ended() -> None:
+def test_tokens_of_a_turn_after_the_end_are_evicted_because_it_ended() -> None:
     returns = Returns()
     for session in (1, 2):
         returns.begin(returns.retention(chain(10 * session), 0, SessionHints(session)).turn)
     returns.end(1)
-    returns.end(3)  # nobody's
+    returns.end(3)  # an unknown session
     ended = returns.retention(chain(10, 11), 1, SessionHints(1))
     assert (ended.lost, ended.turn.number) == ("ended", 2)
     assert returns.retention(chain(20, 21), 1, SessionHints(2)).lost == "usual"
@@ -127,7 +131,7 @@ def test_a_turn_after_the_end_has_lost_what_was_ended() -> None:
 
 
 class Application:
-    """The route, of a router with two models."""
+    """Return a client for the route of a router with two models."""
 
     def __init__(self, keyring: Keyring | None = None) -> None:
         self.ended: dict[str, list[int]] = {"m": [], "n": []}
@@ -179,7 +183,7 @@ async def test_a_session_ends_for_every_model_or_for_one() -> None:
 @pytest.mark.parametrize(
     ("path", "status"), [("/v1/sessions/x?model=z", 404), (f"/v1/sessions/{'x' * 257}", 400)]
 )
-async def test_what_cannot_be_ended_is_refused(path: str, status: int) -> None:
+async def test_an_invalid_session_id_is_refused(path: str, status: int) -> None:
     application = Application()
     answer = await application.client.delete(path)
     assert (answer.status_code, "error" in answer.json()) == (status, True)

@@ -73,10 +73,10 @@ def test_what_a_degraded_replica_holds_counts_for_nothing() -> None:
     fleet.mirror.join("a")
     fleet.mirror.add("a", fleet.caches.chain(PROMPT))
     fleet.update([record("a"), record("b")])
-    assert fleet.place(PROMPT, ["a", "b"], 0.0).at("a").hit_blocks == 10
+    assert fleet.place(PROMPT, ["a", "b"], 0.0).candidate("a").hit_blocks == 10
     fleet.update([record("a", template_digest="cccc"), record("b")])
     placement = fleet.place(PROMPT, ["a", "b"], 0.0)
-    assert placement.best_hit_blocks == placement.at("a").hit_blocks == 0
+    assert placement.best_hit_blocks == placement.candidate("a").hit_blocks == 0
     assert {each.replica_id for each in placement.ranking} == {"a", "b"}
     assert fleet.sent(placement, "a", "r", 0.0).dispatch.expected.blocks == ()
 

@@ -1,4 +1,4 @@
-"""Requests wait in the router while every replica has enough to do."""
+"""Requests wait in the router while every replica is busy."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ SHORT, LONG = 100, 60_000  # tokens
 
 
 class Diary(RequestObserver):
-    """Keeps what was said of waiting requests."""
+    """Records the events of waiting requests."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
@@ -39,12 +39,12 @@ class Diary(RequestObserver):
     def waited(self, wait: Wait) -> None:
         self.waits.append(wait)
 
-    def turned_away(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: Refusal) -> None:
         self.refusals.append((priority, refusal))
 
 
 class Router:
-    """As much of one as holds requests, on a clock of its own."""
+    """The parts of a router that queue requests, with a clock of its own."""
 
     def __init__(self, *replicas: str) -> None:
         self.now_s = 1000.0
@@ -79,34 +79,34 @@ class Router:
         return self.fleet.place(prompt, self.replicas, self.now_s)
 
     def send(self, tokens: int, replica: str) -> Attempt:
-        """A request that did not wait."""
+        """Send a request without a wait."""
         placement = self.place(tokens)
         return self.fleet.sent(placement, replica, f"sent {self._prompts}", self.now_s)
 
     async def turn(self, tokens: int = SHORT, urgency: Urgency | None = None) -> Admitted:
         context = RequestContext(self.now_s, urgency=urgency or Urgency())
-        return await self.holding.turn(self.place(tokens), context)
+        return await self.holding.admit(self.place(tokens), context)
 
     async def asks(
         self, tokens: int = SHORT, urgency: Urgency | None = None
     ) -> "asyncio.Task[Admitted]":
-        """Returns when it waits."""
+        """Start a request, and return when it waits."""
         waiting = len(self.queue)
-        self.now_s += 0.001  # no two come at the same time
+        self.now_s += 0.001  # no two requests arrive at the same time
         task = asyncio.create_task(self.turn(tokens, urgency))
         await until(lambda: len(self.queue) > waiting)
         return task
 
 
-async def test_while_a_replica_has_time_nobody_waits() -> None:
+async def test_requests_do_not_wait_while_a_replica_is_free() -> None:
     router = Router("a", "b")
     router.send(LONG, "a")
-    turn = await router.turn()  # nothing would let it go
+    turn = await router.turn()  # no task runs that would release it
     assert turn.wait.reason == "none"
     assert router.diary.waits == []
 
 
-async def test_a_request_waits_until_a_replica_has_time() -> None:
+async def test_a_request_waits_until_a_replica_is_free() -> None:
     router = Router("a")
     async with router.running():
         sent = router.send(LONG, "a")
@@ -124,7 +124,7 @@ async def test_short_prompts_pass_long_ones_and_each_is_sent_before_the_next_goe
     async def ask(name: str, tokens: int) -> None:
         await router.turn(tokens)
         went.append(name)
-        router.send(LONG, "a")  # there is room for one at a time
+        router.send(LONG, "a")  # the replica takes one request at a time
 
     async with router.running():
         sent = router.send(LONG, "a")
@@ -139,7 +139,7 @@ async def test_short_prompts_pass_long_ones_and_each_is_sent_before_the_next_goe
             task.cancel()
 
 
-async def test_who_leaves_is_in_the_queue_no_longer() -> None:
+async def test_a_request_whose_client_disconnects_leaves_the_queue() -> None:
     router = Router("a")
     async with router.running():
         router.send(LONG, "a")
@@ -150,7 +150,7 @@ async def test_who_leaves_is_in_the_queue_no_longer() -> None:
         assert router.holding.states()["default"].requests == 0
 
 
-async def test_who_leaves_as_its_turn_comes_holds_up_nobody() -> None:
+async def test_a_client_that_disconnects_when_its_request_is_released_delays_no_other() -> None:
     router = Router("a")
     async with router.running():
         sent = router.send(LONG, "a")
@@ -160,7 +160,7 @@ async def test_who_leaves_as_its_turn_comes_holds_up_nobody() -> None:
         assert (await second).wait.reason == "busy"
 
 
-async def test_a_request_is_refused_that_would_wait_too_long() -> None:
+async def test_a_request_that_would_wait_too_long_is_refused() -> None:
     router = Router("a")
     router.send(LONG, "a")
     waiting = [await router.asks(LONG) for _ in range(5)]
@@ -176,46 +176,46 @@ async def test_a_request_is_refused_that_would_wait_too_long() -> None:
         task.cancel()
 
 
-async def test_a_refusal_says_when_to_come_again() -> None:
+async def test_a_refusal_has_a_time_for_the_retry() -> None:
     error = too_long(Urgency(most_s=10, own_s=10), "would wait 31.5 s", 31.5)
     assert error.headers["retry-after"] == "22"
     assert "its deadline is 10 s; try again in 22 s" in error.message
 
 
-async def test_what_has_waited_too_long_is_refused() -> None:
+async def test_a_request_that_has_waited_too_long_is_refused() -> None:
     router = Router("a")
     async with router.running():
-        router.send(7_500, "a")  # slightly more than the queue holds
-        with pytest.raises(ApiError, match=r"has waited 0 s until"):  # by the test's clock
+        router.send(7_500, "a")  # slightly above the busy backlog
+        with pytest.raises(ApiError, match=r"has waited 0 s until"):  # the time on the test's clock
             await router.turn(SHORT, Urgency("interactive", most_s=0.1))
         assert not router.queue
     assert router.diary.refusals == [("interactive", "deadline")]
 
 
-async def test_even_an_empty_prompt_would_wait_too_long() -> None:
+async def test_a_request_is_refused_if_even_an_empty_prompt_would_wait_too_long() -> None:
     router, hurried = Router("a"), Urgency(most_s=1)
     router.holding.check(hurried, "")
     router.send(LONG, "a")
     router.holding.check(hurried, "")
     waiting = [await router.asks(30_000) for _ in range(3)]
-    router.now_s += 300  # those that wait are before everybody who comes now
+    router.now_s += 300  # waiting requests come before new ones
     with pytest.raises(ApiError, match="would wait"):
         router.holding.check(hurried, "")
-    router.holding.check(Urgency(), "")  # it has no deadline
+    router.holding.check(Urgency(), "")  # a request without a deadline is not refused
     for task in waiting:
         task.cancel()
 
 
-async def test_a_fleet_that_has_time_refuses_nobody() -> None:
+async def test_a_free_fleet_refuses_no_request() -> None:
     router = Router("a")
-    for _ in range(50):  # much has come of late
+    for _ in range(50):  # many requests have arrived recently
         router.send(20_000, "a").first_token(router.now_s)
         await router.turn(20_000)
     router.holding.check(Urgency(later_s=3600, most_s=1), "")
     await router.turn(LONG, Urgency(later_s=3600, most_s=1))
 
 
-async def test_too_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_is_refused_if_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holding, "WAITING", 2)
     router = Router("a")
     router.send(LONG, "a")
@@ -227,7 +227,7 @@ async def test_too_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         task.cancel()
 
 
-async def test_without_replicas_nobody_waits_for_ever() -> None:
+async def test_requests_do_not_wait_for_ever_without_replicas() -> None:
     router = Router("a")
     async with router.running():
         router.send(LONG, "a")
@@ -240,7 +240,7 @@ async def test_without_replicas_nobody_waits_for_ever() -> None:
     assert router.diary.refusals == [("default", "no_replica")]
 
 
-async def test_it_is_the_fleets_fault_if_no_replica_runs_until_the_deadline() -> None:
+async def test_a_deadline_that_passes_without_a_replica_is_a_503() -> None:
     router = Router("a")
     async with router.running():
         router.send(LONG, "a")
@@ -251,7 +251,7 @@ async def test_it_is_the_fleets_fault_if_no_replica_runs_until_the_deadline() ->
             await task
 
 
-async def test_a_replica_that_comes_is_used() -> None:
+async def test_a_replica_that_starts_gets_the_waiting_requests() -> None:
     router = Router("a")
     async with router.running():
         router.send(LONG, "a")
@@ -283,18 +283,20 @@ async def test_engines_get_the_same_order() -> None:
         default = await router.turn(1000)
         interactive = await router.turn(1000, Urgency("interactive"))
         batch = await router.turn(1000, Urgency("batch"))
-    assert batch.among == ["a"]
+    assert batch.allowed_ids == ["a"]
     prefill_s = router.place(1000).ranking[0].own_s
-    assert default.at_s - router.now_s == pytest.approx(DELAY * prefill_s)
+    assert default.order_s - router.now_s == pytest.approx(DELAY * prefill_s)
     sooner_s = INTERACTIVE * router.fleet.loads.scale.busy_s
-    assert default.at_s - interactive.at_s == pytest.approx(sooner_s)
-    assert batch.at_s - default.at_s == pytest.approx(BATCH_S)
+    assert default.order_s - interactive.order_s == pytest.approx(sooner_s)
+    assert batch.order_s - default.order_s == pytest.approx(BATCH_S)
 
 
 BATCH = Urgency("batch")
 
 
-async def test_batch_requests_take_no_places_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_requests_do_not_count_in_the_limit_of_other_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(holding, "WAITING", 2)
     monkeypatch.setattr(holding, "WAITING_BATCH", 3)
     router = Router("a")
@@ -309,7 +311,7 @@ async def test_batch_requests_take_no_places_of_others(monkeypatch: pytest.Monke
             task.cancel()
 
 
-async def test_the_wait_of_a_batch_request_teaches_nothing_about_others() -> None:
+async def test_forecasts_do_not_learn_from_batch_requests() -> None:
     router = Router("a")
     async with router.running():
         sent = router.send(LONG, "a")
@@ -321,33 +323,33 @@ async def test_the_wait_of_a_batch_request_teaches_nothing_about_others() -> Non
 
 
 @pytest.mark.parametrize("own_s", [None, 0.2])
-async def test_who_waits_in_vain_teaches_a_margin_but_for_deadlines_of_its_own(
+async def test_the_margin_learns_from_refused_requests_without_their_own_deadline(
     own_s: float | None,
 ) -> None:
     router = Router("a")
     async with router.running():
-        router.send(8_600, "a")  # 0.15 s more than the queue holds
+        router.send(8_600, "a")  # 0.15 s above the busy backlog
         with pytest.raises(ApiError, match="has waited"):
             await router.turn(SHORT, Urgency(most_s=0.2, own_s=own_s))
     assert (router.holding.margin > 1.0) == (own_s is None)
 
 
-async def test_replicas_are_told_that_requests_were_refused_for_want_of_them() -> None:
+async def test_replicas_get_the_wait_of_requests_that_were_refused() -> None:
     router = Router("a")
     async with router.running():
         sent = router.send(LONG, "a")
         with pytest.raises(ApiError, match="would wait"):
             await router.turn(LONG, Urgency(most_s=0.5))
         sent.end()
-        told = [(await router.turn()).missed_s]
-        told.append((await router.turn(urgency=BATCH)).missed_s)
+        waits_s = [(await router.turn()).missed_s]
+        waits_s.append((await router.turn(urgency=BATCH)).missed_s)
         router.now_s += holding.REFUSED_S
-        told.append((await router.turn()).missed_s)
-    assert told[0] > 0.5
-    assert told[1:] == [0.0, 0.0]
+        waits_s.append((await router.turn()).missed_s)
+    assert waits_s[0] > 0.5
+    assert waits_s[1:] == [0.0, 0.0]
 
 
-async def test_a_request_that_wants_to_wait_less_makes_no_fleet_larger() -> None:
+async def test_refusals_for_a_requests_own_deadline_do_not_scale_the_fleet() -> None:
     router = Router("a")
     async with router.running():
         sent = router.send(LONG, "a")

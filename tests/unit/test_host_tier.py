@@ -1,4 +1,4 @@
-"""Where requests go whose prompts replicas have in host memory, and what routers learn of that."""
+"""Placement of prompts that replicas have in host memory, and the figures about it."""
 
 import random
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN)
 
 
 def at(fleet: Fleet, replica_id: str, at_s: float = 0.0) -> Candidate:
-    return place(fleet, at_s).at(replica_id)
+    return place(fleet, at_s).candidate(replica_id)
 
 
 def reloaded(candidate: Candidate) -> int:
@@ -78,7 +78,7 @@ def answer(attempt: Attempt, *, at_s: float, cached_blocks: int = len(CHAIN)) ->
 
 
 def show_speed(fleet: Fleet, *, bytes_per_s: float) -> None:
-    """Replica a says how fast its copies were of late."""
+    """Report the recent speed of copies on replica a."""
     load = Load(host_bytes_per_s=bytes_per_s)
     fleet.update(
         [
@@ -88,7 +88,7 @@ def show_speed(fleet: Fleet, *, bytes_per_s: float) -> None:
     )
 
 
-def test_a_replica_without_a_tier_tells_nothing_of_one() -> None:
+def test_a_record_without_slower_tiers_has_no_field_for_them() -> None:
     assert encode(Description(FACTS)) == (
         b'{"facts":{"block_size":4,"capacity_blocks":100,"max_model_len":4096,'
         b'"prefill_tokens_per_s":1000.0,"attention_tokens":1000000000.0,'
@@ -99,14 +99,14 @@ def test_a_replica_without_a_tier_tells_nothing_of_one() -> None:
     assert b"host" in encode(Description(facts(host=TIER)))
 
 
-def test_only_a_pin_in_host_memory_says_where_it_is() -> None:
+def test_only_a_pin_in_host_memory_has_a_tier() -> None:
     pins = {"law@1": Warm(4, True), "faq@1": Warm(2, True, is_in_host=True)}
     packed = encode_pins(pins)
     assert packed == b'{"law@1":[4,true],"faq@1":[2,true,true]}'
     assert decode_pins(packed) == pins
 
 
-def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
+def test_a_hit_starts_in_gpu_memory_and_continues_in_host_memory() -> None:
     fleet = fleet_of(with_tier("a"), record("b"))
     hold(fleet, "a", gpu=50, host=150)
     there = at(fleet, "a")
@@ -116,14 +116,14 @@ def test_a_hit_is_what_the_gpu_has_and_then_what_host_memory_has() -> None:
     assert place(fleet).predicted_ttft_s("a") == pytest.approx(0.301)
 
 
-def test_what_is_in_both_tiers_counts_once_and_needs_no_reload() -> None:
+def test_blocks_in_both_tiers_count_once_and_need_no_reload() -> None:
     fleet = fleet_of(with_tier("a"))
     hold(fleet, "a", gpu=150, host=120)
     there = at(fleet, "a")
     assert (there.hit_blocks, reloaded(there), there.reload_s) == (150, 0, 0.0)
 
 
-def test_the_gpu_that_has_a_prefix_comes_before_host_memory_and_this_before_computing() -> None:
+def test_a_prefix_in_gpu_memory_is_preferred_to_host_memory_and_that_to_computing() -> None:
     fleet = fleet_of(with_tier("host"), with_tier("gpu"), with_tier("cold"))
     hold(fleet, "host", host=200)
     hold(fleet, "gpu", gpu=200)
@@ -140,13 +140,13 @@ def test_a_host_hit_on_an_idle_replica_is_worth_more_than_a_wait_for_the_gpus() 
     assert place(fleet).ranking[0].replica_id == "host"
 
 
-def test_where_reloading_takes_longer_than_computing_host_memory_counts_for_nothing() -> None:
+def test_host_memory_is_ignored_if_reloading_is_slower_than_computing() -> None:
     slow = TierFacts(blocks=1000, block_bytes=1000, bytes_per_s=1e5)  # 10 ms for a block of 4 ms
     fleet = fleet_of(with_tier("a", host=slow), record("b"))
     hold(fleet, "a", gpu=50, host=200)
     placement = place(fleet)
-    assert (placement.best_hit_blocks, reloaded(placement.at("a"))) == (50, 0)
-    assert placement.at("a").reload_s == 0.0
+    assert (placement.best_hit_blocks, reloaded(placement.candidate("a"))) == (50, 0)
+    assert placement.candidate("a").reload_s == 0.0
     assert not fleet.sent(placement, "a", "r", 0.0).dispatch.loads_first
 
 
@@ -162,8 +162,8 @@ def test_a_replica_without_a_tier_or_a_record_or_that_differs_has_no_host_hits()
 UNKNOWN = Layout((CacheGroup("telepathy", 8),), 8)
 
 
-def test_a_host_hit_is_priced_by_the_speed_that_the_replica_has_shown() -> None:
-    """It claims 1 ms for a block that takes 4 ms to compute."""
+def test_the_cost_of_a_host_hit_follows_the_measured_copy_speed() -> None:
+    """The replica reports 1 ms per block; computing a block takes 4 ms."""
     fleet = fleet_of(with_tier("a"), record("b"))
     hold(fleet, "a", host=200)
     fleet.mirror.add("b", CHAIN[:60])
@@ -188,7 +188,7 @@ def test_a_busy_replica_is_not_idle_while_its_next_prompt_is_copied() -> None:
     assert fleet.loads.backlogs_s(["a"], 2 / 3 + 0.1) == [pytest.approx(computed_s - 0.1)]
 
 
-def test_who_needs_what_is_being_copied_waits_for_it_too() -> None:
+def test_a_prompt_waits_for_blocks_that_are_being_copied_for_another() -> None:
     fleet = fleet_of(with_tier("a"), with_tier("b"))
     hold(fleet, "a", gpu=50, host=200)
     fleet.sent(place(fleet), "a", "leader", 0.0)
@@ -199,7 +199,7 @@ def test_who_needs_what_is_being_copied_waits_for_it_too() -> None:
     assert at(fleet, "a", 0.05).reload_s == 0.0
 
 
-def test_a_first_token_after_a_reload_teaches_nothing_about_the_prefill() -> None:
+def test_the_prefill_speed_is_not_learned_from_a_request_with_a_reload() -> None:
     publisher = PeerPublisher()
     fleet, peer = fleet_of(with_tier("a"), observer=publisher), fleet_of(with_tier("a"))
     subscriber = PeerSubscriber(peer, own="peer", clock=lambda: 5.0)
@@ -211,7 +211,7 @@ def test_a_first_token_after_a_reload_teaches_nothing_about_the_prefill() -> Non
     assert attempt.load.speed.slowness == peer.loads.of("a").speed.slowness == 1.0
 
 
-def test_what_is_computed_while_another_request_reloads_is_timed_from_its_own_start() -> None:
+def test_a_prompt_computed_during_a_reload_is_timed_from_its_own_start() -> None:
     fleet = fleet_of(with_tier("a"))
     hold(fleet, "a", host=200)
     fleet.sent(place(fleet), "a", "reloads", 0.0)
@@ -221,30 +221,30 @@ def test_what_is_computed_while_another_request_reloads_is_timed_from_its_own_st
     assert other.load.speed.slowness == pytest.approx(1.0)
 
 
-def test_a_long_line_of_copies_is_no_reason_to_compute() -> None:
-    """It delays this request; computing would delay those behind it, too."""
+def test_a_prompt_is_reloaded_even_if_many_copies_are_pending() -> None:
+    """Waiting for copies delays one request; computing would delay all later ones, too."""
     fleet = fleet_of(with_tier("a"))
     chains = [[Fingerprint(1000 * n + i) for i in range(200)] for n in range(1, 7)]
     for chain in chains:
         fleet.mirror.add("a", map(HOST.member, chain))
     for number, chain in enumerate(chains[:-1]):
         fleet.sent(place(fleet, 0.0, chain), "a", str(number), 0.0)
-    last = place(fleet, 0.0, chains[-1]).at("a")
+    last = place(fleet, 0.0, chains[-1]).candidate("a")
     assert reloaded(last) == 200
-    assert last.reload_s == pytest.approx(1.2)  # to compute them takes 0.8
+    assert last.reload_s == pytest.approx(1.2)  # computing the blocks takes 0.8 s
 
 
-def test_reloads_stand_in_line_until_their_first_tokens() -> None:
+def test_reloads_are_pending_until_their_first_tokens() -> None:
     fleet = fleet_of(with_tier("a"))
     hold(fleet, "a", host=200)
     first = fleet.sent(place(fleet), "a", "first", 0.0)
-    fleet.mirror.unexpect("a", first.dispatch.expected.blocks)  # as if it were another prompt
+    fleet.mirror.unexpect("a", first.dispatch.expected.blocks)  # as for another prompt
     assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.15 + 0.2)
     first.load.finish("first")
     assert at(fleet, "a", 0.05).reload_s == pytest.approx(0.2)
 
 
-def test_a_block_that_left_the_gpu_alone_is_a_hit_and_one_that_left_both_is_evicted() -> None:
+def test_a_block_evicted_from_gpu_memory_only_is_still_a_hit() -> None:
     fleet = fleet_of(with_tier("a"))
     hold(fleet, "a", gpu=200, host=200)
     fleet.mirror.remove("a", CHAIN[50:])
@@ -253,7 +253,7 @@ def test_a_block_that_left_the_gpu_alone_is_a_hit_and_one_that_left_both_is_evic
     assert place(fleet).evicted_tokens == 80 * BLOCK
 
 
-def test_caches_are_not_tight_while_host_memory_has_what_the_gpus_evict() -> None:
+def test_blocks_in_host_memory_cause_no_cache_pressure() -> None:
     def pressure(evicted: Sequence[Fingerprint]) -> float:
         fleet = fleet_of(with_tier("a"))
         for number in range(20):

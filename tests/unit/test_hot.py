@@ -1,4 +1,4 @@
-"""The prefixes that save most are those where many prompts meet, not any one chat's history."""
+"""The prefixes that save the most are common to many prompts; a chat's history is not."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 
 from kvroute.blocks.fingerprint import Feature, fingerprints, root
 from kvroute.contract.generation import TokenIds
-from kvroute.router.prefixes.hot import KEPT, MEMORY_S, Hot, HotPrefixes
+from kvroute.router.prefixes.hot import MAX_PREFIXES, MEMORY_S, HotPrefix, HotPrefixes
 
 BLOCK = 4
 ROOT = root(model="m", block_size=BLOCK)
@@ -18,7 +18,7 @@ def text(seed: int, blocks: int) -> TokenIds:
 
 
 class Fleet:
-    """One cache without bounds, in front of which the prefixes are counted."""
+    """One unbounded cache; the prefixes of its prompts are counted."""
 
     def __init__(self) -> None:
         self.hot = HotPrefixes(block_size=BLOCK)
@@ -26,24 +26,24 @@ class Fleet:
         self._held: set[int] = set()
 
     def ask(self, *parts: TokenIds, image_at: int | None = None) -> None:
-        """A prompt of these parts, a tenth of a second after the last one."""
+        """Send a prompt of these parts, 0.1 s after the last one."""
         self.now_s += 0.1
         token_ids = np.concatenate(parts)
         features = [] if image_at is None else [Feature("cat", image_at, 5)]
         chain = fingerprints(token_ids, block_size=BLOCK, parent=ROOT, features=features)
         cached = next((i for i, f in enumerate(chain) if f not in self._held), len(chain))
         self._held.update(chain)
-        self.hot.see(token_ids, chain, cached * BLOCK, self.now_s, features)
+        self.hot.record(token_ids, chain, cached * BLOCK, self.now_s, features)
 
-    def top(self, count: int = 10) -> list[Hot]:
+    def top(self, count: int = 10) -> list[HotPrefix]:
         return self.hot.top(count, self.now_s)
 
 
-def same(hot: Hot, *parts: TokenIds) -> bool:
+def same(hot: HotPrefix, *parts: TokenIds) -> bool:
     return np.array_equal(hot.token_ids, np.concatenate(parts))
 
 
-def test_what_many_prompts_begin_with_is_found_in_its_length() -> None:
+def test_the_common_prefix_of_many_prompts_is_found_with_its_length() -> None:
     fleet, system = Fleet(), text(0, 20)
     for number in range(1, 50):
         fleet.ask(system, text(number, 5))
@@ -60,7 +60,7 @@ def test_a_prefix_ends_before_its_first_image() -> None:
 
 
 def test_chats_count_for_what_they_share() -> None:
-    """Ten chats of many turns: each turn finds the history before it, and nobody else does."""
+    """Ten chats with many turns: only the turns of a chat share its history."""
     fleet, system = Fleet(), text(0, 20)
     histories = [[system, text(n, 1)] for n in range(1, 11)]
     for turn in range(20):
@@ -70,7 +70,7 @@ def test_chats_count_for_what_they_share() -> None:
     assert same(fleet.top()[0], system)
 
 
-def test_a_shorter_one_that_only_leads_to_a_longer_one_is_not_listed() -> None:
+def test_a_prefix_that_is_only_used_in_a_longer_one_is_not_listed() -> None:
     fleet, system, document = Fleet(), text(0, 4), text(1, 30)
     fleet.ask(system)
     fleet.ask(system, text(2, 3))
@@ -80,7 +80,7 @@ def test_a_shorter_one_that_only_leads_to_a_longer_one_is_not_listed() -> None:
     assert same(first, system, document)
 
 
-def test_both_are_listed_where_both_are_used() -> None:
+def test_two_nested_prefixes_are_listed_if_both_are_used() -> None:
     fleet, system, document = Fleet(), text(0, 4), text(1, 30)
     for number in range(2, 60, 2):
         fleet.ask(system, text(number, 2))
@@ -90,9 +90,9 @@ def test_both_are_listed_where_both_are_used() -> None:
     assert same(shorter, system)
 
 
-def test_rates_are_what_was_saved_in_a_second() -> None:
+def test_rates_are_tokens_saved_per_second() -> None:
     fleet, system = Fleet(), text(0, 10)
-    for number in range(1, 6000):  # ten minutes of ten a second
+    for number in range(1, 6000):  # ten requests per second for ten minutes
         fleet.ask(system, text(number, 1))
     (first,) = fleet.top()
     assert first.requests_per_s(fleet.now_s) == pytest.approx(10, rel=0.01)
@@ -101,20 +101,20 @@ def test_rates_are_what_was_saved_in_a_second() -> None:
     assert first.requests_per_s(later_s) < 0.001
 
 
-def test_only_so_many_are_known_and_the_hottest_stay() -> None:
+def test_the_number_of_prefixes_is_bounded_and_the_hottest_stay() -> None:
     fleet, system, rng = Fleet(), text(0, 10), random.Random(1)
-    for number in range(1, 4 * KEPT):
+    for number in range(1, 4 * MAX_PREFIXES):
         once = text(number, 2 + rng.randrange(20))
         fleet.ask(once)
         fleet.ask(once)
         fleet.ask(system, text(10_000 + number, 1))
-        assert len(fleet.hot._known) <= 2 * KEPT
+        assert len(fleet.hot._prefixes) <= 2 * MAX_PREFIXES
     assert same(fleet.top()[0], system)
 
 
-def test_what_is_not_cached_anywhere_is_not_hot() -> None:
+def test_a_prefix_that_is_not_cached_is_not_hot() -> None:
     hot = HotPrefixes(block_size=BLOCK)
     chain = fingerprints(text(0, 5), block_size=BLOCK, parent=ROOT)
     for _ in range(3):
-        hot.see(text(0, 5), chain, 0, 1.0)
+        hot.record(text(0, 5), chain, 0, 1.0)
     assert hot.top(10, 1.0) == []

@@ -58,7 +58,7 @@ class Router:
         assert rendered.image is not None
         context = RequestContext(time.monotonic(), features=rendered.features)
         ((prompt, http),) = rendered.prompts()
-        generation = await self.dispatcher.begin(prompt, http, context)
+        generation = await self.dispatcher.generate(prompt, http, context)
         generation.close()
         self.homes.answered(rendered.image, generation.replica_id)
         return self.rendered[-1], generation.replica_id

@@ -1,4 +1,4 @@
-"""A router knows how much of a KV cache running requests hold, with shared blocks counted once."""
+"""The estimate of how much of a KV cache running requests hold counts shared blocks once."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ SIZES = st.integers(0, 1000)
 REQUESTS = st.tuples(SIZES, SIZES, st.sampled_from([None, DOCUMENT, CHAT]))
 
 
-def test_questions_about_one_document_hold_it_once() -> None:
+def test_requests_with_a_common_prefix_hold_it_once() -> None:
     use = KvUse()
     use.add("a", new_tokens=10, cached_tokens=500, prefix=DOCUMENT)
     use.add("b", new_tokens=20, cached_tokens=500, prefix=DOCUMENT)
@@ -22,7 +22,7 @@ def test_questions_about_one_document_hold_it_once() -> None:
     assert use.tokens == 20 + 500
 
 
-def test_prompts_that_nobody_knows_share_nothing() -> None:
+def test_unknown_prompts_share_nothing() -> None:
     use = KvUse()
     use.add("a", new_tokens=10, cached_tokens=0, prefix=None)
     use.add("b", new_tokens=20, cached_tokens=5, prefix=None)
@@ -30,10 +30,10 @@ def test_prompts_that_nobody_knows_share_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | REQUESTS), max_size=60))
-def test_tokens_are_those_of_the_requests_that_run(
+def test_tokens_match_the_running_requests(
     steps: list[tuple[int, tuple[int, int, Fingerprint | None] | None]],
 ) -> None:
-    """A step sends a request with one of six ids, again too, or ends it."""
+    """Each step sends or ends a request; six ids are used again and again."""
     use, running = KvUse(), dict[int, tuple[int, int, Fingerprint | None]]()
     for number, sent in steps:
         if sent is None:

@@ -1,4 +1,4 @@
-"""Every token of a prompt has one place in the ledger."""
+"""The ledger counts every token of a prompt under one cause."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ LENGTHS = "cacheable reusable expected delivered named partial known".split()
 
 
 def ledger(**lengths: Any) -> dict[str, int]:
-    """What is not 0 of a ledger for 100 tokens, of which 96 are cacheable."""
+    """Return the causes with tokens, of a prompt with 100 tokens of which 96 are cacheable."""
     whole = {"cacheable": 96, "reusable": 0, "expected": 0, "delivered": 0, **lengths}
     found = msgspec.structs.asdict(account(100, **whole))
     return {cause: tokens for cause, tokens in found.items() if tokens}
@@ -25,7 +25,7 @@ def ledger(**lengths: Any) -> dict[str, int]:
     st.builds(range, TOKENS, TOKENS),
     st.booleans(),
 )
-def test_the_causes_add_up_to_the_prompt_whatever_is_claimed(
+def test_the_causes_add_up_to_the_prompt_for_any_lengths(
     prompt: int, lengths: dict[str, int], broken: range, is_salted: bool
 ) -> None:
     found = account(prompt, broken=broken, is_salted=is_salted, **lengths)
@@ -38,56 +38,54 @@ def test_the_causes_add_up_to_the_prompt_whatever_is_claimed(
     assert found.broken <= len(broken)
 
 
-def test_a_prompt_that_nobody_had_is_new_but_for_its_last_block() -> None:
+def test_an_uncached_prompt_is_new_except_its_tail() -> None:
     assert ledger() == {"new": 96, "tail": 4}
 
 
-def test_what_was_expected_and_came_is_a_hit() -> None:
+def test_expected_and_delivered_tokens_are_hits() -> None:
     assert ledger(reusable=64, expected=64, delivered=64) == {"hit": 64, "new": 32, "tail": 4}
 
 
-def test_what_was_expected_and_did_not_come_is_stale() -> None:
+def test_expected_tokens_that_were_not_delivered_are_stale() -> None:
     found = ledger(reusable=64, expected=64, delivered=32)
     assert found == {"hit": 32, "stale": 32, "new": 32, "tail": 4}
 
 
-def test_what_another_replica_had_is_spilled() -> None:
+def test_tokens_cached_on_another_replica_are_spilled() -> None:
     found = ledger(reusable=96, expected=32, delivered=32)
     assert found == {"hit": 32, "spilled": 64, "tail": 4}
 
 
-def test_a_surprise_is_taken_from_what_would_have_been_lost() -> None:
+def test_unexpected_hits_reduce_the_later_causes() -> None:
     found = ledger(reusable=64, expected=32, delivered=80)
     assert found == {"hit": 32, "unexpected_hit": 48, "new": 16, "tail": 4}
 
 
-def test_what_is_new_under_a_salt_may_be_somebody_elses() -> None:
+def test_new_tokens_of_a_salted_prompt_are_isolated() -> None:
     found = ledger(reusable=32, expected=32, delivered=32, is_salted=True)
     assert found == {"hit": 32, "isolated": 64, "tail": 4}
 
 
-def test_what_was_once_cached_and_is_no_more_is_evicted() -> None:
+def test_tokens_that_were_cached_before_are_evicted() -> None:
     found = ledger(reusable=32, expected=32, delivered=32, known=64)
     assert found == {"hit": 32, "evicted": 32, "new": 32, "tail": 4}
 
 
-def test_what_lacks_only_windows_or_states_is_partial_and_not_evicted() -> None:
+def test_tokens_that_lack_only_windows_or_states_are_partial() -> None:
     found = ledger(reusable=32, expected=32, delivered=32, partial=64, known=80)
     assert found == {"hit": 32, "partial": 32, "evicted": 16, "new": 16, "tail": 4}
 
 
-def test_what_is_known_to_have_been_evicted_is_not_blamed_on_a_salt() -> None:
+def test_evicted_tokens_of_a_salted_prompt_are_not_isolated() -> None:
     assert ledger(known=64, is_salted=True) == {"evicted": 64, "isolated": 32, "tail": 4}
 
 
-def test_a_named_prefix_that_nobody_kept_is_unpinned_whether_it_was_evicted_or_never_there() -> (
-    None
-):
+def test_an_uncached_named_prefix_is_unpinned_even_if_it_was_evicted() -> None:
     assert ledger(named=64) == {"unpinned": 64, "new": 32, "tail": 4}
     assert ledger(named=64, known=80) == {"unpinned": 64, "evicted": 16, "new": 16, "tail": 4}
 
 
-def test_a_named_prefix_that_is_warm_elsewhere_is_spilled() -> None:
+def test_a_named_prefix_that_is_cached_on_another_replica_is_spilled() -> None:
     assert ledger(reusable=64, named=64) == {"spilled": 64, "new": 32, "tail": 4}
 
 
@@ -95,12 +93,12 @@ def test_a_shared_prefix_is_unpinned_under_a_salt_too() -> None:
     assert ledger(named=64, is_salted=True) == {"unpinned": 64, "isolated": 32, "tail": 4}
 
 
-def test_what_stands_behind_a_change_is_broken_and_what_changed_and_what_follows_is_new() -> None:
+def test_text_after_a_change_is_broken_and_changed_or_added_text_is_new() -> None:
     found = ledger(reusable=16, expected=16, delivered=16, known=16, broken=range(24, 80))
     assert found == {"hit": 16, "new": 8 + 16, "broken": 56, "tail": 4}
 
 
-def test_what_replicas_held_in_spite_of_a_change_is_not_blamed_on_it() -> None:
+def test_tokens_that_are_cached_in_spite_of_a_change_are_not_broken() -> None:
     assert ledger(known=64, broken=range(24, 80)) == {
         "evicted": 64,
         "broken": 16,
@@ -115,5 +113,5 @@ def test_a_change_breaks_the_prefix_under_a_salt_too() -> None:
     assert found == {"broken": 56, "isolated": 24 + 16, "tail": 4}
 
 
-def test_the_tail_could_not_have_been_cached_before_a_change_either() -> None:
+def test_the_tail_is_never_broken() -> None:
     assert ledger(broken=range(90, 120)) == {"new": 90, "broken": 6, "tail": 4}

@@ -157,7 +157,7 @@ async def test_one_request_too_many_is_refused_until_another_has_ended() -> None
     assert second.headers["x-ratelimit-remaining-requests"] == "0"
     error = second.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-    assert "its limit of 1 requests under way; try again in 1 s" in error["message"]
+    assert "its limit of 1 running requests; try again in 1 s" in error["message"]
     assert served.model.refusals == [("acme", "requests")]
     assert [type(error) for error in served.model.errors] == [ApiError]
     served.model.held.set()
@@ -172,8 +172,8 @@ async def test_the_error_at_the_limit_of_a_minute_has_a_time_and_cached_tokens_a
     assert refused.status_code == 429
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     message = refused.json()["error"]["message"]
-    assert "its limit of 120 uncached prompt tokens a minute" in message
-    assert "tokens that a replica has cached do not count" in message
+    assert "its limit of 120 uncached prompt tokens per minute" in message
+    assert "Tokens that a replica has cached do not count" in message
     served.model.new = 1
     assert (await served.chat()).status_code == 200
 
@@ -186,7 +186,7 @@ async def test_the_error_of_a_prompt_above_the_limit_forbids_a_retry() -> None:
 
 
 @pytest.mark.parametrize("then", ["fail", "break_", "done", "stream"])
-async def test_a_request_is_no_longer_under_way_however_it_ends(then: str) -> None:
+async def test_a_request_is_no_longer_counted_after_any_kind_of_end(then: str) -> None:
     served = Served(TenantLimits(max_requests=1, max_prompt_tokens=100))
     served.model.then = getattr(served.model, then)
     served.model.held.set()
@@ -208,7 +208,7 @@ async def test_tokens_of_a_failed_request_are_given_back_but_not_when_the_client
     assert served.limits.room("acme", 0.0).tokens_left == 9_900
 
 
-async def test_a_stream_is_under_way_until_its_end() -> None:
+async def test_a_stream_is_counted_as_running_until_its_end() -> None:
     served = Served(TenantLimits(max_requests=1))
     served.model.then = served.model.stream
     task = asyncio.create_task(served.chat())

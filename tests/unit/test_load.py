@@ -1,4 +1,4 @@
-"""What a router can tell of a replica from its own requests alone."""
+"""What a router derives about a replica from its requests: backlog, speed, decoding."""
 
 import pytest
 from hypothesis import given
@@ -6,19 +6,19 @@ from hypothesis import strategies as st
 
 from kvroute.prefill.speed import PrefillModel, PrefillSpeed
 from kvroute.router.placement.load import (
+    PendingRequest,
     ReplicaLoad,
-    Sent,
     learned_slowness,
     new_replica_load,
     slow_replicas,
 )
 
 MODEL = PrefillModel(tokens_per_s=1000.0, attention_tokens=1000.0)
-TOKENS = 1000  # of each prompt
+TOKENS = 1000  # tokens of each prompt
 
 
-def sent(at_s: float, tokens: int = TOKENS, prefill_s: float = 1.0) -> Sent:
-    return Sent(prefill_s=prefill_s, new_tokens=tokens, prompt_tokens=tokens, sent_s=at_s)
+def sent(at_s: float, tokens: int = TOKENS, prefill_s: float = 1.0) -> PendingRequest:
+    return PendingRequest(prefill_s=prefill_s, new_tokens=tokens, prompt_tokens=tokens, sent_s=at_s)
 
 
 def test_a_token_costs_twice_as_much_where_attention_doubles_it() -> None:
@@ -27,7 +27,7 @@ def test_a_token_costs_twice_as_much_where_attention_doubles_it() -> None:
     assert MODEL.seconds(0, 500) + MODEL.seconds(500, 2000) == pytest.approx(MODEL.seconds(0, 2000))
 
 
-def test_the_backlog_is_what_was_sent_less_what_the_head_has_had() -> None:
+def test_the_backlog_is_the_pending_prefill_minus_the_time_of_the_running_prompt() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.send("b", sent(0.1))
@@ -35,7 +35,7 @@ def test_the_backlog_is_what_was_sent_less_what_the_head_has_had() -> None:
     assert load.backlog_s(2.0, now_s=0.5) == pytest.approx(3.5)
 
 
-def test_a_head_that_is_overdue_owes_nothing_and_hides_no_other() -> None:
+def test_an_overdue_prompt_has_no_backlog_and_leaves_that_of_others() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.send("b", sent(0.0))
@@ -63,7 +63,7 @@ def test_the_real_speed_is_learned_from_first_tokens() -> None:
     assert load.speed.slowness == pytest.approx(3.0, rel=0.05)
 
 
-def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None:
+def test_a_queued_request_is_timed_from_the_first_token_before_it() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.send("b", sent(0.0))
@@ -93,7 +93,7 @@ def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
     assert load.speed.slowness == 1.0
 
 
-def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None:
+def test_similar_speeds_are_smoothed_and_a_slow_replica_stays_slow() -> None:
     loads = [
         ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=seconds))
         for seconds in (5.0, 5.5, 5.2, 50.0)
@@ -104,7 +104,7 @@ def test_near_speeds_are_drawn_together_and_a_slow_replica_is_believed() -> None
     assert 1.0 < healthy < 2.5
 
 
-def test_a_replica_that_is_far_slower_than_the_others_is_named() -> None:
+def test_a_replica_that_is_much_slower_than_the_others_is_reported() -> None:
     loads = {
         name: ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=seconds))
         for name, seconds in {"a": 5.0, "b": 5.5, "c": 6.0, "slow": 11.0}.items()
@@ -114,7 +114,7 @@ def test_a_replica_that_is_far_slower_than_the_others_is_named() -> None:
     assert slow_replicas(loads) == slow_replicas({}) == {}
 
 
-def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:
+def test_a_new_replica_starts_with_the_slowness_of_the_others() -> None:
     slow = ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=20.0))
     load = new_replica_load(MODEL, 8192, [slow])
     assert new_replica_load(MODEL, 8192, []).speed.slowness == 1.0
@@ -125,7 +125,7 @@ def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() 
     assert load.speed.slowness == pytest.approx(1.0, rel=0.1)
 
 
-def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_of_ours() -> None:
+def test_unknown_requests_of_a_replica_count_like_the_mean_of_known_ones() -> None:
     load = ReplicaLoad(MODEL)
     for number in range(200):
         load.send(str(number), sent(0.0, prefill_s=0.5))
@@ -138,7 +138,7 @@ def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_o
     assert load.backlog_s(1.0, 0.0) == 0.0
 
 
-def test_what_others_compute_teaches_nothing_about_the_speed() -> None:
+def test_the_speed_is_not_learned_while_unknown_requests_run() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.report(pending_tokens=100 * TOKENS)
@@ -151,7 +151,7 @@ def test_what_others_compute_teaches_nothing_about_the_speed() -> None:
     assert load.speed.slowness > 1.0
 
 
-def test_a_report_that_is_late_adds_nothing_to_what_we_knew_then() -> None:
+def test_a_late_report_adds_no_unknown_requests() -> None:
     load = ReplicaLoad(MODEL)
     for name in "abc":
         load.send(name, sent(0.0))
@@ -163,7 +163,7 @@ def test_a_report_that_is_late_adds_nothing_to_what_we_knew_then() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["send", "first_token", "finish"]), st.integers(0, 5))))
-def test_the_sums_are_those_of_the_requests_that_are_there(steps: list[tuple[str, int]]) -> None:
+def test_derived_sums_match_the_current_requests(steps: list[tuple[str, int]]) -> None:
     load = ReplicaLoad(MODEL)
     for at_s, (verb, number) in enumerate(steps):
         name = str(number)
@@ -178,7 +178,7 @@ def test_the_sums_are_those_of_the_requests_that_are_there(steps: list[tuple[str
     assert load.decoding_tokens == sum(load.decoding.values())
 
 
-def test_a_clock_that_shows_no_time_makes_no_replica_infinitely_fast() -> None:
+def test_a_clock_without_progress_makes_no_replica_infinitely_fast() -> None:
     loads = [ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0)) for _ in range(3)]
     assert all(min(pair) > 0.0 for pair in learned_slowness(loads))
     assert slow_replicas({str(number): load for number, load in enumerate(loads)}) == {}

@@ -84,7 +84,7 @@ def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
     loads = []
     for _ in range(3):
         fleet.update([record("a")])
-        loads.append(fleet.place(PROMPT, ["a"], 1.0, Scope("sql")).at("a").lora_s)
+        loads.append(fleet.place(PROMPT, ["a"], 1.0, Scope("sql")).candidate("a").lora_s)
     assert loads == [0.0, 0.0, 2.0]
 
 
@@ -125,7 +125,7 @@ def test_what_an_adapter_computed_is_no_hit_for_the_model_or_another_adapter() -
     fleet = fleet_of(record("a", "sql", "law"))
     fleet.mirror.add("a", fleet.caches.chain(PROMPT, Scope("sql")))
     hits = {
-        lora: fleet.place(PROMPT, ["a"], 0.0, Scope(lora)).at("a").hit_blocks
+        lora: fleet.place(PROMPT, ["a"], 0.0, Scope(lora)).candidate("a").hit_blocks
         for lora in ("", "sql", "law")
     }
     assert hits == {"": 0, "sql": 24, "law": 0}
@@ -140,7 +140,7 @@ def test_a_receipt_shows_the_adapter_and_what_loading_it_would_cost() -> None:
         "b": 0.0,
         "c": 2.0,
     }
-    assert shown["reason"] == "it has the LoRA adapter; loading it on c would take 2 s"
+    assert shown["reason"] == "it has loaded the LoRA adapter; loading it on c would take 2 s"
 
 
 def test_the_least_recently_used_adapter_leaves_a_full_memory() -> None:

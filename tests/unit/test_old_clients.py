@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from kvroute.router.middleware.old_clients import WholeAnswers
+from kvroute.router.middleware.old_clients import BufferedResponses
 
 
 async def pieces() -> AsyncIterator[bytes]:
@@ -24,7 +24,7 @@ async def answer(request: Request) -> StreamingResponse:
 async def sent_to(version: str) -> list[Any]:
     """Return the messages that a client with this version of HTTP gets."""
     sent = list[Any]()
-    app = WholeAnswers(Starlette(routes=[Route("/", answer, methods=["POST"])]))
+    app = BufferedResponses(Starlette(routes=[Route("/", answer, methods=["POST"])]))
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": b"", "more_body": False}

@@ -1,4 +1,4 @@
-"""Where requests go, told as small scenes."""
+"""Where requests are placed, as small scenes."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.router.placement.policy import Candidate, cost_s, prices, rank
-from kvroute.router.placement.pressure import MOST
+from kvroute.router.placement.pressure import MAX_PRESSURE
 
 RNG = random.Random(7)
 UNIT_S = 2.0  # the fleet's unit of time
@@ -39,14 +39,14 @@ def test_a_long_prefix_is_worth_a_short_wait() -> None:
     assert best(warm, replica("idle", copy_s=2.0)) == "warm"
 
 
-def test_the_busier_the_fleet_the_dearer_a_recomputed_prefix() -> None:
+def test_recomputing_a_prefix_costs_more_in_a_busier_fleet() -> None:
     warm = replica("warm", hit_blocks=100, backlog_s=4.0)
     cold = replica("cold", copy_s=1.0, backlog_s=0.6)
     assert best(warm, cold, replica("idle", copy_s=1.0, backlog_s=0.0)) == "idle"
     assert best(warm, cold, replica("other", copy_s=1.0, backlog_s=0.7)) == "warm"
 
 
-def test_a_prompt_nobody_knows_goes_at_equal_cost_to_the_most_room() -> None:
+def test_at_equal_cost_an_unknown_prompt_goes_to_the_replica_with_most_free_blocks() -> None:
     assert best(replica("full", free_blocks=10), replica("roomy", free_blocks=900)) == "roomy"
 
 
@@ -55,11 +55,11 @@ def test_equal_replicas_are_chosen_by_chance_not_by_position() -> None:
     assert chosen == {"a", "b", "c"}
 
 
-def test_idle_replicas_take_turns_with_new_conversations() -> None:
+def test_new_conversations_rotate_over_idle_replicas() -> None:
     assert best(replica("a", branch_share=2.0), replica("b", branch_share=0.0)) == "b"
 
 
-def test_a_conversation_that_goes_on_stays_where_it_is_whoever_has_begun_more() -> None:
+def test_a_conversation_stays_on_its_replica_in_spite_of_rotation() -> None:
     owner = replica("owner", hit_blocks=16, branch_share=2.0)
     other = replica("other", copy_s=0.01, branch_share=0.0)
     assert best(owner, other, forks=0.0) == "owner"
@@ -85,8 +85,8 @@ def test_a_crowded_decode_batch_is_avoided() -> None:
     assert best(crowded, replica("calm", decode_step_s=0.001)) == "calm"
 
 
-def test_a_reload_delays_its_own_request_and_nobody_else() -> None:
-    """So however dear computing is, it costs what it takes."""
+def test_a_reload_delays_only_its_own_request() -> None:
+    """However high the price of congestion is, a reload costs only its own time."""
     busy = [replica(name, backlog_s=2.0) for name in "abc"]
     reloads = replica(
         "reloads", hit_blocks=50, reloads=(TierBlocks(HOST, 50),), backlog_s=2.0, reload_s=0.3
@@ -96,7 +96,7 @@ def test_a_reload_delays_its_own_request_and_nobody_else() -> None:
     assert cost_s(reloads, common) - cost_s(busy[0], common) == pytest.approx(0.3)
 
 
-def test_nobody_to_rank_is_no_error() -> None:
+def test_ranking_no_replicas_is_not_an_error() -> None:
     assert rank([], rng=RNG, busy_s=UNIT_S) == []
 
 
@@ -139,7 +139,7 @@ def test_a_wait_for_cached_blocks_is_worth_more_than_the_time_that_it_saves(
     assert best(warm, idle) == choice
 
 
-@given(candidates.filter(len), st.floats(0, MOST), st.floats(0.01, 100))
+@given(candidates.filter(len), st.floats(0, MAX_PRESSURE), st.floats(0.01, 100))
 def test_the_order_does_not_depend_on_the_unit_of_time(
     fleet: list[Candidate], pressure: float, times: float
 ) -> None:
@@ -152,7 +152,7 @@ def test_the_order_does_not_depend_on_the_unit_of_time(
 
 
 def scaled(candidate: Candidate, factor: float) -> Candidate:
-    """Return the candidate as it is where everything takes `factor` times as long."""
+    """Return the candidate with all times multiplied by `factor`."""
     values = candidate._asdict()
     return Candidate(**{n: v * factor if n.endswith("_s") else v for n, v in values.items()})
 
@@ -167,8 +167,8 @@ def test_a_longer_backlog_never_attracts_a_request_that_adds_nothing_to_it(
     assert cost_s(busier, common) >= cost_s(here, common)
 
 
-def test_a_slow_replica_is_no_worse_than_its_time_where_the_fleet_is_busy() -> None:
-    """The price of congestion does not count the time that its fault alone takes."""
+def test_in_a_busy_fleet_a_slow_replica_costs_no_more_than_its_time() -> None:
+    """The price of congestion does not apply to the additional time that the fault causes."""
     healthy = replica("healthy", own_s=1.0, backlog_s=4.0)
     slow = replica("slow", own_s=2.0, backlog_s=2.0, worth=0.5)
     common = prices([healthy, slow], busy_s=UNIT_S)

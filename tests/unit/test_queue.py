@@ -1,4 +1,4 @@
-"""Which requests wait in a router, and which one goes next."""
+"""The order of a router's queue, and when requests are sent."""
 
 import random
 from functools import partial
@@ -13,9 +13,9 @@ from kvroute.router.placement.loads import ReplicaCapacity
 from kvroute.router.queueing.forecast import (
     DELAYS,
     LATE,
-    LEAST,
+    MAX_CORRECTION,
     MAX_MARGIN,
-    MOST,
+    MIN_CORRECTION,
     NEAR,
     RECENT,
     ArrivalRates,
@@ -25,10 +25,10 @@ from kvroute.router.queueing.forecast import (
 )
 from kvroute.router.queueing.queue import (
     BATCH_S,
+    BUSY_BACKLOG,
     DELAY,
     DIVIDE_S,
-    FILL,
-    HOLD,
+    IDLE_BACKLOG,
     LOOKED_AT,
     PATIENCE_S,
     STALE_S,
@@ -38,8 +38,8 @@ from kvroute.router.queueing.queue import (
 from kvroute.router.queueing.shares import MAX_TENANTS, SCARCE_S, SHARE_S, Shares
 
 UNIT_S = 2.0  # the fleet's unit of time
-HOLD_S, FILL_S = HOLD * UNIT_S, FILL * UNIT_S
-IDLE, BUSY = ReplicaCapacity("idle", 0.0), ReplicaCapacity("busy", HOLD_S)
+BUSY_S, IDLE_BACKLOG_S = BUSY_BACKLOG * UNIT_S, IDLE_BACKLOG * UNIT_S
+IDLE, BUSY = ReplicaCapacity("idle", 0.0), ReplicaCapacity("busy", BUSY_S)
 
 
 def unit_s() -> float:
@@ -63,25 +63,25 @@ def queue_of(*requests: QueuedRequest[str]) -> Queue[str]:
 
 
 def sent(queue: Queue[str], *replicas: ReplicaCapacity, now_s: float = 0.0) -> list[str]:
-    """All that go now, if replicas stay as they are."""
+    """Return the requests that are sent now if the replicas' loads do not change."""
     names = []
-    while due := queue.due(replicas, now_s):
+    while due := queue.pop_next(replicas, now_s):
         names.append(due.request)
     return names
 
 
-def test_requests_wait_while_every_replica_has_enough_to_do() -> None:
+def test_requests_wait_while_every_replica_is_busy() -> None:
     queue = queue_of(held("a"))
     assert sent(queue, BUSY, BUSY) == []
     assert sent(queue) == []
-    assert sent(queue, BUSY, ReplicaCapacity("free", HOLD_S - 0.01)) == ["a"]
+    assert sent(queue, BUSY, ReplicaCapacity("free", BUSY_S - 0.01)) == ["a"]
     assert len(queue) == 0
 
 
-def test_a_new_request_need_not_wait_while_a_replica_has_room_and_nobody_is_before_it() -> None:
+def test_a_new_request_does_not_wait_if_a_replica_is_free_and_the_queue_is_empty() -> None:
     queue = Requests()
     assert queue.is_free(held("a"), 0.0)
-    assert not queue.is_free(held("a"), HOLD_S)
+    assert not queue.is_free(held("a"), BUSY_S)
     queue.add(held("a"))
     assert not queue.is_free(held("b"), 0.0)
 
@@ -99,7 +99,9 @@ requests = st.builds(
 
 
 @given(st.lists(requests, max_size=40), st.randoms(use_true_random=False))
-def test_each_request_leaves_once(given: list[QueuedRequest[str]], rng: random.Random) -> None:
+def test_every_request_leaves_the_queue_once(
+    given: list[QueuedRequest[str]], rng: random.Random
+) -> None:
     queue = queue_of(*given)
     gone = [each for each in given if rng.random() < 0.3]
     assert all(queue.remove(each) for each in gone)
@@ -110,51 +112,51 @@ def test_each_request_leaves_once(given: list[QueuedRequest[str]], rng: random.R
     while len(queue):
         now_s += 10.0
         replicas = [rng.choice((IDLE, BUSY)) for _ in range(3)]
-        while one := queue.due(replicas, now_s):
+        while one := queue.pop_next(replicas, now_s):
             queue.sent(one, now_s)
             due.append(one)
     assert sorted(map(id, due)) == sorted(map(id, left))
 
 
 @given(st.lists(requests.filter(lambda each: not each.is_batch), max_size=40))
-def test_the_least_turn_goes_first(given: list[QueuedRequest[str]]) -> None:
+def test_requests_leave_in_the_order_of_their_order_times(given: list[QueuedRequest[str]]) -> None:
     queue = queue_of(*given)
     turns_s = []
-    while due := queue.due([IDLE], 0.0):
-        turns_s.append(due.turn_s)
+    while due := queue.pop_next([IDLE], 0.0):
+        turns_s.append(due.order_s)
     assert turns_s == sorted(turns_s)
 
 
-def test_short_prompts_pass_long_ones_and_nobody_is_passed_for_ever() -> None:
+def test_short_prompts_pass_long_ones_but_not_for_ever() -> None:
     queue = queue_of(held("long", 0.0, 100.0), held("short", 1.0, 0.01))
     assert sent(queue, IDLE) == ["short", "long"]
     queue = queue_of(held("long", 0.0, 100.0), held("late", DELAY * 100.0 + 0.1, 0.0))
     assert sent(queue, IDLE) == ["long", "late"]
 
 
-def test_a_priority_is_seconds_of_waiting() -> None:
+def test_a_priority_moves_the_order_time() -> None:
     queue = queue_of(held("default"), held("sooner", 20.0, priority_s=-30.0))
     assert sent(queue, IDLE) == ["sooner", "default"]
 
 
-# Requests that fill.
+# Background requests.
 
 
-def test_a_batch_request_goes_to_an_idle_replica_with_memory_to_spare_when_nobody_waits() -> None:
+def test_a_batch_request_goes_to_an_idle_replica_with_free_memory_when_nothing_else_waits() -> None:
     queue = queue_of(held("batch", is_batch=True), held("other", 50.0))
-    assert sent(queue, ReplicaCapacity("a", FILL_S)) == ["other"]
+    assert sent(queue, ReplicaCapacity("a", IDLE_BACKLOG_S)) == ["other"]
     assert sent(queue, ReplicaCapacity("a", 0.0, free_share=0.4)) == []
     replicas = (
-        ReplicaCapacity("a", FILL_S),
+        ReplicaCapacity("a", IDLE_BACKLOG_S),
         ReplicaCapacity("b", 0.0),
         ReplicaCapacity("c", 0.0, free_share=0.1),
     )
-    batch = queue.due(replicas, 0.0)
+    batch = queue.pop_next(replicas, 0.0)
     assert batch
-    assert batch.among == ["b"]
+    assert batch.allowed_ids == ["b"]
 
 
-def test_no_batch_request_goes_while_one_of_another_router_waits() -> None:
+def test_batch_requests_wait_while_another_router_has_requests() -> None:
     queue = queue_of(held("batch", is_batch=True))
     queue.receive("other", told(held("a")), 0.0)
     assert sent(queue, IDLE) == []
@@ -162,9 +164,9 @@ def test_no_batch_request_goes_while_one_of_another_router_waits() -> None:
     assert sent(queue, IDLE) == ["batch"]
 
 
-def test_a_batch_request_waits_for_so_long_and_then_it_is_like_the_others() -> None:
+def test_a_batch_request_is_promoted_after_a_time() -> None:
     queue = queue_of(held("batch", is_batch=True), held("other", BATCH_S))
-    soon = ReplicaCapacity("a", HOLD_S - 0.1)
+    soon = ReplicaCapacity("a", BUSY_S - 0.1)
     assert sent(queue, soon, now_s=BATCH_S) == ["other"]
     queue.add(held("before", BATCH_S - 10.0))
     queue.add(held("after", BATCH_S + 10.0))
@@ -172,7 +174,7 @@ def test_a_batch_request_waits_for_so_long_and_then_it_is_like_the_others() -> N
 
 
 def shared(greedy_s: float = 9.0, modest_s: float = 1.0, others: str = "modest") -> Queue[str]:
-    """Two tenants had so much, and one of them has to wait."""
+    """Return a queue after two tenants have used the fleet, and one of `others` has waited."""
     queue = Requests()
     queue.sent(held("past", prefill_s=greedy_s, tenant="greedy"), 0.0)
     queue.sent(held("past", prefill_s=modest_s, tenant="modest"), 0.0)
@@ -182,23 +184,23 @@ def shared(greedy_s: float = 9.0, modest_s: float = 1.0, others: str = "modest")
     return queue
 
 
-def test_a_tenant_above_its_share_fills_what_others_leave() -> None:
+def test_requests_of_a_tenant_above_its_share_wait_in_the_background() -> None:
     queue = shared()
     assert not queue.is_free(held("g", tenant="greedy"), 0.0)
     assert queue.is_free(held("m", tenant="modest"), 0.0)
     queue.add(held("g", tenant="greedy"))
     queue.add(held("m", 100.0, tenant="modest"))
-    soon = ReplicaCapacity("a", FILL_S)
+    soon = ReplicaCapacity("a", IDLE_BACKLOG_S)
     assert sent(queue, soon) == ["m"]
     assert sent(queue, IDLE) == ["g"]
 
 
-def test_what_waits_already_gives_way_when_its_tenant_is_above_its_share() -> None:
+def test_waiting_requests_move_to_the_background_when_their_tenant_exceeds_its_share() -> None:
     queue = shared(0.1, 1.0)
     queue.add(held("g", tenant="greedy"))
     queue.sent(held("past", prefill_s=9.0, tenant="greedy"), DIVIDE_S)
     queue.add(held("m", 100.0, tenant="modest"))
-    assert sent(queue, ReplicaCapacity("a", FILL_S), now_s=DIVIDE_S) == ["m"]
+    assert sent(queue, ReplicaCapacity("a", IDLE_BACKLOG_S), now_s=DIVIDE_S) == ["m"]
 
 
 @pytest.mark.parametrize(
@@ -206,40 +208,43 @@ def test_what_waits_already_gives_way_when_its_tenant_is_above_its_share() -> No
     [(10 * SHARE_S, "modest"), (SCARCE_S + 1.0, "modest"), (0.0, "greedy")],
     ids=["forgotten", "nobody else waits", "nobody else has waited"],
 )
-def test_shares_matter_no_longer(after_s: float, others: str) -> None:
+def test_shares_do_not_matter_when_no_other_tenant_waits(after_s: float, others: str) -> None:
     queue = shared(others=others)
     queue.add(held("g", tenant="greedy"))
-    assert sent(queue, ReplicaCapacity("a", FILL_S), now_s=after_s) == ["g"]
+    assert sent(queue, ReplicaCapacity("a", IDLE_BACKLOG_S), now_s=after_s) == ["g"]
 
 
-def test_who_is_no_tenant_shares_with_nobody() -> None:
+def test_requests_without_a_tenant_have_no_share() -> None:
     queue = shared()
     queue.sent(held("past", prefill_s=1e6), 0.0)
     assert queue.is_free(held("next"), 0.0)
 
 
-def test_many_names_leave_others_their_share() -> None:
+def test_a_user_with_many_names_does_not_reduce_the_share_of_others() -> None:
     queue = shared(3.0, 0.1)
     for number in range(1000):
         queue.sent(held("past", prefill_s=0.1, tenant=f"name {number}"), 0.0)
     assert queue.is_free(held("next", tenant="greedy"), 0.0)
 
 
-def test_tenants_that_are_counted_are_bounded() -> None:
+def test_the_number_of_counted_tenants_is_bounded() -> None:
     shares = Shares()
     for number in range(2 * MAX_TENANTS):
         shares.use(f"t{number}", 1.0, 0.0)
-    shares.see(["t0", "t1"], 0.0)
+    shares.note_waiting(["t0", "t1"], 0.0)
     shares.use("greedy", 1e6, 0.0)
     assert not shares.are_exceeded("greedy")
     shares.use("t0", 1e6, 0.0)
     assert shares.are_exceeded("t0")
 
 
-def test_of_what_fills_a_prompt_that_is_cached_where_there_is_room_goes_first() -> None:
-    homes = ["busy"] * 5 + ["idle"] + ["busy"] * LOOKED_AT
-    fillers = [held(str(n), n, is_batch=True, home=home) for n, home in enumerate(homes)]
-    queue = queue_of(*fillers)
+def test_a_background_request_that_an_idle_replica_has_cached_goes_first() -> None:
+    holders = ["busy"] * 5 + ["idle"] + ["busy"] * LOOKED_AT
+    background = [
+        held(str(number), number, is_batch=True, holder_id=holder_id)
+        for number, holder_id in enumerate(holders)
+    ]
+    queue = queue_of(*background)
     assert sent(queue, IDLE)[:2] == ["5", "0"]
 
 
@@ -247,14 +252,14 @@ def test_of_what_fills_a_prompt_that_is_cached_where_there_is_room_goes_first() 
 
 
 def told(*requests: QueuedRequest[str]) -> Waiting:
-    """As it comes from another router."""
+    """Return the message of another router with these waiting requests."""
     waiting = queue_of(*requests).report(0.0)
     message = decode(encode(RouterMessage(VERSION, "other", [], waiting=waiting)))
     assert message.waiting
     return message.waiting
 
 
-def test_with_room_for_one_only_the_earliest_turn_of_all_routers_goes() -> None:
+def test_with_one_free_replica_only_the_first_request_of_all_routers_is_sent() -> None:
     queue = queue_of(held("mine", 5.0), held("mine too", 6.0))
     queue.receive("other", told(held("theirs", 1.0)), 0.0)
     assert sent(queue, IDLE, BUSY) == []
@@ -265,38 +270,38 @@ LATER_S = PATIENCE_S + 0.01
 
 
 def behind(*requests: QueuedRequest[str]) -> Queue[str]:
-    """Another router has earlier ones."""
+    """Return a queue with these requests; another router has requests that come before."""
     queue = queue_of(*requests)
     queue.receive("other", told(held("theirs", 1.0), held("theirs", 1.0)), 0.0)
     return queue
 
 
-def test_a_router_that_sends_nothing_is_not_waited_for() -> None:
+def test_a_router_does_not_wait_for_one_that_sends_nothing() -> None:
     queue = behind(held("mine", 5.0), held("mine too", 6.0))
     assert sent(queue, IDLE) == []
     assert sent(queue, IDLE, now_s=PATIENCE_S) == []
     assert sent(queue, IDLE, now_s=LATER_S) == ["mine", "mine too"]
 
 
-def test_others_get_their_time_whenever_a_replica_has_room_again() -> None:
+def test_other_routers_get_time_to_send_each_time_a_replica_is_free_again() -> None:
     queue = behind(held("mine", 5.0), held("mine too", 6.0))
     assert sent(queue, IDLE) == []
     assert sent(queue, BUSY, now_s=PATIENCE_S) == []
     assert sent(queue, IDLE, now_s=LATER_S) == []
-    assert queue.due([IDLE], 2 * LATER_S)
+    assert queue.pop_next([IDLE], 2 * LATER_S)
     assert sent(queue, BUSY, now_s=2 * LATER_S) == []
     assert sent(queue, IDLE, now_s=3 * LATER_S) == []
     assert sent(queue, IDLE, now_s=4 * LATER_S) == ["mine too"]
 
 
-def test_a_router_that_sends_in_its_turn_is_waited_for() -> None:
+def test_a_router_waits_for_one_that_sends_its_requests() -> None:
     queue = behind(held("mine", 5.0))
     for step in range(10):
         assert sent(queue, IDLE, now_s=step * PATIENCE_S) == []
         queue.taken(IDLE.replica_id)
 
 
-def test_who_did_not_look_does_not_know_what_others_sent() -> None:
+def test_a_router_that_did_not_check_for_a_while_waits_for_others_again() -> None:
     queue = behind(held("mine", 5.0))
     assert sent(queue, IDLE) == []
     assert sent(queue, IDLE, now_s=1.1 * STALE_S) == []
@@ -314,7 +319,7 @@ def test_a_router_without_waiting_requests_delays_nobody(ends: str) -> None:
 
 
 @given(st.integers(1, 3000))
-def test_what_is_told_is_bounded_and_names_the_first_turns_and_the_sum(count: int) -> None:
+def test_a_published_queue_is_bounded_and_has_the_first_requests_and_the_sum(count: int) -> None:
     waiting = told(*(held(str(n), n, 0.5) for n in range(count)))
     assert len(waiting.places) <= MAX_POSITIONS
     assert waiting.places[:16] == [*range(1, 1 + min(16, count))]
@@ -322,7 +327,7 @@ def test_what_is_told_is_bounded_and_names_the_first_turns_and_the_sum(count: in
     assert waiting.work_s[-1] == pytest.approx(0.5 * count)
 
 
-def test_others_are_told_of_changes_and_again_after_a_while() -> None:
+def test_the_queue_is_published_after_changes_and_again_after_a_while() -> None:
     queue = Requests()
     assert queue.report(0.0) == Waiting()
     assert queue.report(0.1) is None
@@ -340,7 +345,7 @@ def test_others_are_told_of_changes_and_again_after_a_while() -> None:
 NOTHING = ArrivalRates(unit_s).sooner(0.0)
 
 
-def test_a_wait_is_the_work_before_over_the_replicas() -> None:
+def test_a_wait_is_the_work_before_divided_by_the_replicas() -> None:
     assert waiting_s(8.0, 5.0, NOTHING, 4, UNIT_S) == 2.0
     assert waiting_s(0.0, 5.0, NOTHING, 4, UNIT_S) == 0.0
     assert waiting_s(8.0, 5.0, NOTHING, 0, UNIT_S) == float("inf")
@@ -374,7 +379,7 @@ def _comes(sooner: list[float], delay_s: float) -> float:
     return max(shorter, default=0.0)
 
 
-def test_arrivals_are_forgotten_with_time() -> None:
+def test_rates_of_arrivals_decay() -> None:
     arrivals = ArrivalRates(unit_s)
     arrivals.add(10.0, 1.0, 0.0)
     assert arrivals.sooner(0.0)[-1] == pytest.approx(10.0 / (RECENT * UNIT_S))
@@ -395,7 +400,7 @@ def test_a_correction_is_bounded(waits: list[tuple[float, float]]) -> None:
     correction = Correction(UNIT_S)
     for forecast_s, waited_s in waits:
         correction.learn(forecast_s, waited_s)
-        assert LEAST <= correction.factor <= MOST
+        assert MIN_CORRECTION <= correction.factor <= MAX_CORRECTION
 
 
 def test_forecasts_learn_from_their_errors() -> None:
@@ -406,7 +411,7 @@ def test_forecasts_learn_from_their_errors() -> None:
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.3])
-def test_a_margin_leaves_few_that_wait_in_vain(spread: float) -> None:
+def test_a_margin_lets_few_requests_wait_up_to_their_limit(spread: float) -> None:
     margin, rng = Margin(), random.Random(0)
     late = []
     for _ in range(20_000):
@@ -419,7 +424,7 @@ def test_a_margin_leaves_few_that_wait_in_vain(spread: float) -> None:
     assert 1.0 < margin.factor < MAX_MARGIN
 
 
-def test_a_margin_is_bounded_and_learns_near_limits_only() -> None:
+def test_a_margin_is_bounded_and_learns_only_near_limits() -> None:
     margin = Margin()
     for _ in range(1000):
         margin.learn(0.99 * NEAR, is_late=True)

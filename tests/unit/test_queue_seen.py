@@ -70,7 +70,7 @@ def test_waits_and_refusals_are_counted_for_some_minutes() -> None:
     clock.now_s += WINDOW_S / 2
     recent.waited(Wait("default", "order", 4.0))
     recent.waited(Wait("batch", "busy", 60.0))
-    recent.turned_away("default", "deadline")
+    recent.rejected("default", "deadline")
     assert recent.as_json() == {
         "window_s": WINDOW_S,
         "waited": 2,
@@ -97,7 +97,7 @@ def test_metrics_have_waits_refusals_and_the_accuracy_of_forecasts() -> None:
 
     metrics.waited(Wait("interactive", "busy", 3.0, forecast_s=2.0))
     metrics.waited(Wait("default", "busy", 3.0, forecast_s=float("inf")))
-    metrics.turned_away("batch", "forecast")
+    metrics.rejected("batch", "forecast")
     assert value("wait_seconds_sum", priority="interactive") == 3.0
     assert value("wait_seconds_count", priority="batch") == 0
     assert value("forecast_ratio_count") == 1
@@ -173,9 +173,9 @@ def test_long_waits_of_the_last_minutes_are_a_warning(longest_s: float, grade: s
 def test_refused_requests_are_a_warning_with_reasons() -> None:
     recent = RecentWaits()
     for _ in range(3):
-        recent.turned_away("default", "forecast")
-    recent.turned_away("interactive", "deadline")
-    recent.turned_away("batch", "deadline")  # the request had its own wait limit
+        recent.rejected("default", "forecast")
+    recent.rejected("interactive", "deadline")
+    recent.rejected("batch", "deadline")  # the request had its own wait limit
     (check,) = judged(Queue(lambda: 1.0), at_s=0.0, recent=recent)
     assert check.grade == "warning"
     assert check.finding == (

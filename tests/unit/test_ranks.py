@@ -60,7 +60,7 @@ async def ask(wired: Wired, fleet: Fleet) -> str:
     """Which rank has answered."""
     dispatcher = dispatcher_of(wired, fleet)
     context = RequestContext(time.monotonic())
-    generation = await dispatcher.begin(PROMPT, completion(max_tokens=1), context)
+    generation = await dispatcher.generate(PROMPT, completion(max_tokens=1), context)
     while await generation.next():
         pass
     return generation._current.replica_id

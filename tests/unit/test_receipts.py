@@ -1,4 +1,4 @@
-"""A receipt says what was known of every replica, and what tipped the scales."""
+"""A receipt has the facts about every replica, and the main reason of the placement."""
 
 import json
 import random
@@ -36,12 +36,12 @@ def placement(*candidates: Candidate) -> Placement:
         ({"backlog_s": 2.0}, "other has 2 s more prefill queued"),
         ({"reload_s": 0.5}, "other would wait 500 ms longer for copies from slower memory"),
         ({"copy_s": 0.5}, "it has 0 of 700 tokens cached, and other has 0; computing the"),
-        ({"memory_s": 0.5}, "other has room for the prompt 500 ms later"),
-        ({"decode_step_s": 0.01}, "fewer answers run there"),
+        ({"memory_s": 0.5}, "the KV cache of other would have space for the prompt 500 ms later"),
+        ({"decode_step_s": 0.01}, "this prompt would slow down fewer running answers"),
         ({"free_blocks": -1}, "other costs the same"),
     ],
 )
-def test_the_reason_is_the_term_that_told_choice_and_runner_up_apart(
+def test_the_reason_is_the_term_with_the_largest_difference(
     loser: dict[str, Any], reason: str
 ) -> None:
     found = receipt(placement(replica("choice"), replica("other", **loser)), policy="kvroute")
@@ -68,14 +68,14 @@ def test_every_replica_is_listed_with_its_hits_in_tokens_and_terms_that_add_up()
         assert sum(each["terms_s"].values()) == pytest.approx(each["cost_s"], abs=1e-3)
 
 
-def test_a_receipt_tells_what_has_to_be_reloaded_from_what_the_gpu_has() -> None:
+def test_a_receipt_separates_reloaded_tokens_from_those_in_gpu_memory() -> None:
     warm = replica("warm", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     there = receipt(placement(warm), policy="kvroute")["replicas"][0]
     assert (there["hit_tokens"], there["host_tokens"]) == (320, 240)
     assert there["reload_s"] == there["terms_s"]["reload"] == 0.25
 
 
-def test_a_receipt_says_nothing_of_host_memory_where_no_replica_reloads_anything() -> None:
+def test_a_receipt_without_reloads_has_no_fields_of_host_memory() -> None:
     some = receipt(placement(replica("a", hit_blocks=20, backlog_s=0.25)), policy="kvroute")
     assert json.dumps(some["replicas"]) == (
         '[{"id": "a", "hit_tokens": 320, "backlog_s": 0.25, "prefill_s": 0.1, "unanswered": 0, '
@@ -87,7 +87,7 @@ def test_a_receipt_says_nothing_of_host_memory_where_no_replica_reloads_anything
     assert [each["host_tokens"] for each in both] == [0, 240]
 
 
-def test_explain_says_what_is_reloaded_where_something_is() -> None:
+def test_explain_shows_reloads_if_there_are_any() -> None:
     warm = replica("warm", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     found = " ".join(sentences(receipt(placement(warm), policy="kvroute")))
     assert "It has 240 tokens in host memory; copying them takes 250 ms." in found
@@ -96,14 +96,14 @@ def test_explain_says_what_is_reloaded_where_something_is() -> None:
     assert "host memory" not in found
 
 
-def test_a_policy_without_costs_has_none_on_its_receipt() -> None:
+def test_a_policy_without_costs_has_receipts_without_costs() -> None:
     found = receipt(placement(replica("a"), replica("b")), policy="round-robin")
     assert found["congestion_price"] is None
     assert [each["terms_s"] for each in found["replicas"]] == [None, None]
     assert "round-robin ignores caches" in found["reason"]
 
 
-def test_one_replica_needs_no_reason_and_none_has_no_choice() -> None:
+def test_receipts_of_one_replica_and_of_no_replica() -> None:
     assert "only one replica" in receipt(placement(replica("a")), policy="kvroute")["reason"]
     assert receipt(placement(), policy="kvroute")["choice"] is None
 
@@ -112,7 +112,7 @@ CHANGE = Difference(120, Span(4, "0a"), Span(6, "0b"), alike=500)
 BROKEN = Break("system", 0, CHANGE, kind="a date")
 
 
-def test_a_receipt_names_the_place_where_the_chat_changed_and_what_stood_there() -> None:
+def test_a_receipt_shows_where_the_chat_changed_and_what_was_there() -> None:
     found = receipt(placement(replica("a")), policy="kvroute", broken=BROKEN)
     assert found["broken"] == {
         "message": {"index": 0, "role": "system"},
@@ -124,7 +124,7 @@ def test_a_receipt_names_the_place_where_the_chat_changed_and_what_stood_there()
     }
 
 
-def test_what_replicas_held_in_spite_of_the_change_was_not_lost() -> None:
+def test_tokens_that_are_cached_in_spite_of_a_change_do_not_count_as_broken_on_a_receipt() -> None:
     some = replace(placement(replica("a")), known_blocks=20)
     found = receipt(some, policy="kvroute", broken=BROKEN)["broken"]
     assert found["tokens"] == 126 + 500 - 20 * 16
@@ -133,7 +133,7 @@ def test_what_replicas_held_in_spite_of_the_change_was_not_lost() -> None:
     assert receipt(whole, policy="kvroute")["broken"] is None
 
 
-def test_a_receipt_says_what_was_cached_once_and_why_it_is_gone() -> None:
+def test_a_receipt_has_evicted_tokens_and_the_reason() -> None:
     retention = Retention(SessionTurn(Fingerprint(1), 1, 2), RetentionHint(), "unlikely")
     some = replace(placement(replica("a", hit_blocks=5)), known_blocks=20)
     found = receipt(some, policy="kvroute", retention=retention)["evicted"]

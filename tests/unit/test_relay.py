@@ -1,4 +1,4 @@
-"""A call's response is relayed as replicas write it, whatever becomes of them."""
+"""A call's response is forwarded as replicas write it, even if replicas are lost."""
 
 import json
 import random
@@ -14,9 +14,9 @@ from starlette.types import Message
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, event, refusal_of_replica
-from kvroute.router.dispatch.batch import batched, one_body
+from kvroute.router.dispatch.batch import batch_response, merge_bodies
 from kvroute.router.dispatch.generation import Generation
-from kvroute.router.dispatch.relay import relayed
+from kvroute.router.dispatch.relay import relay_response
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from tests.support.wired import Wired, dispatcher_of
@@ -94,7 +94,7 @@ STREAM = b"".join(map(event_of, range(TOKENS))) + usage() + DONE
 
 
 async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> Response:
-    """Through a dispatcher; the response is read to its end."""
+    """Send a call through a dispatcher, and read the response to its end."""
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     wired = Wired({f"r{number}": apps.generate for number in range(len(apps._lives))})
     dispatcher = dispatcher_of(wired, fleet)
@@ -102,7 +102,7 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
     context = RequestContext(time.monotonic(), "id", prompts=prompts)
     asked = [(np.arange(9, dtype=np.uint32) + n, call) for n in range(prompts)]
     async with wired:
-        generations = await dispatcher.begin_all(asked, context)
+        generations = await dispatcher.generate_all(asked, context)
         response = await _response(generations)
         await _read(response)
     return response
@@ -112,12 +112,14 @@ async def _response(generations: list[Generation]) -> Response:
     failed = partial(event, path="/v1/completions")
     if len(generations) == 1:
         refused = partial(refusal_of_replica, path="/v1/completions")
-        return await relayed(generations[0], {}, ending=bytes, failed=failed, refused=refused)
-    return await batched(generations, {}, n=1, ending=bytes, failed=failed)
+        return await relay_response(
+            generations[0], {}, ending=bytes, failed=failed, refused=refused
+        )
+    return await batch_response(generations, {}, n=1, ending=bytes, failed=failed)
 
 
 async def _read(response: Response) -> None:
-    """Its body, streamed or not, is in `response.body` then."""
+    """Read a response, streamed or not, into `response.body`."""
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -133,7 +135,7 @@ async def _read(response: Response) -> None:
 
 @pytest.mark.parametrize("lives", [[IMMORTAL], [1], [5], [TOKENS - 1], [0]])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-async def test_a_response_is_the_same_however_many_replicas_it_takes(
+async def test_a_response_is_the_same_when_replicas_are_lost(
     lives: list[int], stream: bool
 ) -> None:
     apps = Applications(*lives, IMMORTAL)
@@ -142,7 +144,7 @@ async def test_a_response_is_the_same_however_many_replicas_it_takes(
     assert len(apps.requests) == len(lives) + (lives != [IMMORTAL])
 
 
-async def test_who_goes_on_is_told_what_the_first_one_has_answered() -> None:
+async def test_the_next_replica_gets_what_the_first_one_has_sent() -> None:
     apps = Applications(5, IMMORTAL)
     await ask(apps)
     first, second = apps.requests
@@ -151,10 +153,10 @@ async def test_who_goes_on_is_told_what_the_first_one_has_answered() -> None:
     assert (first.call.deltas, second.call.deltas) == ((), (1,) * 5)
     assert second.call.cached_tokens == 7
     assert (second.call.created, second.call.body) == (first.call.created, first.call.body)
-    assert second.request_id == first.request_id  # which seeds the ids in the response
+    assert second.request_id == first.request_id  # the ids in the response depend on it
 
 
-async def test_what_cannot_go_on_begins_again_unless_the_client_has_read_of_it() -> None:
+async def test_a_response_that_cannot_be_continued_starts_again_if_nothing_was_sent() -> None:
     apps = Applications(5, IMMORTAL, can_continue=False)
     assert (await ask(apps, stream=False)).body == whole()
     assert apps.requests[1].answered == 0
@@ -163,14 +165,14 @@ async def test_what_cannot_go_on_begins_again_unless_the_client_has_read_of_it()
     assert b"was lost while it answered" in streamed.body
 
 
-async def test_a_refusal_passes_with_its_status() -> None:
+async def test_a_refusal_of_a_replica_keeps_its_status() -> None:
     for stream in (True, False):
         response = await ask(Applications(IMMORTAL, status=422), stream=stream)
         assert (response.status_code, response.body) == (422, b'{"error": "no"}')
 
 
-async def test_a_replica_that_fails_amid_a_stream_ends_it_with_an_error() -> None:
-    """Nobody can go on with what may fail everywhere."""
+async def test_a_replica_that_fails_during_a_stream_ends_it_with_an_error() -> None:
+    """The request may fail on every replica, so no other replica continues it."""
     for prompts in (1, 2):
         apps = Applications(*[3] * prompts, death=RuntimeError("a bug"))
         *_, last, done, end = bytes((await ask(apps, prompts=prompts)).body).split(b"\n\n")
@@ -196,20 +198,20 @@ async def test_several_prompts_make_one_body() -> None:
     assert body["usage"] == {"completion_tokens": 3 * TOKENS}
 
 
-async def test_one_prompts_refusal_is_that_of_all() -> None:
+async def test_the_refusal_of_one_prompt_is_the_response_to_all() -> None:
     response = await ask(Applications(*[IMMORTAL] * 3, status=400), prompts=3)
     assert (response.status_code, response.body) == (400, b'{"error": "no"}')
 
 
-async def test_several_prompts_survive_a_replica() -> None:
+async def test_a_call_with_several_prompts_survives_a_lost_replica() -> None:
     response = await ask(Applications(4, *[IMMORTAL] * 3), stream=False, prompts=3)
     assert json.loads(bytes(response.body))["usage"] == {"completion_tokens": 3 * TOKENS}
 
 
-def test_choices_of_several_prompts_are_numbered_through() -> None:
+def test_choices_of_several_prompts_have_consecutive_indexes() -> None:
     choices = [{"index": 0}, {"index": 1}]
     counts: dict[str, Any] = {"total": 2, "details": {"cached": 1, "other": None}}
-    body = one_body([{"choices": choices, "usage": counts}] * 2, n=2)
+    body = merge_bodies([{"choices": choices, "usage": counts}] * 2, n=2)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert body["usage"] == {"total": 4, "details": {"cached": 2, "other": None}}
 
@@ -246,7 +248,7 @@ def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/embeddings"])
-def test_a_path_that_the_model_lacks_is_an_error_of_its_api(path: str) -> None:
+def test_a_route_that_the_model_lacks_is_an_error_in_the_format_of_its_api(path: str) -> None:
     body = json.loads(refusal_of_replica(b'{"detail":"Not Found"}', 404, path=path))
     assert path in body["error"]["message"]
 

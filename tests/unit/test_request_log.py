@@ -255,7 +255,8 @@ async def test_a_full_disk_drops_lines_with_one_warning(caplog: pytest.LogCaptur
         await router.log.flush()
     assert router.log.dropped == 3
     assert caplog.messages == [
-        "requests are missing in the log /dev/full: [Errno 28] No space left on device"
+        "the request log /dev/full has no lines for some requests: "
+        "[Errno 28] No space left on device"
     ]
     await router.engine.close()
 

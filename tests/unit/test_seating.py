@@ -1,4 +1,4 @@
-"""Requests wait for a seat of their session without holding up anybody else."""
+"""Requests wait for a seat of their session, and do not delay other requests."""
 
 import asyncio
 import math
@@ -26,9 +26,9 @@ REPLICA = "0"
 
 
 class Line:
-    """Sessions with one seat, and the time."""
+    """The line of requests for one seat, with a clock of its own."""
 
-    def __init__(self, most_s: float = 600.0, notice_s: float = 15.0) -> None:
+    def __init__(self, max_wait_s: float = 600.0, notice_s: float = 15.0) -> None:
         self.now_s = 100.0
         self.seats = Seats[Answer](lambda: 10_000, most=1)
         self.fleet = Fleet(
@@ -38,8 +38,8 @@ class Line:
         self.seating = Seating(
             self.seats,
             self.fleet,
-            hold_s=lambda: 1.0,
-            most_s=most_s,
+            busy_backlog_s=lambda: 1.0,
+            max_wait_s=max_wait_s,
             wake=self.wake,
             notice_s=notice_s,
             clock=lambda: self.now_s,
@@ -77,7 +77,7 @@ class Line:
 
     def end(self, session: int) -> None:
         self.fleet.end_session(session)
-        self.wake.ring()
+        self.wake.set()
 
     async def has_waiting(self, count: int) -> None:
         await until(lambda: len(self.seats) == count)
@@ -99,7 +99,7 @@ async def test_a_request_waits_until_its_session_has_a_seat() -> None:
     "more",
     [{"urgency": Urgency("batch")}, {"prompts": 2}, {"retention": None}],
 )
-async def test_batch_requests_and_what_is_no_turn_of_a_conversation_need_no_seat(
+async def test_batch_requests_and_calls_with_several_prompts_need_no_seat(
     more: dict[str, Any],
 ) -> None:
     line = Line()
@@ -107,7 +107,7 @@ async def test_batch_requests_and_what_is_no_turn_of_a_conversation_need_no_seat
     assert await line.ask(2, **more) == 0.0
 
 
-async def test_a_prompt_without_a_whole_block_needs_no_seat() -> None:
+async def test_a_prompt_without_a_full_block_needs_no_seat() -> None:
     line = Line()
     await line.begin(1)
     assert await line.ask(2, blocks=0) == 0.0
@@ -124,7 +124,7 @@ async def test_the_last_turn_of_a_session_gives_its_seat_back() -> None:
         assert await waiting == 0.0
 
 
-async def test_a_client_that_leaves_makes_room() -> None:
+async def test_a_client_that_disconnects_leaves_its_place_to_the_next() -> None:
     line = Line()
     async with line.running():
         await line.begin(1, 2, 3)
@@ -137,13 +137,13 @@ async def test_a_client_that_leaves_makes_room() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most_s", "deadline_s", "whose"),
+    ("max_wait_s", "deadline_s", "whose"),
     [(0.01, math.inf, "--max-seat-wait-s is 0.01 s"), (600.0, 0.01, "its deadline is 0.01 s")],
 )
-async def test_who_waits_too_long_is_told_when_to_come_again(
-    most_s: float, deadline_s: float, whose: str
+async def test_a_request_that_waits_too_long_gets_a_time_for_the_retry(
+    max_wait_s: float, deadline_s: float, whose: str
 ) -> None:
-    line = Line(most_s=most_s)
+    line = Line(max_wait_s=max_wait_s)
     async with line.running():
         await line.begin(1, 2)
         waiting = asyncio.create_task(line.ask(2, urgency=Urgency(deadline_s=deadline_s)))
@@ -156,8 +156,8 @@ async def test_who_waits_too_long_is_told_when_to_come_again(
     assert len(line.seats) == 0
 
 
-async def test_who_would_wait_too_long_is_refused_at_once_but_the_first_in_the_line() -> None:
-    line = Line(most_s=100.0)
+async def test_a_request_that_would_wait_too_long_is_refused_at_once_unless_it_is_first() -> None:
+    line = Line(max_wait_s=100.0)
     async with line.running():
         await line.begin(1, 2, 3, 4)
         waiting = asyncio.create_task(line.ask(2))
@@ -173,19 +173,21 @@ async def test_who_would_wait_too_long_is_refused_at_once_but_the_first_in_the_l
         first.cancel()
 
 
-async def test_too_many_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_is_refused_if_too_many_wait_for_a_seat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("kvroute.router.queueing.seating.WAITING", 1)
     line = Line()
     async with line.running():
         await line.begin(1, 2, 3)
         waiting = asyncio.create_task(line.ask(2))
         await line.has_waiting(1)
-        with pytest.raises(ApiError, match="one of too many"):
+        with pytest.raises(ApiError, match="one of more than 1 that wait"):
             await line.ask(3)
         waiting.cancel()
 
 
-async def test_a_client_is_told_again_and_again_that_it_waits() -> None:
+async def test_a_waiting_client_gets_repeated_notices() -> None:
     line, notices = Line(notice_s=0.001), 0
 
     async def notice() -> None:
@@ -200,7 +202,7 @@ async def test_a_client_is_told_again_and_again_that_it_waits() -> None:
         await waiting
 
 
-async def test_a_client_that_cannot_be_told_waits_no_longer() -> None:
+async def test_a_request_whose_client_gets_no_notices_stops_waiting() -> None:
     line = Line(notice_s=0.001)
 
     async def notice() -> None:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from kvroute.router.api import sessions
 from kvroute.router.middleware import request_id
-from kvroute.router.middleware.serve_headers import OBEYED, OF_SERVES_OWN_ROUTER, middlewares
+from kvroute.router.middleware.serve_headers import CONTROL_HEADERS, CONTROL_PREFIX, middlewares
 from kvroute.settings.serve_environment import serve_environment
 
 FOLDER = Path(str(serves.__file__)).parent
@@ -45,7 +45,7 @@ async def seen_behind(*headers: tuple[bytes, bytes], kind: str = "http") -> list
 @pytest.mark.parametrize("kind", ["http", "websocket"])
 @pytest.mark.parametrize(
     "name",
-    [*sorted(OBEYED), b"Serve_Multiplexed_Model_Id", OF_SERVES_OWN_ROUTER + b"kv-token-key"],
+    [*sorted(CONTROL_HEADERS), b"Serve_Multiplexed_Model_Id", CONTROL_PREFIX + b"kv-token-key"],
 )
 async def test_serve_does_not_receive_headers_that_control_it(name: bytes, kind: str) -> None:
     kept = (b"x-kvroute-receipt", b"1")
@@ -67,7 +67,7 @@ def test_serve_runs_this_first() -> None:
 
 def test_serve_knows_no_other_header() -> None:
     """A new version of Serve may obey more headers: read what they do, and list them."""
-    names = {each.decode() for each in (*OBEYED, OF_SERVES_OWN_ROUTER)} | CHECKED
+    names = {each.decode() for each in (*CONTROL_HEADERS, CONTROL_PREFIX)} | CHECKED
     assert {serves_header.lower().replace("_", "-") for serves_header in serves_headers()} == names
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvroute.prefill.queue import PrefillQueue
 from kvroute.prefill.speed import MAX_OFF, PrefillSpeed
-from kvroute.router.placement.load import Sent
+from kvroute.router.placement.load import PendingRequest
 
 SHORT_S = 0.00012  # predicted for three tokens
 FIXED_S = 0.03
@@ -66,23 +66,23 @@ def test_no_single_first_token_makes_an_engine_much_slower(
 
 
 def test_a_stall_is_forgotten_when_the_prompts_behind_it_are_answered() -> None:
-    queue: PrefillQueue[Sent] = PrefillQueue()
+    queue: PrefillQueue[PendingRequest] = PrefillQueue()
     names = [str(number) for number in range(20)]
     now_s = 0.0
     for _ in range(3):
         for name in names:
-            queue.join(name, Sent(0.1, 2500, 2500, now_s))
+            queue.join(name, PendingRequest(0.1, 2500, 2500, now_s))
         for name in names:
             now_s += 0.1
             queue.served(name, now_s)
     for name in names:
-        queue.join(name, Sent(0.1, 2500, 2500, now_s))
+        queue.join(name, PendingRequest(0.1, 2500, 2500, now_s))
     now_s += 60.0  # nothing for a minute; then all of them at once
     for name in names:
         queue.served(name, now_s)
     assert queue.speed.slowness < 3.0
     for _ in range(10):
-        queue.join("a", Sent(1.0, 25_000, 25_000, now_s))
+        queue.join("a", PendingRequest(1.0, 25_000, 25_000, now_s))
         now_s += 1.0
         queue.served("a", now_s)
     assert queue.speed.slowness < 1.5

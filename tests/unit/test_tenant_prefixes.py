@@ -29,7 +29,7 @@ def check(wanted: Prefix, limits: TenantLimits | None) -> None:
     check_limits(wanted, DECLARED, limits, block_size=BLOCK)
 
 
-def test_a_tenant_may_declare_so_many_names_and_change_them() -> None:
+def test_a_tenant_may_declare_prefixes_up_to_its_limit_and_change_them() -> None:
     two = TenantLimits(max_prefixes=2)
     check(prefix("law", 900), two)
     with pytest.raises(ApiError, match=r"number 3 of tenant acme, which may declare 2") as refused:
@@ -40,7 +40,7 @@ def test_a_tenant_may_declare_so_many_names_and_change_them() -> None:
     check(prefix("new", 1), None)
 
 
-def test_a_tenant_may_pin_so_many_blocks_and_keep_more_unpinned() -> None:
+def test_a_tenant_may_pin_blocks_up_to_its_limit_and_declare_more_unpinned() -> None:
     ten = TenantLimits(max_pinned_blocks=10)
     check(prefix("new", 1), ten)
     check(prefix("law", 5), ten)

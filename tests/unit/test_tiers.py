@@ -1,4 +1,4 @@
-"""Several slower tiers behind GPU memory: nothing of the router knows which ones there are."""
+"""Several slower tiers behind GPU memory. The router works with any tiers."""
 
 import random
 
@@ -41,8 +41,8 @@ def place(fleet: Fleet) -> Placement:
     return fleet.place_chain(CHAIN, BLOCK * len(CHAIN) + 1, ["a", "b"], 0.0)
 
 
-def test_a_hit_goes_on_in_each_slower_tier() -> None:
-    there = place(fleet_with(SLOW)).at("a")
+def test_a_hit_continues_in_each_slower_tier() -> None:
+    there = place(fleet_with(SLOW)).candidate("a")
     assert there.hit_blocks == 200
     assert there.reloads == (TierBlocks(HOST, 70), TierBlocks(DISK, 80))
     assert there.gpu_blocks == 50
@@ -50,7 +50,7 @@ def test_a_hit_goes_on_in_each_slower_tier() -> None:
 
 
 def test_a_tier_that_is_slower_than_computing_ends_the_hit() -> None:
-    there = place(fleet_with(SLOWEST)).at("a")
+    there = place(fleet_with(SLOWEST)).candidate("a")
     assert (there.hit_blocks, there.reloads) == (120, (TierBlocks(HOST, 70),))
 
 
@@ -62,13 +62,13 @@ def test_the_tokens_of_an_answer_are_counted_by_tier() -> None:
     assert all(saved_s > 0 for saved_s in attempt.saved_s.values())
 
 
-def test_a_receipt_names_each_tier() -> None:
+def test_a_receipt_has_the_tokens_of_each_tier() -> None:
     there, other = receipt(place(fleet_with(SLOW)), policy="kvroute")["replicas"]
     assert (there["host_tokens"], there["disk_tokens"]) == (70 * BLOCK, 80 * BLOCK)
     assert (other["host_tokens"], other["disk_tokens"], other["reload_s"]) == (0, 0, 0.0)
 
 
-def test_a_block_is_gone_when_its_last_copy_is() -> None:
+def test_a_block_is_evicted_when_its_last_copy_is_removed() -> None:
     mirror = Mirror()
     mirror.join("a")
     mirror.set_tiers({"a": (HOST, DISK)})

@@ -16,11 +16,11 @@ from tests.support.records import record
 def scale_of(*prefills_s: float, claimed_s: float = 1.0) -> Scale:
     scale = Scale(claimed_s)
     for prefill_s in prefills_s:
-        scale.computed(prefill_s)
+        scale.record_prefill(prefill_s)
     return scale
 
 
-def test_prompts_of_one_length_leave_half_of_it_in_the_mean() -> None:
+def test_for_prompts_of_equal_length_the_unit_is_half_of_their_time() -> None:
     assert scale_of(*[2.0] * 20 * MEMORY).busy_s == pytest.approx(1.0)
 
 
@@ -28,14 +28,14 @@ def test_a_few_long_prompts_make_the_unit_longer() -> None:
     assert scale_of(*[1.0] * 99, 100.0).busy_s > 3 * scale_of(*[1.0] * 100).busy_s
 
 
-def test_it_begins_with_the_engines_claim_and_moves_slowly() -> None:
+def test_the_unit_starts_with_the_reported_speed_and_changes_slowly() -> None:
     begin_s = Scale(1.0).busy_s
     assert scale_of(5.0).busy_s == pytest.approx(begin_s, rel=0.2)
     assert scale_of(*[0.01] * 5 * MEMORY).busy_s < begin_s / 2
 
 
 @given(st.lists(st.floats(1e-3, 1e3), max_size=50), st.lists(st.floats(1e-3, 1e3), max_size=50))
-def test_who_has_seen_fewer_requests_adopts_what_others_learned(
+def test_a_router_adopts_the_means_of_one_that_has_seen_more_requests(
     few: list[float], many: list[float]
 ) -> None:
     one, other = scale_of(*few), scale_of(*many)
@@ -47,7 +47,7 @@ def test_who_has_seen_fewer_requests_adopts_what_others_learned(
 @pytest.mark.parametrize(
     "learned", [LearnedScale(0.0, 1.0, 500), LearnedScale(1.0, 1.0, 10**12)], ids=str
 )
-def test_what_cannot_be_is_not_adopted(learned: LearnedScale) -> None:
+def test_invalid_means_are_not_adopted(learned: LearnedScale) -> None:
     scale = Scale(1.0)
     scale.adopt(learned)
     assert scale == Scale(1.0)

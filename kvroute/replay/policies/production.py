@@ -89,7 +89,7 @@ class Production:
         retention = self._fleet.retention(placement, self._hints(request))
         self._retentions[request.index] = retention
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
-        is_busy = least_s >= self._queue.hold_s
+        is_busy = least_s >= self._queue.busy_backlog_s
         self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure.value)
         waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
         if self._seats.is_free(waiter, now_s):
@@ -104,7 +104,7 @@ class Production:
     def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
         there = placement.ranking[0]
         self._queue.add(
-            QueuedRequest(request, now_s, there.own_s + there.copy_s, home=placement.home)
+            QueuedRequest(request, now_s, there.own_s + there.copy_s, holder_id=placement.holder_id)
         )
 
     def sends(self, now_s: float) -> Iterator[Sending]:
@@ -115,8 +115,10 @@ class Production:
         yield from self._sends(now_s)
 
     def _sends(self, now_s: float) -> Iterator[Sending]:
-        while held := self._queue.due(self._fleet.loads.capacities(self._names, now_s), now_s):
-            yield self._send(held, now_s)
+        while queued := self._queue.pop_next(
+            self._fleet.loads.capacities(self._names, now_s), now_s
+        ):
+            yield self._send(queued, now_s)
 
     def wakes_s(self) -> float | None:
         """Return the seconds until a replica has room for a request, or seats may be idle."""
@@ -125,19 +127,19 @@ class Production:
             waits_s.append(self._queue.wake_s)
         elif self._queue:
             waits_s.append(
-                self._fleet.loads.next_free_s(self._names, self._queue.hold_s, self._now_s)
+                self._fleet.loads.next_free_s(self._names, self._queue.busy_backlog_s, self._now_s)
             )
         return min(waits_s, default=None)
 
-    def _place(self, request: Request, now_s: float, among: Sequence[str] = ()) -> Placement:
+    def _place(self, request: Request, now_s: float, allowed_ids: Sequence[str] = ()) -> Placement:
         return self._fleet.place_chain(
-            request.reusable, request.input_tokens, among or self._names, now_s
+            request.reusable, request.input_tokens, allowed_ids or self._names, now_s
         )
 
-    def _send(self, held: QueuedRequest[Request], now_s: float) -> Sending:
-        request = held.request
-        self._queue.sent(held, now_s)
-        placement = self._place(request, now_s, held.among)
+    def _send(self, queued: QueuedRequest[Request], now_s: float) -> Sending:
+        request = queued.request
+        self._queue.sent(queued, now_s)
+        placement = self._place(request, now_s, queued.allowed_ids)
         best = self.best(placement)
         retention = self._retentions.pop(request.index)
         context = RequestContext(now_s, retention=retention)
@@ -146,7 +148,7 @@ class Production:
         return Sending(
             request,
             int(best.replica_id),
-            held.turn_s - now_s,
+            queued.order_s - now_s,
             attempt.dispatch.new_tokens,
             self.kept(retention.keep),
         )

@@ -220,7 +220,7 @@ def test_the_command_declares_waits_lists_and_drops(cluster: Cluster, tmp_path: 
     assert kvroute("rm", "rules").stdout == "rules: dropped\n"
     again = kvroute("rm", "rules")
     assert (again.returncode, again.stdout) == (1, "")
-    assert "no prefix of that name" in again.stderr
+    assert "no prefix of this name" in again.stderr
 
 
 async def test_a_killed_replicas_successor_is_warm_before_it_serves(

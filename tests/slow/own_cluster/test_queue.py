@@ -150,7 +150,7 @@ async def test_urgent_requests_pass_and_batch_requests_fill(
     assert {other.status_code for other in others} <= {200, 429}
 
 
-async def test_who_leaves_while_he_waits_costs_no_replica_anything(
+async def test_a_client_that_disconnects_while_waiting_causes_no_work(
     client: httpx.AsyncClient, queued: Cluster, crowded: Crowded
 ) -> None:
     before = sent(queued)

@@ -89,7 +89,7 @@ def test_requests_under_way_count_on_both_routers(limited: Limited) -> None:
     with openai.OpenAI(base_url=url, api_key=limited.keys["few"], max_retries=0) as client:
         with limited.client("few") as few:
             wait_until(lambda: statuses(few, chat("Hi")) == [429] * 6)
-        with pytest.raises(openai.RateLimitError, match="send fewer tokens at a time"):
+        with pytest.raises(openai.RateLimitError, match="send fewer tokens in one request"):
             client.chat.completions.create(**chat("Hi"))
 
 

@@ -151,5 +151,5 @@ async def test_three_hundred_thousand_blocks_leave_nothing_behind(
         tracemalloc.stop()
     mirror = router.fleet.mirror
     await until(lambda: not len(mirror))  # once it has swept
-    assert (len(mirror._expected), router.fleet.loads.known()) == (0, {})
+    assert (len(mirror._expected), router.fleet.loads.by_id()) == (0, {})
     assert 0 < len(mirror._history) <= 2 * GENERATION
