@@ -1,0 +1,228 @@
+"""What a server says about itself, and the lists and options of attached servers."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.contract.http_call import HttpCall
+from kvroute.process import vllm_build
+from kvroute.replica.attached_engine.child_server import _flags
+from kvroute.replica.attached_engine.rendering import render
+from kvroute.replica.attached_engine.server import (
+    USUAL_TOKENS_PER_S,
+    EventAddress,
+    ServerError,
+    load_of,
+    read_facts,
+    read_samples,
+)
+from kvroute.settings.help import SettingsError
+from kvroute.settings.serve import load
+from kvroute.settings.server_list import ServerList
+
+URL = "http://gpu-1:8000"
+MODELS = {
+    "data": [
+        {"id": "m", "root": "/models/m", "parent": None, "max_model_len": 4096},
+        {"id": "adapter", "root": "/adapters/a", "parent": "m"},
+    ]
+}
+METRICS = """# HELP vllm:num_requests_running Number of running requests.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+vllm:cache_config_info{CACHE,engine="0"} 1.0
+vllm:cache_config_info{CACHE,engine="1"} 1.0
+vllm:prompt_tokens_total{engine="0",model_name="m"} 50000.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 20000.0
+vllm:request_prefill_time_seconds_sum{engine="0",model_name="m"} 10.0
+other_metric 1.0
+""".replace("CACHE", 'block_size="16",enable_prefix_caching="True",num_gpu_blocks="101"')
+SOURCES = {
+    "0": {"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://0.0.0.0:6557", "topic": "kv"},
+    "1": {"endpoint": "tcp://*:5558", "replay_endpoint": None},
+}
+ANSWERS: Mapping[str, Any] = {
+    "/v1/models": MODELS,
+    "/metrics": METRICS,
+    "/kv_event_sources": SOURCES,
+    "/version": {"version": "0.32.0"},
+}
+
+
+def server(answers: Mapping[str, Any]) -> httpx.AsyncClient:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if (body := answers.get(request.url.path)) is None:
+            return httpx.Response(404)
+        text = body if isinstance(body, str) else json.dumps(body)
+        return httpx.Response(200, text=text)
+
+    return httpx.AsyncClient(transport=httpx.MockTransport(answer))
+
+
+async def test_the_facts_of_a_server() -> None:
+    facts = await read_facts(server(ANSWERS), URL)
+    assert (facts.model, facts.model_path, facts.max_model_len) == ("m", "/models/m", 4096)
+    first, second = facts.ranks
+    assert (first.block_size, first.capacity_blocks) == (16, 100)
+    assert first.events == EventAddress("tcp://gpu-1:5557", "tcp://gpu-1:6557", "kv")
+    assert second.events is None, "events that cannot be replayed are not followed"
+
+
+async def test_the_prefill_speed_is_the_measured_one_if_there_is_one() -> None:
+    first, second = (await read_facts(server(ANSWERS), URL)).ranks
+    assert first.prefill_tokens_per_s == 3000.0
+    assert second.prefill_tokens_per_s == USUAL_TOKENS_PER_S
+
+
+async def test_the_load_of_each_rank() -> None:
+    samples = await read_samples(server(ANSWERS), URL)
+    load = load_of(samples, 0, 100)
+    assert (load.running, load.waiting, load.used_blocks) == (3, 2, 50)
+    assert load_of(samples, 1, 100).running == 1
+    assert load_of(samples, 7, 100).running == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"/v1/models": None}, "status 404"),
+        ({"/v1/models": {"data": []}}, "lists no model"),
+        ({"/v1/models": "<html>"}, "is it a vLLM server"),
+        ({"/v1/models": []}, "is it a vLLM server"),
+        ({"/metrics": "a 1\n"}, "no vllm:cache_config_info"),
+    ],
+)
+async def test_a_server_that_cannot_be_attached_is_named(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ServerError, match=f"{URL}.*{message}"):
+        await read_facts(server({**ANSWERS, **change}), URL)
+
+
+@pytest.mark.parametrize("missing", ["/kv_event_sources", "/version"])
+async def test_older_servers_lack_some_routes(missing: str) -> None:
+    facts = await read_facts(server({**ANSWERS, missing: None}), URL)
+    assert len(facts.ranks) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "messages"),
+    [
+        ("/v1/messages", {"system": "S", "messages": [{"role": "user", "content": "U"}]}, "SU"),
+        ("/v1/responses", {"instructions": "S", "input": "U"}, "SU"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "U"}]}]},
+            "U",
+        ),
+    ],
+)
+async def test_conversations_of_text_are_tokenised_by_the_server(
+    path: str, body: dict[str, Any], messages: str
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path != "/tokenize":
+            return httpx.Response(404)
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json={"tokens": [1, 2, 3]})
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    rendered = await render(client, URL, HttpCall(path, json.dumps(body).encode(), 0.0))
+    assert rendered.is_text
+    assert len(rendered.token_ids) == 3 * 4
+    assert "".join(message["content"] for message in asked[0]["messages"]) == messages
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"messages": "hi"},
+        {"messages": [{"role": "user", "content": "U"}], "tools": [{}]},
+        [],
+    ],
+)
+async def test_a_prompt_that_is_not_known_matches_no_other(body: Any) -> None:
+    client = server({})
+    call = HttpCall("/v1/messages", json.dumps(body).encode(), 0.0)
+    first, second = [await render(client, URL, call) for _ in range(2)]
+    assert not first.is_text
+    assert first.refusal is None, "the server itself refuses the body"
+    assert first.features != second.features
+
+
+def test_a_file_adds_servers_and_may_change(tmp_path: Path) -> None:
+    file = tmp_path / "servers.txt"
+    listed = ServerList(["http://a:1"], file)
+    assert listed.urls() == ["http://a:1"]
+    assert listed.problem
+    file.write_text("http://b:1/  # the second\n\n# none\nhttp://a:1\n")
+    assert listed.urls() == ["http://a:1", "http://b:1"]
+    file.write_text("nonsense\n")
+    assert listed.urls() == ["http://a:1", "http://b:1"], "a wrong file counts as unchanged"
+    file.unlink()
+    assert listed.urls() == ["http://a:1", "http://b:1"]
+
+
+def test_each_server_has_a_replica(tmp_path: Path) -> None:
+    file = tmp_path / "servers.txt"
+    file.write_text("http://b:1\nhttp://c:1\n")
+    settings = load({"attach": ["http://a:1,http://b:1/"], "attach_file": file})
+    (model,) = settings.decided(redis_url="redis://x")
+    assert model.replicas == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attach": ["gpu-1:8000"]}, "--attach is .*expected http://HOST:PORT"),
+        ({"attach": ["http://a:1/v1"]}, "without a path"),
+        ({"attach": ["http://a:1"], "max_replicas": 4}, "--max-replicas does not work"),
+        ({"attach": ["http://a:1"], "engine": "simulated"}, "--engine simulated does not work"),
+        ({"attach_file": "/nowhere/servers.txt"}, "--attach-file is .*cannot be used"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(options)
+
+
+def test_an_empty_file_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "servers.txt").write_text("# none yet\n")
+    with pytest.raises(SettingsError, match="lists no server"):
+        load({"attach_file": tmp_path / "servers.txt"})
+
+
+def test_options_become_flags_of_vllms_command_line() -> None:
+    options = {
+        "max_model_len": 4096,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "revision": None,
+        "kv_events_config": {"a": 1},
+        "lora_modules": ["x=/x", "y=/y"],
+    }
+    assert [*_flags(options)] == [
+        *("--max-model-len", "4096", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--kv-events-config", '{"a": 1}', "--lora-modules", "x=/x", "y=/y"),
+    ]
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.1", "0.33.0rc1", "0.32.0+cpu"])
+def test_supported_versions(version: str) -> None:
+    assert vllm_build.problem(version) == ""
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.2", "0.34.0", "1.32.0", "dev"])
+def test_other_versions_get_one_line_with_the_supported_ones(version: str) -> None:
+    problem = vllm_build.problem(version)
+    assert problem.endswith(f"supports vLLM 0.31 to 0.33, found {version}")
