@@ -19,8 +19,9 @@ from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 
-DEFAULT_CONTEXT_TOKENS = 131_072  # context of a model whose configuration does not name one
-SIMULATED_TOKEN_BYTES = 131_072  # bytes of keys and values of one token, as in an 8B model
+# Context length for a model whose configuration has no max_position_embeddings.
+DEFAULT_CONTEXT_TOKENS = 131_072
+SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in an 8B model
 
 
 async def start_engines(settings: ReplicaSettings) -> Sequence[Engine]:
@@ -92,7 +93,8 @@ def prepare_vllm(folder: str, threads: int) -> None:
     if Path(folder).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not vllm_build.is_for_gpus():
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
+        # Run the worker in the engine's process.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Without this, the first request for logprobs waits 14 s for a compilation.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         fork_server.begin(threads)

@@ -73,7 +73,7 @@ class SimulatedEngine(Engine):
             if tokenizer
             else Vocabulary.of_numbers(config.vocabulary)
         )
-        self.members = (0,) if config.host is None else (0, HOST_GROUPS)
+        self.group_entries = (0,) if config.host is None else (0, HOST_GROUPS)
         self._pool = BlockPool(
             model=config.model,
             revision=config.revision,

@@ -37,7 +37,7 @@ from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
-from kvroute.replica.vllm_engine.blocks.keeping import keep_args
+from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.core.lora import Adapters
 from kvroute.replica.vllm_engine.core.priority import priority_of
@@ -51,8 +51,8 @@ from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
 from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
+from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
-from kvroute.replica.vllm_engine.process.last_words import CrashLog
 from kvroute.replica.vllm_engine.vllm_args import engine_args
 from kvroute.settings.replica import ReplicaSettings
 
@@ -71,22 +71,22 @@ class VllmEngine:
         self,
         core: RankCore,
         facts: EngineFacts,
-        members: Sequence[int | None],
+        group_entries: Sequence[int | None],
         subscription: Subscription,
         stats: "_Stats",
         adapters: Adapters,
         http: HttpApp,
-        words: CrashLog,
+        crash_log: CrashLog,
     ) -> None:
         self.facts = facts
-        self.members = members
+        self.group_entries = group_entries
         self._core = core
         self._llm = core.llm
         self._subscription = subscription
         self._stats = stats
         self._adapters = adapters
         self._http = http
-        self._words = words
+        self._crash_log = crash_log
         self._pins: dict[str, int] = {}
         self._host_pins: dict[str, int] = {}
         # The engine's child processes. The object of rank 0 watches them for all ranks.
@@ -106,7 +106,7 @@ class VllmEngine:
         Raises:
             CannotRunError: vLLM rejects the model, or crashes while it generates the first tokens.
         """
-        words, ranks = CrashLog(), range(settings.data_parallel_size)
+        crash_log, ranks = CrashLog(), range(settings.data_parallel_size)
         subscriptions, stats = [Subscription() for _ in ranks], [_Stats() for _ in ranks]
         try:
             args = engine_args(settings, model, subscriptions)
@@ -126,24 +126,24 @@ class VllmEngine:
                 merges_system=settings.inline_system == "merge",
             )
             for core in cores_by_rank:
-                await _smoke_test(core, words)
+                await _smoke_test(core, crash_log)
             await asyncio.to_thread(_settle)
         except BaseException as error:
             for subscription in subscriptions:
                 subscription.close()
             if isinstance(error, CannotRunError) or not isinstance(error, Exception):
                 raise
-            raise words.of_start(error) from error
+            raise crash_log.start_error(error) from error
         return [
             cls(
                 core,
                 _facts(llm, settings, division, http),
-                division.members,
+                division.group_entries,
                 subscriptions[core.rank],
                 stats[core.rank],
                 adapters[core.rank],
                 http,
-                words,
+                crash_log,
             )
             for core, division in zip(cores_by_rank, divisions, strict=True)
         ]
@@ -177,7 +177,7 @@ class VllmEngine:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=keep_args(request) | _pin_args(request) or None,
+            extra_args=hint_args(request) | _pin_args(request) or None,
         )
         try:
             lora = await self._adapters.ready(request.lora)
@@ -256,7 +256,7 @@ class VllmEngine:
             raise EngineDeadError(reason)
 
     def _dead(self, error: Exception) -> EngineDeadError:
-        return EngineDeadError(self._words.message() or str(error))
+        return EngineDeadError(self._crash_log.message() or str(error))
 
     def _is_stopped(self) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):  # vLLM itself reports a dead process
@@ -339,7 +339,7 @@ async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
     return division
 
 
-async def _smoke_test(core: RankCore, words: CrashLog) -> None:
+async def _smoke_test(core: RankCore, crash_log: CrashLog) -> None:
     """Generate two tokens: vLLM's start does not run every kernel that a request needs."""
     llm = core.llm
     if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:
@@ -351,7 +351,7 @@ async def _smoke_test(core: RankCore, words: CrashLog) -> None:
         ):
             pass
     except VllmDeadError as error:
-        if message := words.message():
+        if message := crash_log.message():
             raise CannotRunError(message) from error
         raise  # without a message, the engine was probably killed from outside
     except (ValueError, EngineGenerateError):

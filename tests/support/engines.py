@@ -20,7 +20,7 @@ from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engines
-from kvroute.replica.ghosts import Ghosts, ghosts_of
+from kvroute.replica.ghosts import Ghosts, make_ghosts
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
 from tests.support.chunks import collected
@@ -120,9 +120,9 @@ async def started_ranks(
         **(defaults | own),
     )
     engines = await start_engines(settings)
-    tables = [BlockTable(engine.members) for engine in engines]
+    tables = [BlockTable(engine.group_entries) for engine in engines]
     ranks = [
-        Running(each, table, ghosts_of(each, table), n)
+        Running(each, table, make_ghosts(each, table), n)
         for n, (each, table) in enumerate(zip(engines, tables, strict=True))
     ]
     pumps = [asyncio.create_task(running.pump()) for running in ranks]

@@ -40,7 +40,7 @@ class Tiered:
             **host_args(settings, node_bytes=1 << 40, on_cpu=True),
         )
         self.division = self.scheduler.begin(Space("m", "", BLOCK))
-        self.table, self.changes = BlockTable(self.division.members), Changes()
+        self.table, self.changes = BlockTable(self.division.group_entries), Changes()
         self.transfers: list[Transfers] = []
         self.compared: Comparison | None = None
         self.in_s = 1e-6

@@ -13,7 +13,7 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
-from kvroute.replica.ghosts import ghosts_of
+from kvroute.replica.ghosts import make_ghosts
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
@@ -98,7 +98,7 @@ def replica() -> CollectorRegistry:
         load=engine.load,
         lease_s=3,
     )
-    metrics.export([engine], [publisher], [ghosts_of(engine, BlockTable(engine.members))])
+    metrics.export([engine], [publisher], [make_ghosts(engine, BlockTable(engine.group_entries))])
     return registry
 
 

@@ -46,7 +46,7 @@ class Side:
         self.redis = connect(url)
         self.index = Index(self.redis, MODEL)
         self.engine = SimulatedEngine(replace(CONFIG, revision=revision, host=host))
-        self.table = BlockTable(self.engine.members)
+        self.table = BlockTable(self.engine.group_entries)
         self.publisher = Publisher(
             self.index,
             self.table,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.contract.keep import Order, RetentionHint
-from kvroute.replica.engine.retention import NOBODY, SHARED, IdleBlocks
+from kvroute.replica.engine.retention import NO_SESSION, SHARED, IdleBlocks
 
 BLOCKS = 24
 ENDED, UNLIKELY, USUAL = Order
@@ -94,7 +94,7 @@ class AnyUse(RuleBasedStateMachine):
     def a_session_has_exactly_its_own_blocks(self) -> None:
         owned = [(s, block) for s, blocks in self.idle._owned.items() for block in blocks]
         of_blocks = enumerate(self.idle._session_of)
-        named = [(s, block) for block, s in of_blocks if s not in (NOBODY, SHARED)]
+        named = [(s, block) for block, s in of_blocks if s not in (NO_SESSION, SHARED)]
         assert sorted(owned) == sorted(named)
         assert all(self.idle._owned.values())
 
@@ -102,7 +102,7 @@ class AnyUse(RuleBasedStateMachine):
         self.idle.forget(self.held)
         self.idle.pop(len(self.idle))
         assert not self.idle._owned
-        assert set(self.idle._session_of) == {NOBODY}
+        assert set(self.idle._session_of) == {NO_SESSION}
         assert set(self.idle._order_of) == {USUAL}
 
 
@@ -140,15 +140,17 @@ def test_without_hints_the_order_is_lru(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_more_blocks_than_are_idle_are_refused(count: int) -> None:
+def test_evicting_more_blocks_than_are_idle_raises(count: int) -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(*range(count - 1), idle=idle)
-    with pytest.raises(ValueError, match=f"{count} blocks are to be evicted, but {count - 1} are"):
+    with pytest.raises(
+        ValueError, match=f"cannot evict {count} blocks: {count - 1} blocks are idle"
+    ):
         idle.pop(count)
     assert len(idle) == count - 1
 
 
-def test_ended_sessions_go_first_then_what_is_unlikely_then_the_rest() -> None:
+def test_blocks_of_ended_sessions_are_evicted_first_then_unlikely_ones_then_the_rest() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, keep=RetentionHint(session=6), idle=idle)
     idle_of(3, 4, keep=RetentionHint(UNLIKELY, session=7), idle=idle)
@@ -156,7 +158,7 @@ def test_ended_sessions_go_first_then_what_is_unlikely_then_the_rest() -> None:
     assert idle.pop(5) == [6, 5, 4, 3, 2]
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, 3, keep=RetentionHint(session=7), idle=idle)
     assert [*idle] == [3, 2, 1]
@@ -193,7 +195,7 @@ def test_a_session_that_continues_after_its_end_is_retained_again() -> None:
     assert idle.pop(2) == [2, 1]
 
 
-def test_ended_sessions_go_in_the_order_of_their_ends_and_a_second_end_moves_nothing() -> None:
+def test_ended_sessions_are_evicted_in_the_order_of_their_first_ends() -> None:
     idle = IdleBlocks(BLOCKS)
     for session in (1, 2, 3):
         idle_of(2 * session, 2 * session + 1, keep=RetentionHint(session=session), idle=idle)
@@ -202,7 +204,7 @@ def test_ended_sessions_go_in_the_order_of_their_ends_and_a_second_end_moves_not
     assert idle.pop(6) == [7, 6, 3, 2, 5, 4]
 
 
-def test_what_no_session_has_named_is_no_sessions_own() -> None:
+def test_a_block_first_used_without_a_session_belongs_to_no_session() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, idle=idle)
     idle.take(1)
@@ -222,7 +224,7 @@ def test_what_no_session_has_named_is_no_sessions_own() -> None:
         ((ENDED, ENDED), USUAL),  # both of the sessions are over, and there may be more
     ],
 )
-def test_a_shared_block_is_kept_as_the_best_that_was_said_of_it(
+def test_a_shared_block_gets_the_hint_that_retains_it_longest(
     said: tuple[Order, Order], kept: Order
 ) -> None:
     idle = IdleBlocks(BLOCKS)

@@ -133,7 +133,7 @@ async def test_without_host_memory_only_cached_blocks_are_hits(
     for number in (1, 2):
         await cached_tokens(engine, request(of(number)))
     assert await cached_tokens(engine, request(of(1))) == SIZE
-    assert engine.members == (0,)
+    assert engine.group_entries == (0,)
     assert engine.facts.host is None
 
 
@@ -192,7 +192,7 @@ async def test_the_block_table_publishes_host_blocks_as_such(make: MakeEngine) -
     engine = make()
     for number in (1, 2):
         await cached_tokens(engine, request(of(number)))
-    table = BlockTable(engine.members)
+    table = BlockTable(engine.group_entries)
     table.apply(await heard(engine), Changes())
     gpu = {hash_ for hash_ in engine._pool.copies() if isinstance(hash_, int)}
     host = {hash_ for hash_ in engine._pool.copies_in_host() if isinstance(hash_, int)}
@@ -263,7 +263,7 @@ async def test_settings_make_the_tier() -> None:
     pin_blocks = int(settings.pin_share * blocks)
     for engine in await start_engines(settings):
         assert engine.facts.host == TierFacts(blocks, block_bytes, 1e10, pin_blocks)
-        assert engine.members == (0, HOST_GROUPS)
+        assert engine.group_entries == (0, HOST_GROUPS)
 
 
 async def test_a_share_is_one_of_what_the_container_may_take(

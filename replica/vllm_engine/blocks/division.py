@@ -37,7 +37,7 @@ class Division(Struct, frozen=True):
         return Layout(tuple(self._entries), self.hit_tokens)
 
     @property
-    def members(self) -> tuple[int | None, ...]:
+    def group_entries(self) -> tuple[int | None, ...]:
         """Return the number of each group's entry in the layout.
 
         With a host tier, the numbers for the groups' copies in host memory follow.

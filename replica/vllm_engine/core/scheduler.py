@@ -4,7 +4,7 @@
 2. When the cache is cleared, the event is published at once.
 3. The cached blocks can be listed.
 4. Blocks can be pinned.
-5. Blocks are evicted in kvroute's order (blocks/keeping.py).
+5. Blocks are evicted in kvroute's order (blocks/retention_hints.py).
 6. A tier in host memory evicts in the same order and publishes its blocks, too (host/tier.py).
 7. A preempted request leaves no uncomputed block in the cache.
 8. A response that another engine began continues with the grammar's state at that point.
@@ -32,8 +32,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvroute.blocks.chain import Space
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
 from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
-from kvroute.replica.vllm_engine.blocks.keeping import Keeping
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
+from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
@@ -72,7 +72,7 @@ class _Kvroute:
         super().__init__(*args, **kwargs)
         Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
-        self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
+        self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()
         die_with_parent()
 
@@ -104,13 +104,13 @@ class _Kvroute:
                 self._pin(name, request)
             if self.host and (name := extra.get(HOST_PIN)):
                 self.host.pin(name, request)
-        self.keeping.label(request)
+        self.retention_hints.label(request)
         if self.host:
             self.host.ended(request)
         super()._free_blocks(request)  # type: ignore[misc]
 
     def end_session(self, session: int) -> None:
-        self.keeping.end(session, self.requests.values())  # type: ignore[attr-defined]
+        self.retention_hints.end(session, self.requests.values())  # type: ignore[attr-defined]
         if self.host:
             self.host.end(session)
 
@@ -170,7 +170,7 @@ class _Kvroute:
             self.unpin(name)
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         if done:
-            self.keeping.clear()
+            self.retention_hints.clear()
             if self.host:
                 self.host.clear()
         else:

@@ -68,7 +68,7 @@ class Meter:
             if step.output is output:
                 if step.predicted_s and self.price:
                     took_s = now_s - max(step.began_s, self._computed_s)
-                    self.price.computed(step.predicted_s, took_s)
+                    self.price.record_step(step.predicted_s, took_s)
                 break
         self._computed_s = now_s
 
@@ -81,7 +81,7 @@ class Meter:
         moves.out_bytes += store.bytes
         moves.out_s += store.time / workers
         if load.bytes and self.price:
-            self.price.copies.copied(load.bytes, load.time / workers, self.clock())
+            self.price.copies.record(load.bytes, load.time / workers, self.clock())
 
     def is_cheaper(self, start: int, end: int) -> bool:
         """Return whether reloading tokens [start, end) of a prompt is faster than computing."""

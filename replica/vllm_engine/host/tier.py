@@ -20,7 +20,7 @@ from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.blocks.division import Division
-from kvroute.replica.vllm_engine.blocks.keeping import keep_of
+from kvroute.replica.vllm_engine.blocks.retention_hints import hint_of
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.host.connector import EndedRequest, HostTierConnector, Manager
 from kvroute.replica.vllm_engine.host.events import HostEvents
@@ -100,7 +100,7 @@ class SchedulerHostTier:
     def unpin(self, name: str) -> None:
         self._policy.pin(name, ())
 
-    # Retention hints of requests, as in Keeping.
+    # Retention hints of requests, as in RetentionHints.
 
     def ended(self, request: Request) -> None:
         """Record that a request used its blocks until now, and set their retention."""
@@ -108,7 +108,7 @@ class SchedulerHostTier:
         if status is None:
             return
         positions = status.req_context._offload_key_positions
-        ended = EndedRequest(sorted(positions, key=positions.__getitem__), keep_of(request))
+        ended = EndedRequest(sorted(positions, key=positions.__getitem__), hint_of(request))
         status.req_context.set_state(ended)
         self._policy.used(ended.keys, ended.keep)
 

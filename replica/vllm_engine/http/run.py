@@ -38,7 +38,7 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.contract.preparation import prepared
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
-from kvroute.replica.vllm_engine.blocks.keeping import keep_args
+from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import can_continue, repeated, rest
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
@@ -180,7 +180,7 @@ class RequestRun:
         repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None
         is_kept = not repeats_logprobs and can_continue(params)
         self._can_continue = self._prompts == 1 and has_ids and is_kept
-        deltas = _delta_params(params, keep_args(self.request))
+        deltas = _delta_params(params, hint_args(self.request))
         if is_whole:
             deltas.stream_interval = WHOLE_TOKENS
         outputs = self._outputs(llm, grammars, self.salted(prompt), deltas, options)

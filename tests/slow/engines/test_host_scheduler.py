@@ -43,7 +43,7 @@ def flood(engine: "Tiered", prompts: int = 8, keep: RetentionHint | None = None)
 
 def test_what_left_the_engines_memory_is_found_in_host_memory() -> None:
     engine = tiered(host_blocks=128)
-    assert engine.division.members == (0, HOST_GROUPS)
+    assert engine.division.group_entries == (0, HOST_GROUPS)
     assert engine.ask(0, PROMPT) == 0
     alone = set(engine.table.held())
     assert {HOST.member(each) for each in alone} == alone  # each is in both
@@ -315,7 +315,7 @@ def test_the_window_of_a_prompt_is_reloaded_with_it() -> None:
     engine.ask(0, PROMPT)
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
-    assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
+    assert engine.division.group_entries == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
 
 
 def test_the_last_state_of_a_prompt_is_reloaded_with_it() -> None:
@@ -326,7 +326,7 @@ def test_the_last_state_of_a_prompt_is_reloaded_with_it() -> None:
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert engine.ask(0, PROMPT - BLOCK) == 0  # its state is not kept
-    assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
+    assert engine.division.group_entries == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "chunk", "state"])

@@ -45,16 +45,16 @@ class CrashLog:
 
     def message(self) -> str:
         """Return the error that ended the engine, in one line; empty if it is not known."""
-        return last_words("\n".join(_end(stream, start) for stream, start in self._starts.items()))
+        return last_error("\n".join(_end(stream, start) for stream, start in self._starts.items()))
 
-    def of_start(self, error: Exception) -> Exception:
+    def start_error(self, error: Exception) -> Exception:
         """Return the exception to raise for an error at the engine's start."""
-        message = self.message() or described(error)
+        message = self.message() or in_one_line(error)
         kind = message.partition(":")[0].rpartition(".")[2]
         return CannotRunError(message) if kind in FINAL else RuntimeError(message)
 
 
-def last_words(log: str) -> str:
+def last_error(log: str) -> str:
     """Return the last error in the stack traces of dead processes; empty if there is none."""
     death = DEATH.search(log)
     errors = ERROR.findall(log, death.start()) if death else []
@@ -62,7 +62,7 @@ def last_words(log: str) -> str:
     return messages[-1][:MAX_MESSAGE] if messages else ""
 
 
-def described(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Return the error's kind and its message in one line."""
     message = str(error)
     if isinstance(error, ValidationError):

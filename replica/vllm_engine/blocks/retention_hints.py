@@ -12,24 +12,24 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
-KEEP_ARG = "kvroute_keep"  # in a request's extra_args: its retention hint, a Keep as a list
+HINT_ARG = "kvroute_keep"  # in a request's extra_args: its retention hint, a Keep as a list
 
 
-def keep_args(request: GenerateRequest) -> dict[str, Any]:
+def hint_args(request: GenerateRequest) -> dict[str, Any]:
     """Return the entries for the request's extra_args."""
-    return {} if request.keep is None else {KEEP_ARG: msgspec.to_builtins(request.keep)}
+    return {} if request.keep is None else {HINT_ARG: msgspec.to_builtins(request.keep)}
 
 
-def keep_of(request: Request) -> RetentionHint:
+def hint_of(request: Request) -> RetentionHint:
     """Return the request's retention hint."""
-    return msgspec.convert(_args(request).get(KEEP_ARG, ()), RetentionHint)
+    return msgspec.convert(_args(request).get(HINT_ARG, ()), RetentionHint)
 
 
 def _args(request: Request) -> dict[str, Any]:
     return (request.sampling_params and request.sampling_params.extra_args) or {}
 
 
-class Keeping:
+class RetentionHints:
     """The retention hints for one scheduler's blocks; made before the first request."""
 
     def __init__(self, manager: KVCacheManager, pools: Iterable[BlockPool]) -> None:
@@ -38,7 +38,7 @@ class Keeping:
 
     def label(self, request: Request) -> None:
         """Set the retention of the blocks of a request that ends; it still holds them."""
-        keep = keep_of(request)
+        keep = hint_of(request)
         for manager in self._managers:
             if queue := self._queues.get(manager.block_pool):
                 blocks = manager.req_to_blocks.get(request.request_id, ())
@@ -47,8 +47,8 @@ class Keeping:
     def end(self, session: int, running: Iterable[Request]) -> None:
         """End a session: its blocks are evicted first, also those of its running requests."""
         for args in map(_args, running):
-            if msgspec.convert(args.get(KEEP_ARG, ()), RetentionHint).session == session:
-                args[KEEP_ARG] = msgspec.to_builtins(RetentionHint(Order.ENDED, session))
+            if msgspec.convert(args.get(HINT_ARG, ()), RetentionHint).session == session:
+                args[HINT_ARG] = msgspec.to_builtins(RetentionHint(Order.ENDED, session))
         for queue in self._queues.values():
             queue.end(session)
 
