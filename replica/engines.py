@@ -97,7 +97,7 @@ def prepare_vllm(folder: str, threads: int) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Without this, the first request for logprobs waits 14 s for a compilation.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        fork_server.begin(threads)
+        fork_server.start(threads)
 
 
 def _context_tokens(folder: str) -> int:

@@ -1,9 +1,9 @@
 """Checks a user's --engine-args against vLLM's own types and constraints.
 
-They may be arguments of vLLM's engine, or of its HTTP server, such as `tool_call_parser`.
+The user may set arguments of vLLM's engine and of its HTTP server, such as `tool_call_parser`.
 
-`main` is a program: it reads a JSON list of mappings and prints a JSON list with the problems of
-each mapping.
+This module is also a program. `main` reads a JSON list of mappings from standard input, and prints
+a JSON list with the problems of each mapping.
 """
 
 import contextlib
@@ -20,10 +20,11 @@ from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 
-MATCHES = 3  # maximum number of similar names in the error for an unknown name
+MAX_SIMILAR = 3  # maximum number of similar names in the error for an unknown name
 
 
 def main() -> None:
+    """Check the arguments on standard input, and print their problems."""
     with contextlib.redirect_stdout(sys.stderr):
         problems = list(map(problems_of, json.load(sys.stdin)))
     print(json.dumps(problems))
@@ -42,13 +43,17 @@ def checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's arguments, converted to vLLM's types.
 
     Raises:
-        ValueError: Arguments are wrong; the message lists the problems.
+        ValueError: Some arguments are wrong. The message lists all problems.
     """
     return {name: value for name, value in _checked(engine_args).items() if name in ENGINE}
 
 
 def front_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of vLLM's HTTP server, converted. Raises ValueError like `checked`."""
+    """Return the arguments of vLLM's HTTP server, converted to vLLM's types.
+
+    Raises:
+        ValueError: Some arguments are wrong. The message lists all problems.
+    """
     return {name: value for name, value in _checked(engine_args).items() if name not in ENGINE}
 
 
@@ -62,7 +67,7 @@ def _checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with each argument, and what to write instead."""
+    """Return a message for each wrong argument, which says what to write instead."""
     known = sorted(ENGINE | FRONT)
     unknown = [name for name in engine_args if name not in known]
     if unknown:
@@ -75,7 +80,7 @@ def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
 
 
 def _model(names: Mapping[str, Any]) -> Any:
-    """Return a pydantic model with the named arguments of vLLM."""
+    """Return a pydantic model whose fields are these arguments, with vLLM's types."""
     vllm_names = {"QuantizationConfigArgs": QuantizationConfigArgs}
     hints = get_type_hints(BaseFrontendArgs, include_extras=True) | get_type_hints(
         AsyncEngineArgs, localns=vllm_names, include_extras=True
@@ -104,9 +109,9 @@ def _metadata(config: type, name: str) -> Sequence[Any]:
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, MATCHES)
+    close = difflib.get_close_matches(name, known, MAX_SIMILAR)
     remedy = f"did you mean {' or '.join(close)}?" if close else "see vLLM's engine arguments"
-    return f"{name} is no engine argument of vLLM {vllm.__version__}; {remedy}"
+    return f"{name} is not an engine argument of vLLM {vllm.__version__}; {remedy}"
 
 
 def _wrong(error: Any) -> str:

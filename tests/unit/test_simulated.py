@@ -198,7 +198,7 @@ async def test_an_answer_that_is_resumed_on_another_engine_continues_identically
     assert whole[13:] == said(rest)
 
 
-async def test_seeds_set_sampled_answers_apart(make: MakeEngine) -> None:
+async def test_sampled_answers_differ_by_seed(make: MakeEngine) -> None:
     engine = make()
     answers = [said(await run(engine, request(9, temperature=1.0, seed=s))) for s in (1, 2, 1)]
     assert answers[0] == answers[2] != answers[1]
@@ -222,7 +222,7 @@ async def test_text_held_back_for_a_stop_string_is_sent_in_the_end(make: MakeEng
     assert end_of(chunks) == "length"
 
 
-async def test_stop_strings_wait_for_the_least_number_of_tokens(make: MakeEngine) -> None:
+async def test_stop_strings_are_ignored_before_min_tokens(make: MakeEngine) -> None:
     chunks = await run(make(), request(10, stop=" ", min_tokens=5))
     assert len(said(chunks)) == 6
     assert text(chunks).count(" ") == 5
@@ -281,7 +281,7 @@ async def test_logprobs_have_the_requested_number_of_alternatives(make: MakeEngi
     assert len(top) == 3
 
 
-async def test_an_answer_ends_where_the_model_does(make: MakeEngine) -> None:
+async def test_an_answer_ends_at_the_context_length(make: MakeEngine) -> None:
     chunks = await run(make(max_model_len=64), request(60, max_tokens=4))
     assert len(said(chunks)) == 4
     assert end_of(chunks) == "length"
@@ -299,7 +299,7 @@ async def test_requests_that_can_never_run_are_refused(
 
 
 @pytest.mark.parametrize(("attention_tokens", "prefill_s"), [(1e9, 0.1), (100.0, 0.2)])
-async def test_time_passes_as_modelled(
+async def test_steps_take_the_modelled_time(
     make: MakeEngine, attention_tokens: float, prefill_s: float
 ) -> None:
     engine = make(
@@ -311,7 +311,7 @@ async def test_time_passes_as_modelled(
     assert 0 < time.perf_counter() - start_s - prefill_s - decode_s < 0.3
 
 
-async def test_a_closed_engine_ends_its_streams_and_takes_no_more(make: MakeEngine) -> None:
+async def test_a_closed_engine_ends_its_streams_and_rejects_requests(make: MakeEngine) -> None:
     engine = make(decode_step_s=0.001)
     stream = streamed(engine.generate, request(10, max_tokens=5000))
     await anext(stream)
@@ -325,7 +325,7 @@ async def test_a_closed_engine_ends_its_streams_and_takes_no_more(make: MakeEngi
         await engine.check()
 
 
-async def test_words_tokenise_back_to_the_generated_tokens(
+async def test_the_text_is_tokenised_to_the_generated_tokens(
     make: MakeEngine, tmp_path: Path
 ) -> None:
     words = {"a": 0, "Ġapple": 1, "Ġpear": 2, "ĠPear": 3, "pear": 4, "Ġ7": 5, "Ġfig": 6}
@@ -338,5 +338,5 @@ async def test_words_tokenise_back_to_the_generated_tokens(
 
 
 def test_a_missing_tokenizer_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"name a folder with a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         SimulatedEngine(SimulatedConfig(), tokenizer="/no/such/folder")

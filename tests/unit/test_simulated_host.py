@@ -93,7 +93,7 @@ async def heard(engine: SimulatedEngine) -> list[KVEvent]:
     return []
 
 
-async def test_blocks_that_the_gpu_has_evicted_come_back(make: MakeEngine) -> None:
+async def test_blocks_that_the_gpu_has_evicted_are_reloaded(make: MakeEngine) -> None:
     engine = make()
     for number in (1, 2):
         assert await cached_tokens(engine, request(of(number))) == 0
@@ -159,7 +159,7 @@ async def test_a_copy_is_cached_in_the_gpu_and_counted(make: MakeEngine) -> None
     assert moved.in_s == pytest.approx(5 * BYTES / FAST.bytes_per_s)
 
 
-async def test_blocks_are_written_through_answers_included(make: MakeEngine) -> None:
+async def test_blocks_of_prompts_and_answers_are_copied_to_host_memory(make: MakeEngine) -> None:
     engine = make()
     await cached_tokens(engine, request(of(1, 2), max_tokens=40))
     events = await heard(engine)
@@ -249,7 +249,7 @@ async def test_an_ended_sessions_blocks_are_evicted_first_in_host_memory(make: M
     assert await cached_tokens(engine, request(of(1))) == 6 * SIZE
 
 
-async def test_settings_make_the_tier() -> None:
+async def test_settings_determine_the_tier() -> None:
     settings = ReplicaSettings(
         served_model_name="m",
         redis_url="redis://unused",
@@ -266,7 +266,7 @@ async def test_settings_make_the_tier() -> None:
         assert engine.group_entries == (0, HOST_GROUPS)
 
 
-async def test_a_share_is_one_of_what_the_container_may_take(
+async def test_a_share_is_relative_to_the_containers_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engines, "memory_bytes", lambda: 10_000_000_000)

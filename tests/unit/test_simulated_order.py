@@ -59,7 +59,7 @@ def in_turn(orders: Sequence[float]) -> list[int]:
 
 
 @given(ORDERS)
-def test_requests_are_admitted_by_their_order_and_equal_ones_as_they_came(
+def test_requests_are_admitted_by_their_order_then_by_arrival(
     orders: list[float],
 ) -> None:
     async def all_of_them() -> list[int]:

@@ -95,7 +95,7 @@ def test_usage_ends_a_stream_on_request_and_is_null_before(kind: type[SimulatedR
     assert all("usage" not in event for event in events(kind, output("a")))
 
 
-def test_it_is_complete_with_the_end_of_its_last_choice() -> None:
+def test_a_response_is_complete_at_the_end_of_its_last_choice() -> None:
     response = reply(CompletionReply, n=2)
     response.add(output("a", index=1, end="stop"))
     assert not response.is_complete

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvroute.replica.vllm_engine.core.subscription import END, Subscription
+from kvroute.replica.vllm_engine.core.subscription import END_OF_REPLAY, Subscription
 
 
 class Publisher:
@@ -39,7 +39,7 @@ class Publisher:
             peer, _, start = await self._replay.recv_multipart()
             asked = int.from_bytes(start, "big")
             found = {number: each for number, each in self.remembered.items() if number >= asked}
-            for number, payload in {**found, END: b""}.items():
+            for number, payload in {**found, END_OF_REPLAY: b""}.items():
                 message = [peer, b"", b"", number.to_bytes(8, "big"), payload]
                 await self._replay.send_multipart(message)
 
@@ -109,7 +109,7 @@ async def test_batches_that_the_publisher_no_longer_has_are_reported_as_lost(pai
 async def test_a_publisher_that_does_not_answer_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.ANSWER_S", 0.05)
+    monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.REPLAY_TIMEOUT_S", 0.05)
     publisher, subscription = pair
     publisher._task.cancel()
     await publisher.publish(is_lost=True)

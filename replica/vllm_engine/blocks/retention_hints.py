@@ -12,16 +12,16 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
-HINT_ARG = "kvroute_keep"  # in a request's extra_args: its retention hint, a Keep as a list
+HINT_ARG = "kvroute_keep"  # key in extra_args for the request's RetentionHint, as a list
 
 
 def hint_args(request: GenerateRequest) -> dict[str, Any]:
-    """Return the entries for the request's extra_args."""
+    """Return the entries of vLLM's extra_args for the request's retention hint."""
     return {} if request.keep is None else {HINT_ARG: msgspec.to_builtins(request.keep)}
 
 
 def hint_of(request: Request) -> RetentionHint:
-    """Return the request's retention hint."""
+    """Return the retention hint in a request's extra_args."""
     return msgspec.convert(_args(request).get(HINT_ARG, ()), RetentionHint)
 
 
@@ -30,22 +30,25 @@ def _args(request: Request) -> dict[str, Any]:
 
 
 class RetentionHints:
-    """The retention hints for one scheduler's blocks; made before the first request."""
+    """The retention hints for the blocks of one scheduler. Create it before the first request."""
 
     def __init__(self, manager: KVCacheManager, pools: Iterable[BlockPool]) -> None:
         self._managers = manager.coordinator.single_type_managers
         self._queues = {pool: FreeQueue(pool) for pool in pools if pool.enable_caching}
 
     def label(self, request: Request) -> None:
-        """Set the retention of the blocks of a request that ends; it still holds them."""
-        keep = hint_of(request)
+        """Set the retention of a request's blocks. Call this when it ends but still holds them."""
+        hint = hint_of(request)
         for manager in self._managers:
             if queue := self._queues.get(manager.block_pool):
                 blocks = manager.req_to_blocks.get(request.request_id, ())
-                queue.label([block for block in blocks if not block.is_null], keep)
+                queue.label([block for block in blocks if not block.is_null], hint)
 
     def end(self, session: int, running: Iterable[Request]) -> None:
-        """End a session: its blocks are evicted first, also those of its running requests."""
+        """End a session. The blocks that only it uses are then evicted first.
+
+        This includes the blocks of its running requests, once these end.
+        """
         for args in map(_args, running):
             if msgspec.convert(args.get(HINT_ARG, ()), RetentionHint).session == session:
                 args[HINT_ARG] = msgspec.to_builtins(RetentionHint(Order.ENDED, session))
@@ -53,6 +56,6 @@ class RetentionHints:
             queue.end(session)
 
     def clear(self) -> None:
-        """Forget all hints; the pools have cleared their caches."""
+        """Forget all hints, because the pools have cleared their caches."""
         for queue in self._queues.values():
             queue.clear()

@@ -1,7 +1,8 @@
-"""Finds the error message with which a vLLM engine died.
+"""Finds the error that ended a vLLM engine in the engine's output.
 
-vLLM's exception only refers to the stack trace above it. vLLM's processes write that trace to the
-output streams that they inherit from this process. Under Ray, these streams are files.
+When an engine dies, the exception in the replica only refers to a stack trace "above". vLLM's
+processes write that trace to the output streams that they inherit from the replica. Under Ray,
+these streams are files, so the replica can read the trace there.
 """
 
 import os
@@ -12,16 +13,19 @@ from pydantic import ValidationError
 
 from kvroute.contract.generation import CannotRunError
 
-STREAMS = (1, 2)  # file descriptors of standard output and standard error
-MAX_READ = 262_144  # maximum number of bytes that are read from the end of each stream
+STREAMS = (1, 2)  # file descriptors that are read: standard output and standard error
+MAX_READ_BYTES = 262_144  # maximum size that is read from the end of each stream
 MAX_MESSAGE = 600  # maximum number of characters of a message
-DEATH = re.compile(r"encountered a fatal error|failed to start")  # titles of vLLM's stack traces
+# Titles of the stack traces of vLLM's processes that die.
+DEATH = re.compile(r"encountered a fatal error|failed to start")
+# The line with the exception at the end of such a stack trace.
 ERROR = re.compile(
     r"^\((?:EngineCore|Worker)[^)]*\).*?\] ((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
-ELSEWHERE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")
+# Exceptions whose message only refers to another stack trace.
+REFERENCE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")
 
-# Kinds of errors at an engine's start that would occur again at another start.
+# Exceptions at an engine's start that would occur again, so that another start is useless.
 FINAL = frozenset(
     {
         "AssertionError",
@@ -38,32 +42,35 @@ FINAL = frozenset(
 
 
 class CrashLog:
-    """The output of the engine that is started next."""
+    """The output of an engine. Create this before the engine starts."""
 
     def __init__(self) -> None:
         self._starts = {stream: _size(stream) for stream in STREAMS}
 
     def message(self) -> str:
-        """Return the error that ended the engine, in one line; empty if it is not known."""
+        """Return the error that ended the engine in one line; empty if the output shows none."""
         return last_error("\n".join(_end(stream, start) for stream, start in self._starts.items()))
 
     def start_error(self, error: Exception) -> Exception:
-        """Return the exception to raise for an error at the engine's start."""
+        """Return the exception to raise for an error at the engine's start.
+
+        It is a CannotRunError if the error would occur again at the next start.
+        """
         message = self.message() or in_one_line(error)
         kind = message.partition(":")[0].rpartition(".")[2]
         return CannotRunError(message) if kind in FINAL else RuntimeError(message)
 
 
 def last_error(log: str) -> str:
-    """Return the last error in the stack traces of dead processes; empty if there is none."""
+    """Return the last error in the stack traces of vLLM's processes; empty if there is none."""
     death = DEATH.search(log)
     errors = ERROR.findall(log, death.start()) if death else []
-    messages = [error for error in errors if not ELSEWHERE.search(error)]
+    messages = [error for error in errors if not REFERENCE.search(error)]
     return messages[-1][:MAX_MESSAGE] if messages else ""
 
 
 def in_one_line(error: Exception) -> str:
-    """Return the error's kind and its message in one line."""
+    """Return the error's type and the first line of its message."""
     message = str(error)
     if isinstance(error, ValidationError):
         message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
@@ -81,13 +88,13 @@ def _size(stream: int) -> int:
 
 
 def _end(stream: int, start: int) -> str:
-    """Return the text that was written after byte `start`."""
+    """Return the text after byte `start` of the stream's file."""
     size = _size(stream)
     if size <= start:
         return ""
     try:
         with open(f"/proc/self/fd/{stream}", "rb") as file:
-            file.seek(max(start, size - MAX_READ))
-            return file.read(MAX_READ).decode(errors="replace")
+            file.seek(max(start, size - MAX_READ_BYTES))
+            return file.read(MAX_READ_BYTES).decode(errors="replace")
     except OSError:
         return ""  # not Linux
