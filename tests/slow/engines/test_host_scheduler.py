@@ -212,7 +212,7 @@ def test_without_the_option_there_is_no_connector() -> None:
     ("fields", "words"),
     [
         ({"engine_args": {"kv_offloading_size": 1}}, "--engine-args has kv_offloading_size"),
-        ({"host_cache_gb": "2000"}, "choose less, for example 30%"),
+        ({"host_cache_gb": "2000"}, "set a lower value, for example 30%"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
