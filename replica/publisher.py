@@ -113,9 +113,9 @@ class Publisher:
             self._changed.set()
 
     def renew_soon(self) -> None:
-        """Let load and pins be written to the replica's record within milliseconds.
+        """Request a write of load and pins to the replica's record, and return at once.
 
-        This does not wait for the write.
+        The write follows within milliseconds.
         """
         self._renewal_s = 0.0
         self._changed.set()

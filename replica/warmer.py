@@ -32,7 +32,7 @@ POLL_S = 0.5  # seconds between two reads of Redis
 MIN_SLICE_TOKENS = 64  # minimum length of a slice, and the length of the first slice
 MAX_SLICE_TOKENS = 256  # maximum length of a slice
 MAX_SLICE_S = 0.2  # target for the maximum time of a slice; the slices' length is adapted to it
-# Seconds after which a start begins to compute no further prefix. It finishes the current one.
+# Time limit for the prefixes of a start, in seconds. The prefix that is being computed is finished.
 MAX_START_S = 60.0
 # Seconds that a start waits for the declarations of the prefixes in the replica's settings.
 MAX_DECLARATION_WAIT_S = 60.0
@@ -245,8 +245,8 @@ class Warmer:
         """Bring the prefix's first `blocks` blocks into the cache; return the seconds it took."""
         began_s = time.monotonic()
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
-        # An engine always computes a prompt's last token. So one token is appended, and all blocks
-        # before it can come from the cache. Any token does.
+        # An engine always computes a prompt's last token. So one token is appended (it does not
+        # matter which), and all blocks before it can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
         request = GenerateRequest(
             f"warm {prefix.name} {blocks}",

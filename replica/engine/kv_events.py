@@ -18,9 +18,8 @@ class BlockStored:
     """Blocks were added to the cache."""
 
     block_hashes: Sequence[BlockHash]
-    fingerprints: Sequence[
-        Fingerprint
-    ]  # for each block, the fingerprint of the prompt up to its end
+    # For each block, the fingerprint of the prompt up to the block's end.
+    fingerprints: Sequence[Fingerprint]
     group: int = 0
 
 

@@ -11,7 +11,7 @@ from kvroute.replica.engine.copy_speed import CopySpeed
 
 @dataclass
 class ReloadPrice:
-    """The times of both ways for one engine. `now_s` is the time in seconds of any clock."""
+    """Predicts the times to reload and to compute blocks; `now_s` is in seconds of any clock."""
 
     prefill: PrefillModel
     copies: CopySpeed

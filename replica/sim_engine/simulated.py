@@ -212,7 +212,7 @@ class SimulatedEngine(Engine):
             self._pool.pin_in_host(name, ())
 
     async def end_session(self, session: int) -> None:
-        for job in self._jobs:  # the session's running requests get the hint at their end
+        for job in self._jobs:  # the blocks of running requests are evicted first after their end
             if job.request.keep and job.request.keep.session == session:
                 job.request = replace(job.request, keep=RetentionHint(Order.ENDED, session))
         self._pool.end_session(session)

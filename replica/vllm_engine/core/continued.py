@@ -108,7 +108,7 @@ def repeated_outputs(
 
 
 def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
-    """Return log-probabilities with wrong numbers for these tokens; None if none are requested.
+    """Return log-probabilities of 0 for these tokens; None if none are requested.
 
     The client does not get these numbers again. But vLLM's application needs the texts in the
     entries: it computes the text offsets of later tokens from their lengths. A token's text depends

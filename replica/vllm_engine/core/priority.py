@@ -4,7 +4,9 @@ import time
 
 from kvroute.contract.generation import GenerateRequest
 
-UNITS_PER_S = 1_000_000  # priority units per second; one microsecond sets two arrivals apart
+# Priority units per second. A unit is short, so that requests of equal order keep the order of
+# arrival.
+UNITS_PER_S = 1_000_000
 
 
 def priority_of(request: GenerateRequest) -> int:

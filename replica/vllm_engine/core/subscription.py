@@ -80,7 +80,10 @@ class Subscription:
             yield batch
 
     def _in_order(self, number: int, payload: bytes) -> Iterator[bytes | None]:
-        """Yield the payload of a batch unless it is a duplicate; before it None after a loss."""
+        """Yield the payload of a batch unless it is a duplicate.
+
+        If batches before it were lost, yield None first.
+        """
         if number < self._next_number:
             return
         if number > self._next_number:

@@ -242,5 +242,5 @@ def install() -> None:
 
 def _unless_checked(self: SamplingParams, *args: Any) -> None:
     outputs = self.structured_outputs
-    if outputs is None or outputs._backend is None:  # only GrammarCheck sets this field before
+    if outputs is None or outputs._backend is None:  # GrammarCheck has not checked it
         vllm_validate_structured_outputs(self, *args)

@@ -7,7 +7,7 @@ answers. So the markers of that format in the template identify the parser.
 import re
 from collections.abc import Sequence
 
-NONE = "none"  # value of a user for a parser: use no parser, and choose none automatically
+NONE = "none"  # users set this as the name of a parser if none is to be used or chosen
 Forms = Sequence[tuple[tuple[str, ...], str]]
 # Each item has patterns and a parser. The parser is used if all patterns are in the template. If
 # this is true for several items, the first one counts.
@@ -28,8 +28,8 @@ TOOL_FORMS: Forms = (
     ((r"<\|python_start\|>",), "llama4_pythonic"),
     ((r"<\|start_header_id\|>", r'"name": <?function', '"parameters":'), "llama3_json"),
 )
-# This excludes models that reason only if the text of the prompt asks for it. If such a model
-# answers without reasoning, the parser would treat all of the answer as reasoning.
+# Models that reason only if the text of the prompt asks for it are not in this table. If such a
+# model answers without reasoning, the parser would treat all of the answer as reasoning.
 REASONING_FORMS: Forms = (
     (("<seed:think>",), "seed_oss"),
     ((r"\[THINK\]",), "mistral"),

@@ -216,7 +216,7 @@ class RequestRun:
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        prepared()  # the preparation of the request ends here; the grammar is checked elsewhere
+        prepared()  # the request's preparation ends here; another process checks the grammar
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]

@@ -35,9 +35,9 @@ EXAMPLES: tuple[list[Message], ...] = (
 def place_for(render: Render) -> Place:
     """Return the first place with which all examples are rendered correctly.
 
-    An example is rendered correctly in these conditions: the text before the inline message is the
-    same as without the message, and the message's text occurs once after it. Both must also be true
-    if the conversation continues.
+    An example is rendered correctly if the text before the inline message is the same as without
+    the message, and if the message's text occurs once after it. Both must also be true if the
+    conversation continues.
     """
     beginnings = [(before, text) for before in EXAMPLES if (text := _rendered(render, before))]
     roles: tuple[Place, ...] = ("system", "user") if beginnings else ()

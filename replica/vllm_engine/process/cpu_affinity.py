@@ -27,7 +27,10 @@ class Cores:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Bind the calling thread, and the processes that it starts, to these cores meanwhile."""
+        """Bind the calling thread to these cores until the end of the context.
+
+        Processes that the thread starts meanwhile stay bound to them.
+        """
         before = os.sched_getaffinity(0)
         if self.numbers:
             os.sched_setaffinity(0, self.numbers)
