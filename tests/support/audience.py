@@ -1,4 +1,4 @@
-"""Clients that listen while something happens to the cluster."""
+"""Clients that read streams while a test changes the cluster."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ CLIENTS = 50
 
 @dataclass(frozen=True)
 class Heard:
-    """What one client got."""
+    """The answer that one client received."""
 
     text: str
     finish_reason: str | None
@@ -22,29 +22,33 @@ class Heard:
 
 
 class Audience:
-    """Clients that stream all at once, each an answer of its own of so many tokens."""
+    """Clients that read streams at the same time. Each client gets a different answer."""
 
     def __init__(
         self, client: AsyncOpenAI, words: int, *, clients: int = CLIENTS, tokens: int = 60
     ) -> None:
-        self.pieces = [0] * clients  # heard so far
-        self.replicas = [""] * clients  # that began the answers
-        self.longest_pause_s = 0.0  # that any of them heard nothing
+        self.pieces = [0] * clients  # for each client, number of events received so far
+        self.replicas = [""] * clients  # for each client, the replica that began its answer
+        self.longest_pause_s = 0.0  # longest time without an event for any client
         self._client = client
         self._numbers = range(clients)
         self._words = words
         self._tokens = tokens
 
     async def listen(self) -> list[Heard]:
+        """Read one answer with each client; return the answers."""
         return await asyncio.gather(*map(self._listen, self._numbers))
 
     async def listen_to_what_comes(self) -> list[Heard | BaseException]:
-        """The same, with an error for each answer that breaks."""
+        """Like `listen`, but return the error in place of each answer that fails."""
         listening = map(self._listen, self._numbers)
         return await asyncio.gather(*listening, return_exceptions=True)
 
     async def listen_until(self, over: asyncio.Event) -> list[list[Heard]]:
-        """Each client asks for the same answer again and again, and hears the last one out."""
+        """Read the same answer again and again with each client, until `over` is set.
+
+        The last answers are read to their ends.
+        """
 
         async def listen(number: int) -> list[Heard]:
             heard = []

@@ -1,8 +1,8 @@
-"""What kvroute uses of vLLM that vLLM may change: `python -m tests.support.hooks` writes the list
-anew, as the installed vLLM has it.
+"""The list hooks.txt: parts of vLLM that kvroute uses and that vLLM may change.
 
-It needs none of our engine's modules, which may not even be importable then. Two of vLLM's
-functions are named by where ours keep them, since others take their places.
+`python -m tests.support.hooks` updates the list for the installed vLLM. This works even if
+kvroute's own modules cannot be imported with that version. Some of vLLM's functions are listed by
+the name under which a module of kvroute keeps them, because kvroute replaces them in vLLM.
 """
 
 import ast
@@ -17,20 +17,20 @@ from tests.support.documents import ROOT
 
 LIST = Path(__file__).with_name("hooks.txt")
 ENGINE = ROOT / "replica" / "vllm_engine"
-ALL = ".*"  # behind a class: its public names
+ALL = ".*"  # after the name of a class: the hook lists all public names of the class
 
 
 class GoneError(LookupError):
-    """There is nothing of that name."""
+    """The installed vLLM has nothing with this name."""
 
 
 def listed() -> list[str]:
-    """The hooks of the pinned version: names, functions with their parameters."""
+    """Return the hooks of the pinned version: names, and for functions their parameters."""
     return [line.strip() for line in LIST.read_text().splitlines() if line.startswith(" ")]
 
 
 def imported() -> set[str]:
-    """All names of vLLM that the engine's modules import."""
+    """Return all names of vLLM that the engine's modules import."""
     return {
         f"{node.module}.{alias.name}"
         for file in ENGINE.rglob("*.py")
@@ -41,7 +41,7 @@ def imported() -> set[str]:
 
 
 def replaced() -> set[str]:
-    """Those that they replace in vLLM's modules."""
+    """Return the names in vLLM's modules that http/repeatable.py replaces."""
     tree = ast.parse((ENGINE / "http" / "repeatable.py").read_text())
     (names,) = (
         ast.literal_eval(node.value)
@@ -56,7 +56,7 @@ def name_of(hook: str) -> str:
 
 
 def as_installed(name: str) -> str:
-    """The hook of that name. GoneError."""
+    """Return the hook with this name, as in the installed vLLM. Raises GoneError."""
     if name.endswith(ALL):
         members = vars(_found(name.removesuffix(ALL)))
         return f"{name}: {', '.join(sorted(member for member in members if member[0] != '_'))}"
@@ -67,12 +67,12 @@ def as_installed(name: str) -> str:
 
 
 def _found(name: str) -> Any:
-    """None for an attribute that only instances have."""
+    """Return the object with this name; None for an attribute that only instances have."""
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         try:
             thing: Any = importlib.import_module(".".join(parts[:depth]))
-        except (ImportError, AttributeError):  # ours, too, want something of vLLM
+        except (ImportError, AttributeError):  # modules of kvroute import vLLM, too
             continue
         for number, part in enumerate(parts[depth:], start=depth + 1):
             if not hasattr(thing, part):
@@ -92,13 +92,13 @@ def _instances_have(kind: Any, name: str) -> bool:
 
 
 def _sources(kind: type) -> Iterator[str]:
-    for each in kind.__mro__:
-        if each.__module__.partition(".")[0] in ("vllm", "fastapi"):
-            yield inspect.getsource(each)
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("vllm", "fastapi"):
+            yield inspect.getsource(base)
 
 
 def rewritten() -> str:
-    """The list as the installed vLLM has it; what is gone stays as it was."""
+    """Return the list for the installed vLLM. Hooks that no longer exist are marked."""
     lines = []
     for line in LIST.read_text().splitlines():
         if line.startswith(" "):

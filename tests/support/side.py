@@ -33,7 +33,7 @@ CONFIG = SimulatedConfig(
 
 
 class Side:
-    """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
+    """An engine with a publisher, and a router's mirror of its blocks, all running as tasks."""
 
     def __init__(
         self,
