@@ -68,10 +68,10 @@ def _checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
     """Return a message for each wrong argument, which says what to write instead."""
-    known = sorted(ENGINE | FRONT)
-    unknown = [name for name in engine_args if name not in known]
+    valid_names = sorted(ENGINE | FRONT)
+    unknown = [name for name in engine_args if name not in valid_names]
     if unknown:
-        return [_unknown(name, known) for name in unknown]
+        return [_unknown(name, valid_names) for name in unknown]
     try:
         _model(engine_args).model_validate(engine_args)
     except ValidationError as error:
@@ -108,8 +108,8 @@ def _metadata(config: type, name: str) -> Sequence[Any]:
     return field.metadata if field else ()
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, MAX_SIMILAR)
+def _unknown(name: str, valid_names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, valid_names, MAX_SIMILAR)
     remedy = f"did you mean {' or '.join(close)}?" if close else "see vLLM's engine arguments"
     return f"{name} is not an engine argument of vLLM {vllm.__version__}; {remedy}"
 

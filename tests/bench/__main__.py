@@ -85,7 +85,7 @@ def main(
             f"--trace is {str(trace)!r}, which is no file; expected one in Mooncake's format, such "
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
-    found = []
+    report = []
     flags = (
         with_routers,
         with_successor,
@@ -97,11 +97,11 @@ def main(
     )
     for section in sections(trace, *flags):
         typer.echo(section.markdown() + "\n")
-        found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
+        report.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
         typer.echo("The tables of policies are left out; `--trace FILE` brings them.")
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def sections(

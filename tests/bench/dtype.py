@@ -67,14 +67,14 @@ def dtype() -> Section:
 async def _compare() -> Section:
     cores = claim_cores(1)
     engines = {dtype: await _start(dtype, cores) for dtype in DTYPES}
-    found = {dtype: defaultdict[str, list[float]](list) for dtype in DTYPES}
+    results = {dtype: defaultdict[str, list[float]](list) for dtype in DTYPES}
     for number in range(ROUNDS + 1):
         for dtype in DTYPES if number % 2 else DTYPES[::-1]:
             values = await _round(engines[dtype])
             for name, value in values.items():
-                found[dtype][name] += [value] if number else []
+                results[dtype][name] += [value] if number else []
     bfloat16, float32 = (
-        {name: statistics.median(values) for name, values in found[dtype].items()}
+        {name: statistics.median(values) for name, values in results[dtype].items()}
         | engines[dtype].sizes()
         for dtype in DTYPES
     )
@@ -117,21 +117,21 @@ def _children() -> set[psutil.Process]:
 
 
 async def _round(running: Running) -> dict[str, float]:
-    found = {}
+    results = {}
     for prompt in PROMPTS:
         begun = running.now()
         (first,) = await _stream(running, prompt, answer=1)
-        found[f"TTFT s, {prompt:,} prompt tokens"] = first.at_s - begun.at_s
-        found[f"... of the engine's CPU time, {prompt:,}"] = first.cpu_s - begun.cpu_s
+        results[f"TTFT s, {prompt:,} prompt tokens"] = first.at_s - begun.at_s
+        results[f"... of the engine's CPU time, {prompt:,}"] = first.cpu_s - begun.cpu_s
     for streams in STREAMS:
         asked = (_stream(running, STREAM_PROMPT, ANSWER) for _ in range(streams))
         answers = await asyncio.gather(*asked)
         begun = max(answer[0] for answer in answers)
         ended = min(answer[-1] for answer in answers)
         tokens = sum(begun < token <= ended for answer in answers for token in answer)
-        found[f"decoded tokens/s, {streams} at once"] = tokens / (ended.at_s - begun.at_s)
-        found[f"... a second of CPU time, {streams}"] = tokens / (ended.cpu_s - begun.cpu_s)
-    return found
+        results[f"decoded tokens/s, {streams} at once"] = tokens / (ended.at_s - begun.at_s)
+        results[f"... a second of CPU time, {streams}"] = tokens / (ended.cpu_s - begun.cpu_s)
+    return results
 
 
 _numbers = itertools.count()

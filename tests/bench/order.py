@@ -38,12 +38,12 @@ CASES: dict[str, Hints | None] = {
 
 
 def order() -> Section:
-    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    results: dict[str, list[dict[str, float]]] = defaultdict(list)
     for number in range(ROUNDS):
         for case, hints in CASES.items():
-            found[case].append(Pool(hints, number).us_a_block())
+            results[case].append(Pool(hints, number).us_a_block())
     rows: list[Row] = []
-    for case, rounds in found.items():
+    for case, rounds in results.items():
         row = {part: statistics.median(round_[part] for round_ in rounds) for part in PARTS}
         rows.append({"queue": case, **row, "in all": sum(row.values())})
     note = f"Microseconds a block. {CHATS} chats in {BLOCKS:,} blocks; medians of {ROUNDS} rounds."
@@ -82,10 +82,10 @@ class Pool:
         }
 
     def _turn(self, session: int, hashes: Sequence[bytes]) -> None:
-        found = self.pool.cached_block_hash_to_block
+        cached_blocks = self.pool.cached_block_hash_to_block
         hits: list[Any] = []
         for hash_ in hashes:
-            block = found.get_one_block(hash_)
+            block = cached_blocks.get_one_block(hash_)
             if block is None:
                 break
             hits.append(block)

@@ -154,8 +154,8 @@ async def throughput(client: AsyncOpenAI, rng: random.Random, name: str, *, at_o
         return await tokens_per_s(rests, False), await tokens_per_s(rests, True)
 
     pairs = await rounds(both)
-    what = f"prompt tokens/s, {prefix_tokens:,} of {3 * prefix_tokens:,} shared, {at_once} at once"
-    return compared(what, pairs, [shared / apart for shared, apart in pairs], goal=1.26)
+    title = f"prompt tokens/s, {prefix_tokens:,} of {3 * prefix_tokens:,} shared, {at_once} at once"
+    return compared(title, pairs, [shared / apart for shared, apart in pairs], goal=1.26)
 
 
 async def first_tokens(client: AsyncOpenAI, rng: random.Random, name: str) -> Row:
@@ -170,8 +170,8 @@ async def first_tokens(client: AsyncOpenAI, rng: random.Random, name: str) -> Ro
         return shared.ttft_s, apart.ttft_s
 
     pairs = await rounds(both)
-    what = f"TTFT s, {prefix_tokens:,} of {prefix_tokens + rest_tokens:,} shared"
-    return compared(what, pairs, [apart / shared for shared, apart in pairs], goal=2.0)
+    title = f"TTFT s, {prefix_tokens:,} of {prefix_tokens + rest_tokens:,} shared"
+    return compared(title, pairs, [apart / shared for shared, apart in pairs], goal=2.0)
 
 
 async def rounds(both: Callable[[], Awaitable[tuple[float, float]]]) -> list[tuple[float, float]]:

@@ -116,10 +116,10 @@ def _mean_size(sizes: Sizes) -> float:
 
 
 def _window(answers: Sequence[Answered], start_s: float, prefix: str) -> Row:
-    found = [answer for answer in answers if start_s <= answer.at_s < start_s + WINDOW_S]
-    p50_s, p90_s = np.percentile([answer.ttft_s for answer in found], [50, 90])
+    in_window = [answer for answer in answers if start_s <= answer.at_s < start_s + WINDOW_S]
+    p50_s, p90_s = np.percentile([answer.ttft_s for answer in in_window], [50, 90])
     return {
-        f"{prefix}hit share": _hit_share(found),
+        f"{prefix}hit share": _hit_share(in_window),
         f"{prefix}TTFT p50 s": float(p50_s),
         f"{prefix}p90 s": float(p90_s),
     }

@@ -12,7 +12,7 @@ CLIENTS = 50
 
 
 @dataclass(frozen=True)
-class Heard:
+class Received:
     """The answer that one client received."""
 
     text: str
@@ -35,30 +35,30 @@ class Audience:
         self._words = words
         self._tokens = tokens
 
-    async def listen(self) -> list[Heard]:
+    async def listen(self) -> list[Received]:
         """Read one answer with each client; return the answers."""
         return await asyncio.gather(*map(self._listen, self._numbers))
 
-    async def listen_to_what_comes(self) -> list[Heard | BaseException]:
+    async def listen_to_what_comes(self) -> list[Received | BaseException]:
         """Like `listen`, but return the error in place of each answer that fails."""
         listening = map(self._listen, self._numbers)
         return await asyncio.gather(*listening, return_exceptions=True)
 
-    async def listen_until(self, over: asyncio.Event) -> list[list[Heard]]:
+    async def listen_until(self, over: asyncio.Event) -> list[list[Received]]:
         """Read the same answer again and again with each client, until `over` is set.
 
         The last answers are read to their ends.
         """
 
-        async def listen(number: int) -> list[Heard]:
-            heard = []
+        async def listen(number: int) -> list[Received]:
+            answers = []
             while not over.is_set():
-                heard.append(await self._listen(number))
-            return heard
+                answers.append(await self._listen(number))
+            return answers
 
         return await asyncio.gather(*map(listen, self._numbers))
 
-    async def _listen(self, number: int) -> Heard:
+    async def _listen(self, number: int) -> Received:
         last_s = time.monotonic()
         stream = await self._client.chat.completions.create(
             model=BUILTIN_MODEL,
@@ -79,4 +79,4 @@ class Audience:
                 reason = choice.finish_reason
                 self.pieces[number] += bool(choice.delta.content)
         assert event.usage is not None
-        return Heard(text, reason, event.usage.prompt_tokens, event.usage.completion_tokens)
+        return Received(text, reason, event.usage.prompt_tokens, event.usage.completion_tokens)

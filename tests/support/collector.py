@@ -51,8 +51,8 @@ class Collector:
 
     def trace(self, trace_id: str) -> list[Span]:
         """Return the received spans of a trace, sorted by their start."""
-        found = (span for span in self._spans if span.trace_id == trace_id)
-        return sorted(found, key=lambda span: span.start_ns)
+        spans = (span for span in self._spans if span.trace_id == trace_id)
+        return sorted(spans, key=lambda span: span.start_ns)
 
     def trace_ids(self, request_id: str) -> set[str]:
         """Return the ids of the traces that contain a span of this request."""

@@ -85,8 +85,8 @@ def main(
     finally:  # so that --earlier can continue a run that was stopped
         pool.shutdown(cancel_futures=True)
         if json_file:
-            found = {"saturations": saturations, "results": [result.row() for result in results]}
-            json_file.write_text(json.dumps(found, indent=1) + "\n")
+            report = {"saturations": saturations, "results": [result.row() for result in results]}
+            json_file.write_text(json.dumps(report, indent=1) + "\n")
     for title, rows in (
         ("First tokens", compared(results, ours)),
         ("Sessions", compared_sessions(results, ours)),
@@ -170,12 +170,12 @@ def _line(result: Result) -> str:
 
 
 def _policies(names: str) -> list[str]:
-    found = [name.strip() for name in names.split(",")]
-    if unknown := [name for name in found if name not in POLICIES]:
+    policies = [name.strip() for name in names.split(",")]
+    if unknown := [name for name in policies if name not in POLICIES]:
         raise typer.BadParameter(
             f"{unknown[0]!r} is not a policy; choose among {', '.join(POLICIES)}"
         )
-    return found
+    return policies
 
 
 def _files(given: Sequence[str]) -> dict[str, Path]:
@@ -184,8 +184,8 @@ def _files(given: Sequence[str]) -> dict[str, Path]:
         name, _, file = option.partition("=")
         if name not in FILES or not Path(file).is_file():
             raise typer.BadParameter(
-                f"--trace is {option!r}; expected NAME=FILE, with a name of {', '.join(FILES)}, and "
-                "a file in Mooncake's format"
+                f"--trace is {option!r}; expected NAME=FILE, with a name of {', '.join(FILES)}, "
+                "and a file in Mooncake's format"
             )
         files[name] = Path(file)
     return files

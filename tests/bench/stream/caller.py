@@ -104,8 +104,8 @@ class Caller(asyncio.Protocol):
         self._transport.write(request(self._model, self._asked, self._streamed))
 
     def _take(self, events: list[bytes]) -> None:
-        found = (len(text[1].split()) for event in events if (text := CONTENT.search(event)))
-        for tokens in filter(None, found):
+        token_counts = (len(text[1].split()) for event in events if (text := CONTENT.search(event)))
+        for tokens in filter(None, token_counts):
             now_s = time.perf_counter()
             times_s = self.tally.gaps_s if self._got else self.tally.ttft_s
             times_s.append(now_s - self._before_s)

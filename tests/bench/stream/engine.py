@@ -48,12 +48,12 @@ async def _measure(load: Load, decode_ms: float) -> Cost:
     begun_s, before_s = time.perf_counter(), time.process_time()
     await asyncio.sleep(load.window_s)
     spent_s = {ENGINE: time.process_time() - before_s}
-    found = cost(shown[0], time.perf_counter() - begun_s, spent_s)
+    measured = cost(shown[0], time.perf_counter() - begun_s, spent_s)
     for reader in readers:
         reader.cancel()
     await asyncio.wait(readers)
     await engine.close()
-    return found
+    return measured
 
 
 async def _read(engine: Engine, shown: list[Tally], first: int, tokens: int) -> None:

@@ -86,11 +86,11 @@ async def _amid(port: int, load: Load, processes: Processes) -> Cost:
     before, begun_s = cpu_so_far(processes), time.perf_counter()
     await _unless(failed, load.window_s)
     spent_s = cpu_since(before, processes)
-    found = cost(tally, time.perf_counter() - begun_s, spent_s)
+    measured = cost(tally, time.perf_counter() - begun_s, spent_s)
     failed.cancel()
     for caller in callers:
         caller.close()
-    return found
+    return measured
 
 
 async def _connect(port: int, load: Load, failed: asyncio.Future[None]) -> list[Caller]:

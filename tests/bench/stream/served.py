@@ -101,8 +101,8 @@ def cluster(model: str) -> Iterator[Server]:
         *("--kv-cache-memory-mb", str(CACHE_MB)),
         *("--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
     ) as started:
-        found = Serving(started)
-        yield _server(found.port, found.processes())
+        started_cluster = Serving(started)
+        yield _server(started_cluster.port, started_cluster.processes())
 
 
 @contextmanager

@@ -73,13 +73,13 @@ def tables() -> list[Section]:
 
 def _cluster(costs: Costs) -> str:
     """Measure the cluster and add its costs; return a text about its idle processes."""
-    with serving(replicas=REPLICAS, decode_ms=DECODE_MS) as found:
-        measure(found.port, WARM_UP, {})
-        idle = idle_cpu_s(found.processes(), seconds=IDLE_S)
+    with serving(replicas=REPLICAS, decode_ms=DECODE_MS) as cluster:
+        measure(cluster.port, WARM_UP, {})
+        idle = idle_cpu_s(cluster.processes(), seconds=IDLE_S)
         for load in STREAMED + SHORT:
-            costs[OURS, load] = measure(found.port, load, found.processes())
-        if port := found.router_port:
-            processes = {role: found.processes()[role] for role in ("router", "replica")}
+            costs[OURS, load] = measure(cluster.port, load, cluster.processes())
+        if port := cluster.router_port:
+            processes = {role: cluster.processes()[role] for role in ("router", "replica")}
             for load in PAST_HAPROXY:
                 costs[PAST, load] = measure(port, load, processes)
     took = ", ".join(f"{role} {1000 * cpu_s:.1f}" for role, cpu_s in idle.items())
@@ -101,9 +101,9 @@ def _peer(costs: Costs) -> None:
 
 def _full() -> Section:
     """Measure a router while engines generate more tokens than it can forward."""
-    with serving(replicas=FULL_REPLICAS, decode_ms=FULL_DECODE_MS) as found:
-        measure(found.port, WARM_UP, {})
-        rows = [_most(OURS, measure(found.port, FULL, found.processes()))]
+    with serving(replicas=FULL_REPLICAS, decode_ms=FULL_DECODE_MS) as cluster:
+        measure(cluster.port, WARM_UP, {})
+        rows = [_most(OURS, measure(cluster.port, FULL, cluster.processes()))]
     if is_installed():
         with (
             mock_engines(FULL_REPLICAS, step_s=FULL_DECODE_MS / 1000) as engines,
