@@ -194,7 +194,11 @@ class Warmer:
         try:
             await self._compute(prefix, pin=prefix.name if is_pinned else "")
         except ValueError as error:
-            log.warning("the engine rejects the named prefix %s: %s", prefix.name, error)
+            log.warning(
+                "named prefix %s is not cached, because the engine rejects it: %s",
+                prefix.name,
+                error,
+            )
             self._rejected.add(prefix.name)
             await self._drop(prefix.name)
             return

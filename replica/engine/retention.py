@@ -44,7 +44,7 @@ class IdleBlocks:
         """Return the idle blocks in the order of eviction."""
         return chain.from_iterable(self._queues)
 
-    def label(self, blocks: Sequence[int], keep: RetentionHint) -> None:
+    def label(self, blocks: Sequence[int], hint: RetentionHint) -> None:
         """Set the retention of a request's blocks, while the request still holds them.
 
         If only one session uses a block, the session's last hint counts. If other sessions or
@@ -53,9 +53,9 @@ class IdleBlocks:
 
         Args:
             blocks: The request's blocks, in the prompt's order.
-            keep: The request's retention hint.
+            hint: The request's retention hint.
         """
-        order_of, session_of, session = self._order_of, self._session_of, keep.session
+        order_of, session_of, session = self._order_of, self._session_of, hint.session
         own = self._owned.setdefault(session, {}) if session else {}
         for block in blocks:
             owner = session_of[block]
@@ -66,9 +66,9 @@ class IdleBlocks:
                 if owner != SHARED:
                     self._disown(owner, block)
                     session_of[block] = SHARED
-                order_of[block] = max(order_of[block], keep.order) or Order.USUAL
+                order_of[block] = max(order_of[block], hint.order) or Order.USUAL
                 continue
-            order_of[block] = keep.order
+            order_of[block] = hint.order
         if session and not own:
             del self._owned[session]
 

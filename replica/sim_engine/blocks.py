@@ -173,16 +173,16 @@ class BlockPool:
         self._cache.forget(table.blocks[first : table.cached])
         table.cached = min(table.cached, first)
 
-    def free(self, table: Table, keep: RetentionHint | None = None) -> None:
+    def free(self, table: Table, hint: RetentionHint | None = None) -> None:
         """Release all blocks of the table.
 
         Args:
             table: A sequence's table.
-            keep: The retention of the blocks. None: the request has not ended (it was preempted).
+            hint: The retention of the blocks. None: the request has not ended (it was preempted).
         """
-        self._cache.release(table.blocks, keep)
-        if self._host is not None and keep is not None:
-            self._host.use(table.hashes[: table.cached], keep)
+        self._cache.release(table.blocks, hint)
+        if self._host is not None and hint is not None:
+            self._host.use(table.hashes[: table.cached], hint)
         table.blocks = []
         table.cached = table.written = 0
 

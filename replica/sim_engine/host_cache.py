@@ -57,14 +57,14 @@ class HostCache:
         self._put(slots)
         return new, dropped
 
-    def use(self, hashes: Sequence[Fingerprint], keep: RetentionHint | None = None) -> None:
+    def use(self, hashes: Sequence[Fingerprint], hint: RetentionHint | None = None) -> None:
         """Record that a request used these blocks, and set their retention if it is given.
 
         The hashes are in the prompt's order. Hashes of blocks that are not stored are ignored.
         """
         slots = self._take(hashes)
-        if keep is not None:
-            self._idle.label(slots, keep)
+        if hint is not None:
+            self._idle.label(slots, hint)
         self._put(slots)
 
     def pin(self, name: str, hashes: Sequence[Fingerprint]) -> None:

@@ -115,14 +115,14 @@ class PagedCache:
         for block in blocks:
             self._forget(block)
 
-    def release(self, blocks: Sequence[int], keep: RetentionHint | None = None) -> None:
+    def release(self, blocks: Sequence[int], hint: RetentionHint | None = None) -> None:
         """Remove a holder from the blocks, and set their retention if it is given.
 
         Among blocks with the same retention, the last block is evicted first, so that shared
         prefixes stay longer.
         """
-        if keep is not None:
-            self.free.idle.label(blocks, keep)
+        if hint is not None:
+            self.free.idle.label(blocks, hint)
         blank: list[int] = []
         cached: list[int] = []
         for block in reversed(blocks):

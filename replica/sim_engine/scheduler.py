@@ -49,20 +49,20 @@ class SimulatedScheduler:
         end = bisect_left(self.waiting, (*job.order, job.sampling.n), lo=first, key=ORDER)
         del self.waiting[first:end]
         for choice in [choice for choice in self.running if choice.job is job]:
-            self.remove(choice, choice.keep if choice.generated else None)
+            self.remove(choice, choice.hint if choice.generated else None)
         for choice in [choice for choice in self.reloads if choice.job is job]:
             self.reloads.drop(choice)
             self._pool.drop_reload(choice.table)
 
-    def remove(self, choice: RunningChoice, keep: RetentionHint | None = None) -> None:
+    def remove(self, choice: RunningChoice, hint: RetentionHint | None = None) -> None:
         """Remove a choice from the batch, and release its blocks.
 
         Args:
             choice: A running choice.
-            keep: The retention of its blocks; None if it has not ended.
+            hint: The retention of its blocks; None if it has not ended.
         """
         self.running.remove(choice)
-        self._pool.free(choice.table, keep)
+        self._pool.free(choice.table, hint)
 
     def end_reloads(self, now_s: float) -> None:
         """Move choices whose copies from host memory have ended to the batch."""

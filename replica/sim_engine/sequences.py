@@ -48,7 +48,7 @@ class RunningChoice:
         return self.job.request.lora
 
     @property
-    def keep(self) -> RetentionHint:
+    def hint(self) -> RetentionHint:
         return self.job.request.keep or RetentionHint()
 
     @property

@@ -360,7 +360,7 @@ class SimulatedEngine(Engine):
             job.unfinished -= 1
             if job.request.pin:
                 self._pin(job.request, choice.table)
-            self._scheduler.remove(choice, choice.keep)
+            self._scheduler.remove(choice, choice.hint)
 
     def _pin(self, request: GenerateRequest, table: Table) -> None:
         blocks = len(request.prompt_ids) // self.config.block_size

@@ -29,7 +29,7 @@ REFUSED = f"""\
 
 
 @pytest.mark.parametrize(
-    ("log", "words"),
+    ("log", "message"),
     [
         (DEAD, "RuntimeError: Unsupported: head_dim=20"),
         (REFUSED, "ValueError: too large"),
@@ -37,8 +37,8 @@ REFUSED = f"""\
         ("", ""),
     ],
 )
-def test_the_last_error_of_a_dead_process_is_its_cause(log: str, words: str) -> None:
-    assert last_error(log) == words
+def test_the_last_error_of_a_dead_process_is_its_cause(log: str, message: str) -> None:
+    assert last_error(log) == message
 
 
 def test_output_before_the_start_is_ignored(tmp_path: Path) -> None:
@@ -47,18 +47,18 @@ def test_output_before_the_start_is_ignored(tmp_path: Path) -> None:
         os.dup2(stream.fileno(), 1)
         try:
             os.write(1, DEAD.encode())
-            words = CrashLog()
-            before = words.message()
+            crash_log = CrashLog()
+            before = crash_log.message()
             os.write(1, REFUSED.encode())
-            after = words.message()
+            after = crash_log.message()
         finally:
             os.dup2(kept, 1)
             os.close(kept)
     assert (before, after) == ("", "ValueError: too large")
 
 
-def test_only_errors_that_every_start_would_repeat_are_final() -> None:
-    words = CrashLog()
-    assert isinstance(words.start_error(ValueError("no such model\n\nat all")), CannotRunError)
-    assert not isinstance(words.start_error(OSError("the port is taken")), CannotRunError)
+def test_only_errors_that_would_occur_at_every_start_are_final() -> None:
+    crash_log = CrashLog()
+    assert isinstance(crash_log.start_error(ValueError("no such model\n\nat all")), CannotRunError)
+    assert not isinstance(crash_log.start_error(OSError("the port is taken")), CannotRunError)
     assert in_one_line(ValueError("no such model\n\nat all")) == "ValueError: no such model"

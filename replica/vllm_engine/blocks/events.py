@@ -84,4 +84,6 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
         case kv_events.BlockStored() | kv_events.BlockRemoved():
             return None
         case _:
-            raise TypeError(f"unknown KV event {event!r}: this vLLM is not the pinned version")
+            raise TypeError(
+                f"unknown KV event {event!r}: this vLLM is not the pinned one; run make setup"
+            )

@@ -25,12 +25,12 @@ class FreeQueue:
         self._idle = IdleBlocks(len(pool.blocks))
         pool.free_block_queue = self
 
-    def label(self, blocks: Sequence[KVCacheBlock], keep: RetentionHint) -> None:
+    def label(self, blocks: Sequence[KVCacheBlock], hint: RetentionHint) -> None:
         """Set the retention of a request's blocks, which it still holds.
 
         There must be no null block among them.
         """
-        self._idle.label([block.block_id for block in blocks], keep)
+        self._idle.label([block.block_id for block in blocks], hint)
 
     def end(self, session: int) -> None:
         """Make the blocks of an ended session the first to be evicted."""

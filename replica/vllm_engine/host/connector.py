@@ -30,7 +30,7 @@ class EndedRequest:
     """
 
     keys: Sequence[OffloadKey]  # the request's blocks, in the prompt's order
-    keep: RetentionHint
+    hint: RetentionHint
 
 
 class Manager(CPUOffloadingManager):

@@ -26,7 +26,7 @@ class RetentionPolicy(CachePolicy):
         self._idle = IdleBlocks(cache_capacity)
         self._pins = PinnedKeys[OffloadKey]()
 
-    def record_use(self, keys: Sequence[OffloadKey], keep: RetentionHint) -> None:
+    def record_use(self, keys: Sequence[OffloadKey], hint: RetentionHint) -> None:
         """Record that a request has just used these blocks, and set their retention.
 
         The keys are in the prompt's order. The last of the blocks is evicted first.
@@ -34,7 +34,7 @@ class RetentionPolicy(CachePolicy):
         ids = self._not_copied(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
-        self._idle.label([chunk.chunk_id for chunk in self._stored(keys)], keep)
+        self._idle.label([chunk.chunk_id for chunk in self._stored(keys)], hint)
         self._idle.put(ids)
 
     def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:

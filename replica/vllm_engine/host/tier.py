@@ -115,11 +115,11 @@ class SchedulerHostTier:
         positions = status.req_context._offload_key_positions
         ended = EndedRequest(sorted(positions, key=positions.__getitem__), hint_of(request))
         status.req_context.set_state(ended)
-        self._policy.record_use(ended.keys, ended.keep)
+        self._policy.record_use(ended.keys, ended.hint)
 
     def record_stored(self, ended: EndedRequest) -> None:
         """Set the retention of an ended request's blocks again, after some of them were copied."""
-        self._policy.record_use(ended.keys, ended.keep)
+        self._policy.record_use(ended.keys, ended.hint)
 
     def end(self, session: int) -> None:
         """End a session. The blocks that only it uses are then evicted first.
@@ -129,8 +129,8 @@ class SchedulerHostTier:
         self._policy.end(session)
         for status in self._connector.scheduler._req_status.values():
             ended = status.req_context.get_state(EndedRequest)
-            if ended and ended.keep.session == session:
-                ended.keep = RetentionHint(Order.ENDED, session)
+            if ended and ended.hint.session == session:
+                ended.hint = RetentionHint(Order.ENDED, session)
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:
