@@ -11,10 +11,10 @@ from kvroute.prefill.queue import PrefillQueue
 STEP_S = 0.02  # seconds that a first token takes in addition to the prefill of its prompt
 # Weight of the newest request in the moving average of the predicted prefill times.
 NEWEST_WEIGHT = 0.05
-BUSY_DECAY_S = 10.0  # time constant of the busy share: seconds after which a moment weighs 1/e
+BUSY_S = 10.0  # time constant of the busy share: seconds after which a moment weighs 1/e
 # Time constant of the mean wait in routers: seconds after which an arrival weighs 1/e. It is short,
 # because earlier waits say little about a new request once the routers' queues are empty.
-ROUTER_WAIT_DECAY_S = 3.0
+ROUTER_WAIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class Backlog:
         return self._waited_s / max(1.0, self._arrivals)
 
     def _advance(self, now_s: float) -> None:
-        busy_decay = math.exp((self._updated_s - now_s) / BUSY_DECAY_S)
-        wait_decay = math.exp((self._updated_s - now_s) / ROUTER_WAIT_DECAY_S)
+        busy_decay = math.exp((self._updated_s - now_s) / BUSY_S)
+        wait_decay = math.exp((self._updated_s - now_s) / ROUTER_WAIT_S)
         is_busy = bool(self._queue.waiting)
         self._busy_share = busy_decay * self._busy_share + (1.0 - busy_decay) * is_busy
         self._arrivals *= wait_decay

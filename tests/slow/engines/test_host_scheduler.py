@@ -86,7 +86,7 @@ def test_steps_for_answers_say_nothing_about_the_speed_of_prompts(prompt: int, t
     names = [engine.add(100 * number, 1, answer=8) for number in range(80)]
     engine.step()
     heard: list[float] = []
-    engine.scheduler.host.meter.price.computed = lambda predicted_s, _: heard.append(predicted_s)
+    engine.scheduler.host.meter.price.record_step = lambda predicted_s, _: heard.append(predicted_s)
     if prompt:
         engine.add(20_000, prompt)
     engine.step()
