@@ -1,4 +1,4 @@
-"""An audit finds what is wrong with the index as a number, and nothing where all is right."""
+"""An audit counts the differences in the index, and finds none if everything is correct."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def side(redis_url: str) -> AsyncIterator[Side]:
-    """It has worked and is in step."""
+    """Yield a side whose mirror has received all blocks of some requests."""
     side = Side(redis_url)
     await side.redis.flushall()
     await side.work(20)
@@ -46,13 +46,13 @@ async def test_blocks_in_host_memory_are_also_audited_separately(redis_url: str)
         assert await side.drift() == NO_DRIFT
     await working
     known = len(side.table.in_host)
-    told = {"blocks": {"engine": known, "replica": known}, "drift": 0}
+    expected = {"blocks": {"engine": known, "replica": known}, "drift": 0}
     assert 100 < known <= 150
-    assert (await side.audited())["in_host"] == told
+    assert (await side.audited())["in_host"] == expected
     lost = [*side.table.in_host][:3]
     side.publisher.publish([BlockRemoved(lost, group=1)])
     report = await side.audited()
-    assert report["in_host"] == told | {
+    assert report["in_host"] == expected | {
         "blocks": {"engine": known, "replica": known - 3},
         "drift": 3,
     }
@@ -76,7 +76,7 @@ async def test_a_wrong_set_in_redis_is_drift_and_is_repaired(
 ) -> None:
     key = side.index._blocks_key("a", side.publisher._writer_state.incarnation)
     await side.redis.spop(key)
-    await side.redis.sadd(key, b"surplus!")  # so that its size tells nothing
+    await side.redis.sadd(key, b"surplus!")  # the set's size does not show the difference
     assert (await side.ask("a")).index.drift == 2
     await until(lambda: side.publisher._is_registered)
     assert (await side.ask("a")).index.drift == 0

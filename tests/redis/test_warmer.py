@@ -1,4 +1,4 @@
-"""Replicas keep their share of the named prefixes warm: on a real Redis and simulated engines."""
+"""Replicas cache the named prefixes assigned to them, with a real Redis and simulated engines."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from kvroute.store.prefixes import Prefixes
 from tests.support.chunks import collected
 from tests.support.waiting import until
 
-SIZE = 32  # tokens in a block
+SIZE = 32  # number of tokens in a block
 INSTANT = SimulatedConfig(
     model="m",
     capacity_blocks=200,
@@ -36,8 +36,8 @@ INSTANT = SimulatedConfig(
     decode_step_s=0.0,
     decode_per_seq_s=0.0,
 )
-FLOOD = itertools.count(1_000_000, 1600)  # where prompts of 50 blocks begin and end
-PINNED_BLOCKS = 60  # what pins may take of the 200
+FLOOD = itertools.count(1_000_000, 1600)  # first token ids of prompts with 50 blocks
+PINNED_BLOCKS = 60  # number of the 200 blocks that pins may take
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def prefixes(empty_redis: Redis) -> Prefixes:
 
 
 class Replica:
-    """All of one but Ray Serve."""
+    """A replica without Ray Serve."""
 
     def __init__(self, redis: Any, id_: str = "a", config: SimulatedConfig = INSTANT) -> None:
         self.id = id_
@@ -64,7 +64,7 @@ class Replica:
             description=Description(self.engine.facts),
             load=self.engine.load,
             pins=lambda: self.warmer.cached(),
-            lease_s=60.0,  # renewed by itself only long after what is tested
+            lease_s=60.0,  # so long that no renewal happens during a test
         )
         self.warmer = Warmer(
             self.engine,
@@ -94,7 +94,7 @@ class Replica:
     async def ask(
         self, token_ids: list[int], max_tokens: int = 1, *, scope: Scope | None = None
     ) -> int:
-        """The prompt tokens that came from the cache."""
+        """Run a request; return the number of prompt tokens that came from the cache."""
         request = GenerateRequest("r", np.array(token_ids, np.uint32), max_tokens=max_tokens)
         if scope:
             shared = scope.shared_tokens
@@ -109,8 +109,8 @@ async def declare(prefixes: Prefixes, id_: str, blocks: int = 10, **changes: Any
     return await prefixes.declare(id_, token_ids=token_ids, source={"prompt": id_}, **changes)
 
 
-async def until_told(replica: Replica, pins: dict[str, Warm]) -> None:
-    """Everybody can read of the replica that it keeps these."""
+async def until_record_has(replica: Replica, pins: dict[str, Warm]) -> None:
+    """Wait until the replica's record in Redis has these pins."""
     index = replica.warmer._index
     async with asyncio.timeout(5):
         while (record := await index.record(replica.id)) is None or record.pins != pins:
@@ -166,15 +166,15 @@ async def test_a_prefix_declared_later_is_computed_reported_and_released_when_de
 ) -> None:
     async with Replica(prefixes._redis).running() as replica:
         prefix = await declare(prefixes, "x")
-        await until_told(replica, {"x@1": Warm(10, is_pinned=True)})
+        await until_record_has(replica, {"x@1": Warm(10, is_pinned=True)})
         assert await replica.cached_blocks(prefix) == 10
         await prefixes.drop("x")
-        await until_told(replica, {})
+        await until_record_has(replica, {})
         assert not replica.engine.pins
 
 
 def with_host(**changes: Any) -> SimulatedConfig:
-    """An engine with 400 blocks in host memory, of which pins may take 120."""
+    """Return the configuration of an engine with a host tier of 400 blocks; pins may take 120."""
     host = TierFacts(400, 1000, 1e9, pin_blocks=120)
     return dataclasses.replace(INSTANT, prefill_tokens_per_s=100_000.0, host=host, **changes)
 
@@ -184,7 +184,7 @@ async def test_a_prefix_pinned_in_host_memory_is_reloaded_on_request(
 ) -> None:
     prefix = await declare(prefixes, "x", is_in_host=True)
     async with Replica(prefixes._redis, config=with_host()).running("x") as replica:
-        await until_told(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
+        await until_record_has(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
         assert (replica.engine.pins, replica.engine.host_pins) == ({}, {"x@1": 10})
         table = replica.engine._pool.table(prefix.token_ids, Scope())
         while any(hash_ in replica.engine._pool._cache for hash_ in table.hashes):
@@ -192,14 +192,14 @@ async def test_a_prefix_pinned_in_host_memory_is_reloaded_on_request(
         assert await replica.cached_blocks(prefix) == 10
         assert replica.engine.host_pins == {"x@1": 10}
         await prefixes.drop("x")
-        await until_told(replica, {})
+        await until_record_has(replica, {})
         assert replica.engine.host_pins == {}
 
 
 async def test_without_a_host_tier_a_host_pin_is_not_pinned(prefixes: Prefixes) -> None:
     await declare(prefixes, "x", is_in_host=True)
     async with Replica(prefixes._redis).running() as replica:
-        await until_told(replica, {"x@1": Warm(10, is_pinned=False)})
+        await until_record_has(replica, {"x@1": Warm(10, is_pinned=False)})
 
 
 async def test_an_expired_prefix_is_released(prefixes: Prefixes) -> None:
@@ -330,12 +330,12 @@ async def test_replicas_divide_prefixes_and_reassign_them_without_a_gap(prefixes
         publisher = asyncio.create_task(second.publisher.run())
         await until_known(prefixes, home)
         await asyncio.sleep(0.1)
-        assert first.engine.pins == {"x@1": 10}  # the other has it not yet
+        assert first.engine.pins == {"x@1": 10}  # the other replica has not computed it yet
         publisher.cancel()
         async with second.running():
             await until(lambda: not first.engine.pins)
             assert second.engine.pins == {"x@1": 10}
-        await until(lambda: first.engine.pins == {"x@1": 10})  # alone again
+        await until(lambda: first.engine.pins == {"x@1": 10})  # it is the only replica again
 
 
 async def until_known(prefixes: Prefixes, replica_id: str) -> None:
@@ -360,7 +360,7 @@ async def test_a_slow_replica_computes_small_slices(
 
 
 async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> int:
-    """The most tokens that were computed at once while an answer was under way."""
+    """Return the maximum number of tokens of a slice while an answer was running."""
     config = dataclasses.replace(
         INSTANT, prefill_tokens_per_s=prefill_tokens_per_s, decode_step_s=0.001, max_model_len=4096
     )
@@ -369,7 +369,7 @@ async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> i
         await declare(prefixes, "x", blocks=40)
         largest = 0
         while "x@1" not in replica.warmer.cached():
-            largest = max([largest, *warming_tokens(replica.engine)])
+            largest = max([largest, *computed_tokens(replica.engine)])
             await asyncio.sleep(0)
         assert not stream.done()
         assert replica.engine.pins == {"x@1": 40}
@@ -378,8 +378,8 @@ async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> i
         return largest
 
 
-def warming_tokens(engine: SimulatedEngine) -> list[int]:
-    """Of each request that warms a prefix: tokens that did not come from the cache."""
+def computed_tokens(engine: SimulatedEngine) -> list[int]:
+    """Return, for each request that computes a prefix, the tokens that were not cached."""
     return [
         len(choice.job.request.token_ids) - (choice.job.cached_tokens or 0)
         for choice in engine._scheduler.running

@@ -116,12 +116,12 @@ def test_a_new_requests_wait_includes_the_wait_in_routers() -> None:
         backlog.add(str(number), 0, now_s=100.0, waited_s=waited_s)
         backlog.first_token(str(number), 100.0)
     assert backlog.wait_s(100.0) == pytest.approx(10.0)
-    assert backlog.wait_s(200.0) < 0.01  # nothing comes any more
+    assert backlog.wait_s(200.0) < 0.01  # no more requests arrive
 
 
 @pytest.mark.parametrize("target_s", [1.0, 5.0])
 def test_a_fleet_grows_if_requests_wait_in_the_routers(target_s: float) -> None:
-    """What is pending on a replica says little then: routers keep it short."""
+    """The replicas' own backlogs are short then, because routers hold the requests."""
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     for second in range(20):
         backlog.add(str(second), 1000, now_s=float(second), waited_s=8.0)

@@ -27,8 +27,8 @@ from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 
-SIZE = 4  # tokens in a block
-CAPACITY = 16  # blocks
+SIZE = 4  # number of tokens in a block
+CAPACITY = 16  # number of blocks of the cache
 
 PROMPTS = st.lists(  # prompts of chats with one of two beginnings
     st.tuples(st.integers(0, 1), st.integers(0, 6), st.integers(1, 6)), min_size=20, max_size=60
@@ -36,24 +36,24 @@ PROMPTS = st.lists(  # prompts of chats with one of two beginnings
 
 
 def prompt(system: int, chat: int, blocks: int) -> TokenIds:
-    """Return two shared blocks, then blocks of the chat's own, then a token."""
+    """Return two blocks that chats share, then blocks of this chat only, then a token."""
     shared = [1_000 + system] * 2 * SIZE
     own = [10 * system + chat] * blocks * SIZE
     return np.array([*shared, *own, 9], dtype=np.uint32)
 
 
 def hits(pool: BlockPool, prompts: Sequence[TokenIds], *, ghosts: Ghosts | None = None) -> int:
-    """Count the hit blocks of these prompts, one after the other, in a cache."""
-    found = 0
+    """Run the prompts one after the other, and return the number of hit blocks."""
+    hit_blocks = 0
     for token_ids in prompts:
         table = pool.table(token_ids, Scope())
-        found += pool.admit(table) or 0
+        hit_blocks += pool.admit(table) or 0
         assert pool.extend(table, len(token_ids))
         pool.free(table)
         events = pool.drain()
         if ghosts is not None:
             ghosts.record_events(events)
-    return found
+    return hit_blocks
 
 
 def pool_of(blocks: float) -> BlockPool:
@@ -64,12 +64,12 @@ def pool_of(blocks: float) -> BlockPool:
 def test_the_estimate_is_exact_for_prompts_that_do_not_overlap(
     drawn: list[tuple[int, int, int]],
 ) -> None:
-    prompts = [prompt(*each) for each in drawn]
+    prompts = [prompt(*arguments) for arguments in drawn]
     ghosts = Ghosts(CAPACITY, SIZE)
-    there = hits(pool_of(CAPACITY), prompts, ghosts=ghosts)
+    cached = hits(pool_of(CAPACITY), prompts, ghosts=ghosts)
     for name, size in SIZES.items():
         larger = hits(pool_of(size * CAPACITY), prompts)
-        assert ghosts.hit_tokens[name] == SIZE * (larger - there)
+        assert ghosts.hit_tokens[name] == SIZE * (larger - cached)
     assert len(ghosts) <= CAPACITY
 
 
@@ -89,9 +89,9 @@ def test_a_larger_cache_never_has_fewer_hits_and_the_list_never_exceeds_the_cach
     for event in [*events, BlockStored([-1], ())]:
         before = ghosts.hit_tokens
         ghosts.record_events([event])
-        found = ghosts.hit_tokens
-        assert list(found.values()) == sorted(found.values())
-        assert all(found[size] >= before[size] for size in SIZES)
+        after = ghosts.hit_tokens
+        assert list(after.values()) == sorted(after.values())
+        assert all(after[size] >= before[size] for size in SIZES)
     assert len(ghosts) <= 8
 
 
@@ -107,19 +107,19 @@ def test_the_list_is_bounded_if_blocks_are_only_evicted() -> None:
 def test_a_block_is_a_ghost_once_and_only_if_no_copy_is_left(
     steps: list[tuple[bool, int]],
 ) -> None:
-    ghosts, there = Ghosts(64, SIZE), Counter[int]()
-    gone = set[int]()
+    ghosts, cached = Ghosts(64, SIZE), Counter[int]()
+    evicted = set[int]()
     for is_stored, block in steps:
         if is_stored:
             ghosts.record_events([stored(block)])
-            there[block] += 1
-            gone.discard(block)
-        elif there[block]:
+            cached[block] += 1
+            evicted.discard(block)
+        elif cached[block]:
             ghosts.record_events([removed(block)])
-            there[block] -= 1
-            gone |= set() if there[block] else {block}
-        assert sorted(each for part in ghosts._parts for each in part) == sorted(gone)
-        assert ghosts._copies == +there
+            cached[block] -= 1
+            evicted |= set() if cached[block] else {block}
+        assert sorted(block for part in ghosts._parts for block in part) == sorted(evicted)
+        assert ghosts._copies == +cached
 
 
 def test_a_ghost_that_is_evicted_again_is_the_youngest_and_in_the_list_once() -> None:

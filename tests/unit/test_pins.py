@@ -45,12 +45,12 @@ def engine_with(pins: dict[str, int], host: TierFacts | None) -> Engine:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 9), unique=True))))
 def test_a_block_is_pinned_as_long_as_one_of_its_pins(changes: list[tuple[str, list[int]]]) -> None:
-    pinned, told, pins = PinnedKeys[int](), set[int](), dict[str, list[int]]()
+    pinned, expected, pins = PinnedKeys[int](), set[int](), dict[str, list[int]]()
     for name, keys in changes:
         begun, over = pinned.change(name, keys)
         pins[name] = keys
-        assert not told & {*begun}
-        assert told >= {*over}
-        told = (told | {*begun}) - {*over}
-        assert told == {key for pin in pins.values() for key in pin}
-        assert all((key in pinned) == (key in told) for key in range(10))
+        assert not expected & {*begun}
+        assert expected >= {*over}
+        expected = (expected | {*begun}) - {*over}
+        assert expected == {key for pin in pins.values() for key in pin}
+        assert all((key in pinned) == (key in expected) for key in range(10))

@@ -83,5 +83,5 @@ def test_the_learned_speed_is_between_the_claimed_and_the_measured_speed(
     for copied_bytes, observed_s in copies:
         price.copies.record(copied_bytes, observed_s, now_s=0.0)
         speeds.append(copied_bytes / observed_s)
-    found = 1_000 * TOKEN_BYTES / price.reload_s(1_000, 0.0)
-    assert min(speeds) * 0.999 <= found <= max(speeds) * 1.001
+    learned = 1_000 * TOKEN_BYTES / price.reload_s(1_000, 0.0)
+    assert min(speeds) * 0.999 <= learned <= max(speeds) * 1.001

@@ -15,20 +15,20 @@ ENDED, UNLIKELY, USUAL = Order
 keeps = st.builds(RetentionHint, st.sampled_from(Order), st.integers(0, 4))
 
 
-def idle_of(*blocks: int, keep: RetentionHint | None = None, idle: IdleBlocks) -> None:
-    """A request that ends, with these blocks in the prompt's order."""
-    idle.label(blocks, keep or RetentionHint())
+def idle_of(*blocks: int, hint: RetentionHint | None = None, idle: IdleBlocks) -> None:
+    """End a request with these blocks, in the prompt's order."""
+    idle.label(blocks, hint or RetentionHint())
     idle.put(blocks[::-1])
 
 
 class AnyUse(RuleBasedStateMachine):
-    """Requests hold, label and free blocks; the cache evicts some."""
+    """Requests hold blocks, set their retention and free them. The cache evicts some."""
 
     def __init__(self) -> None:
         super().__init__()
         self.idle = IdleBlocks(BLOCKS)
         self.held: set[int] = set()
-        self.put: list[int] = []  # idle blocks, the longest idle first
+        self.put: list[int] = []  # idle blocks, the least recently used first
         self.blank = set(range(BLOCKS))
 
     @rule(count=st.integers(1, 6))
@@ -46,11 +46,11 @@ class AnyUse(RuleBasedStateMachine):
         self.held.add(block)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), keep=st.none() | keeps)
-    def finish(self, data: st.DataObject, keep: RetentionHint | None) -> None:
+    @rule(data=st.data(), hint=st.none() | keeps)
+    def finish(self, data: st.DataObject, hint: RetentionHint | None) -> None:
         blocks = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
-        if keep:
-            self.idle.label(blocks, keep)
+        if hint:
+            self.idle.label(blocks, hint)
         self.idle.put(blocks[::-1])
         self.held -= set(blocks)
         self.put += blocks[::-1]
@@ -73,9 +73,11 @@ class AnyUse(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, len(self.put)))
-        spared = set(data.draw(st.lists(st.sampled_from(self.put), max_size=len(self.put) - count)))
-        expected = [block for block in self.idle if block not in spared][:count]
-        assert self.idle.pop(count, spared) == expected
+        protected = set(
+            data.draw(st.lists(st.sampled_from(self.put), max_size=len(self.put) - count))
+        )
+        expected = [block for block in self.idle if block not in protected][:count]
+        assert self.idle.pop(count, protected) == expected
         self.put = [block for block in self.put if block not in expected]
         self.blank |= set(expected)
 
@@ -115,16 +117,16 @@ TestAnyUse = AnyUse.TestCase
     st.sampled_from([None, RetentionHint(), RetentionHint(session=7), RetentionHint(UNLIKELY)]),
 )
 def test_without_hints_the_order_is_lru(
-    steps: list[tuple[str, int]], keep: RetentionHint | None
+    steps: list[tuple[str, int]], hint: RetentionHint | None
 ) -> None:
     idle, lru = IdleBlocks(BLOCKS), OrderedDict[int, None]()
-    for what, number in steps:
-        match what:
+    for action, number in steps:
+        match action:
             case "end":
                 block = number % BLOCKS
                 if block not in lru:
-                    if keep:
-                        idle.label([block], keep)
+                    if hint:
+                        idle.label([block], hint)
                     idle.put([block])
                     lru[block] = None
             case "hit" if lru:
@@ -134,8 +136,8 @@ def test_without_hints_the_order_is_lru(
                 lru.move_to_end(block)
             case "evict" if lru:
                 count = 1 + number % min(5, len(lru))
-                gone = [lru.popitem(last=False)[0] for _ in range(count)]
-                assert idle.pop(count) == gone
+                oldest = [lru.popitem(last=False)[0] for _ in range(count)]
+                assert idle.pop(count) == oldest
     assert [*idle] == [*lru]
 
 
@@ -152,15 +154,15 @@ def test_evicting_more_blocks_than_are_idle_raises(count: int) -> None:
 
 def test_blocks_of_ended_sessions_are_evicted_first_then_unlikely_ones_then_the_rest() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, keep=RetentionHint(session=6), idle=idle)
-    idle_of(3, 4, keep=RetentionHint(UNLIKELY, session=7), idle=idle)
-    idle_of(5, 6, keep=RetentionHint(ENDED, session=8), idle=idle)
+    idle_of(1, 2, hint=RetentionHint(session=6), idle=idle)
+    idle_of(3, 4, hint=RetentionHint(UNLIKELY, session=7), idle=idle)
+    idle_of(5, 6, hint=RetentionHint(ENDED, session=8), idle=idle)
     assert idle.pop(5) == [6, 5, 4, 3, 2]
 
 
 def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, 3, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, 2, 3, hint=RetentionHint(session=7), idle=idle)
     assert [*idle] == [3, 2, 1]
     idle.end(7)
     assert idle.pop(3) == [3, 2, 1]
@@ -168,18 +170,18 @@ def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
 
 def test_an_ended_sessions_own_blocks_are_evicted_first_and_shared_blocks_are_not() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, 2, hint=RetentionHint(session=7), idle=idle)
     idle.take(1)
-    idle_of(1, 3, keep=RetentionHint(session=8), idle=idle)
+    idle_of(1, 3, hint=RetentionHint(session=8), idle=idle)
     idle.end(8)
     assert idle.pop(3) == [3, 2, 1]
 
 
 def test_a_session_ends_with_its_last_request() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, keep=RetentionHint(session=7), idle=idle)
-    idle_of(2, keep=RetentionHint(session=8), idle=idle)
-    idle_of(3, keep=RetentionHint(ENDED, session=8), idle=idle)
+    idle_of(1, hint=RetentionHint(session=7), idle=idle)
+    idle_of(2, hint=RetentionHint(session=8), idle=idle)
+    idle_of(3, hint=RetentionHint(ENDED, session=8), idle=idle)
     assert idle.pop(1) == [3]
     idle.end(8)
     assert idle.pop(1) == [2]
@@ -187,18 +189,18 @@ def test_a_session_ends_with_its_last_request() -> None:
 
 def test_a_session_that_continues_after_its_end_is_retained_again() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, hint=RetentionHint(session=7), idle=idle)
     idle_of(2, idle=idle)
     idle.end(7)
     idle.take(1)
-    idle_of(1, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, hint=RetentionHint(session=7), idle=idle)
     assert idle.pop(2) == [2, 1]
 
 
 def test_ended_sessions_are_evicted_in_the_order_of_their_first_ends() -> None:
     idle = IdleBlocks(BLOCKS)
     for session in (1, 2, 3):
-        idle_of(2 * session, 2 * session + 1, keep=RetentionHint(session=session), idle=idle)
+        idle_of(2 * session, 2 * session + 1, hint=RetentionHint(session=session), idle=idle)
     for session in (3, 1, 2, 3, 1):
         idle.end(session)
     assert idle.pop(6) == [7, 6, 3, 2, 5, 4]
@@ -208,26 +210,26 @@ def test_a_block_first_used_without_a_session_belongs_to_no_session() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, idle=idle)
     idle.take(1)
-    idle_of(1, 3, keep=RetentionHint(UNLIKELY, session=8), idle=idle)
+    idle_of(1, 3, hint=RetentionHint(UNLIKELY, session=8), idle=idle)
     idle.end(8)
     assert idle.pop(3) == [3, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("said", "kept"),
+    ("hints", "expected"),
     [
         ((UNLIKELY, USUAL), USUAL),
         ((USUAL, UNLIKELY), USUAL),
         ((UNLIKELY, UNLIKELY), UNLIKELY),
         ((UNLIKELY, ENDED), UNLIKELY),
         ((ENDED, UNLIKELY), UNLIKELY),
-        ((ENDED, ENDED), USUAL),  # both of the sessions are over, and there may be more
+        ((ENDED, ENDED), USUAL),  # both sessions have ended, but others may use the block
     ],
 )
 def test_a_shared_block_gets_the_hint_that_retains_it_longest(
-    said: tuple[Order, Order], kept: Order
+    hints: tuple[Order, Order], expected: Order
 ) -> None:
     idle = IdleBlocks(BLOCKS)
-    for session, order in enumerate(said, 1):
+    for session, order in enumerate(hints, 1):
         idle.label([1], RetentionHint(order, session=session))
-    assert idle._order_of[1] == kept
+    assert idle._order_of[1] == expected

@@ -67,7 +67,7 @@ async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> in
     return counts.pop()
 
 
-async def heard(engine: SimulatedEngine) -> list[KVEvent]:
+async def pending_events(engine: SimulatedEngine) -> list[KVEvent]:
     """Return the pending events."""
     async for batch in engine.events():
         return batch
@@ -94,17 +94,17 @@ async def test_long_prompts_are_computed_in_pieces_that_are_cached_in_order(
 ) -> None:
     engine = make(max_batched_tokens=64)
     await run(engine, request(200, max_tokens=1))
-    stored = [event for event in await heard(engine) if isinstance(event, BlockStored)]
+    stored = [event for event in await pending_events(engine) if isinstance(event, BlockStored)]
     assert [len(event.block_hashes) for event in stored] == [2, 2, 2]
     parent = root(model="simulated", block_size=SIZE)
     chain = fingerprints(np.arange(200, dtype=np.uint32), block_size=SIZE, parent=parent)
-    assert [told for event in stored for told in event.fingerprints] == chain
+    assert [fingerprint for event in stored for fingerprint in event.fingerprints] == chain
 
 
 async def test_equal_prompts_at_the_same_time_share_their_blocks(make: MakeEngine) -> None:
     engine = make()
     await asyncio.gather(*(run(engine, request(100)) for _ in range(3)))
-    stored = [event for event in await heard(engine) if isinstance(event, BlockStored)]
+    stored = [event for event in await pending_events(engine) if isinstance(event, BlockStored)]
     assert sum(len(event.block_hashes) for event in stored) == 3
 
 
@@ -120,7 +120,7 @@ async def test_a_small_cache_evicts_the_oldest_prompt_and_reports_it(make: MakeE
     old, young = request([1] * 130), request([2] * 130)
     await run(engine, old)
     await run(engine, young)
-    events = await heard(engine)
+    events = await pending_events(engine)
     assert sum(isinstance(event, BlockRemoved) for event in events) == 1
     assert await cached_tokens(engine, young) == 128
     assert await cached_tokens(engine, old) == 96
@@ -131,8 +131,8 @@ async def test_choices_that_outgrow_the_cache_are_preempted_and_still_finish(
 ) -> None:
     engine = make(capacity_blocks=12)
     requests = [request([i] * 64, max_tokens=128) for i in range(6)]
-    answers = await asyncio.gather(*(run(engine, each) for each in requests))
-    alone = [await run(make(), each) for each in requests]
+    answers = await asyncio.gather(*(run(engine, request) for request in requests))
+    alone = [await run(make(), request) for request in requests]
     assert [said(answer) for answer in answers] == [said(answer) for answer in alone]
     assert engine.load() == Load()
 
@@ -140,9 +140,9 @@ async def test_choices_that_outgrow_the_cache_are_preempted_and_still_finish(
 async def test_events_alone_show_which_blocks_are_cached(make: MakeEngine) -> None:
     engine = make(capacity_blocks=20)
     requests = [request([i % 4] * (40 + 9 * i), max_tokens=60) for i in range(20)]
-    await asyncio.gather(*(run(engine, each) for each in requests))
+    await asyncio.gather(*(run(engine, request) for request in requests))
     copies: Counter[object] = Counter()
-    for event in await heard(engine):
+    for event in await pending_events(engine):
         assert isinstance(event, BlockStored | BlockRemoved)
         change = copies.update if isinstance(event, BlockStored) else copies.subtract
         change(event.block_hashes)
@@ -183,7 +183,7 @@ async def test_two_hundred_streams_finish_together_in_good_time(make: MakeEngine
     engine = make()
     requests = [request([i, *range(500)], max_tokens=50) for i in range(200)]
     start_s = time.perf_counter()
-    answers = await asyncio.gather(*(run(engine, each) for each in requests))
+    answers = await asyncio.gather(*(run(engine, request) for request in requests))
     assert time.perf_counter() - start_s < 5
     assert all(len(said(answer)) == 50 for answer in answers)
     assert all(end_of(answer) == "length" for answer in answers)
@@ -234,7 +234,10 @@ async def test_two_choices_differ_and_compute_their_prompt_once(make: MakeEngine
     assert len(said(chunks)) == 10
     assert text(chunks, 0) != text(chunks, 1)
     assert [end_of(chunks, index) for index in (0, 1)] == ["length"] * 2
-    assert sum(len(e.block_hashes) for e in await heard(engine) if isinstance(e, BlockStored)) == 3
+    assert (
+        sum(len(e.block_hashes) for e in await pending_events(engine) if isinstance(e, BlockStored))
+        == 3
+    )
 
 
 async def test_without_prefix_caching_there_are_no_cached_blocks_and_no_events(
@@ -251,7 +254,7 @@ async def test_a_reset_clears_the_cache_and_reports_it_at_once(make: MakeEngine)
     engine = make()
     await run(engine, request(100))
     assert await engine.reset_prefix_cache()
-    assert (await heard(engine))[-1] == AllBlocksCleared()
+    assert (await pending_events(engine))[-1] == AllBlocksCleared()
     assert await cached_tokens(engine, request(100)) == 0
 
 
@@ -271,7 +274,7 @@ async def test_events_nobody_reads_are_dropped_and_reported_lost(
     engine = make()
     for i in range(4):
         await run(engine, request([i] * 40, max_tokens=1))
-    assert await heard(engine) == [EventsLost()]
+    assert await pending_events(engine) == [EventsLost()]
 
 
 async def test_logprobs_have_the_requested_number_of_alternatives(make: MakeEngine) -> None:

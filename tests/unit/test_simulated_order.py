@@ -130,7 +130,7 @@ async def test_the_last_in_order_is_preempted_when_blocks_run_out(
 
 
 async def test_a_preempted_choice_waits_after_those_before_it_in_order() -> None:
-    """Only its order decides, not that it has run before."""
+    """A choice that has run before has no advantage: only its order counts."""
     async with started(capacity_blocks=8) as engine:
         requests = [
             request(0, 0.0, tokens=90, max_tokens=60),
