@@ -1,1 +1,1 @@
-"""The write path: one engine, and the publication of its KV cache."""
+"""A replica: runs one engine and publishes which KV blocks it has cached."""

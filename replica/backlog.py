@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from kvroute.prefill.queue import PrefillQueue
 
-STEP_S = 0.02  # seconds to the first token in addition to the prompt's prefill
-MEAN_SHARE = 0.05  # weight of the newest request in the moving average of prefill times
-BUSY_S = 10.0  # seconds after which the busy share's history weighs 1/e
-# Seconds after which the history of waits in routers weighs 1/e. It is short: once a queue in the
-# routers is empty, earlier waits say little about a new request.
+STEP_S = 0.02  # seconds that a first token takes in addition to the prefill of its prompt
+# Weight of the newest request in the moving average of the predicted prefill times.
+NEWEST_WEIGHT = 0.05
+BUSY_S = 10.0  # time constant of the busy share: seconds after which a moment weighs 1/e
+# Time constant of the mean wait in routers: seconds after which an arrival weighs 1/e. It is short,
+# because earlier waits say little about a new request once the routers' queues are empty.
 ROUTER_WAIT_S = 3.0
 
 
@@ -24,7 +25,7 @@ class _Pending:
 
 
 class Backlog:
-    """The requests without a first token, and the speed learned from earlier first tokens.
+    """The requests that have no first token yet, and the engine's speed, learned from first tokens.
 
     Other delays of first tokens, such as a full batch of decoding requests, also make the engine
     count as slow. That is intended: a new request waits just as long.
@@ -36,17 +37,15 @@ class Backlog:
         self._mean_s = 0.0  # moving average of one request's predicted prefill time
         self._updated_s = 0.0  # time of the last update of the three decayed values below
         self._busy_share = 0.0  # share of recent time in which a request was pending
-        self._arrivals = 0.0  # number of recent requests, with decay
-        self._waited_s = 0.0  # total time that these requests had waited in their routers
+        self._arrivals = 0.0  # decayed number of recent requests
+        self._waited_s = 0.0  # decayed sum of the times that these requests waited in their routers
 
-    def arrived(
-        self, request_id: str, new_tokens: int, now_s: float, waited_s: float = 0.0
-    ) -> None:
+    def add(self, request_id: str, new_tokens: int, now_s: float, waited_s: float = 0.0) -> None:
         """Record a request that was sent to this engine.
 
         Args:
             request_id: The request's id.
-            new_tokens: Prompt tokens that are not expected in the KV cache.
+            new_tokens: The number of prompt tokens that are not expected in the KV cache.
             now_s: The current time.
             waited_s: Seconds that the request waited in its router's queue.
         """
@@ -55,14 +54,15 @@ class Backlog:
         self._waited_s += waited_s
         prefill_s = STEP_S + new_tokens / self._tokens_per_s
         self._queue.join(request_id, _Pending(prefill_s, now_s, new_tokens))
-        self._mean_s += (MEAN_SHARE if self._mean_s else 1.0) * (prefill_s - self._mean_s)
+        weight = NEWEST_WEIGHT if self._mean_s else 1.0
+        self._mean_s += weight * (prefill_s - self._mean_s)
 
     def first_token(self, request_id: str, now_s: float) -> None:
         """Remove a request that got its first token, and learn the engine's speed from it."""
         self._advance(now_s)
         self._queue.served(request_id, now_s)
 
-    def gone(self, request_id: str, now_s: float) -> None:
+    def remove(self, request_id: str, now_s: float) -> None:
         """Remove a request that ended. This has no effect after its first token."""
         self._advance(now_s)
         self._queue.leave(request_id)
@@ -81,12 +81,13 @@ class Backlog:
         queue, speed = self._queue, self._queue.speed
         slowness, elapsed_s = speed.slowness, now_s - queue.busy_since_s
         if queue.waiting and elapsed_s > slowness * queue.head_s:
-            # overdue: the engine is at least as slow as if the first token came now
+            # The oldest request's first token is overdue. Count the engine as slow as if that token
+            # had arrived now: it is at least this slow.
             slowness = speed.slowness_after(queue.head_s, elapsed_s)
         return self._mean_router_wait_s(now_s) + queue.backlog_s(slowness, now_s)
 
     def service_s(self) -> float:
-        """Return the mean time that one request delays the others, in seconds."""
+        """Return the mean prefill time of one request, which delays the requests after it."""
         return self._mean_s * self._queue.speed.slowness
 
     def busy_share(self, now_s: float) -> float:
@@ -110,12 +111,16 @@ class Backlog:
 
 
 def occupancy(
-    busy_share: float, running: int, most_running: int, used_blocks: int, blocks: int
+    busy_share: float, running: int, max_running: int, used_blocks: int, blocks: int
 ) -> float:
     """Return the use of a replica's scarcest resource, from 0 to 1.
 
-    The resources are time for prefill, places in the batch (`most_running` of them; 0: unknown),
-    and KV blocks.
+    Args:
+        busy_share: The share of recent time in which a request was pending.
+        running: The number of requests in the engine's batch.
+        max_running: The maximum number of requests in the batch; 0 if it is unknown.
+        used_blocks: The number of KV blocks that requests hold.
+        blocks: The number of KV blocks of the engine.
     """
-    batch = running / most_running if most_running else 0.0
+    batch = running / max_running if max_running else 0.0
     return max(busy_share, batch, max(0, used_blocks) / max(1, blocks))

@@ -23,7 +23,10 @@ NO_BLOCKS: Mapping[BlockHash, int] = {}
 
 @dataclass(slots=True)
 class Changes:
-    """Changes of a replica's set of fingerprints; the set is cleared before blocks are added."""
+    """Changes of a replica's set of fingerprints.
+
+    If `cleared` is True, the set is cleared before `added` is applied.
+    """
 
     cleared: bool = False
     added: set[Fingerprint] = field(default_factory=set)
@@ -47,15 +50,16 @@ class Changes:
 
 
 class _CacheGroup:
-    """The blocks of one of the engine's KV cache groups.
+    """The cached blocks of one KV cache group of the engine.
 
     The engine's groups with the same kind of attention form one entry of the published layout.
     """
 
-    def __init__(self, entry: int, announced: dict[BlockHash, Fingerprint]) -> None:
-        self.entry = entry  # number of the layout's entry
-        # Published blocks of the entry: all its groups hold them. The groups share this object.
-        self.announced = announced
+    def __init__(self, entry: int, published: dict[BlockHash, Fingerprint]) -> None:
+        self.entry = entry  # number of the layout's entry that this group belongs to
+        # Blocks of the entry that are published: every group of the entry has them cached. All
+        # groups of the entry share this object.
+        self.published = published
         self.others: list[_CacheGroup] = []  # the other groups of the entry
         # Number of cached blocks under each hash. vLLM does not deduplicate blocks: several blocks
         # can have one hash, and each is removed by an event of its own.
@@ -65,13 +69,13 @@ class _CacheGroup:
         for block_hash, fingerprint in zip(event.block_hashes, event.fingerprints, strict=True):
             copies = self.copies.get(block_hash, 0)
             self.copies[block_hash] = copies + 1
-            if copies == 0 and self._is_last(block_hash):
-                announced = member(fingerprint, self.entry)
-                self.announced[block_hash] = announced
-                changes.add(announced)
+            if copies == 0 and self._others_have(block_hash):
+                published = member(fingerprint, self.entry)
+                self.published[block_hash] = published
+                changes.add(published)
 
-    def _is_last(self, block_hash: BlockHash) -> bool:
-        """Return whether the entry's other groups hold the block already."""
+    def _others_have(self, block_hash: BlockHash) -> bool:
+        """Return whether all other groups of the entry have the block cached."""
         return not self.others or all(block_hash in other.copies for other in self.others)
 
     def remove(self, event: BlockRemoved, changes: Changes) -> None:
@@ -84,10 +88,10 @@ class _CacheGroup:
                 self._withdraw(block_hash, changes)
 
     def reconcile(self, held: Mapping[BlockHash, int], changes: Changes) -> Comparison:
-        """Remove blocks that the engine no longer holds, and return how many differed.
+        """Remove the blocks that the engine no longer has cached, and count all differences.
 
-        Blocks that the engine holds and this table does not have are not added, because their
-        fingerprints cannot be derived from a hash.
+        Blocks that the engine has cached but this table lacks are counted, but not added: their
+        fingerprints cannot be derived from their hashes.
         """
         comparison = Comparison.of(self.copies.keys(), held.keys())
         for block_hash in self.copies.keys() - held.keys():
@@ -98,46 +102,48 @@ class _CacheGroup:
         return comparison
 
     def _withdraw(self, block_hash: BlockHash, changes: Changes) -> None:
-        announced = self.announced.pop(block_hash, None)
-        if announced is not None:
-            changes.remove(announced)
+        published = self.published.pop(block_hash, None)
+        if published is not None:
+            changes.remove(published)
 
 
 class BlockTable:
-    """The fingerprints of the blocks that a replica holds, updated by the engine's events.
+    """The fingerprints of a replica's cached blocks, updated by the engine's events.
 
-    A block counts as held if all groups of its entry in the layout hold it.
+    A block counts as cached only if all groups of its entry in the layout have it cached.
     """
 
-    def __init__(self, members: Sequence[int | None] = (0,)) -> None:
+    def __init__(self, group_entries: Sequence[int | None] = (0,)) -> None:
         """Create an empty table.
 
         Args:
-            members: For each of the engine's groups, the number of its entry in the layout, or
-                None if the group takes no part in prefix caching.
+            group_entries: For each of the engine's groups, the number of its entry in the layout.
+                None: the group takes no part in prefix caching.
         """
         entries: dict[int, list[_CacheGroup]] = {}
-        self._groups = [None if entry is None else _grouped(entry, entries) for entry in members]
+        self._groups = [
+            None if entry is None else _add_group(entry, entries) for entry in group_entries
+        ]
         self._has_host = any(entry >= HOST_GROUPS for entry in entries)
-        self._announced = [groups[0].announced for groups in entries.values()]
+        self._published = [groups[0].published for groups in entries.values()]
         # Blocks of the layout's first entry that are in host memory. The first entry is full
         # attention if the model has any.
-        self.in_host = entries[HOST_GROUPS][0].announced if HOST_GROUPS in entries else {}
-        # How the blocks in host memory differed at the last BlocksHeld event; None: no host tier.
+        self.in_host = entries[HOST_GROUPS][0].published if HOST_GROUPS in entries else {}
+        # Differences in host memory at the last BlocksHeld event. None: there is no host tier.
         self.compared_in_host: Comparison | None = None
 
     def __len__(self) -> int:
-        return sum(map(len, self._announced))
+        return sum(map(len, self._published))
 
     def held(self) -> list[Fingerprint]:
         """Return all fingerprints to publish."""
-        return [fingerprint for announced in self._announced for fingerprint in announced.values()]
+        return [fingerprint for published in self._published for fingerprint in published.values()]
 
     def apply(self, events: Iterable[KVEvent], changes: Changes) -> Comparison | None:
         """Apply the events and add their effect to `changes`.
 
         Returns:
-            How the table differed from the last BlocksHeld event; None if there was none.
+            The differences from the last BlocksHeld event in `events`; None if there was none.
         """
         comparison = None
         for event in events:
@@ -155,13 +161,13 @@ class BlockTable:
                 case Transfers():
                     pass  # BlockStored and BlockRemoved report the same blocks
                 case EventsLost():
-                    pass  # the reader of the events requests BlocksHeld
+                    pass  # the publisher then requests a BlocksHeld event
         return comparison
 
     def _reconcile(self, event: BlocksHeld, changes: Changes) -> Comparison:
-        """Compare all groups with the event; a block counts once in each group.
+        """Compare all groups with the event. A block counts once for each group.
 
-        A group that the event leaves out holds no blocks.
+        A group that the event leaves out has no cached blocks.
         """
         own, in_host = Comparison(0), Comparison(0)
         held_by_group = chain(event.copies, repeat(NO_BLOCKS))
@@ -177,14 +183,14 @@ class BlockTable:
         for group in self._groups:
             if group:
                 group.copies.clear()
-                group.announced.clear()
+                group.published.clear()
         changes.clear()
 
 
-def _grouped(entry: int, entries: dict[int, list[_CacheGroup]]) -> _CacheGroup:
-    """Return a new group of the entry, linked with the entry's other groups."""
+def _add_group(entry: int, entries: dict[int, list[_CacheGroup]]) -> _CacheGroup:
+    """Add a group to the entry, link it with the entry's other groups, and return it."""
     others = entries.setdefault(entry, [])
-    group = _CacheGroup(entry, others[0].announced if others else {})
+    group = _CacheGroup(entry, others[0].published if others else {})
     for other in others:
         other.others.append(group)
         group.others.append(other)

@@ -41,12 +41,13 @@ log = logging.getLogger("kvroute.replica")
 CHECK_INTERVAL_S = 0.5  # seconds between two checks of the engine
 REPORT_INTERVAL_S = 0.25  # seconds between two reports of pending tokens to routers
 AUDIT_S = 10.0  # timeout of an audit in seconds; it waits for the engine's step and for Redis
-MAX_REQUESTS = 1024  # running and waiting requests of a rank; further requests are rejected
+# Maximum number of running and waiting requests of a rank. Further requests are rejected.
+MAX_REQUESTS = 1024
 
 
 @serve.deployment
 class Replica:
-    """The Serve deployment: hooks for Serve around the engine and its ranks."""
+    """The Ray Serve deployment of one replica: it owns the engine's ranks and the RPC server."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = ReplicaSettings.model_validate(settings)
@@ -79,8 +80,8 @@ class Replica:
             "http": self._http,
             "end_session": self._end_session,
         }
-        most = MAX_REQUESTS * len(self._ranks)
-        self._server = Server(self._generate, methods, most=most)
+        max_requests = MAX_REQUESTS * len(self._ranks)
+        self._server = Server(self._generate, methods, most=max_requests)
         self._refusals = 0  # value of the server's counter at the last report for autoscaling
         self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
         await self._server.start(self._host, self._settings.ports)
@@ -88,7 +89,7 @@ class Replica:
         self._tasks.append(asyncio.create_task(self._refuse_while_away(), name="engine-away"))
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the address for routers' connections; Serve passes it on to routers."""
+        """Return the address to which routers connect. Serve delivers it to the routers."""
         server = self._server
         return Address(self._host, server.port, server.secret, len(self._ranks)).as_stats()
 
@@ -96,17 +97,17 @@ class Replica:
         await self._ranks[request.rank].generate(request, emit)
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
-        """Run the request without counting it in metrics, because no client sent it."""
+        """Run a test request. Metrics do not count it, because no client sent it."""
         _, request = decode_begin(begin)
         await self._ranks[rank].engine.generate(replace(request, rank=rank), lambda _: None)
         return b""
 
     async def _render(self, call: bytes, rank: int) -> bytes:
-        """Return the prompt of an HTTP request that the router cannot render itself."""
+        """Render and return the prompt of an HTTP request that the router cannot render itself."""
         return encode_rendered(await self._ranks[rank].engine.render(decode_call(call)))
 
     async def _http(self, call: bytes, rank: int) -> bytes:
-        """Return the whole response to an HTTP request that generates no tokens."""
+        """Return the response to an HTTP request that generates no tokens, in one piece."""
         http = decode_call(call)
         request = GenerateRequest(
             f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http, rank=rank
@@ -116,7 +117,11 @@ class Replica:
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
-        """End a session, given its number as 8 bytes, little endian. Raises ValueError."""
+        """End the session whose number is given as 8 bytes, little endian.
+
+        Raises:
+            ValueError: `session` does not have 8 bytes.
+        """
         if len(session) != 8:
             raise ValueError(f"a session's number has 8 bytes, not {len(session)}")
         await self._ranks[rank].engine.end_session(int.from_bytes(session, "little"))
@@ -144,12 +149,12 @@ class Replica:
         await self._check_engines()
         for task in self._tasks:
             if task.done():
-                task.result()  # without this task the index would stay wrong
+                task.result()  # raises the task's error: without the task, the index becomes wrong
 
     async def __del__(self) -> None:
-        """Shut the replica down after all its requests have finished; this is a hook of Serve.
+        """Shut the replica down after all its requests have finished.
 
-        Serve kills the process if that takes too long.
+        Ray Serve calls this method, and kills the process if it takes too long.
         """
         self._server.stop()
         await self._server.idle()
@@ -201,7 +206,10 @@ class Replica:
         return ProcessLocation(ray.util.get_node_ip_address(), os.getpid(), metrics)
 
     async def _keep_index(self) -> None:
-        """Keep the replica in the index until it drains; then it gets no new requests."""
+        """Publish the replica until it drains, then remove it from the index.
+
+        After that, routers send it no new requests.
+        """
         async with asyncio.TaskGroup() as tasks:
             publishing = [tasks.create_task(rank.keep_in_index()) for rank in self._ranks]
             await draining()
@@ -218,10 +226,10 @@ class Replica:
             await rank.engine.check()
 
     async def _report_pending(self) -> None:
-        """Report to all routers the prompt tokens that are still to be computed.
+        """Report the prompt tokens that are not computed yet to all connected routers, repeatedly.
 
-        Routers that receive each other's messages through Redis know this number already. The
-        others need the report.
+        A router that receives all other routers' messages through Redis can compute this number
+        itself. A router that does not receive them needs this report.
         """
         while True:
             self._server.report_pending([rank.backlog.pending_tokens for rank in self._ranks])
@@ -238,8 +246,8 @@ class Replica:
     async def _die_with_engine(self) -> None:
         """Exit this process when the engine dies.
 
-        Callers then get an error immediately, and Serve starts a new replica immediately. With
-        failing health checks, that would take many seconds.
+        Callers then get an error at once, and Serve starts a new replica at once. If only the
+        health check failed, both would take many seconds.
         """
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -247,7 +255,7 @@ class Replica:
                 await self._check_engines()
             except EngineDeadError as error:
                 log.error("the engine died, so this replica exits and is replaced: %s", error)
-                _kill_children()  # a child that is stopped by SIGSTOP would survive
+                _kill_children()  # otherwise a child that is stopped by SIGSTOP would survive
                 os._exit(1)
 
 

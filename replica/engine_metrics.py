@@ -18,7 +18,8 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.ghosts import SIZES, Ghosts
 from kvroute.replica.publisher import Publisher
 
-DIRECTIONS = ("in", "out")  # of copies: from host memory to the engine, and back
+# Label values for the direction of a copy: from host memory to the engine, and back.
+DIRECTIONS = ("in", "out")
 
 
 class ReplicaMetrics:
@@ -53,8 +54,8 @@ class ReplicaMetrics:
             "direction",
         )
         copy_seconds = counter("host_seconds", "Seconds that those copies took.", "direction")
-        self._host_bytes = {way: copied_bytes.labels(way) for way in DIRECTIONS}
-        self._host_seconds = {way: copy_seconds.labels(way) for way in DIRECTIONS}
+        self._host_bytes = {name: copied_bytes.labels(name) for name in DIRECTIONS}
+        self._host_seconds = {name: copy_seconds.labels(name) for name in DIRECTIONS}
         self._clears = counter("cache_clears", "Number of times that the KV cache was cleared.")
         self._losses = counter(
             "event_losses",
@@ -62,7 +63,7 @@ class ReplicaMetrics:
             "were corrected.",
         )
 
-    def received(self, request: GenerateRequest, chunk: Chunk, *, is_first: bool) -> None:
+    def record_chunk(self, request: GenerateRequest, chunk: Chunk, *, is_first: bool) -> None:
         """Count one chunk from the engine."""
         if is_first:
             self._requests.inc()
@@ -103,7 +104,10 @@ class ReplicaMetrics:
     def export(
         self, engines: Sequence[Engine], publishers: Sequence[Publisher], ghosts: Sequence[Ghosts]
     ) -> None:
-        """Export the numbers of engines, publishers and ghost lists; each list has all ranks."""
+        """Export the numbers of engines, publishers and ghost lists.
+
+        Each argument has one item for each rank.
+        """
         facts = [engine.facts for engine in engines]
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
@@ -113,7 +117,7 @@ class ReplicaMetrics:
         )
         gauge(
             "kvroute_engine_waiting_requests",
-            "Requests that wait in the engine until there is room in the batch.",
+            "Requests that wait in the engine for a place in the batch.",
             lambda: sum(engine.load().waiting for engine in engines),
         )
         gauge(
@@ -123,13 +127,13 @@ class ReplicaMetrics:
         )
         counter(
             "kvroute_engine_rendering_differences",
-            "Prompts that a router rendered to other tokens than vLLM did; 1 prompt in 100 is "
+            "Prompts for which a router's tokens differed from vLLM's. One prompt in 100 is "
             "checked.",
             lambda: sum(engine.load().rendering_differences for engine in engines),
         )
         gauge(
             "kvroute_engine_capacity_blocks",
-            "KV blocks that the engine's memory has room for.",
+            "Total number of KV blocks in the engine's memory.",
             lambda: sum(rank.capacity_blocks for rank in facts),
         )
         gauge(
@@ -181,6 +185,6 @@ class ReplicaMetrics:
 
 
 def ghost_hit_tokens(ghosts: Sequence[Ghosts]) -> dict[str, float]:
-    """Return the hit tokens of all ranks' ghost lists, by the size of the cache."""
+    """Return the sum of the hit tokens of all ranks' ghost lists, for each size of the cache."""
     hits = [ghost_list.hit_tokens for ghost_list in ghosts]
     return {size: sum(tokens[size] for tokens in hits) for size in SIZES}

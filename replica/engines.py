@@ -23,9 +23,10 @@ from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
 
-DEFAULT_CONTEXT_TOKENS = 131_072  # context of a model whose configuration does not name one
-MAX_REASON = 600  # characters of the reason why an engine does not fit
-SIMULATED_TOKEN_BYTES = 131_072  # bytes of keys and values of one token, as in an 8B model
+MAX_REASON = 600  # maximum length of the reason why an engine does not fit, in characters
+# Context length for a model whose configuration has no max_position_embeddings.
+DEFAULT_CONTEXT_TOKENS = 131_072
+SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in an 8B model
 
 
 async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequence[Engine]:
@@ -134,10 +135,11 @@ def prepare_vllm(folder: str, threads: int) -> None:
     if Path(folder).is_dir():
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if not vllm_build.is_for_gpus():
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # no additional worker
+        # Run the worker in the engine's process.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         # Without this, the first request for logprobs waits 14 s for a compilation.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        fork_server.begin(threads)
+        fork_server.start(threads)
 
 
 def _context_tokens(folder: str) -> int:

@@ -1,13 +1,14 @@
 """Estimates the additional hits of a larger cache, from the events of the real cache.
 
-A ghost list has the hashes of the blocks that were evicted last, as many as the cache holds. If a
-block is stored again while it is in the list, it was evicted too early. The number of blocks that
-were evicted after it shows how much larger the cache would have to be (Mattson et al., Evaluation
-techniques for storage hierarchies, 1970).
+A ghost list contains the hashes of the most recently evicted blocks. It is as long as the cache has
+blocks. If a block is stored again while it is in the list, a larger cache would still have had it.
+The number of blocks that were evicted after it shows how much larger that cache would have to be
+(Mattson et al., Evaluation techniques for storage hierarchies, 1970).
 
-The estimate is rather low, for two reasons. Evictions by an earlier chunk of a prompt make ghosts
-older than they were when the prompt arrived. Blocks that another replica computes again are not
-seen. On the other hand, the blocks of an answer that is generated again, word by word, count too.
+The estimate is low for two reasons. First, when a long prompt is computed in chunks, the evictions
+for its earlier chunks age the ghosts that its later chunks hit. Second, a block that another
+replica computes again is not seen here. The estimate is high for one reason: it also counts the
+blocks of an answer that is generated again with the same words.
 """
 
 from collections import Counter, OrderedDict
@@ -25,15 +26,16 @@ from kvroute.replica.engine.kv_events import (
 )
 from kvroute.replica.engine.protocol import Engine
 
-SIZES = {"1.25": 1.25, "1.5": 1.5, "2": 2.0}  # name -> size as a multiple of the real cache's
+# Sizes of the larger caches: label value -> multiple of the real cache's size.
+SIZES = {"1.25": 1.25, "1.5": 1.5, "2": 2.0}
 
 
 class Ghosts:
     """The ghost list of one engine.
 
-    The list has one part for each size. The first part has the blocks that a cache of the first
-    size would still have, the next part has the further blocks that a cache of the second size
-    would still have, and so on.
+    The list has one part for each size in SIZES. The first part contains the blocks that a cache of
+    the first size would still have. The second part contains the blocks that only a cache of the
+    second size or larger would still have, and so on.
     """
 
     def __init__(
@@ -46,33 +48,35 @@ class Ghosts:
         """Create an empty list.
 
         Args:
-            capacity_blocks: The number of blocks that the real cache has room for.
+            capacity_blocks: The number of blocks of the real cache.
             block_tokens: The number of tokens in a block.
             group: The number of the KV cache group whose events count.
-            in_host: The blocks in host memory. They are copied to the engine, not computed.
+            in_host: The blocks in host memory. Storing them again is a copy, not a computation, so
+                they do not count.
         """
         self._in_host = in_host
         self._block_tokens = block_tokens
         self._group = group
-        # The parts; in each part, the block that was evicted first comes first.
+        # The parts of the list, sorted by the time of eviction: the earliest is first.
         self._parts = [OrderedDict[BlockHash, None]() for _ in SIZES]
         self._limits = [
             round(capacity_blocks * (b - a)) for a, b in pairwise((1.0, *SIZES.values()))
         ]
-        # Limit of the first part between two stores, which move its oldest blocks to other parts.
-        self._most = 2 * capacity_blocks
+        # The first part's maximum length between two BlockStored events. Each BlockStored event
+        # moves the blocks above the part's limit to the next part.
+        self._max_first_part = 2 * capacity_blocks
         self._copies = Counter[BlockHash]()  # number of cached blocks under each hash
-        # Number of stored blocks, by the smallest size that would have had them. The last number
-        # counts the blocks that no size would have had.
-        self._found = [0] * (len(SIZES) + 1)
+        # Number of stored blocks, by the index of the smallest size that would have had them. The
+        # last item counts the blocks that no size would have had.
+        self._hit_blocks = [0] * (len(SIZES) + 1)
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
     @property
     def hit_tokens(self) -> Mapping[str, int]:
-        """Return the tokens that a cache of each size would have had and the real one had not."""
-        totals = accumulate(self._found[:-1])
+        """Return, for each size, the prompt tokens that only the larger cache would have had."""
+        totals = accumulate(self._hit_blocks[:-1])
         return {
             size: blocks * self._block_tokens for size, blocks in zip(SIZES, totals, strict=True)
         }
@@ -99,26 +103,30 @@ class Ghosts:
                 self._copies[block_hash] -= 1
                 continue
             del self._copies[block_hash]
-            self._take(block_hash)
+            self._remove(block_hash)
             youngest[block_hash] = None
-            if len(youngest) > self._most:
+            if len(youngest) > self._max_first_part:
                 self._age()
 
     def _store(self, block_hashes: Sequence[BlockHash]) -> None:
         """Count stored blocks that a larger cache would have had, and remove them from the list.
 
-        A hit needs all blocks before it, so a block counts for the largest size that any block
-        before it needs. Blocks that were evicted to make room for these do not count as younger.
+        A block is a hit only if all blocks before it are hits, so it counts for the largest size
+        that it or any block before it needs. The list is aged after this, so blocks that were
+        evicted for these blocks do not make any of these blocks older.
         """
-        reached = 0
+        size_index = 0
         for block_hash in block_hashes:
-            reached = max(reached, self._take(block_hash))
+            size_index = max(size_index, self._remove(block_hash))
             if block_hash not in self._in_host:
-                self._found[reached] += 1
+                self._hit_blocks[size_index] += 1
             self._copies[block_hash] += 1
 
-    def _take(self, block_hash: BlockHash) -> int:
-        """Remove a block from the list; return the number of the part that had it."""
+    def _remove(self, block_hash: BlockHash) -> int:
+        """Remove a block from the list, and return the index of the part that had it.
+
+        Returns len(SIZES) if the block is not in the list.
+        """
         for number, part in enumerate(self._parts):
             if block_hash in part:
                 del part[block_hash]
@@ -126,9 +134,9 @@ class Ghosts:
         return len(self._parts)
 
     def _age(self) -> None:
-        """Move the oldest blocks of each part that is too long to the next part.
+        """Move the oldest blocks of each part that exceeds its limit to the next part.
 
-        The last part drops them.
+        Blocks that leave the last part are dropped.
         """
         for part, older, limit in zip(
             self._parts, (*self._parts[1:], None), self._limits, strict=True
@@ -144,14 +152,14 @@ class Ghosts:
         self._copies.clear()
 
 
-def ghosts_of(engine: Engine, table: BlockTable) -> Ghosts:
+def make_ghosts(engine: Engine, table: BlockTable) -> Ghosts:
     """Return a ghost list for the first entry of the engine's layout.
 
-    That entry is full attention if the model has any. The other groups have as many blocks or
-    fewer, and their blocks are evicted together with these.
+    That entry is full attention if the model has any. Other groups have at most as many blocks, and
+    their blocks are evicted together with the blocks of this entry.
     """
-    facts, members = engine.facts, list(engine.members)
+    facts, group_entries = engine.facts, list(engine.group_entries)
     tokens = facts.layout.groups[0].block_tokens if facts.layout else facts.block_size
     capacity_blocks = facts.capacity_blocks * facts.block_size // tokens
-    group = members.index(0) if 0 in members else None
+    group = group_entries.index(0) if 0 in group_entries else None
     return Ghosts(capacity_blocks, tokens, group, table.in_host)

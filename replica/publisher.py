@@ -1,9 +1,9 @@
 """Publishes a replica's cached blocks and its heartbeat to the index in Redis.
 
-Every write checks the state in Redis, and there is a write at least every third of the lease. If
-the state is lost or wrong, the replica registers again with all its blocks after RETRY_S. While
-another process holds the replica's id, the replica waits until that process leaves or until that
-process's lease expires.
+Every write checks that the replica's state in Redis is as expected. There is a write at least once
+in every third of the lease. If the state is lost or wrong, the replica registers again with all its
+blocks after RETRY_S. If another process has registered with the same replica id, this replica
+retries until that process leaves or that process's lease expires.
 """
 
 import asyncio
@@ -30,12 +30,15 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.publisher")
 
-BATCH_S = 0.005  # changes are collected for this many seconds before they are written
+BATCH_S = 0.005  # seconds for which changes are collected before they are written in one batch
 RETRY_S = 0.5  # seconds between a failed write and the next registration
 
 
 class Publisher:
-    """Publishes one engine's changes and heartbeat; the engine runs on without Redis."""
+    """Publishes one engine's changes and heartbeat.
+
+    During an outage of Redis the engine continues.
+    """
 
     def __init__(
         self,
@@ -57,20 +60,20 @@ class Publisher:
         self._lease_s = lease_s
         self._changes = Changes()
         self._changed = asyncio.Event()
-        # The state after the last write of the latest registration, or of the latest attempt.
+        # The replica's state in Redis after the last write. During a registration: the new state.
         self._writer_state = WriterState(replica_id, "")
-        self._was_registered = False  # True once a registration has succeeded
+        self._was_registered = False  # becomes True when the first registration succeeds
         self._is_registered = False
         self._outage = Outage(log, f"replica {replica_id} will register again")
         self._renewal_s = 0.0  # time of the next renewal, on the event loop's clock
-        self.registrations = 0
-        # Monotonic time of the oldest change that is not written yet; None: all are written.
+        self.registrations = 0  # number of successful registrations
+        # Monotonic time of the oldest change that is not written yet. None: all are written.
         self._waiting_since_s: float | None = None
         self._written_s = time.monotonic()  # time of the last write that Redis accepted
-        # How the block table differed from the engine's blocks, for the running audit.
-        self._known: Comparison | None = None
+        # Differences between the block table and the engine's blocks, for the running audit.
+        self._table_comparison: Comparison | None = None
         self._audit: asyncio.Future[ReplicaAudit] | None = None
-        self._one_audit = asyncio.Lock()
+        self._audit_lock = asyncio.Lock()
 
     @property
     def blocks(self) -> int:
@@ -94,11 +97,12 @@ class Publisher:
         return time.monotonic() - self._written_s
 
     def publish(self, events: list[KVEvent]) -> None:
-        """Queue events for the index in the engine's order, without waiting for Redis.
+        """Queue the changes by these events for the index, without waiting for Redis.
 
-        The queue is never longer than twice the number of the engine's blocks, or than one batch.
+        The queue has at most twice as many fingerprints as the engine has blocks, or one batch if
+        that is more. Call this in the order of the engine's events.
         """
-        self._known = self._table.apply(events, self._changes) or self._known
+        self._table_comparison = self._table.apply(events, self._changes) or self._table_comparison
         if self._changes and self._waiting_since_s is None:
             self._waiting_since_s = time.monotonic()
         if not self._is_registered:
@@ -109,7 +113,10 @@ class Publisher:
             self._changed.set()
 
     def renew_soon(self) -> None:
-        """Write load and pins to the record within milliseconds, without waiting for Redis."""
+        """Request a write of load and pins to the replica's record, and return at once.
+
+        The write follows within milliseconds.
+        """
         self._renewal_s = 0.0
         self._changed.set()
 
@@ -118,29 +125,30 @@ class Publisher:
     ) -> None:
         """Pass the engine's events to the observer and publish them, until cancelled.
 
-        After a loss of events, the engine lists the blocks that it holds. All other blocks are
-        removed from the index. Blocks whose events were lost stay missing from the index.
+        After a loss of events, this requests a list of all cached blocks from the engine, and
+        removes all other blocks from the index. New blocks whose events were lost stay missing from
+        the index.
         """
         async for events in engine.events():
             observer(events)
             self.publish(events)
             if EventsLost() in events:
-                await self._request_held(engine)
+                await self._request_cached_blocks(engine)
 
     async def audit(self, engine: Engine) -> ReplicaAudit:
         """Compare engine, table and index as of one moment, and repair any difference.
 
-        This works under load, too. During an outage of Redis it waits.
+        This also works under load. During an outage of Redis, it waits until Redis is back.
         """
-        async with self._one_audit:
-            self._known, self._audit = None, asyncio.get_running_loop().create_future()
+        async with self._audit_lock:
+            self._table_comparison, self._audit = None, asyncio.get_running_loop().create_future()
             try:
-                await self._request_held(engine)
+                await self._request_cached_blocks(engine)
                 return await self._audit
             finally:
                 self._audit = None
 
-    async def _request_held(self, engine: Engine) -> None:
+    async def _request_cached_blocks(self, engine: Engine) -> None:
         if engine.facts.prefix_caching:
             await engine.emit_held()
         else:
@@ -151,7 +159,7 @@ class Publisher:
         while True:
             try:
                 await self._register()
-                await self._follow()
+                await self._write_changes()
             except FencedError as error:
                 log.warning("replica %s registers again: %s", self._replica_id, error)
             except (RedisError, OSError) as error:
@@ -161,15 +169,18 @@ class Publisher:
             await asyncio.sleep(RETRY_S)
 
     async def leave(self) -> None:
-        """Remove the replica from the index; if Redis is away, its lease expires soon after."""
+        """Remove the replica from the index.
+
+        If Redis does not respond, the replica's record expires with its lease.
+        """
         with contextlib.suppress(RedisError, OSError):
             await self._index.leave(self._replica_id, self._writer_state.incarnation)
 
     async def _register(self) -> None:
-        """Register with all blocks.
+        """Register the replica with all its blocks.
 
-        The first registration replaces any holder of the id. A later one fails if a newer process
-        holds the id.
+        The first registration replaces any process with the same replica id. A later registration
+        fails if a newer process has registered with this id.
         """
         if self._was_registered:
             await self._index.leave(self._replica_id, self._writer_state.incarnation)
@@ -192,7 +203,7 @@ class Publisher:
         self._is_registered = True
         self._changed.set()
 
-    async def _follow(self) -> None:
+    async def _write_changes(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(self._renewal_s):
@@ -200,23 +211,30 @@ class Publisher:
                     await asyncio.sleep(BATCH_S)
             self._changed.clear()
             changes, self._changes = self._changes, Changes()
-            audit = self._audit if self._known else None
+            audit = self._audit if self._table_comparison else None
             held = set(self._table.held()) if audit else set()
             began_s = time.monotonic()
             await self._write(changes)
             self._waiting_since_s = began_s if self._changes else None
             if audit:
-                await self._complete(audit, held)
+                await self._complete_audit(audit, held)
             await self._renew_if_due()
 
-    async def _complete(
+    async def _complete_audit(
         self, audit: "asyncio.Future[ReplicaAudit]", held: set[Fingerprint]
     ) -> None:
-        """Complete an audit. Nothing is written meanwhile, so the index should equal `held`."""
-        writer_state, known = self._writer_state, self._known
+        """Compare the index with `held`, and set the audit's result.
+
+        Nothing is written meanwhile, so both should be equal.
+        """
+        writer_state, table_comparison = self._writer_state, self._table_comparison
         record = await self._index.record(self._replica_id)
-        if known is None or record is None or record.incarnation != writer_state.incarnation:
-            return  # the next renewal detects the cause
+        if (
+            table_comparison is None
+            or record is None
+            or record.incarnation != writer_state.incarnation
+        ):
+            return  # the state in Redis is lost or not ours: the next renewal registers again
         index = Comparison.of(set((await self._index.blocks(record)).blocks), held)
         if not audit.done():
             audit.set_result(
@@ -224,7 +242,7 @@ class Publisher:
                     self._replica_id,
                     writer_state.incarnation,
                     writer_state.seq,
-                    known=known,
+                    known=table_comparison,
                     index=index,
                     in_host=self._table.compared_in_host or msgspec.UNSET,
                 )
@@ -246,7 +264,8 @@ class Publisher:
     def _plan_renewal(self) -> None:
         """Set the time of the next renewal.
 
-        This is called before the write, so that `renew_soon` during the write causes another one.
+        This is called before the write. So a call of `renew_soon` during the write causes another
+        write.
         """
         self._renewal_s = asyncio.get_running_loop().time() + self._lease_s / 3
 
@@ -263,7 +282,7 @@ class Publisher:
         self._writer_state = await self._index.change(
             self._writer_state, lease_s=self._lease_s, **change
         )
-        await self._renew_if_due()  # a long series of writes can take longer than a lease
+        await self._renew_if_due()  # a long series of batches can take longer than a lease
 
 
 def _slices(fingerprints: set[Fingerprint]) -> Iterator[list[Fingerprint]]:

@@ -1,4 +1,4 @@
-"""A data parallel rank of a replica: an engine with its publisher, warmer and statistics."""
+"""A data parallel rank of a replica: one engine with its publisher, warmer and statistics."""
 
 import asyncio
 import logging
@@ -17,8 +17,8 @@ from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
-from kvroute.replica.ghosts import ghosts_of
-from kvroute.replica.missed import Missed
+from kvroute.replica.ghosts import make_ghosts
+from kvroute.replica.missed_share import MissedShare
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
@@ -44,12 +44,13 @@ class Rank:
     ) -> None:
         self.engine = engine
         self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
-        table = BlockTable(engine.members)
-        self.ghosts = ghosts_of(engine, table)
-        self.missed = Missed(self.ghosts)
+        table = BlockTable(engine.group_entries)
+        self.ghosts = make_ghosts(engine, table)
+        self.missed_share = MissedShare(self.ghosts)
         host = engine.facts.host
         self._copies = CopySpeed(host.bytes_per_s) if host else None
-        self._groups = len(engine.members) // (1 + len(engine.facts.tiers))
+        # Number of KV cache groups in the engine's own memory; each tier has as many groups.
+        self._groups = len(engine.group_entries) // (1 + len(engine.facts.tiers))
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(
@@ -58,7 +59,7 @@ class Rank:
             replica_id=rank_id,
             description=description,
             load=self._load,
-            pins=lambda: self.warmer.kept(),
+            pins=lambda: self.warmer.cached(),
             lease_s=lease_s,
         )
         self.warmer = Warmer(
@@ -86,7 +87,7 @@ class Rank:
         if self._copies:
             for event in events:
                 if isinstance(event, Transfers):
-                    self._copies.copied(event.in_bytes, event.in_s, time.monotonic())
+                    self._copies.record(event.in_bytes, event.in_s, time.monotonic())
 
     def _load(self) -> Load:
         load = self.engine.load()
@@ -99,15 +100,15 @@ class Rank:
         """Run a request and emit its chunks. Cancelling this call aborts the request."""
         is_first, tokens, began_s = True, 0, time.monotonic()
         new_tokens = len(request.token_ids) - request.expected_tokens
-        self.backlog.arrived(request.request_id, new_tokens, began_s, request.waited_s)
+        self.backlog.add(request.request_id, new_tokens, began_s, request.waited_s)
 
         def count(chunk: Chunk) -> None:
             nonlocal is_first, tokens
             if chunk.token_ids:
                 if is_first:
                     self._record_first_token(request)
-                    self.missed.computed(len(request.token_ids) - chunk.cached_tokens)
-                self._metrics.received(request, chunk, is_first=is_first)
+                    self.missed_share.record_computed(len(request.token_ids) - chunk.cached_tokens)
+                self._metrics.record_chunk(request, chunk, is_first=is_first)
                 is_first = False
                 tokens += len(chunk.token_ids)
             emit(chunk)
@@ -116,7 +117,7 @@ class Rank:
             await self._run(request, count)
         finally:
             now_s = time.monotonic()
-            self.backlog.gone(request.request_id, now_s)
+            self.backlog.remove(request.request_id, now_s)
             log.info(
                 "generated %d tokens in %.1f ms",
                 tokens,
@@ -132,26 +133,27 @@ class Rank:
     def occupancy(self, now_s: float) -> float:
         """Return the use of the rank's scarcest resource, from 0 to 1."""
         facts, load = self.engine.facts, self.engine.load()
-        # Pinned blocks do not count: another replica would have to hold the same pins.
+        # Pinned blocks do not count, because a further replica would have to hold the same pins.
         pinned_blocks = sum(self.engine.pins.values())
         return occupancy(
             busy_share=self.backlog.busy_share(now_s),
             running=load.running,
-            most_running=facts.max_num_seqs,
+            max_running=facts.max_num_seqs,
             used_blocks=load.used_blocks - pinned_blocks,
             blocks=facts.capacity_blocks - pinned_blocks,
         )
 
 
 def autoscaling_stats(ranks: Sequence[Rank], now_s: float) -> dict[str, float]:
-    """Return a replica's part of the input of kvroute/autoscaling.py.
+    """Return a replica's numbers for kvroute/autoscaling.py.
 
-    As in that module, the wait is the lower quartile: new requests go to the less busy ranks.
+    The wait is the lower quartile of the ranks' waits, because new requests go to the ranks that
+    are less busy. autoscaling.py does the same with replicas.
     """
     waits_s = sorted(rank.backlog.wait_s(now_s) for rank in ranks)
     return {
         "wait_s": waits_s[(len(waits_s) - 1) // 4],
         "service_s": fmean(rank.backlog.service_s() for rank in ranks),
         "occupancy": fmean(rank.occupancy(now_s) for rank in ranks),
-        "missed": fmean(rank.missed.share(now_s) for rank in ranks),
+        "missed": fmean(rank.missed_share.share(now_s) for rank in ranks),
     }

@@ -1,10 +1,10 @@
-"""Keeps the named prefixes that are assigned to this replica in its KV cache.
+"""Computes the named prefixes that are assigned to this replica, so that they are cached.
 
-Before the replica serves, it computes pinned prefixes only, for a bounded time. It computes the
-other prefixes while it serves. Which prefixes are assigned to a replica follows from Redis: from
-the declarations and from the records of live replicas. A replica releases a prefix only when the
-prefix is deleted, or when every replica that is now assigned to it has computed it. During an
-outage of Redis nothing changes.
+Before the replica serves requests, it computes only the pinned prefixes, for a limited time. It
+computes the other prefixes while it serves. The prefixes' declarations and the records of live
+replicas, both in Redis, determine which replicas a prefix is assigned to. A replica releases a
+prefix in two cases: the prefix was deleted, or all replicas to which it is now assigned have
+computed it. During an outage of Redis nothing changes.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import ReplicaRecord, Warm
-from kvroute.replica.engine.pins import room_for_pin
+from kvroute.replica.engine.pins import free_pin_blocks
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.index import Index
 from kvroute.store.named_prefix import Prefix, assigned, shared_tokens
@@ -28,23 +28,28 @@ from kvroute.store.prefixes import Prefixes
 log = logging.getLogger("kvroute.warmer")
 
 POLL_S = 0.5  # seconds between two reads of Redis
-# While the replica serves, it computes a prefix in slices, so that running streams continue:
-FIRST_SLICE_TOKENS = 64  # length of the first slice, and the minimum
-LONGEST_SLICE_TOKENS = 256  # maximum length of a slice
-SLICE_S = 0.2  # maximum seconds for a slice; the length is adapted to this
-START_S = 60.0  # a start computes prefixes for this many seconds, plus the time of the last one
-DECLARED_S = 60.0  # seconds that a start waits until the prefixes in its settings are declared
+# While the replica serves, it computes a prefix in slices, so that running streams are not delayed.
+MIN_SLICE_TOKENS = 64  # minimum length of a slice, and the length of the first slice
+MAX_SLICE_TOKENS = 256  # maximum length of a slice
+MAX_SLICE_S = 0.2  # target for the maximum time of a slice; the slices' length is adapted to it
+# Time limit for the prefixes of a start, in seconds. The prefix that is being computed is finished.
+MAX_START_S = 60.0
+# Seconds that a start waits for the declarations of the prefixes in the replica's settings.
+MAX_DECLARATION_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CachedPrefix:
     prefix: Prefix
     warm: Warm
-    shared_tokens: int  # length of the first part, whose blocks all namespaces share
+    shared_tokens: int  # length of the prefix's first part, whose blocks all namespaces share
 
 
 class Warmer:
-    """Computes, pins and releases named prefixes; calls `on_change` when `kept` has changed."""
+    """Computes, pins and releases named prefixes.
+
+    It calls `on_change` when the result of `cached` has changed.
+    """
 
     def __init__(
         self,
@@ -60,36 +65,40 @@ class Warmer:
         self._index = index
         self._replica_id = replica_id
         self._on_change = on_change
-        self._revision = 0
+        self._revision = 0  # revision of the declarations that were read last
         self._declared: list[Prefix] = []  # all declared prefixes, from the last read of Redis
         self._records: list[ReplicaRecord] = []
-        self._kept: dict[str, _Kept] = {}
-        self._impossible: set[str] = set()  # names that the engine rejected
+        self._cached: dict[str, _CachedPrefix] = {}
+        self._rejected: set[str] = set()  # names that the engine rejected
         self._is_serving = False
-        self._slice_blocks = self._blocks_in(FIRST_SLICE_TOKENS)
+        self._slice_blocks = self._blocks_in(MIN_SLICE_TOKENS)
 
-    def kept(self) -> Mapping[str, Warm]:
-        """Return the prefixes whose full blocks are all cached here, by Prefix.name."""
-        return {name: kept.warm for name, kept in self._kept.items()}
+    def cached(self) -> Mapping[str, Warm]:
+        """Return the prefixes whose full blocks are all cached here: Prefix.name -> its state."""
+        return {name: cached.warm for name, cached in self._cached.items()}
 
     async def start(self, declared: Sequence[str]) -> None:
-        """Compute the assigned pinned prefixes, after waiting for the ids in `declared`.
+        """Wait until the prefixes in `declared` are in Redis, then compute the pinned prefixes.
 
-        The wait ends after DECLARED_S, the computation after START_S.
+        The wait takes at most MAX_DECLARATION_WAIT_S, and the computation about MAX_START_S.
+
+        Args:
+            declared: Ids of the prefixes that the replica's settings name.
         """
         await self._read()
-        ends_at_s = time.monotonic() + DECLARED_S
+        ends_at_s = time.monotonic() + MAX_DECLARATION_WAIT_S
         while missing := set(declared) - {prefix.id for prefix in self._declared}:
             if time.monotonic() >= ends_at_s:
                 log.warning(
-                    "starting without the prefixes %s: they are not declared in Redis",
+                    "starting without the prefixes %s: they are not declared in Redis; they are "
+                    "computed as soon as they are declared",
                     sorted(missing),
                 )
                 break
             await asyncio.sleep(POLL_S)
             await self._read()
         pinned = [prefix for prefix in self._assigned() if prefix.is_pinned]
-        await self._warm(pinned, within_s=START_S)
+        await self._warm(pinned, within_s=MAX_START_S)
         self._is_serving = True
 
     async def run(self) -> None:
@@ -109,7 +118,7 @@ class Warmer:
             if any(prefix.replicas is not None for prefix in self._declared):
                 self._records = await self._index.records()
         except (RedisError, OSError):
-            return  # the publisher logs it
+            return  # the publisher logs the outage
 
     def _assigned(self) -> list[Prefix]:
         """Return the prefixes assigned to this replica, the oldest first."""
@@ -124,67 +133,73 @@ class Warmer:
     async def _release(self) -> None:
         declared = {prefix.name: prefix for prefix in self._declared}
         assigned_names = {prefix.name for prefix in self._assigned()}
-        self._impossible &= declared.keys()
-        for name, kept in list(self._kept.items()):
+        self._rejected &= declared.keys()
+        for name, cached in list(self._cached.items()):
             prefix = declared.get(name)
-            if prefix is None or not self._still_has(prefix, kept):
+            if prefix is None or not self._is_still_cached(prefix, cached):
                 await self._drop(name)
                 continue
-            if name not in assigned_names and not self._is_missing_elsewhere(prefix):
+            if name not in assigned_names and not self._is_missing_at_another_replica(prefix):
                 await self._drop(name)
 
-    def _still_has(self, prefix: Prefix, kept: _Kept) -> bool:
-        """Return whether `kept` still is this prefix, completely cached.
+    def _is_still_cached(self, prefix: Prefix, cached: _CachedPrefix) -> bool:
+        """Return whether `cached` is still a complete copy of this prefix in the cache.
 
-        It is not if the cache was cleared, if the name was declared anew with other tokens after a
-        loss of all data in Redis, or if the length of the shared part has changed.
+        It is not in these cases:
+        - The cache was cleared.
+        - Redis lost its data, and the name was declared again with other tokens.
+        - The length of the part that all namespaces share has changed.
         """
-        is_same = np.array_equal(prefix.token_ids, kept.prefix.token_ids)
-        if self._shared_tokens(prefix) != kept.shared_tokens:
+        has_same_tokens = np.array_equal(prefix.token_ids, cached.prefix.token_ids)
+        if self._shared_tokens(prefix) != cached.shared_tokens:
             return False
-        pins = self._engine.host_pins if kept.warm.is_in_host else self._engine.pins
-        return is_same and (prefix.name in pins or not kept.warm.is_pinned)
+        pins = self._engine.host_pins if cached.warm.is_in_host else self._engine.pins
+        return has_same_tokens and (prefix.name in pins or not cached.warm.is_pinned)
 
-    def _is_missing_elsewhere(self, prefix: Prefix) -> bool:
-        """Return whether another replica is assigned to the prefix and has not computed it yet."""
+    def _is_missing_at_another_replica(self, prefix: Prefix) -> bool:
+        """Return whether a replica to which the prefix is assigned has not computed it yet."""
         if prefix.is_expired(time.time()):
             return False
         records = {record.id: record for record in self._records}
         return any(prefix.name not in records[id_].pins for id_ in assigned(prefix, records))
 
     async def _warm(self, prefixes: Sequence[Prefix], *, within_s: float = math.inf) -> None:
-        """Compute the prefixes in order; start none after `within_s` seconds."""
+        """Compute the prefixes in order. After `within_s` seconds, begin no further prefix."""
         if not self._engine.facts.prefix_caching:
             return
         ends_at_s = time.monotonic() + within_s
         for prefix in prefixes:
-            is_done = prefix.name in self._impossible or self._is_done(prefix)
+            is_done = prefix.name in self._rejected or self._is_done(prefix)
             if not is_done and time.monotonic() < ends_at_s:
                 await self._warm_one(prefix)
 
     def _is_done(self, prefix: Prefix) -> bool:
-        kept = self._kept.get(prefix.name)
-        if kept is None:
+        cached = self._cached.get(prefix.name)
+        if cached is None:
             return False
-        if kept.warm.is_pinned:
+        if cached.warm.is_pinned:
             return True
-        return not (prefix.is_pinned and self._has_room(prefix))
+        return not (prefix.is_pinned and self._can_pin(prefix))
 
-    def _has_room(self, prefix: Prefix) -> bool:
-        room = room_for_pin(prefix.name, self._engine, prefix.tier)
+    def _can_pin(self, prefix: Prefix) -> bool:
+        room = free_pin_blocks(prefix.name, self._engine, prefix.tier)
         return prefix.full_blocks(self._engine.facts.block_size) <= room
 
     async def _warm_one(self, prefix: Prefix) -> None:
-        """Compute a prefix and pin it if it is to be pinned and there is room for it.
+        """Compute a prefix. Pin it if its declaration says so and the limit of pins allows it.
 
-        A prefix that the engine rejects is noted and not tried again.
+        A prefix that the engine rejects is not tried again.
         """
-        is_pinned = prefix.is_pinned and self._has_room(prefix)
+        is_pinned = prefix.is_pinned and self._can_pin(prefix)
         try:
             await self._compute(prefix, pin=prefix.name if is_pinned else "")
         except ValueError as error:
-            log.warning("the engine rejects the named prefix %s: %s", prefix.name, error)
-            self._impossible.add(prefix.name)
+            log.warning(
+                "named prefix %s is not cached, because the engine rejects it: %s",
+                prefix.name,
+                error,
+            )
+            self._rejected.add(prefix.name)
             await self._drop(prefix.name)
             return
         if prefix.is_pinned and not is_pinned:
@@ -195,23 +210,23 @@ class Warmer:
             )
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         warm = Warm(full_blocks, is_pinned, is_pinned and prefix.is_in_host)
-        self._kept[prefix.name] = _Kept(prefix, warm, self._shared_tokens(prefix))
+        self._cached[prefix.name] = _CachedPrefix(prefix, warm, self._shared_tokens(prefix))
         self._on_change()
 
     async def _compute(self, prefix: Prefix, *, pin: str) -> None:
         """Bring all full blocks of the prefix into the cache.
 
-        While the replica serves, the blocks are computed in slices; after each slice, running
-        requests get the same amount of time.
+        While the replica serves, the blocks are computed in slices. After each slice, this waits as
+        long as the slice took if the engine has other requests.
         """
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:
-            await self._compute_first(full_blocks, prefix, pin)
+            await self._compute_blocks(full_blocks, prefix, pin)
             return
         blocks = 0
         while blocks < full_blocks:
             blocks = min(full_blocks, blocks + self._slice_blocks)
-            took_s = await self._compute_first(blocks, prefix, pin)
+            took_s = await self._compute_blocks(blocks, prefix, pin)
             self._adapt_slices(took_s)
             if self._is_busy():
                 await asyncio.sleep(took_s)
@@ -221,21 +236,21 @@ class Warmer:
         return load.running + load.waiting > 0
 
     def _adapt_slices(self, took_s: float) -> None:
-        fitting = int(self._slice_blocks * SLICE_S / max(took_s, 1e-6))
-        # There is a minimum because took_s may be mostly time in the engine's queue.
-        shortest = self._blocks_in(FIRST_SLICE_TOKENS)
-        longest = self._blocks_in(LONGEST_SLICE_TOKENS)
+        fitting = int(self._slice_blocks * MAX_SLICE_S / max(took_s, 1e-6))
+        # The minimum is needed because took_s may be mostly time in the engine's queue.
+        shortest = self._blocks_in(MIN_SLICE_TOKENS)
+        longest = self._blocks_in(MAX_SLICE_TOKENS)
         self._slice_blocks = max(shortest, min(fitting, 2 * self._slice_blocks, longest))
 
     def _blocks_in(self, tokens: int) -> int:
         return max(1, tokens // self._engine.facts.block_size)
 
-    async def _compute_first(self, blocks: int, prefix: Prefix, pin: str) -> float:
-        """Bring the first `blocks` blocks into the cache, and return the seconds that it took."""
+    async def _compute_blocks(self, blocks: int, prefix: Prefix, pin: str) -> float:
+        """Bring the prefix's first `blocks` blocks into the cache; return the seconds it took."""
         began_s = time.monotonic()
         token_ids = prefix.token_ids[: blocks * self._engine.facts.block_size]
-        # An engine always computes a prompt's last token. With one more token, whichever it is,
-        # all blocks can come from the cache.
+        # An engine always computes a prompt's last token. So one token is appended (it does not
+        # matter which), and all blocks before it can come from the cache.
         token_ids = np.append(token_ids, prefix.token_ids[:1])
         request = GenerateRequest(
             f"warm {prefix.name} {blocks}",
@@ -256,5 +271,5 @@ class Warmer:
 
     async def _drop(self, name: str) -> None:
         await self._engine.unpin(name)
-        if self._kept.pop(name, None):
+        if self._cached.pop(name, None):
             self._on_change()

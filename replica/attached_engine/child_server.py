@@ -22,7 +22,7 @@ from kvroute.process import vllm_build
 from kvroute.process.builtin_model import is_builtin
 from kvroute.replica.vllm_engine.dtype import choose_dtype
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
-from kvroute.replica.vllm_engine.process.last_words import last_words
+from kvroute.replica.vllm_engine.process.crash_log import last_error
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
@@ -62,7 +62,7 @@ class ChildServer:
 
     def _reason(self) -> str:
         text = self._log.read_text(errors="replace")
-        return last_words(text) or " ".join(text.splitlines()[-LINES:]) or "no reason given"
+        return last_error(text) or " ".join(text.splitlines()[-LINES:]) or "no reason given"
 
     async def close(self) -> None:
         """End the server and all processes that it has started."""

@@ -4,20 +4,26 @@ import math
 
 from kvroute.prefill.speed import Speed
 
-MEMORY = 4.0  # number of copies after which an earlier copy weighs 1/e
-FADE_S = 300.0  # seconds without copies after which 1/e of a learned slowness is left
+MEMORY = 4.0  # number of copies after which an earlier measurement weighs 1/e
+FADE_S = 300.0  # seconds without a copy after which the learned slowness has decayed to 1/e
 
 
 class CopySpeed:
-    """The speed of one engine's copies; the caller passes the time, in seconds of any clock."""
+    """The speed of one engine's copies. The caller passes the time, in seconds of any clock."""
 
     def __init__(self, claimed_bytes_per_s: float) -> None:
         self._claimed = claimed_bytes_per_s
         self._speed = Speed(memory=MEMORY)
         self._copied_s = -math.inf  # time of the last reported copy
 
-    def copied(self, copied_bytes: int, seconds: float, now_s: float) -> None:
-        """Learn from copies to the engine, starting from the slowness as it has faded until now."""
+    def record(self, copied_bytes: int, seconds: float, now_s: float) -> None:
+        """Learn from measured copies from host memory to the engine.
+
+        Args:
+            copied_bytes: The size of the copies.
+            seconds: The time that the copies took.
+            now_s: The current time. The slowness learned earlier decays until then.
+        """
         if copied_bytes <= 0 or seconds <= 0.0:
             return
         self._speed.believe(self._slowness(now_s))
@@ -29,10 +35,10 @@ class CopySpeed:
         return self._claimed / self._slowness(now_s)
 
     def _slowness(self, now_s: float) -> float:
-        """Return the learned slowness, which fades with time.
+        """Return the learned slowness, which decays with time.
 
-        It has to fade: a slow tier gets no further reloads, so that nothing would ever show that
-        the tier has become fast again.
+        Without the decay, a tier that was slow once would never be used again: blocks are not
+        reloaded from a slow tier, so no measurement could show that it has become fast.
         """
         extra = self._speed.slowness - 1.0
         if extra <= 0.0:

@@ -1,8 +1,8 @@
 """The events that an engine emits about its KV cache, in order.
 
-Each group of an engine's KV cache has its own blocks (blocks/cache_groups.py), and the engine's
-number for it. An engine with n groups and a host tier has n further groups: group n + g has the
-blocks of group g that are in host memory.
+An engine's KV cache consists of groups, and each group has its own blocks (blocks/cache_groups.py).
+Events contain the engine's number of the group. An engine with n groups and a host tier has n
+further groups: group n + g contains the blocks of group g that are in host memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,23 @@ from dataclasses import dataclass
 
 from kvroute.blocks.fingerprint import Fingerprint
 
-BlockHash = int | bytes  # the engine's own id of a block's content; used only in the replica
+BlockHash = int | bytes  # the engine's hash of a block's content; only the replica uses it
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    block_hashes: Sequence[BlockHash]  # one for each block
-    fingerprints: Sequence[Fingerprint]  # for each block: fingerprint of the prompt up to its end
+    """Blocks were added to the cache."""
+
+    block_hashes: Sequence[BlockHash]
+    # For each block, the fingerprint of the prompt up to the block's end.
+    fingerprints: Sequence[Fingerprint]
     group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
+    """Blocks were evicted from the cache."""
+
     block_hashes: Sequence[BlockHash]
     group: int = 0
 
@@ -33,14 +38,14 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class EventsLost:
-    """Events were lost between the engine and the replica: the block table may be wrong."""
+    """Events between the engine and the replica were lost, so the block table may be wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksHeld:
-    """All blocks that the engine has cached, after the events before this one."""
+    """A list of all cached blocks, as of this event's position among the events."""
 
-    copies: Sequence[Mapping[BlockHash, int]]  # for each group: number of blocks under each hash
+    copies: Sequence[Mapping[BlockHash, int]]  # for each group, number of blocks under each hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +54,9 @@ class Transfers:
 
     reloaded_tokens: int = 0  # prompt tokens whose blocks came from host memory
     in_bytes: int = 0  # bytes copied from host memory to the engine
-    in_s: float = 0.0  # seconds of these copies
+    in_s: float = 0.0  # time of the copies to the engine
     out_bytes: int = 0  # bytes copied from the engine to host memory
-    out_s: float = 0.0  # seconds of these copies
+    out_s: float = 0.0  # time of the copies to host memory
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Transfers

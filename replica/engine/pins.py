@@ -1,4 +1,4 @@
-"""Limits pins to a part of each tier of the KV cache, and counts them."""
+"""Limits the share of each tier of the KV cache that pins may take, and counts pinned blocks."""
 
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
@@ -11,29 +11,36 @@ K = TypeVar("K", bound=Hashable)
 
 
 def pin_budget(share: float, *, capacity_blocks: int, block_size: int, max_model_len: int) -> int:
-    """Return the limit of pinned blocks: `share` of all, but leave room for the longest request."""
-    longest = -(-max_model_len // block_size)
-    return max(0, min(int(share * capacity_blocks), capacity_blocks - longest))
+    """Return the maximum number of pinned blocks of a tier.
+
+    This is `share` of all blocks. It is less if the other blocks would be too few for the longest
+    possible request.
+    """
+    blocks_of_longest = -(-max_model_len // block_size)
+    return max(0, min(int(share * capacity_blocks), capacity_blocks - blocks_of_longest))
 
 
 def admit_pin(request: GenerateRequest, engine: Engine) -> None:
-    """Raise PinRefusedError if the request's pin does not fit in addition to the other pins.
+    """Raise PinRefusedError if the request's pin and all other pins together exceed the limit.
 
-    Blocks that two pins share count twice, here and in a replica's reports.
+    A block that two pins share counts twice, here and in a replica's reports.
     """
     blocks = len(request.prompt_ids) // engine.facts.block_size
     tier = HOST if request.is_host_pin else GPU
-    room = room_for_pin(request.pin, engine, tier)
-    if blocks > room:
+    free = free_pin_blocks(request.pin, engine, tier)
+    if blocks > free:
         limit = engine.facts.pin_blocks_in(tier)
         raise PinRefusedError(
-            f"{request.pin} needs {blocks} KV blocks, but only {room} of the {limit} that pins may "
+            f"{request.pin} needs {blocks} KV blocks, but only {free} of the {limit} that pins may "
             f"take in {tier.label} are free; delete a named prefix, or raise {tier.pin_options}"
         )
 
 
-def room_for_pin(name: str, engine: Engine, tier: Tier = GPU) -> int:
-    """Return the number of blocks of a tier that a pin of this name may take."""
+def free_pin_blocks(name: str, engine: Engine, tier: Tier = GPU) -> int:
+    """Return the number of blocks that a new pin with this name may take in the tier.
+
+    The blocks of an earlier pin with this name count as free.
+    """
     pins = engine.pins if tier == GPU else engine.host_pins
     return engine.facts.pin_blocks_in(tier) - sum(
         blocks for other, blocks in pins.items() if other != name
@@ -41,28 +48,31 @@ def room_for_pin(name: str, engine: Engine, tier: Tier = GPU) -> int:
 
 
 class PinnedKeys(Generic[K]):
-    """The pinned blocks of each pin. Several pins can have a block, which may not be cached yet."""
+    """The blocks of each pin.
+
+    Several pins can have the same block. A pinned block need not be cached yet.
+    """
 
     def __init__(self) -> None:
-        self._of: dict[str, Sequence[K]] = {}
+        self._keys: dict[str, Sequence[K]] = {}  # pin -> its blocks
         self._counts: dict[K, int] = {}  # block -> number of pins that have it
 
     def __contains__(self, key: K) -> bool:
         return key in self._counts
 
     def change(self, name: str, keys: Sequence[K]) -> tuple[list[K], list[K]]:
-        """Replace the blocks of a pin; without any blocks, the pin ends.
+        """Replace the blocks of a pin. Without any blocks, the pin is removed.
 
         Args:
             name: The pin's name.
-            keys: Blocks of a prompt in the prompt's order, each once.
+            keys: The blocks of a prompt in the prompt's order, without duplicates.
 
         Returns:
             The blocks that have become pinned, and the blocks that are no longer pinned.
         """
-        earlier, counts = self._of.pop(name, ()), self._counts
+        earlier, counts = self._keys.pop(name, ()), self._counts
         if keys:
-            self._of[name] = keys
+            self._keys[name] = keys
         added = [key for key in keys if key not in counts]
         for key in keys:
             counts[key] = counts.get(key, 0) + 1
@@ -74,5 +84,5 @@ class PinnedKeys(Generic[K]):
         return added, removed
 
     def clear(self) -> None:
-        self._of.clear()
+        self._keys.clear()
         self._counts.clear()

@@ -1,4 +1,4 @@
-"""The interface of every engine."""
+"""The interface that vLLM and the simulated engine implement for the replica."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -11,57 +11,61 @@ from kvroute.replica.engine.kv_events import KVEvent
 
 
 class Engine(Protocol):
+    """One data parallel rank of an engine."""
+
     facts: EngineFacts
-    # The layout's entry for each group of the KV cache. With a host tier, the entries for the
-    # groups in host memory follow, with numbers from HOST_GROUPS on.
-    members: Sequence[int | None]
+    # For each group of the KV cache, the number of its entry in the published layout. None: the
+    # group takes no part in prefix caching. With a host tier, the numbers for the groups in host
+    # memory follow; they start from HOST_GROUPS.
+    group_entries: Sequence[int | None]
 
     @property
     def pins(self) -> Mapping[str, int]:
-        """Return each pin's number of blocks in the engine's own memory."""
+        """Return the number of blocks of each pin in the engine's own memory."""
         ...
 
     @property
     def host_pins(self) -> Mapping[str, int]:
-        """Return each pin's number of blocks in host memory."""
+        """Return the number of blocks of each pin in host memory."""
         ...
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
-        """Emit chunks as they are generated. Cancelling this call aborts the request.
+        """Run a request, and emit its chunks as they are generated.
 
-        A response that another engine began continues as if this engine had generated all of it.
-        This includes the text after the `answered` tokens, stop strings, and limits of the length.
+        Cancelling this call aborts the request.
 
-        When a request with a `pin` finishes, the prompt's full blocks are pinned, and replace the
-        earlier blocks of a pin of that name. They are never evicted, and requests of the same
-        namespace and adapter can use them. With `is_host_pin`, the copies in host memory are pinned
-        instead.
-
-        When a request ends, its `keep` decides in which order its blocks are evicted
-        (retention.py).
-
-        The chunks of a request with a `call` are the HTTP response to the call.
+        - Continuation: if the request has `answered` tokens, another engine has generated them. The
+          response continues as if this engine had generated all of it. Text decoding, stop strings
+          and limits on the length include these tokens.
+        - Pins: when a request with a `pin` finishes, the full blocks of its prompt are pinned. They
+          replace the blocks of an earlier pin with this name. Pinned blocks are never evicted, and
+          requests with the same namespace and adapter can use them. With `is_host_pin`, the copies
+          of the blocks in host memory are pinned instead.
+        - Retention: when a request ends, its `keep` determines when its blocks are evicted
+          (retention.py).
+        - HTTP: if the request has a `call`, its chunks are the HTTP response to the call.
 
         Raises:
-            PinRefusedError: The pin does not fit. This is checked before any computation.
+            PinRefusedError: The pin exceeds the limit on pinned blocks. This is checked before any
+                computation.
             ValueError: The LoRA adapter is unknown or cannot be loaded.
         """
         ...
 
     async def render(self, call: HttpCall) -> Rendered:
-        """Return the prompt that `generate` would make for this call."""
+        """Return the prompt that `generate` would use for this call."""
         ...
 
     async def unpin(self, name: str) -> None:
-        """Remove the pin; its blocks can be evicted when no other pin and no request holds them."""
+        """Remove a pin. Its blocks can be evicted once no other pin and no request holds them."""
         ...
 
     async def end_session(self, session: int) -> None:
-        """End a session: blocks that only this session uses are evicted before all others."""
+        """End a session. Blocks that only this session uses are then evicted before all others."""
         ...
 
     def events(self) -> AsyncIterator[list[KVEvent]]:
-        """Yield the changes of the KV cache in order; for one reader."""
+        """Yield the changes of the KV cache in order. There must be only one reader."""
         ...
 
     def load(self) -> Load: ...
@@ -83,14 +87,17 @@ class Engine(Protocol):
         return
 
     async def emit_held(self) -> None:
-        """Add BlocksHeld to the events, at the position where it is exact.
+        """Emit a BlocksHeld event, in order with the other events.
 
-        This has no effect without prefix caching.
+        This does nothing without prefix caching.
         """
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Clear all cached blocks and pins. If requests hold blocks, only return False."""
+        """Clear all cached blocks and pins, and return True.
+
+        If requests hold blocks, clear nothing and return False.
+        """
         ...
 
     async def close(self) -> None: ...

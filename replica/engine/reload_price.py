@@ -1,6 +1,6 @@
 """Decides whether copying blocks from host memory is faster than computing them.
 
-The speeds are the engine's claims at first, and are corrected by what the engine measures.
+At first, the speeds are the values that the engine claims. Measurements then correct them.
 """
 
 from dataclasses import dataclass, field
@@ -11,11 +11,11 @@ from kvroute.replica.engine.copy_speed import CopySpeed
 
 @dataclass
 class ReloadPrice:
-    """The prices for one engine; `now_s` is the time in seconds of any clock."""
+    """Predicts the times to reload and to compute blocks; `now_s` is in seconds of any clock."""
 
     prefill: PrefillModel
     copies: CopySpeed
-    token_bytes: float  # bytes of KV of a token
+    token_bytes: float  # size of the KV of one token, in bytes
     _computed: Speed = field(default_factory=Speed)
 
     def compute_s(self, start: int, end: int) -> float:
@@ -29,10 +29,11 @@ class ReloadPrice:
     def is_cheaper(self, start: int, end: int, now_s: float) -> bool:
         """Return whether reloading the tokens [start, end) of a prompt is faster than computing.
 
-        Like in routers, pending copies do not count: waiting for them delays no other request.
+        The time until pending copies are done does not count, because waiting for them delays no
+        other request. Routers use the same rule.
         """
         return self.reload_s(end - start, now_s) < self.compute_s(start, end)
 
-    def computed(self, predicted_s: float, observed_s: float) -> None:
-        """Learn from a step of the engine: the time by the claimed speed, and the real time."""
+    def record_step(self, predicted_s: float, observed_s: float) -> None:
+        """Learn the speed of prefill from the predicted and the measured time of one step."""
         self._computed.learn(predicted_s, observed_s)

@@ -1,8 +1,9 @@
 """The order in which the idle blocks of a KV cache are evicted.
 
-First go the blocks of sessions that have ended, then those of requests whose conversations seldom
-go on, then all others; of each kind, the longest idle goes first. With nothing said, that is LRU.
-vLLM's free queue, the simulated engine and the replay use the same order.
+Blocks of sessions that have ended are evicted first. Blocks of requests whose conversations are
+unlikely to continue follow, and then all other blocks. Among blocks of the same kind, the least
+recently used block is evicted first. Without retention hints, this order is LRU. vLLM's free queue,
+the simulated engine and the replay all use it.
 """
 
 from collections import OrderedDict
@@ -11,13 +12,16 @@ from itertools import chain, islice
 
 from kvroute.contract.keep import Order, RetentionHint
 
-NOBODY, SHARED = 0, -1  # in place of a block's session: nobody has named one; several use the block
+# Values in place of a block's session: no request with a session has used the block, or several
+# sessions use it.
+NO_SESSION, SHARED = 0, -1
 
 
 class IdleBlocks:
-    """The idle cached blocks, and the retention hints of all cached blocks.
+    """The idle blocks of a cache, and the retention of all its cached blocks.
 
-    Blocks are numbers from 0 to capacity_blocks - 1.
+    A block is idle if it is cached and no request holds it. Blocks are numbers from 0 to
+    capacity_blocks - 1.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
@@ -25,45 +29,54 @@ class IdleBlocks:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: no block is cached."""
-        self._queues = [OrderedDict[int, None]() for _ in Order]  # each: the longest idle first
+        """Remove all blocks, because none is cached any more."""
+        # Idle blocks of each kind. In each queue, the least recently used block is first.
+        self._queues = [OrderedDict[int, None]() for _ in Order]
         self._order_of = [Order.USUAL] * self._capacity_blocks
-        self._session_of = [NOBODY] * self._capacity_blocks
-        self._owned: dict[int, dict[int, None]] = {}  # session -> its own blocks, as an ordered set
+        self._session_of = [NO_SESSION] * self._capacity_blocks
+        # Session -> the blocks that only this session uses, as an ordered set.
+        self._owned: dict[int, dict[int, None]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._queues))
 
     def __iter__(self) -> Iterator[int]:
-        """Return the idle blocks, the next to go first."""
+        """Return the idle blocks in the order of eviction."""
         return chain.from_iterable(self._queues)
 
-    def label(self, blocks: Sequence[int], keep: RetentionHint) -> None:
-        """Record what a request says of its blocks, in the prompt's order, while it holds them.
+    def label(self, blocks: Sequence[int], hint: RetentionHint) -> None:
+        """Set the retention of a request's blocks, while the request still holds them.
 
-        A session's own block is kept as the session said last. A block that others use too, or that
-        no session has named, is kept as the best that was said of it. The end of one session says
-        nothing of such a block.
+        If only one session uses a block, the session's last hint counts. If other sessions or
+        requests without a session use it too, the hint that retains the block longest counts, and
+        the end of one session does not affect the block.
+
+        Args:
+            blocks: The request's blocks, in the prompt's order.
+            hint: The request's retention hint.
         """
-        order_of, session_of, session = self._order_of, self._session_of, keep.session
+        order_of, session_of, session = self._order_of, self._session_of, hint.session
         own = self._owned.setdefault(session, {}) if session else {}
         for block in blocks:
             owner = session_of[block]
-            if owner == NOBODY:
+            if owner == NO_SESSION:
                 session_of[block] = session or SHARED
                 own[block] = None
             elif owner != session:
                 if owner != SHARED:
                     self._disown(owner, block)
                     session_of[block] = SHARED
-                order_of[block] = max(order_of[block], keep.order) or Order.USUAL
+                order_of[block] = max(order_of[block], hint.order) or Order.USUAL
                 continue
-            order_of[block] = keep.order
+            order_of[block] = hint.order
         if session and not own:
             del self._owned[session]
 
     def end(self, session: int) -> None:
-        """Evict the session's own blocks before all others, the last ones of the prompt first."""
+        """Mark blocks that only this session uses to be evicted before all others.
+
+        The prompt's last blocks are evicted first.
+        """
         queues, order_of = self._queues, self._order_of
         for block in reversed(self._owned.get(session, {})):
             order = order_of[block]
@@ -73,48 +86,48 @@ class IdleBlocks:
                 queues[Order.ENDED][block] = None
 
     def put(self, blocks: Iterable[int]) -> None:
-        """Add blocks that nobody holds from now on. Of one kind, the first goes first."""
+        """Add blocks that have become idle; of each kind, the first one is evicted first."""
         queues, order_of = self._queues, self._order_of
         for block in blocks:
             queues[order_of[block]][block] = None
 
     def take(self, block: int) -> None:
-        """Remove a block that somebody holds again."""
+        """Remove an idle block, because a request holds it again."""
         del self._queues[self._order_of[block]][block]
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Forget what was said of held blocks, which are no longer cached."""
+        """Forget the retention of blocks that are not idle and are no longer cached."""
         for block in blocks:
             session = self._session_of[block]
-            if session == NOBODY:
+            if session == NO_SESSION:
                 continue
-            self._session_of[block], self._order_of[block] = NOBODY, Order.USUAL
+            self._session_of[block], self._order_of[block] = NO_SESSION, Order.USUAL
             if session != SHARED:
                 self._disown(session, block)
 
-    def pop(self, count: int, spared: Set[int] = frozenset()) -> list[int]:
-        """Evict that many blocks, and forget what was said of them.
+    def pop(self, count: int, protected: Set[int] = frozenset()) -> list[int]:
+        """Evict the next `count` idle blocks, and return them.
 
         Args:
-            count: of blocks.
-            spared: idle blocks that stay at their places.
+            count: The number of blocks to evict.
+            protected: Idle blocks that must not be evicted.
 
         Raises:
-            ValueError: there are too few.
+            ValueError: Fewer than `count` idle blocks can be evicted. None is evicted then.
         """
-        gone = [*islice((block for block in self if block not in spared), count)]
-        if len(gone) < count:
+        evicted = [*islice((block for block in self if block not in protected), count)]
+        if len(evicted) < count:
             raise ValueError(
-                f"{count} blocks are to be evicted, but {len(self)} are idle, of which "
-                f"{len(spared)} stay; ask for no more than the others"
+                f"cannot evict {count} blocks: {len(self)} blocks are idle, and {len(protected)} "
+                f"of them are protected; evict at most {len(evicted)} blocks"
             )
-        for block in gone:
+        for block in evicted:
             self.take(block)
-        self.forget(gone)
-        return gone
+        self.forget(evicted)
+        return evicted
 
     def _disown(self, session: int, block: int) -> None:
-        """Remove a block from those that only this session uses."""
+        """Remove a block from the blocks that only this session uses."""
         own = self._owned[session]
         del own[block]
         if not own:

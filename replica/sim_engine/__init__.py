@@ -1,1 +1,1 @@
-"""The simulated engine: it has vLLM's block accounting and modelled time, but no model."""
+"""The simulated engine: vLLM's scheduling and block accounting, with modelled time and no model."""

@@ -1,6 +1,6 @@
-"""A simulated paged KV cache: it gets token ids and emits the KV events that vLLM would emit.
+"""A simulated paged KV cache that emits the KV events that vLLM would emit for the same tokens.
 
-A block's hash is its fingerprint.
+The hash of a block is its fingerprint.
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ from kvroute.replica.sim_engine.paged_cache import PagedCache
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """One sequence: its tokens, and the blocks that it holds for them."""
+    """The block table of one sequence: its tokens, and the blocks that it holds for them."""
 
     token_ids: list[int]  # append-only
     scope: Scope
-    hashes: list[Fingerprint]  # hashes of the first full blocks; further ones follow when needed
-    blocks: list[int] = field(default_factory=list)  # the held blocks, in the tokens' order
+    hashes: list[Fingerprint]  # hashes of the first full blocks; more are computed when needed
+    blocks: list[int] = field(default_factory=list)  # held blocks, in the order of the tokens
     cached: int = 0  # number of leading blocks that are full and cached under their hash
-    written: int = 0  # number of leading blocks that were written through to host memory
+    written: int = 0  # number of leading blocks that have been copied to host memory
 
 
 NO_TRANSFERS = Transfers()
-HOST = 1  # number of the group of blocks in host memory, in events
+HOST = 1  # group number of blocks in host memory, in events
 
 
 class BlockPool:
-    """The blocks of one engine, and the events about them."""
+    """The KV cache of one engine, and its events."""
 
     def __init__(
         self,
@@ -81,13 +81,14 @@ class BlockPool:
         return dict.fromkeys(self._host or (), 1)
 
     def table(self, token_ids: TokenIds, scope: Scope) -> Table:
-        """Return a table without blocks."""
+        """Return a new block table that holds no blocks yet."""
         return Table(token_ids.tolist(), scope, self._space.chain(token_ids, scope))
 
     def admit(self, table: Table) -> int | None:
-        """Give the cached blocks of its prompt to an empty table, and return their number.
+        """Let an empty table hold the cached blocks of its prompt, and return their number.
 
-        If the pool has no room for all tokens of the table, change nothing and return None.
+        If the pool has too few free blocks for all tokens of the table, change nothing and return
+        None.
         """
         hits = self._cache.admit(self._reusable(table), self._blocks_for(len(table.token_ids)))
         if hits is None:
@@ -110,7 +111,10 @@ class BlockPool:
         return True
 
     def hits_in_host(self, table: Table) -> int:
-        """Return how many blocks after those of an admitted table are in host memory."""
+        """Return how many blocks that follow the table's blocks in the prompt are in host memory.
+
+        The table must be admitted.
+        """
         return self._host.hits(self._reusable(table), len(table.blocks)) if self._host else 0
 
     def is_reloading(self, table: Table) -> bool:
@@ -121,7 +125,7 @@ class BlockPool:
         return next(missing, None) in self._reloading
 
     def begin_reload(self, table: Table, blocks: int) -> None:
-        """Hold `blocks` further blocks, which are copied from host memory."""
+        """Let the table hold `blocks` more blocks, whose copy from host memory begins now."""
         assert self._host is not None
         end = len(table.blocks) + blocks
         self._reloading.update(table.hashes[len(table.blocks) : end])
@@ -143,12 +147,12 @@ class BlockPool:
         )
 
     def drop_reload(self, table: Table) -> None:
-        """Free the blocks of a table that no longer waits for its copy."""
+        """Free the blocks of a table whose request was aborted while it waited for its copy."""
         self._reloading.difference_update(table.hashes[table.cached : len(table.blocks)])
         self.free(table)
 
     def write_through(self, table: Table, computed: int) -> None:
-        """Store the cached blocks of the first `computed` tokens in host memory, too."""
+        """Copy the cached blocks of the first `computed` tokens to host memory."""
         full = min(computed // self.block_size, table.cached)
         if self._host is None or full <= table.written:
             return
@@ -161,27 +165,38 @@ class BlockPool:
             self._count_out(len(added))
 
     def forget(self, table: Table, computed: int) -> None:
-        """Remove blocks without KV from the cache: only the first `computed` tokens have KV."""
+        """Remove uncomputed blocks from the cache.
+
+        Only the KV of the first `computed` tokens is computed.
+        """
         first = computed // self.block_size
         self._cache.forget(table.blocks[first : table.cached])
         table.cached = min(table.cached, first)
 
-    def free(self, table: Table, keep: RetentionHint | None = None) -> None:
-        """Release all blocks of the table; `keep` is their retention if the request has ended."""
-        self._cache.release(table.blocks, keep)
-        if self._host is not None and keep is not None:
-            self._host.use(table.hashes[: table.cached], keep)
+    def free(self, table: Table, hint: RetentionHint | None = None) -> None:
+        """Release all blocks of the table.
+
+        Args:
+            table: A sequence's table.
+            hint: The retention of the blocks. None: the request has not ended (it was preempted).
+        """
+        self._cache.release(table.blocks, hint)
+        if self._host is not None and hint is not None:
+            self._host.use(table.hashes[: table.cached], hint)
         table.blocks = []
         table.cached = table.written = 0
 
     def end_session(self, session: int) -> None:
-        """End a session: its blocks are evicted first."""
+        """End a session. The blocks that only it uses are then evicted first."""
         self._cache.end(session)
         if self._host is not None:
             self._host.end(session)
 
     def share(self, table: Table, blocks: int) -> Table:
-        """Return a new table that also holds the first blocks of this one; they must be cached."""
+        """Return a new table that holds the first `blocks` blocks of this table, too.
+
+        These blocks must be cached.
+        """
         held = table.blocks[:blocks]
         self._cache.hold(held)
         tokens = table.token_ids[: blocks * self.block_size]
@@ -189,12 +204,15 @@ class BlockPool:
         return Table(tokens, table.scope, hashes, held, cached=blocks)
 
     def pin_in_host(self, name: str, hashes: Sequence[Fingerprint]) -> None:
-        """Replace the blocks of a pin in host memory; without any blocks, the pin ends."""
+        """Replace the blocks of a pin in host memory. Without any blocks, the pin is removed."""
         if self._host is not None:
             self._host.pin(name, hashes)
 
     def reset(self) -> bool:
-        """Clear all cached blocks; if a block is held, clear nothing and return False."""
+        """Clear all cached blocks and return True.
+
+        If a sequence holds a block, clear nothing and return False.
+        """
         if self.used_blocks:
             return False
         self._cache.clear()
@@ -205,7 +223,7 @@ class BlockPool:
         return True
 
     def emit_held(self) -> None:
-        """Add an event with all cached blocks."""
+        """Emit an event with all cached blocks."""
         if self.prefix_caching:
             host = [] if self._host is None else [self.copies_in_host()]
             self._events.append(BlocksHeld([self.copies(), *host]))

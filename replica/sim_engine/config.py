@@ -9,25 +9,28 @@ from kvroute.contract.records import TierFacts
 
 @dataclass(frozen=True, slots=True)
 class SimulatedConfig:
-    """An engine's sizes and speed. The default speed is about an 8B model's on one large GPU."""
+    """Sizes and speed of an engine. The defaults model an 8B model on one large GPU."""
 
     model: str = "simulated"  # the model's name in responses
     revision: str = ""
     block_size: int = 32  # number of tokens in a block
     capacity_blocks: int = 4096
     max_model_len: int = 8192  # maximum number of tokens of prompt and answer together
-    prefill_tokens_per_s: float = 10_000.0  # speed at a prompt's start; 0: prefill takes no time
-    attention_tokens: float = 32768.0  # at this position, prefill of a token takes twice as long
-    decode_step_s: float = 0.008  # seconds of every step, in addition to prefill
-    decode_per_seq_s: float = 0.00005  # additional seconds of a step for each decoding sequence
+    # Prefill speed at the start of a prompt, in tokens per second. 0: prefill takes no time.
+    prefill_tokens_per_s: float = 10_000.0
+    # Position in a prompt at which the prefill of a token takes twice as long as at the start.
+    attention_tokens: float = 32768.0
+    decode_step_s: float = 0.008  # time of every step in seconds, in addition to prefill
+    decode_per_seq_s: float = 0.00005  # additional seconds per decoding sequence in a step
     max_running: int = 128  # maximum number of sequences in the batch
-    max_batched_tokens: int = 2048  # maximum number of tokens in a step
-    stream_interval: int = 1  # number of tokens in each chunk of an answer after the first chunk
+    max_batched_tokens: int = 2048  # maximum number of tokens that a step computes
+    stream_interval: int = 1  # number of tokens in a chunk; the first chunk always has one
     prefix_caching: bool = True
     pin_share: float = 0.3  # maximum share of the KV cache for pins
-    host: TierFacts | None = None  # tier in host memory; needs prefix_caching
+    host: TierFacts | None = None  # the host tier; it needs prefix_caching
     adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that can be loaded
     max_loras: int = 4  # maximum number of different adapters in a batch
     max_cpu_loras: int = 16  # maximum number of adapters in memory; at least max_loras
-    lora_load_s: float = LOAD_S  # seconds to load an adapter, in which no step runs
-    vocabulary: Sequence[int] = range(1000, 1512)  # generated token ids, without a tokenizer
+    lora_load_s: float = LOAD_S  # seconds to load an adapter; no step runs meanwhile
+    # Token ids that are generated if the engine has no tokenizer.
+    vocabulary: Sequence[int] = range(1000, 1512)

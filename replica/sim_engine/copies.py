@@ -1,4 +1,4 @@
-"""Models copies over one link: one copy at a time, in the order of the requests."""
+"""Models copies over one link, which are made one after the other."""
 
 import math
 from collections import deque
@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class Copies(Generic[T]):
-    """The pending copies, each with the object that waits for it.
+    """The pending copies. Each copy has a waiter: the object that waits for it.
 
-    Times are seconds of any one clock.
+    The caller passes all times, in seconds of the same clock.
     """
 
     def __init__(self) -> None:
-        self._pending = deque[tuple[float, T]]()  # time of a copy's end, and its waiter
+        self._pending = deque[tuple[float, T]]()  # for each copy: time of its end, and its waiter
         self._free_s = -math.inf  # time at which the last copy ends
 
     def __len__(self) -> int:
@@ -26,11 +26,11 @@ class Copies(Generic[T]):
 
     @property
     def next_end_s(self) -> float:
-        """Return the time at which the first copy ends; infinite if there is none."""
+        """Return the time at which the first pending copy ends, or infinity if there is none."""
         return self._pending[0][0] if self._pending else math.inf
 
     def begin(self, waiter: T, copy_s: float, now_s: float) -> float:
-        """Add a copy, which begins after all earlier copies; return the time of its end."""
+        """Add a copy that takes `copy_s` after all earlier copies; return the time of its end."""
         self._free_s = max(self._free_s, now_s) + copy_s
         self._pending.append((self._free_s, waiter))
         return self._free_s
@@ -40,5 +40,5 @@ class Copies(Generic[T]):
         return self._pending.popleft()[1]
 
     def drop(self, waiter: T) -> None:
-        """Remove a waiter. Its copy still takes its time on the link."""
+        """Remove a waiter. Its copy is still made, and later copies wait for it."""
         self._pending = deque(copy for copy in self._pending if copy[1] is not waiter)

@@ -1,4 +1,4 @@
-"""Generates a simulated engine's tokens, as a deterministic function of the tokens before them."""
+"""Generates the tokens of a simulated engine. Each token is a hash of all tokens before it."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 MAX_WORDS = 512  # maximum number of words in a vocabulary
-UNLIKELY = -9.0  # log-probability of every token that was not drawn
+ALTERNATIVE_LOGPROB = -9.0  # log-probability of every token that was not drawn
 
 
 class Vocabulary:
-    """The tokens that an engine can generate; the end-of-text token is not among them."""
+    """The tokens that a simulated engine can generate, without the end-of-text token."""
 
     def __init__(self, words: dict[int, str]) -> None:
         self.words = words
@@ -27,12 +27,14 @@ class Vocabulary:
 
     @classmethod
     def of_numbers(cls, token_ids: Iterable[int]) -> "Vocabulary":
-        """Return a vocabulary for use without a tokenizer: each word contains its token id."""
+        """Return a vocabulary without a tokenizer: the word for token 1000 is " t1000"."""
         return cls({token_id: f" t{token_id}" for token_id in token_ids})
 
     @classmethod
     def of_tokenizer(cls, folder: str) -> "Vocabulary":
-        """Return lower-case words that tokenise back to themselves anywhere in a text.
+        """Return a vocabulary of lower-case words from the tokenizer in this folder.
+
+        Each word is one token, which the tokenizer also finds when the word is part of a text.
 
         Raises:
             ValueError: The folder has no tokenizer.json, or the tokenizer has no such word.
@@ -41,7 +43,7 @@ class Vocabulary:
 
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"tokenizer is {folder!r}; name a folder with a tokenizer.json")
+            raise ValueError(f"{folder!r} has no tokenizer.json; choose a folder that has one")
         tokenizer = Tokenizer.from_file(str(path))
         words: dict[int, str] = {}
         for piece, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
@@ -52,7 +54,7 @@ class Vocabulary:
                 break
         if not words:
             raise ValueError(
-                f"{path} has no word that tokenises back to itself; use another tokenizer"
+                f"{path} has no word that is tokenised to one token; use another tokenizer"
             )
         return cls(words)
 
@@ -61,15 +63,18 @@ class Vocabulary:
         return self._ids[number % len(self._ids)]
 
     def logprob(self, token_id: int, *, alternatives: int) -> TokenLogprob:
-        """Return log-probability 0 for the drawn token, with other tokens as alternatives."""
+        """Return log-probability 0 for the drawn token, and other tokens as its alternatives."""
         chosen = Alternative(self.words[token_id], 0.0)
         others = [other for other in self._ids[:alternatives] if other != token_id]
-        unlikely = [Alternative(self.words[other], UNLIKELY) for other in others]
+        unlikely = [Alternative(self.words[other], ALTERNATIVE_LOGPROB) for other in others]
         return TokenLogprob(chosen, (chosen, *unlikely)[:alternatives])
 
 
 def _is_word(piece: str) -> bool:
-    """Return whether a vocabulary entry is a word after a space, in one of both BPE formats."""
+    """Return whether a vocabulary entry is a lower-case word after a space.
+
+    A space is "Ġ" in byte-level BPE and "▁" in SentencePiece.
+    """
     word = piece[1:]
     return (
         piece[:1] in ("Ġ", "▁")
@@ -89,17 +94,18 @@ def _round_trips(tokenizer: "Tokenizer", word: str, token_id: int) -> bool:
 class TokenGenerator:
     """Draws the tokens of one choice.
 
-    Each token depends only on the tokens before it. So another engine continues a response exactly
-    as this engine would.
+    Each token depends only on the salt and on the tokens before it. So another engine continues a
+    response exactly as this engine would.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: TokenIds, *, salt: int) -> None:
         self._vocabulary = vocabulary
-        self._emitted = xxh3_64(np.ascontiguousarray(prompt, dtype="<u4").tobytes(), seed=salt)
+        # Hash of the prompt and of all tokens drawn so far.
+        self._hash = xxh3_64(np.ascontiguousarray(prompt, dtype="<u4").tobytes(), seed=salt)
 
     def next_token(self) -> int:
-        token_id = self._vocabulary.pick(self._emitted.intdigest())
-        self._emitted.update(token_id.to_bytes(4, "little"))
+        token_id = self._vocabulary.pick(self._hash.intdigest())
+        self._hash.update(token_id.to_bytes(4, "little"))
         return token_id
 
 
@@ -111,7 +117,7 @@ def salt(sampling: Sampling, index: int) -> int:
 
 
 class StopText:
-    """Ends a text before its first stop string."""
+    """Detects stop strings in a text that arrives in pieces, and ends the text before the first."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
@@ -128,12 +134,12 @@ class StopText:
         self._held = text[sent:]
         return text[:sent], False
 
-    def rest(self) -> str:
-        """Return the text that was held back, to send it when no more text follows."""
+    def held_text(self) -> str:
+        """Return the text that was held back. Call this when no more text follows."""
         return self._held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text may begin the stop string."""
+    """Return how many characters at the end of the text are a beginning of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

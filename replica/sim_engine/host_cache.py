@@ -1,7 +1,7 @@
-"""A simulated host tier: it stores blocks by their hash, and evicts in the same order as engines.
+"""A simulated host tier. It stores blocks by their hash, and evicts them in the engines' order.
 
-The simulated engine and the replay's engine model both use it. Blocks in it are never held: a copy
-to the engine is assumed to read its blocks at once.
+The simulated engine and the replay's engine model both use it. No request holds blocks in it,
+because a copy to the engine is assumed to read its blocks at its start.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class HostCache:
-    """The blocks of one engine's host memory."""
+    """The blocks of one engine's host tier. Each block is in a slot."""
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
-        self._idle = IdleBlocks(capacity_blocks)  # all slots with a block that is not pinned
+        self._idle = IdleBlocks(capacity_blocks)  # all slots whose block is not pinned
         self._pins = PinnedKeys[Fingerprint]()
         self.clear()
 
@@ -32,16 +32,20 @@ class HostCache:
         return hash_ in self._slot_of
 
     def hits(self, hashes: Sequence[Fingerprint], start: int = 0) -> int:
-        """Return how many blocks from hashes[start] on are stored without a gap."""
+        """Return how many consecutive blocks are stored, counted from hashes[start]."""
         return sum(1 for _ in takewhile(self.__contains__, islice(hashes, start, None)))
 
     def store(self, hashes: Sequence[Fingerprint]) -> tuple[list[Fingerprint], list[Fingerprint]]:
-        """Store blocks of a prompt, in its order; only the first ones if there is too little room.
+        """Store the blocks of a prompt. If there are too few slots, store only its first blocks.
 
-        Returns the hashes of newly stored blocks, and of the blocks that were evicted for them.
+        Args:
+            hashes: The hashes of the prompt's blocks, in the prompt's order.
+
+        Returns:
+            The hashes of newly stored blocks, and of the blocks that were evicted for them.
         """
         hashes = list(dict.fromkeys(hashes))[: self.capacity_blocks]
-        slots = self._take(hashes)  # so that none of these blocks is evicted for another
+        slots = self._take(hashes)  # none of these blocks is then evicted for the others
         new = [hash_ for hash_ in hashes if hash_ not in self._slot_of]
         new = new[: len(self._blank) + len(self._idle)]
         dropped = self._drop(len(new) - len(self._blank))
@@ -53,21 +57,21 @@ class HostCache:
         self._put(slots)
         return new, dropped
 
-    def use(self, hashes: Sequence[Fingerprint], keep: RetentionHint | None = None) -> None:
+    def use(self, hashes: Sequence[Fingerprint], hint: RetentionHint | None = None) -> None:
         """Record that a request used these blocks, and set their retention if it is given.
 
-        The hashes are in the prompt's order; hashes without a stored block are ignored.
+        The hashes are in the prompt's order. Hashes of blocks that are not stored are ignored.
         """
         slots = self._take(hashes)
-        if keep is not None:
-            self._idle.label(slots, keep)
+        if hint is not None:
+            self._idle.label(slots, hint)
         self._put(slots)
 
     def pin(self, name: str, hashes: Sequence[Fingerprint]) -> None:
-        """Never evict these blocks, which may also be stored later.
+        """Replace the blocks of a pin: they are never evicted.
 
-        They are in the prompt's order and replace the pin's earlier blocks. Without any, the pin
-        ends.
+        Blocks that are not stored yet are pinned when they are stored. Without any blocks, the pin
+        is removed. The hashes are in the prompt's order.
         """
         added, removed = self._pins.change(name, hashes)
         for hash_ in added:
@@ -76,7 +80,7 @@ class HostCache:
         self._put(self._unpinned(removed))
 
     def end(self, session: int) -> None:
-        """End a session: its blocks are evicted first."""
+        """End a session. The blocks that only it uses are then evicted first."""
         self._idle.end(session)
 
     def clear(self) -> None:
@@ -87,7 +91,7 @@ class HostCache:
         self._blank = list(range(self.capacity_blocks))
 
     def _take(self, hashes: Sequence[Fingerprint]) -> list[int]:
-        """Return the blocks' slots; they cannot be evicted until they are put back."""
+        """Return the slots of these blocks. They cannot be evicted until `_put`."""
         slots = self._unpinned(dict.fromkeys(hashes))
         for slot in slots:
             self._idle.take(slot)
@@ -102,7 +106,7 @@ class HostCache:
         ]
 
     def _put(self, slots: Sequence[int]) -> None:
-        """Put slots back; the last are evicted first, so that shared prefixes stay longer."""
+        """Let slots be evicted again, the last one first, so that shared prefixes stay longer."""
         self._idle.put(slots[::-1])
 
     def _drop(self, count: int) -> list[Fingerprint]:

@@ -1,6 +1,6 @@
-"""Answers OpenAI's chats and completions with a simulated engine.
+"""Answers chats and completions in OpenAI's format with a simulated engine.
 
-Every other route is rejected, and so is every field that the engine does not support.
+Other routes are rejected. Fields that the engine does not support are rejected, too.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -27,7 +27,7 @@ ROUTES: dict[str, tuple[type[Body], type[SimulatedResponse]]] = {
     "/v1/completions": (Completion, CompletionReply),
 }
 
-ANTHROPIC = "/v1/messages"  # errors of routes with this prefix have Anthropic's format
+ANTHROPIC = "/v1/messages"  # path prefix of the routes whose errors have Anthropic's format
 
 Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
 
@@ -46,8 +46,8 @@ async def respond(
     Args:
         request: The request.
         call: The HTTP call of the request.
-        outputs_of: Yields an output for each delta of the call, which another engine has generated
-            already. Then it yields the new outputs.
+        outputs_of: Yields the outputs. If another engine has begun the response, the first outputs
+            are that engine's, one for each delta of the call.
         emit: Receives the chunks.
         model: The model's name in the response.
         max_model_len: The maximum number of tokens of prompt and answer.
@@ -90,7 +90,7 @@ async def respond(
 
 
 def rendered(call: HttpCall) -> Rendered:
-    """Return an error: routers render all prompts that a simulated engine can answer."""
+    """Return an error: routers render all prompts that a simulated engine supports."""
     return Rendered(refusal=_part(_refusal(call), call.path))
 
 
@@ -123,6 +123,6 @@ def _part(error: UnsupportedRequestError, path: str) -> HttpPart:
 
 
 def _anthropic(error: UnsupportedRequestError) -> bytes:
-    """Return an error in Anthropic's format: the engine has none of Anthropic's routes."""
+    """Return the error "not found" in Anthropic's format; the engine has no Anthropic routes."""
     not_found = {"type": "not_found_error", "message": str(error)}
     return msgspec.json.encode({"type": "error", "error": not_found})

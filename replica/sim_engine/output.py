@@ -1,4 +1,4 @@
-"""The output of a simulated engine, before it is converted to a response."""
+"""The output of a simulated engine, before it is converted to an HTTP response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,12 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
+    """A token's text and its log-probability."""
+
     token: str
     logprob: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """The log-probabilities at one position: of the drawn token and of the most likely tokens."""
+
     chosen: Alternative
     top: tuple[Alternative, ...]  # the most likely token first
 
@@ -21,7 +25,7 @@ class Output:
     """The next tokens of one choice."""
 
     index: int  # number of the choice, from 0
-    text: str  # may be empty, because the beginning of a stop string is held back
+    text: str  # empty if it was held back because it may be the beginning of a stop string
     token_ids: tuple[int, ...]
     cached_tokens: int  # prompt tokens from the KV cache; the same in all outputs
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -29,7 +33,7 @@ class Output:
 
 
 def joined(outputs: Sequence[Output]) -> Output:
-    """Join consecutive outputs of one choice to one output."""
+    """Return one output with the content of consecutive outputs of one choice."""
     last = outputs[-1]
     return Output(
         last.index,

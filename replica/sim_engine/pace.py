@@ -2,12 +2,12 @@
 
 import asyncio
 
-SHORTEST_SLEEP_S = 0.001  # shorter delays accumulate until they reach this many seconds
-LONGEST_LAG_S = 0.05  # at most this many seconds of lost time are caught up
+SHORTEST_SLEEP_S = 0.001  # minimum sleep in seconds; shorter delays are added up until then
+LONGEST_LAG_S = 0.05  # maximum delay in seconds that later steps make up for
 
 
 class Pace:
-    """Keeps modelled time: steps have the right mean duration although sleeps are inexact."""
+    """Keeps the modelled time. Steps have the right mean duration although sleeps are inexact."""
 
     def __init__(self) -> None:
         self._ends_at_s = 0.0  # end of the last step, on the event loop's clock
@@ -17,7 +17,10 @@ class Pace:
         self._ends_at_s = asyncio.get_running_loop().time()
 
     async def spend(self, step_s: float) -> None:
-        """Wait until the step ends; time lost by long sleeps and computations is subtracted."""
+        """Sleep until the end of a step that takes `step_s`.
+
+        Delays by earlier sleeps and computations are subtracted, up to LONGEST_LAG_S.
+        """
         now_s = asyncio.get_running_loop().time()
         self._ends_at_s = max(self._ends_at_s + step_s, now_s - LONGEST_LAG_S)
         left_s = self._ends_at_s - now_s

@@ -12,9 +12,9 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class FreeBlocks:
-    """Blocks that no sequence holds, in the order in which they are used again.
+    """The blocks that no sequence holds, in the order in which they are allocated.
 
-    Blocks without a hash come first, then cached blocks in the order of engine/retention.py.
+    Blocks without a hash come first. Cached blocks follow in the order of engine/retention.py.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -34,14 +34,14 @@ class FreeBlocks:
         self.idle.put(cached)
 
     def pop(self, count: int) -> list[int]:
-        """Remove and return the next `count` blocks; there must be enough."""
+        """Remove and return the next `count` blocks. At least `count` blocks must be free."""
         blank = [self._blank.pop() for _ in range(min(count, len(self._blank)))]
         if len(blank) == count:
             return blank
         return blank + self.idle.pop(count - len(blank))
 
     def forget_hashes(self) -> None:
-        """Treat all blocks as blocks without a hash."""
+        """Remove the hashes of all cached blocks."""
         self._blank += self.idle
         self.idle.clear()
 
@@ -50,12 +50,18 @@ class PagedCache:
     """The blocks of a KV cache, their hashes, and how many sequences hold each of them."""
 
     def __init__(self, capacity_blocks: int, on_evict: Callable[[Fingerprint], None]) -> None:
-        """Create an empty cache; `on_evict` gets each evicted block's hash after its removal."""
+        """Create an empty cache.
+
+        Args:
+            capacity_blocks: The number of blocks.
+            on_evict: Is called with each block's hash after the block was evicted.
+        """
         self.free = FreeBlocks(capacity_blocks)
         self._on_evict = on_evict
         self._holders = [0] * capacity_blocks  # for each block, the number of its holders
         self._hash_of: dict[int, Fingerprint] = {}  # block -> hash
-        # A hash can have several blocks. Equal blocks are not merged, because both are in use.
+        # Hash -> its blocks. Several blocks can have one hash: two sequences that compute the same
+        # tokens at the same time fill two blocks.
         self._blocks_of: dict[Fingerprint, list[int]] = {}
 
     def __contains__(self, hash_: Fingerprint) -> bool:
@@ -66,9 +72,9 @@ class PagedCache:
         return ((hash_, len(blocks)) for hash_, blocks in self._blocks_of.items())
 
     def admit(self, hashes: Sequence[Fingerprint], blocks: int) -> list[int] | None:
-        """Hold and return the cached blocks of the first hashes.
+        """Hold and return the cached blocks of the first hashes, up to the first miss.
 
-        If there is no room for `blocks` blocks in all, hold none and return None.
+        If a sequence cannot get `blocks` blocks, including these, hold none and return None.
         """
         hits: list[int] = []
         idle_hits = 0
@@ -91,7 +97,7 @@ class PagedCache:
             self._holders[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Remove and return free blocks for one sequence to fill; there must be enough."""
+        """Allocate free blocks to one sequence. At least `count` blocks must be free."""
         blocks = self.free.pop(count)
         for block in blocks:
             self._holders[block] = 1
@@ -100,23 +106,23 @@ class PagedCache:
         return blocks
 
     def store(self, block: int, hash_: Fingerprint) -> None:
-        """Cache a held block, which is now full, under its hash."""
+        """Cache a held block under its hash, because it is full now."""
         self._hash_of[block] = hash_
         self._blocks_of.setdefault(hash_, []).append(block)
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Remove held blocks from the cache; they stay held."""
+        """Remove the hashes of held blocks from the cache. The blocks stay held."""
         for block in blocks:
             self._forget(block)
 
-    def release(self, blocks: Sequence[int], keep: RetentionHint | None = None) -> None:
+    def release(self, blocks: Sequence[int], hint: RetentionHint | None = None) -> None:
         """Remove a holder from the blocks, and set their retention if it is given.
 
-        Of blocks with the same retention, the last are evicted first, so that shared prefixes stay
-        longer.
+        Among blocks with the same retention, the last block is evicted first, so that shared
+        prefixes stay longer.
         """
-        if keep is not None:
-            self.free.idle.label(blocks, keep)
+        if hint is not None:
+            self.free.idle.label(blocks, hint)
         blank: list[int] = []
         cached: list[int] = []
         for block in reversed(blocks):
@@ -126,7 +132,7 @@ class PagedCache:
         self.free.put(blank, cached)
 
     def end(self, session: int) -> None:
-        """End a session: its blocks are evicted first."""
+        """End a session. The blocks that only it uses are then evicted first."""
         self.free.idle.end(session)
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Converts the body of a request to a simulated engine to sampling parameters, or rejects it."""
+"""Converts the body of a request to the simulated engine's sampling parameters, or rejects it."""
 
 import re
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct, ValidationError
 
-COMPLETION_TOKENS = 16  # default of max_tokens for completions, as in OpenAI's API
-GREEDY_BELOW = 1e-5  # below this temperature vLLM samples greedily and rejects n > 1
+COMPLETION_TOKENS = 16  # max_tokens of a completion that sets none, as in OpenAI's API
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy; vLLM then rejects n > 1
 MAX_STOP_CHARACTERS = 4096  # maximum number of characters of all stop strings together
 MAX_SHOWN = 80  # maximum number of characters of a wrong value that an error shows
 
-# Fields that the simulated engine does not support, with the values that have no effect and are
-# therefore accepted. Tools are accepted too, but they are never called.
+# Fields that the simulated engine does not support, and the values that it accepts for each of them
+# because they have no effect. It also accepts tools, but never calls any.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
@@ -55,6 +55,8 @@ StopText = Annotated[str, Meta(min_length=1)]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
+    """The sampling parameters of one request."""
+
     max_tokens: int = 1
     min_tokens: int = 0
     temperature: float = 1.0
@@ -67,7 +69,10 @@ class Sampling:
 
     @property
     def can_continue(self) -> bool:
-        """Return whether another engine can continue: a prompt can hold only one choice."""
+        """Return whether another engine can continue the response after a failure.
+
+        This needs a single choice, because the tokens generated so far are appended to the prompt.
+        """
         return self.n == 1
 
 
@@ -112,10 +117,12 @@ class Body(Struct):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
-    def most_tokens(self, room_tokens: int) -> int:
-        return self.max_tokens or min(COMPLETION_TOKENS, room_tokens)
+    def max_answer_tokens(self, context_tokens: int) -> int:
+        """Return the maximum length of the answer; `context_tokens` are left for it."""
+        return self.max_tokens or min(COMPLETION_TOKENS, context_tokens)
 
     def alternatives(self) -> int | None:
+        """Return the number of alternatives for each token; None if no logprobs are requested."""
         return None
 
 
@@ -134,8 +141,8 @@ class Chat(Body):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
 
-    def most_tokens(self, room_tokens: int) -> int:
-        return self.max_completion_tokens or self.max_tokens or room_tokens
+    def max_answer_tokens(self, context_tokens: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or context_tokens
 
     def alternatives(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
@@ -147,11 +154,21 @@ class Chat(Body):
 
 
 def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int) -> Sampling:
-    """Return the parameters for a prompt of `prompt_tokens` tokens. Raises RefusedError."""
+    """Return the sampling parameters in a request's body.
+
+    Args:
+        kind: The type of the body.
+        raw: The body as JSON.
+        prompt_tokens: The number of tokens of the prompt.
+        max_model_len: The maximum number of tokens of prompt and answer.
+
+    Raises:
+        UnsupportedRequestError: The body is wrong, or the engine does not support it.
+    """
     body = _checked(kind, raw)
-    requested = body.most_tokens(0)
-    room_tokens = max_model_len - prompt_tokens
-    if room_tokens < max(1, requested):
+    requested = body.max_answer_tokens(0)
+    context_tokens = max_model_len - prompt_tokens  # tokens that are left for the answer
+    if context_tokens < max(1, requested):
         raise UnsupportedRequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, you sent "
             f"{prompt_tokens} tokens, and requested {requested} more. Please send or request less.",
@@ -159,7 +176,7 @@ def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int
             "context_length_exceeded",
         )
     sampling = Sampling(
-        max_tokens=body.most_tokens(room_tokens),
+        max_tokens=body.max_answer_tokens(context_tokens),
         min_tokens=body.min_tokens or 0,
         temperature=1.0 if body.temperature is None else body.temperature,
         seed=body.seed,
@@ -174,29 +191,29 @@ def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int
 
 
 def check(kind: type[Body], raw: bytes) -> None:
-    """Raise RefusedError if the body is wrong whatever its prompt is."""
+    """Raise UnsupportedRequestError if the body would be rejected with any prompt."""
     _checked(kind, raw).alternatives()
 
 
 def _checked(kind: type[Body], raw: bytes) -> Body:
     try:
-        given = msgspec.json.decode(raw, type=dict[str, Raw])
+        fields = msgspec.json.decode(raw, type=dict[str, Raw])
     except msgspec.MsgspecError as error:
         raise UnsupportedRequestError(
             f"the body is not valid JSON: {error}", code="invalid_json"
         ) from None
-    for name, harmless in UNSUPPORTED.items():
-        value = msgspec.json.decode(given[name]) if name in given else None
-        if value is not None and value not in harmless:
-            raise _unsupported(name, _shown(given[name]))
+    for name, accepted in UNSUPPORTED.items():
+        value = msgspec.json.decode(fields[name]) if name in fields else None
+        if value is not None and value not in accepted:
+            raise _unsupported(name, _shown(fields[name]))
     try:
         return msgspec.json.decode(raw, type=kind)
     except ValidationError as error:
-        raise _invalid(str(error), given) from None
+        raise _invalid(str(error), fields) from None
 
 
 def _check(sampling: Sampling) -> None:
-    """Raise RefusedError for fields that contradict each other."""
+    """Raise UnsupportedRequestError if fields contradict each other."""
     if sampling.n > 1 and sampling.temperature < GREEDY_BELOW:
         raise UnsupportedRequestError(
             f"n is {sampling.n} and temperature is {sampling.temperature:g}, so every choice would "
@@ -215,15 +232,15 @@ def _check(sampling: Sampling) -> None:
         )
 
 
-def _invalid(problem: str, given: Mapping[str, Raw]) -> UnsupportedRequestError:
+def _invalid(problem: str, fields: Mapping[str, Raw]) -> UnsupportedRequestError:
     """Return msgspec's error with the field's name and value."""
     reason, _, path = problem.partition(" - at `$")
     param = path.strip("`.")
     name = re.split(r"[.\[]", param)[0]
-    if name not in given:
+    if name not in fields:
         return UnsupportedRequestError(problem)
     return UnsupportedRequestError(
-        f"{name} is {_shown(given[name])}; {reason[:1].lower() + reason[1:]}", param or None
+        f"{name} is {_shown(fields[name])}; {reason[:1].lower() + reason[1:]}", param or None
     )
 
 

@@ -1,6 +1,6 @@
-"""The scheduler of a simulated engine: which requests are in the batch, and what a step computes.
+"""The scheduler of a simulated engine: it decides which tokens each step computes.
 
-Requests are admitted and preempted as in vLLM. The caller passes times of its own clock.
+Requests are admitted and preempted as in vLLM. The caller passes the time, in seconds of any clock.
 """
 
 from bisect import bisect_left, insort
@@ -13,17 +13,21 @@ from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.copies import Copies
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice
 
-Batch = dict[RunningChoice, int]  # choice -> number of its tokens that a step computes
+Batch = dict[RunningChoice, int]  # choice -> number of its tokens that the step computes
 ORDER = attrgetter("order")
 
 
 class SimulatedScheduler:
-    """The waiting choices and the batch of one engine."""
+    """The waiting choices and the batch of one engine.
+
+    A choice is one of the sequences that a request generates (`n` of them).
+    """
 
     def __init__(self, config: SimulatedConfig, pool: BlockPool, prefill: PrefillModel) -> None:
-        self.waiting: list[RunningChoice] = []  # sorted by `order`
+        self.waiting: list[RunningChoice] = []  # not admitted; sorted by `order`
         self.running: list[RunningChoice] = []  # in the order of admission
-        self.reloads = Copies[RunningChoice]()  # admitted; they wait for copies from host memory
+        # Admitted choices that wait for copies from host memory. They are not in `running` yet.
+        self.reloads = Copies[RunningChoice]()
         self._config = config
         self._pool = pool
         self._prefill = prefill
@@ -45,18 +49,23 @@ class SimulatedScheduler:
         end = bisect_left(self.waiting, (*job.order, job.sampling.n), lo=first, key=ORDER)
         del self.waiting[first:end]
         for choice in [choice for choice in self.running if choice.job is job]:
-            self.remove(choice, choice.keep if choice.generated else None)
+            self.remove(choice, choice.hint if choice.generated else None)
         for choice in [choice for choice in self.reloads if choice.job is job]:
             self.reloads.drop(choice)
             self._pool.drop_reload(choice.table)
 
-    def remove(self, choice: RunningChoice, keep: RetentionHint | None = None) -> None:
-        """Remove a choice from the batch; `keep` is its blocks' retention if it has ended."""
+    def remove(self, choice: RunningChoice, hint: RetentionHint | None = None) -> None:
+        """Remove a choice from the batch, and release its blocks.
+
+        Args:
+            choice: A running choice.
+            hint: The retention of its blocks; None if it has not ended.
+        """
         self.running.remove(choice)
-        self._pool.free(choice.table, keep)
+        self._pool.free(choice.table, hint)
 
     def end_reloads(self, now_s: float) -> None:
-        """Add choices whose copies from host memory have ended to the batch."""
+        """Move choices whose copies from host memory have ended to the batch."""
         while self.reloads and self.reloads.next_end_s <= now_s:
             choice = self.reloads.pop()
             self._pool.end_reload(choice.table)
@@ -64,21 +73,25 @@ class SimulatedScheduler:
             self.running.append(choice)
 
     def schedule(self, now_s: float) -> Batch:
-        """Return the next step; the blocks that it fills are held and cached now, as in vLLM."""
+        """Return the next step.
+
+        The blocks that the step will fill are held and cached before the step runs, as in vLLM.
+        """
         running = len(self.running)
         batch, budget = self._continue_running(self._config.max_batched_tokens)
-        if len(self.running) == running:  # after a preemption no request is admitted
+        if len(self.running) == running:  # no choice was preempted
             batch |= self._admit_waiting(budget, now_s)
         return batch
 
     def _continue_running(self, budget: int) -> tuple[Batch, int]:
-        """Divide the token budget among running choices in the order of admission.
+        """Divide the token budget among the running choices, in the order of their admission.
 
-        If there are too few free blocks, choices that are last in order are preempted. All choices
-        except the last admitted are decoding, so a long prefill gets the rest of the budget.
+        If there are too few free blocks, the choices with the largest `order` are preempted. All
+        choices except the last admitted one are decoding. So a long prefill gets the remaining
+        budget.
 
         Returns:
-            The batch, and the rest of the budget.
+            The batch, and the remaining budget.
         """
         batch: Batch = {}
         while budget and len(batch) < len(self.running):
@@ -125,9 +138,12 @@ class SimulatedScheduler:
         return batch
 
     def _reload(self, choice: RunningChoice, now_s: float) -> int:
-        """Copy blocks after the choice's hits from host memory, if this is faster than computing.
+        """Begin to copy blocks from host memory, if that is faster than computing them.
 
-        Returns the number of tokens of these blocks.
+        These are the blocks of the prompt after those in the engine's memory.
+
+        Returns:
+            The number of tokens of these blocks; 0 if they are computed.
         """
         blocks = self._pool.hits_in_host(choice.table)
         if not blocks or self._config.host is None:
@@ -142,13 +158,15 @@ class SimulatedScheduler:
     def _next_waiting(self) -> RunningChoice | None:
         """Return the first waiting choice that can be admitted.
 
-        Its adapter must have a place in the batch. If its blocks are just being copied for another
-        choice, it waits until both can share the blocks.
+        A choice cannot be admitted in these cases:
+        - The batch has the maximum number of adapters, and the choice's adapter is not among them.
+        - Its blocks are being copied from host memory for another choice. It waits for the end of
+          the copy, and then shares the blocks.
         """
         loras = {choice.lora for choice in (*self.running, *self.reloads) if choice.lora}
         is_full = len(loras) >= self._config.max_loras
         for choice in self.waiting:
-            has_place = not (is_full and choice.lora and choice.lora not in loras)
-            if has_place and not self._pool.is_reloading(choice.table):
+            lora_fits = not (is_full and choice.lora and choice.lora not in loras)
+            if lora_fits and not self._pool.is_reloading(choice.table):
                 return choice
         return None

@@ -1,4 +1,4 @@
-"""The requests in a simulated engine, and their sequences."""
+"""The requests in a simulated engine, and the sequences that each request generates."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -13,20 +13,21 @@ from kvroute.replica.sim_engine.sampling import Sampling
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A request in the engine."""
+    """A request in the engine, with one RunningChoice for each of its `n` choices."""
 
     request: GenerateRequest
     sampling: Sampling
     max_tokens: int  # maximum number of tokens of each choice
-    order: tuple[float, int]  # sort key: time on the engine's clock, then number of arrival
+    # Sort key of admission: arrival time plus the router's order, then the number of the arrival.
+    order: tuple[float, int]
     unfinished: int  # number of choices that have not finished
-    cached_tokens: int | None = None  # cached prompt tokens at the first admission
+    cached_tokens: int | None = None  # number of cached prompt tokens at the first admission
     outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: the end
 
 
 @dataclass(slots=True, eq=False)
 class RunningChoice:
-    """One of a job's sequences, waiting or in the batch."""
+    """A sequence that a job generates. It is waiting or in the batch."""
 
     job: Job
     index: int
@@ -35,11 +36,11 @@ class RunningChoice:
     text: StopText
     computed: int = 0  # number of leading tokens whose KV is computed
     generated: int = 0  # number of generated tokens
-    unsent: list[Output] = field(default_factory=list)  # outputs of one token each
+    unsent: list[Output] = field(default_factory=list)  # outputs since the last chunk
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Return the sort key: the smallest is admitted first and preempted last."""
+        """Return the sort key: the smallest one is admitted first and preempted last."""
         return (*self.job.order, self.index)
 
     @property
@@ -47,7 +48,7 @@ class RunningChoice:
         return self.job.request.lora
 
     @property
-    def keep(self) -> RetentionHint:
+    def hint(self) -> RetentionHint:
         return self.job.request.keep or RetentionHint()
 
     @property

@@ -1,4 +1,4 @@
-"""Converts a simulated engine's outputs to a response in OpenAI's formats, whole or as events."""
+"""Converts a simulated engine's outputs to a response in OpenAI's format, as JSON or as events."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,10 +27,13 @@ class _ChoiceOutput:
 
 
 class SimulatedResponse(ABC):
-    """The response to one prompt: `add` returns the bytes of an output, `end` those of the end."""
+    """The response to one prompt.
+
+    `add` returns the bytes to send for an output, and `end` the bytes at the response's end.
+    """
 
     id_prefix: ClassVar[str]
-    whole_object: ClassVar[str]
+    response_object: ClassVar[str]
     event_object: ClassVar[str]
 
     def __init__(
@@ -41,7 +44,7 @@ class SimulatedResponse(ABC):
         model: str,
         created: float,
         prompt_tokens: int,
-        cached_tokens: int | None = None,  # None: the first output has the number
+        cached_tokens: int | None = None,  # None: the number in the first output is used
     ) -> None:
         self._sampling = sampling
         self._head = {"created": int(created), "model": model}
@@ -51,8 +54,8 @@ class SimulatedResponse(ABC):
         self._cached_tokens = cached_tokens
         self._choices = [_ChoiceOutput() for _ in range(sampling.n)]
         self._unfinished = sampling.n  # number of choices that have not finished
-        self._is_open = False
-        # The events of a stream differ only in their choice; the bytes around it are encoded once.
+        self._has_opening = False  # whether the opening events were returned
+        # The events of a stream differ only in `choices`. The bytes around it are encoded once.
         usage = b',"usage":null' if sampling.include_usage else b""
         self._before = b"data: " + self._object(self.event_object)[:-1] + b',"choices":['
         self._after = b"]" + usage + b"}\n\n"
@@ -73,18 +76,20 @@ class SimulatedResponse(ABC):
         if output.finish_reason is not None:
             self._unfinished -= 1
         if not self._sampling.is_stream:
-            return self._keep(output)
-        opening, self._is_open = b"" if self._is_open else self._opening(), True
+            return self._collect(output)
+        opening, self._has_opening = b"" if self._has_opening else self._opening(), True
         return opening + self._output_event(output)
 
     def end(self) -> bytes:
         """Return the bytes to send after all outputs."""
         if self._sampling.is_stream:
             return self._closing()
-        choices = [self._whole(index, choice) for index, choice in enumerate(self._choices)]
-        return self._object(self.whole_object, choices=choices, usage=self._usage())
+        choices = [
+            self._response_choice(index, choice) for index, choice in enumerate(self._choices)
+        ]
+        return self._object(self.response_object, choices=choices, usage=self._usage())
 
-    def _keep(self, output: Output) -> bytes:
+    def _collect(self, output: Output) -> bytes:
         choice = self._choices[output.index]
         choice.texts.append(output.text)
         choice.logprobs.extend(output.logprobs)
@@ -95,7 +100,7 @@ class SimulatedResponse(ABC):
         choice = self._choices[output.index]
         logprobs = b"null"
         if self._sampling.logprobs is not None:
-            logprobs = encode(self._shaped(output.logprobs, choice.characters))
+            logprobs = encode(self._format_logprobs(output.logprobs, choice.characters))
             choice.characters += sum(len(logprob.chosen.token) for logprob in output.logprobs)
         delta, reason = self._delta(encode(output.text)), encode(output.finish_reason)
         return self._event(output.index, delta, logprobs, reason)
@@ -110,12 +115,12 @@ class SimulatedResponse(ABC):
         last = self._object(self.event_object, choices=[], usage=self._usage())
         return b"data: " + last + b"\n\n" + DONE
 
-    def _whole(self, index: int, choice: _ChoiceOutput) -> dict[str, object]:
+    def _response_choice(self, index: int, choice: _ChoiceOutput) -> dict[str, object]:
         has_logprobs = self._sampling.logprobs is not None
         return {
             "index": index,
             **self._content("".join(choice.texts)),
-            "logprobs": self._shaped(choice.logprobs, 0) if has_logprobs else None,
+            "logprobs": self._format_logprobs(choice.logprobs, 0) if has_logprobs else None,
             "finish_reason": choice.finish_reason,
         }
 
@@ -136,20 +141,25 @@ class SimulatedResponse(ABC):
 
     @abstractmethod
     def _delta(self, text: bytes) -> bytes:
-        """Return the member of an event's choice with `text`, which is a JSON string."""
+        """Return the JSON field of an event's choice that contains `text`, a JSON string."""
 
     @abstractmethod
     def _content(self, text: str) -> dict[str, object]:
-        """Return the member of a whole response's choice with `text`."""
+        """Return the field of a complete response's choice that contains `text`."""
 
     @abstractmethod
-    def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """Return the log-probabilities of tokens that follow `offset` characters."""
+    def _format_logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
+        """Return the log-probabilities of tokens in the API's format.
+
+        Args:
+            tokens: The tokens.
+            offset: The number of characters of the answer before these tokens.
+        """
 
 
 class ChatReply(SimulatedResponse):
     id_prefix = "chatcmpl"
-    whole_object = "chat.completion"
+    response_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
     def _opening(self) -> bytes:
@@ -163,8 +173,8 @@ class ChatReply(SimulatedResponse):
     def _content(self, text: str) -> dict[str, object]:
         return {"message": {"role": "assistant", "content": text}}
 
-    def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """Return one entry for each token, which contains the token's alternatives."""
+    def _format_logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
+        """Return an entry for each token, which contains the token's alternatives."""
         content = [
             {**_entry(token.chosen), "top_logprobs": [_entry(other) for other in token.top]}
             for token in tokens
@@ -174,7 +184,7 @@ class ChatReply(SimulatedResponse):
 
 class CompletionReply(SimulatedResponse):
     id_prefix = "cmpl"
-    whole_object = event_object = "text_completion"
+    response_object = event_object = "text_completion"
 
     def _delta(self, text: bytes) -> bytes:
         return b'"text":%b' % text
@@ -182,8 +192,8 @@ class CompletionReply(SimulatedResponse):
     def _content(self, text: str) -> dict[str, object]:
         return {"text": text}
 
-    def _shaped(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """Return parallel lists with an item for each token."""
+    def _format_logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
+        """Return lists that have an item for each token."""
         offsets = []
         for token in tokens:
             offsets.append(offset)

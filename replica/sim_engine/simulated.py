@@ -1,6 +1,6 @@
 """The simulated engine: vLLM's scheduling and block accounting, modelled time, and no model.
 
-scheduler.py decides which requests are in the batch; blocks.py counts their blocks.
+scheduler.py decides which requests are in the batch, and blocks.py manages their blocks.
 """
 
 import asyncio
@@ -32,20 +32,22 @@ from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.scheduler import Batch, SimulatedScheduler
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice
 
-MAX_WAITING_EVENTS = 100_000  # with more unread events, all are replaced by EventsLost
-INSTANT_TOKENS_PER_S = 1e6  # claimed prefill speed of an engine whose prefill takes no time
+# Maximum number of events that were not read yet. If there are more, EventsLost replaces them all.
+MAX_WAITING_EVENTS = 100_000
+# Prefill speed that an engine claims if its prefill takes no time, in tokens per second.
+INSTANT_TOKENS_PER_S = 1e6
 
 
 class SimulatedEngine(Engine):
-    """An engine that generates meaningless words."""
+    """One rank of an engine that generates meaningless words."""
 
     def __init__(self, config: SimulatedConfig, *, tokenizer: str | None = None) -> None:
         """Create an engine.
 
         Args:
             config: The engine's sizes and speed.
-            tokenizer: A folder with a tokenizer.json, from which the words are taken. Without it,
-                the words are numbers.
+            tokenizer: A folder with a tokenizer.json, whose words the engine generates. None: the
+                engine generates numbers as words.
         """
         self.config = config
         self.facts = EngineFacts(
@@ -73,7 +75,7 @@ class SimulatedEngine(Engine):
             if tokenizer
             else Vocabulary.of_numbers(config.vocabulary)
         )
-        self.members = (0,) if config.host is None else (0, HOST_GROUPS)
+        self.group_entries = (0,) if config.host is None else (0, HOST_GROUPS)
         self._pool = BlockPool(
             model=config.model,
             revision=config.revision,
@@ -131,21 +133,26 @@ class SimulatedEngine(Engine):
     async def _outputs(
         self, request: GenerateRequest, sampling: Sampling
     ) -> AsyncGenerator[Output, None]:
-        """Yield an output for each delta that another engine has generated, then new outputs.
+        """Yield the outputs that another engine has generated, if any, and then new outputs.
 
         Raises:
             ValueError: This engine can never run the request.
         """
         prepared()
         job = self._job(request, sampling)
-        for output in self._repeated(job):
+        for output in self._outputs_of_other_engine(job):
             yield output
         async with aclosing(self._stream(job)) as outputs:
             async for output in outputs:
                 yield output
 
     def _job(self, request: GenerateRequest, sampling: Sampling) -> Job:
-        """Return a job for the request. Raises ValueError if this engine can never run it."""
+        """Return a job for the request.
+
+        Raises:
+            ValueError: This engine can never run the request.
+            PinRefusedError: The request's pin exceeds the limit.
+        """
         if request.pin:
             admit_pin(request, self)
         if request.lora and request.lora not in self.config.adapters:
@@ -156,7 +163,7 @@ class SimulatedEngine(Engine):
         if not 1 <= prompt_tokens <= longest:
             raise ValueError(f"the prompt has {prompt_tokens} tokens; send 1 to {longest} tokens")
         max_tokens = min(sampling.max_tokens, self.config.max_model_len - prompt_tokens)
-        # The last token's KV is never computed.
+        # The KV of the last generated token is never computed, so it needs no place in a block.
         blocks = -(-(prompt_tokens + max_tokens - 1) // self.config.block_size)
         if blocks > self.config.capacity_blocks:
             raise ValueError(
@@ -166,8 +173,8 @@ class SimulatedEngine(Engine):
         order = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
         return Job(request, sampling, max_tokens, order, unfinished=sampling.n)
 
-    def _repeated(self, job: Job) -> Iterator[Output]:
-        """Yield the outputs that another engine has generated already."""
+    def _outputs_of_other_engine(self, job: Job) -> Iterator[Output]:
+        """Yield the outputs that another engine has generated, one for each delta of the call."""
         call, answered = job.request.call, iter(job.request.answered_ids.tolist())
         choice = self._new_choice(job, 0)
         for tokens in call.deltas if call else ():
@@ -205,7 +212,7 @@ class SimulatedEngine(Engine):
             self._pool.pin_in_host(name, ())
 
     async def end_session(self, session: int) -> None:
-        for job in self._jobs:  # blocks of running requests are evicted first, too
+        for job in self._jobs:  # the blocks of running requests are evicted first after their end
             if job.request.keep and job.request.keep.session == session:
                 job.request = replace(job.request, keep=RetentionHint(Order.ENDED, session))
         self._pool.end_session(session)
@@ -224,7 +231,7 @@ class SimulatedEngine(Engine):
         return is_cleared
 
     async def close(self) -> None:
-        """Stop the engine; open streams end with EngineDeadError."""
+        """Stop the engine. Open streams end with EngineDeadError."""
         self._is_closed = True
         self._has_events.set()
         if self._task is not None:
@@ -261,10 +268,10 @@ class SimulatedEngine(Engine):
             job.outputs.put_nowait(None)
 
     def _choice(self, job: Job, index: int) -> RunningChoice:
-        """Return a choice that continues where another engine has stopped."""
+        """Return a choice of the job, after the tokens of another engine, if any."""
         choice = self._new_choice(job, index)
         for token_id in job.request.answered_ids.tolist():
-            self._output(choice, token_id)  # already delivered; a stop string may begin in it
+            self._output(choice, token_id)  # updates the detection of stop strings
         return choice
 
     def _new_choice(self, job: Job, index: int) -> RunningChoice:
@@ -294,10 +301,10 @@ class SimulatedEngine(Engine):
             self._publish()
             self._deliver(batch)
             if self.config.host is not None:
-                self._publish()  # computed blocks have been stored in host memory
+                self._publish()  # _deliver has stored computed blocks in host memory
 
     async def _wait_for_reload(self) -> None:
-        """Wait until the first copy from host memory has ended, or until a request arrives."""
+        """Wait until the next copy from host memory has ended, or until a request arrives."""
         self._has_work.clear()
         left_s = self._scheduler.reloads.next_end_s - asyncio.get_running_loop().time()
         with suppress(TimeoutError):
@@ -306,7 +313,7 @@ class SimulatedEngine(Engine):
         self._pace.restart()
 
     def _loading_s(self, batch: Batch) -> float:
-        """Load the batch's adapters, and return the time that this takes."""
+        """Load the batch's adapters, and return the modelled time of that."""
         loras = {choice.lora for choice in batch if choice.lora}
         return self.config.lora_load_s * sum(map(self._adapters.use, loras))
 
@@ -337,7 +344,7 @@ class SimulatedEngine(Engine):
                 self._generate_token(choice)
 
     def _generate_token(self, choice: RunningChoice) -> None:
-        """Draw the choice's next token, and deliver it if a chunk is complete."""
+        """Draw the choice's next token, and deliver a chunk if it is complete."""
         job = choice.job
         token_id = choice.generator.next_token()
         choice.table.token_ids.append(token_id)
@@ -353,7 +360,7 @@ class SimulatedEngine(Engine):
             job.unfinished -= 1
             if job.request.pin:
                 self._pin(job.request, choice.table)
-            self._scheduler.remove(choice, choice.keep)
+            self._scheduler.remove(choice, choice.hint)
 
     def _pin(self, request: GenerateRequest, table: Table) -> None:
         blocks = len(request.prompt_ids) // self.config.block_size
@@ -380,14 +387,14 @@ class SimulatedEngine(Engine):
         )
 
     def _text(self, choice: RunningChoice, token_id: int) -> tuple[str, str | None]:
-        """Return the text to send after this token, and the finish reason if it is the last."""
+        """Return the text to send for a token, and the finish reason if the answer ends here."""
         text = self._vocabulary.words[token_id]
         if choice.generated > choice.job.sampling.min_tokens:
             text, is_stopped = choice.text.add(text)
             if is_stopped:
                 return text, "stop"
         if choice.generated == choice.job.max_tokens:
-            return text + choice.text.rest(), "length"
+            return text + choice.text.held_text(), "length"
         return text, None
 
     def _logprobs(self, job: Job, token_id: int) -> tuple[TokenLogprob, ...]:
@@ -397,6 +404,6 @@ class SimulatedEngine(Engine):
         return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
 
     def _queue_siblings(self, job: Job) -> None:
-        """Queue the job's other choices, which find the prompt in the cache."""
+        """Add the job's other choices to the queue. They find the prompt in the cache."""
         for index in range(1, job.sampling.n):
             self._scheduler.add(self._choice(job, index))

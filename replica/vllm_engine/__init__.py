@@ -1,1 +1,1 @@
-"""vLLM as an engine: only modules in this package import vLLM."""
+"""vLLM as an engine. Only modules in this package import vLLM."""

@@ -38,7 +38,7 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
-from kvroute.replica.vllm_engine.blocks.keeping import keep_args
+from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import ContinuingLLM
 from kvroute.replica.vllm_engine.core.lora import Adapters
 from kvroute.replica.vllm_engine.core.priority import priority_of
@@ -52,13 +52,14 @@ from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
 from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
+from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
-from kvroute.replica.vllm_engine.process.last_words import CrashLog
 from kvroute.replica.vllm_engine.vllm_args import engine_args
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
 
+# vLLM's environment variable with its limit of seconds to compile a regular expression.
 REGEX_TIMEOUT = "VLLM_REGEX_COMPILATION_TIMEOUT_S"
 
 
@@ -72,27 +73,27 @@ class VllmEngine(Engine):
         self,
         core: RankCore,
         facts: EngineFacts,
-        members: Sequence[int | None],
+        group_entries: Sequence[int | None],
         subscription: Subscription,
         stats: "_Stats",
         adapters: Adapters,
         http: HttpApp,
-        words: CrashLog,
+        crash_log: CrashLog,
     ) -> None:
         self.facts = facts
-        self.members = members
+        self.group_entries = group_entries
         self._core = core
         self._llm = core.llm
         self._subscription = subscription
         self._stats = stats
         self._adapters = adapters
         self._http = http
-        self._words = words
+        self._crash_log = crash_log
         self._pins: dict[str, int] = {}
         self._host_pins: dict[str, int] = {}
         # The engine's child processes. The object of rank 0 watches them for all ranks.
         self._processes = [] if core.rank else psutil.Process().children(recursive=True)
-        self._unfinished = 0  # number of requests that have not finished
+        self._unfinished = 0  # number of requests that are running or waiting
         self._health = EngineHealth()
 
     @classmethod
@@ -107,7 +108,7 @@ class VllmEngine(Engine):
         Raises:
             CannotRunError: vLLM rejects the model, or crashes while it generates the first tokens.
         """
-        words, ranks = CrashLog(), range(settings.data_parallel_size)
+        crash_log, ranks = CrashLog(), range(settings.data_parallel_size)
         subscriptions, stats = [Subscription() for _ in ranks], [_Stats() for _ in ranks]
         try:
             args = engine_args(settings, model, subscriptions)
@@ -127,24 +128,24 @@ class VllmEngine(Engine):
                 merges_system=settings.inline_system == "merge",
             )
             for core in cores_by_rank:
-                await _smoke_test(core, words)
-            await asyncio.to_thread(_settle)
+                await _smoke_test(core, crash_log)
+            await asyncio.to_thread(_freeze_objects)
         except BaseException as error:
             for subscription in subscriptions:
                 subscription.close()
             if isinstance(error, CannotRunError) or not isinstance(error, Exception):
                 raise
-            raise words.of_start(error) from error
+            raise crash_log.start_error(error) from error
         return [
             cls(
                 core,
                 _facts(llm, settings, division, http),
-                division.members,
+                division.group_entries,
                 subscriptions[core.rank],
                 stats[core.rank],
                 adapters[core.rank],
                 http,
-                words,
+                crash_log,
             )
             for core, division in zip(cores_by_rank, divisions, strict=True)
         ]
@@ -178,7 +179,7 @@ class VllmEngine(Engine):
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=keep_args(request) | _pin_args(request) or None,
+            extra_args=hint_args(request) | _pin_args(request) or None,
         )
         try:
             lora = await self._adapters.ready(request.lora)
@@ -207,18 +208,23 @@ class VllmEngine(Engine):
         return self._host_pins
 
     async def _count_pin(self, request: GenerateRequest) -> None:
-        """Record the pin. Raises PinRefusedError if the cache lacks blocks of the pinned prompt."""
+        """Record the size of a request's pin.
+
+        Raises:
+            PinRefusedError: Some blocks of the prompt were already evicted, so they are not pinned.
+        """
         if request.is_host_pin:
             self._host_pins[request.pin] = len(request.prompt_ids) // self.facts.block_size
             return
         hit_tokens = self.facts.layout.hit_tokens if self.facts.layout else self.facts.block_size
-        wanted = (len(request.prompt_ids) - 1) // hit_tokens * hit_tokens
+        full_tokens = (len(request.prompt_ids) - 1) // hit_tokens * hit_tokens
         tokens: int = await self._core.call("kvroute_pinned", request.pin)
         self._pins[request.pin] = tokens // self.facts.block_size
-        if tokens < wanted:
+        if tokens < full_tokens:
             await self.unpin(request.pin)
             raise PinRefusedError(
-                f"only {tokens} of the {wanted} tokens of {request.pin} are still cached; try again"
+                f"only {tokens} of the {full_tokens} tokens of {request.pin} are still cached; "
+                "try again"
             )
 
     async def unpin(self, name: str) -> None:
@@ -257,10 +263,11 @@ class VllmEngine(Engine):
             raise EngineDeadError(reason)
 
     def _dead(self, error: Exception) -> EngineDeadError:
-        return EngineDeadError(self._words.message() or str(error))
+        return EngineDeadError(self._crash_log.message() or str(error))
 
     def _is_stopped(self) -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):  # vLLM itself reports a dead process
+        # A process that no longer exists is not stopped: vLLM reports its death.
+        with contextlib.suppress(psutil.NoSuchProcess):
             return any(process.status() == psutil.STATUS_STOPPED for process in self._processes)
         return False
 
@@ -275,7 +282,7 @@ class VllmEngine(Engine):
         return is_cleared
 
     async def close(self) -> None:
-        """Close this rank; closing rank 0 shuts vLLM down for all ranks."""
+        """Close this rank. Closing rank 0 shuts vLLM down for all ranks."""
         if self._core.rank == 0:
             self._http.close()
             await asyncio.to_thread(self._llm.shutdown)
@@ -283,7 +290,10 @@ class VllmEngine(Engine):
 
 
 class _Stats(StatLoggerBase):
-    """Numbers of a rank's scheduler at its last step; vLLM calls `record` in this process."""
+    """Numbers of a rank's scheduler at its last step.
+
+    vLLM calls `record` after each step, in the replica's process.
+    """
 
     def __init__(self) -> None:
         self.running = 0
@@ -304,32 +314,41 @@ class _Stats(StatLoggerBase):
 
 
 def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> ContinuingLLM:
-    """Load the model. `stats` has an item for each rank.
+    """Start vLLM and load the model.
 
-    This runs in a separate thread, because the engine's processes inherit that thread's cores.
+    Call this in a separate thread: the thread is bound to `cores`, and the engine's processes
+    inherit that.
+
+    Args:
+        args: vLLM's arguments.
+        stats: Receives the scheduler's numbers; one item for each rank.
+        cores: The CPU cores for the engine's processes.
     """
     if current_platform.is_cpu():
         os.environ[fork_server.THREADS] = str(cores.threads(len(stats)))
         fork_server.install()
     die_with_parent.install()
-    os.environ[REGEX_TIMEOUT] = "0"  # turns vLLM's own limit off: --max-compile-s replaces it
+    os.environ[REGEX_TIMEOUT] = "0"  # no limit by vLLM; kvroute's --max-compile-s replaces it
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]
         llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=loggers)
         return llm
 
 
-def _settle() -> None:
-    """Exclude all objects that the start has made from further garbage collections.
+def _freeze_objects() -> None:
+    """Exclude all objects that exist now from later garbage collections.
 
-    With them, each collection would stop this process's event loop for 0.4 s.
+    Otherwise each full collection would stop this process's event loop for 0.4 s.
     """
     gc.collect()
     gc.freeze()
 
 
 async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
-    """Start fingerprints in the scheduler, before the first request; return its Division."""
+    """Make the scheduler's events have fingerprints, and return how its cache is divided.
+
+    Call this before the first request.
+    """
     plain = await core.call(
         "kvroute_begin", settings.served_model_name, settings.revision, settings.block_size
     )
@@ -340,8 +359,12 @@ async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
     return division
 
 
-async def _smoke_test(core: RankCore, words: CrashLog) -> None:
-    """Generate two tokens: vLLM's start does not run every kernel that a request needs."""
+async def _smoke_test(core: RankCore, crash_log: CrashLog) -> None:
+    """Generate two tokens, because vLLM's start does not run every kernel that a request needs.
+
+    Raises:
+        CannotRunError: The engine died of an error that would occur again.
+    """
     llm = core.llm
     if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:
         return
@@ -352,11 +375,11 @@ async def _smoke_test(core: RankCore, words: CrashLog) -> None:
         ):
             pass
     except VllmDeadError as error:
-        if message := words.message():
+        if message := crash_log.message():
             raise CannotRunError(message) from error
-        raise  # without a message, the engine was probably killed from outside
+        raise  # there is no message, so the engine was probably killed from outside
     except (ValueError, EngineGenerateError):
-        return  # this model needs another prompt than this one; the engine works
+        return  # the model rejects this prompt, but the engine works
 
 
 def _facts(
@@ -394,7 +417,7 @@ def _facts(
 
 
 def _pin_args(request: GenerateRequest) -> dict[str, str]:
-    """Return the entries for a request's extra_args."""
+    """Return the entries of vLLM's extra_args for the request's pin."""
     if not request.pin:
         return {}
     return {HOST_PIN if request.is_host_pin else PIN: request.pin}

@@ -1,9 +1,9 @@
 """Checks a user's --engine-args against vLLM's own types and constraints.
 
-They may be arguments of vLLM's engine, or of its HTTP server, such as `tool_call_parser`.
+The user may set arguments of vLLM's engine and of its HTTP server, such as `tool_call_parser`.
 
-`main` is a program: it reads a JSON list of mappings and prints a JSON list with the problems of
-each mapping.
+This module is also a program. `main` reads a JSON list of mappings from standard input, and prints
+a JSON list with the problems of each mapping.
 """
 
 import contextlib
@@ -21,10 +21,11 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from kvroute.replica.vllm_engine.compat import BaseFrontendArgs
 
-MATCHES = 3  # maximum number of similar names in the error for an unknown name
+MAX_SIMILAR = 3  # maximum number of similar names in the error for an unknown name
 
 
 def main() -> None:
+    """Check the arguments on standard input, and print their problems."""
     with contextlib.redirect_stdout(sys.stderr):
         problems = list(map(problems_of, json.load(sys.stdin)))
     print(json.dumps(problems))
@@ -43,13 +44,17 @@ def checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the engine's arguments, converted to vLLM's types.
 
     Raises:
-        ValueError: Arguments are wrong; the message lists the problems.
+        ValueError: Some arguments are wrong. The message lists all problems.
     """
     return {name: value for name, value in _checked(engine_args).items() if name in ENGINE}
 
 
 def front_args(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of vLLM's HTTP server, converted. Raises ValueError like `checked`."""
+    """Return the arguments of vLLM's HTTP server, converted to vLLM's types.
+
+    Raises:
+        ValueError: Some arguments are wrong. The message lists all problems.
+    """
     return {name: value for name, value in _checked(engine_args).items() if name not in ENGINE}
 
 
@@ -63,11 +68,11 @@ def _checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with each argument, and what to write instead."""
-    known = sorted(ENGINE | FRONT)
-    unknown = [name for name in engine_args if name not in known]
+    """Return a message for each wrong argument, which says what to write instead."""
+    valid_names = sorted(ENGINE | FRONT)
+    unknown = [name for name in engine_args if name not in valid_names]
     if unknown:
-        return [_unknown(name, known) for name in unknown]
+        return [_unknown(name, valid_names) for name in unknown]
     try:
         _model(engine_args).model_validate(engine_args)
     except ValidationError as error:
@@ -76,7 +81,7 @@ def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
 
 
 def _model(names: Mapping[str, Any]) -> Any:
-    """Return a pydantic model with the named arguments of vLLM."""
+    """Return a pydantic model whose fields are these arguments, with vLLM's types."""
     vllm_names = {"QuantizationConfigArgs": QuantizationConfigArgs}
     hints = get_type_hints(BaseFrontendArgs, include_extras=True) | get_type_hints(
         AsyncEngineArgs, localns=vllm_names, include_extras=True
@@ -104,10 +109,10 @@ def _metadata(config: type, name: str) -> Sequence[Any]:
     return field.metadata if field else ()
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, MATCHES)
+def _unknown(name: str, valid_names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, valid_names, MAX_SIMILAR)
     remedy = f"did you mean {' or '.join(close)}?" if close else "see vLLM's engine arguments"
-    return f"{name} is no engine argument of vLLM {vllm.__version__}; {remedy}"
+    return f"{name} is not an engine argument of vLLM {vllm.__version__}; {remedy}"
 
 
 def _wrong(error: Any) -> str:

@@ -1,4 +1,4 @@
-"""vLLM's engine arguments, from kvroute's settings and from the user's --engine-args."""
+"""Makes vLLM's engine arguments from kvroute's settings and from the user's --engine-args."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from kvroute.contract.adapters import sufficient_rank
 from kvroute.process.builtin_model import is_builtin
 from kvroute.process.memory import memory_bytes
 from kvroute.process.tracing import traces_endpoint
-from kvroute.replica.vllm_engine.core.endpoints import listed
+from kvroute.replica.vllm_engine.core.endpoints import join_endpoints
 from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.dtype import choose_dtype
 from kvroute.replica.vllm_engine.engine_args import checked
@@ -35,8 +35,8 @@ def engine_args(
         "block_size": settings.block_size,
         "tensor_parallel_size": settings.tensor_parallel_size,
         "data_parallel_size": settings.data_parallel_size,
-        # None is vLLM's default: it is off for models for which caching would give wrong results,
-        # such as embedding models that pool over all tokens.
+        # None is vLLM's default. vLLM then turns caching off for models that would give wrong
+        # results with it, such as embedding models that pool over all tokens.
         "enable_prefix_caching": None if settings.prefix_caching else False,
         "stream_interval": settings.stream_interval,
         "scheduler_cls": f"kvroute.replica.vllm_engine.core.scheduler.{scheduler}",
@@ -44,8 +44,10 @@ def engine_args(
         "kv_events_config": KVEventsConfig(
             enable_kv_cache_events=settings.prefix_caching,
             publisher="zmq" if settings.prefix_caching else "null",
-            endpoint=listed(subscription.endpoint for subscription in subscriptions),
-            replay_endpoint=listed(subscription.replay_endpoint for subscription in subscriptions),
+            endpoint=join_endpoints(subscription.endpoint for subscription in subscriptions),
+            replay_endpoint=join_endpoints(
+                subscription.replay_endpoint for subscription in subscriptions
+            ),
         ),
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
@@ -61,8 +63,8 @@ def engine_args(
     on_cpus = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
         "enforce_eager": True,
-        # With several ranks, vLLM's default is a further process for each rank; all of these
-        # processes would be bound to the first core.
+        # With several ranks, vLLM's default is an additional process for each rank. vLLM would
+        # bind all of these processes to the first core.
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else None,
     }
     args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours

@@ -1,4 +1,4 @@
-"""All benchmarks, as Markdown on stdout: `make bench`; options as in ARGS="--json FILE"."""
+"""Runs all benchmarks and prints Markdown: `make bench`. Pass options as ARGS="--json FILE"."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from tests.bench.sizing import growth, streaming
 from tests.bench.stream.tables import tables
 from tests.bench.successor import successor
 
-MADE = ("agents", "documents")  # traces, besides a recorded one
+MADE = ("agents", "documents")  # generated traces, in addition to a recorded one
 
 
 def main(
@@ -53,7 +53,8 @@ def main(
         ),
     ] = False,
     with_sizing: Annotated[
-        bool, typer.Option("--sizing", help="Adds what grows with a fleet, in some minutes.")
+        bool,
+        typer.Option("--sizing", help="Adds the costs that grow with a fleet, in some minutes."),
     ] = False,
     with_dtype: Annotated[
         bool,
@@ -64,18 +65,19 @@ def main(
     with_order: Annotated[
         bool,
         typer.Option(
-            "--order", help="Adds what vLLM's block pool pays for our order, in a minute."
+            "--order",
+            help="Adds the cost of kvroute's order of eviction in vLLM's block pool, in a minute.",
         ),
     ] = False,
     with_stream: Annotated[
         bool,
         typer.Option(
             "--stream",
-            help="Adds what a streamed token and a short request cost, in ten minutes.",
+            help="Adds the costs of a streamed token and of a short request, in ten minutes.",
         ),
     ] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Where to write the same as JSON.")
+        Path | None, typer.Option("--json", help="Also write the results to this file as JSON.")
     ] = None,
 ) -> None:
     if trace is not None and not trace.is_file():
@@ -83,7 +85,7 @@ def main(
             f"--trace is {str(trace)!r}, which is no file; expected one in Mooncake's format, such "
             "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
-    found = []
+    report = []
     flags = (
         with_routers,
         with_successor,
@@ -95,11 +97,11 @@ def main(
     )
     for section in sections(trace, *flags):
         typer.echo(section.markdown() + "\n")
-        found.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
+        report.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
         typer.echo("The tables of policies are left out; `--trace FILE` brings them.")
     if json_file is not None:
-        json_file.write_text(json.dumps(found, indent=2) + "\n")
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
 
 
 def sections(

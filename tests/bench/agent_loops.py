@@ -1,9 +1,9 @@
 """Agents on real engines, with and without seats: `python -m tests.bench.agent_loops`.
 
-Two vLLM replicas with the built-in model serve a number of agents at once. Each agent sends its
-whole conversation with OpenAI's client, waits for the answer, works for a moment as a tool would,
-and goes on; when its conversation is long enough it begins another one. The conversations together
-need more KV cache than the replicas have.
+Two vLLM replicas with the built-in model serve several agents at once. Each agent sends its whole
+conversation with OpenAI's client, waits for the answer, waits for a moment as if it ran a tool, and
+sends the next turn. When a conversation is long enough, the agent begins a new one. The
+conversations together need more KV cache than the replicas have.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from tests.support.serving import start_cluster
 
 MODEL = "bench"
 WORDS = " ".join(topics.values()).split()
-FIRST_WORDS = 300  # of an agent's instructions and task
-TURN_WORDS = 60  # of a tool's result
-TURNS = 12  # of a conversation
+FIRST_WORDS = 300  # number of words of an agent's instructions and task
+TURN_WORDS = 60  # number of words of a tool's result
+TURNS = 12  # number of turns of a conversation
 ANSWER_TOKENS = 16
-TOOL_S = 1.0  # mean time that a tool works
-CACHE_MB = 256  # of each replica: about 5,800 tokens in float32
-WARM_UP = 0.3  # share of the time that does not count
+TOOL_S = 1.0  # mean time of a tool in seconds
+CACHE_MB = 256  # size of each replica's cache: about 5,800 tokens in float32
+WARM_UP = 0.3  # share of the time at the beginning that is not counted
 
 
 @dataclass(slots=True)
 class Seen:
-    """What the agents have seen since the time counts."""
+    """The results of the agents' turns since the end of the warm-up."""
 
     begun_s: float
-    times_s: list[float] = field(default_factory=list)  # of whole turns
+    times_s: list[float] = field(default_factory=list)  # durations of complete turns
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
@@ -46,8 +46,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--agents", type=int, default=16, help="agents at once (default: 16)")
-    parser.add_argument("--seconds", type=float, default=180.0, help="for each setting")
+    parser.add_argument(
+        "--agents", type=int, default=16, help="number of agents at the same time (default: 16)"
+    )
+    parser.add_argument("--seconds", type=float, default=180.0, help="duration for each setting")
     parser.add_argument("--seats", default="auto,off", help="values of --max-sessions")
     options = parser.parse_args()
     rows = [measured(seats, options.agents, options.seconds) for seats in options.seats.split(",")]
@@ -56,7 +58,7 @@ def main() -> None:
 
 
 def measured(seats: str, agents: int, seconds: float) -> Row:
-    """Return what the agents of one cluster saw."""
+    """Run agents on a cluster, and return their results."""
     arguments = ["--replicas", "2", "--served-model-name", MODEL, "--max-sessions", seats]
     arguments += ["--kv-cache-memory-mb", str(CACHE_MB), "--max-wait-s", "0"]
     with start_cluster(*arguments) as cluster:
@@ -72,7 +74,7 @@ def measured(seats: str, agents: int, seconds: float) -> Row:
 
 
 async def run_agents(url: str, agents: int, seconds: float) -> Seen:
-    """Let the agents work for this time."""
+    """Run the agents for this time, and return their results."""
     seen = Seen(time.monotonic() + WARM_UP * seconds)
     async with AsyncOpenAI(base_url=url, api_key="none", timeout=600.0) as client:
         loops = [asyncio.create_task(agent(client, number, seen)) for number in range(agents)]
@@ -86,7 +88,7 @@ async def run_agents(url: str, agents: int, seconds: float) -> Seen:
 
 
 async def agent(client: AsyncOpenAI, number: int, seen: Seen) -> None:
-    """Hold one conversation after another until cancelled."""
+    """Have one conversation after another, until cancelled."""
     rng = random.Random(number)
     for conversation in range(10_000):
         messages: list[ChatCompletionMessageParam] = [
@@ -108,7 +110,7 @@ async def agent(client: AsyncOpenAI, number: int, seen: Seen) -> None:
 
 
 def note(seen: Seen, took_s: float, usage: CompletionUsage | None) -> None:
-    """Record a turn if the time counts already."""
+    """Record a turn, except during the warm-up."""
     if time.monotonic() < seen.begun_s or usage is None:
         return
     details = usage.prompt_tokens_details
@@ -118,7 +120,7 @@ def note(seen: Seen, took_s: float, usage: CompletionUsage | None) -> None:
 
 
 def text(rng: random.Random, words: int) -> str:
-    """Return a passage of words that no other one has in this order."""
+    """Return a random text."""
     begin = rng.randrange(len(WORDS) - words)
     return f"{rng.randrange(10**9)} " + " ".join(WORDS[begin : begin + words])
 

@@ -1,4 +1,4 @@
-"""Each measurement in a process of its own: nothing of the one before is left in its memory."""
+"""Runs each measurement in a new process, so that earlier ones do not affect its memory."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -10,6 +10,6 @@ T = TypeVar("T")
 
 
 def apart(act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What the function returns, or raises, in a new Python."""
+    """Call a function in a new process; return its result or raise its error."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(act, *args, **kwargs).result()

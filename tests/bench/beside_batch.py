@@ -1,7 +1,7 @@
 """Chats beside a batch job on one real engine, whose cache is too small for both.
 
-The batch job's prompts are asked once. The engine is told so, or nothing: then it evicts the least
-recently used blocks.
+Each prompt of the batch job is sent once. In one case, its requests have a retention hint that says
+so. In the other case they have no hint, and the engine evicts the least recently used blocks.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from tests.support.engines import Running, started
 
 CHATS, TURNS = 6, 4
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 256, 60, 4
-BATCH = 2  # one-shot prompts for each turn of a chat
-CACHE_MB = 160  # about 110 blocks of 32 tokens, in float32
+BATCH = 2  # number of prompts of the batch job for each turn of a chat
+CACHE_MB = 160  # size of the cache: about 110 blocks of 32 tokens in float32
 SEED = 1
 
 Told = Callable[
     [int], RetentionHint | None
-]  # of a chat's request by the chat's number; 0: of the batch job
+]  # returns the hint for a request of a chat with this number; 0: the batch job
 
 
 def order(session: int) -> RetentionHint | None:
@@ -71,7 +71,7 @@ async def _share(told: Told) -> Row:
 async def _ask(
     running: Running, prompt: list[int], keep: RetentionHint | None
 ) -> tuple[int, list[int]]:
-    """Cached tokens, and the answer."""
+    """Send a request; return the number of cached tokens, and the answer."""
     ids = np.array(prompt, np.uint32)
     request = GenerateRequest("", ids, max_tokens=ANSWER_TOKENS)
     chunks = await running.run(replace(request, keep=keep))

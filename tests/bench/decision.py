@@ -1,4 +1,4 @@
-"""What one decision costs, whole and by part, beside other routers': medians in milliseconds."""
+"""The time of a routing decision and of its parts, compared with other routers, in ms (median)."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tests.bench.indexed import BLOCK, PROMPT_TOKENS, REPLICAS, Tokens, fleet, p
 from tests.bench.report import Row, Section, each_s
 
 ROUNDS = 51
-NOW_S = 300.0  # on the clock of the requests under way
+NOW_S = 300.0  # current time on the clock of the running requests
 
 
 def decision() -> Section:

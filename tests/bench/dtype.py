@@ -1,7 +1,7 @@
-"""The built-in model in bfloat16 and in float32, on this computer's CPU: one core an engine.
+"""Compares the built-in model in bfloat16 and in float32 on this machine's CPU.
 
-Both engines run on the same core and take turns, so that whatever else the machine does disturbs
-both alike. The engine's own CPU time says how long a quiet core would take.
+Both engines run on the same core and take turns, so that other load on the machine affects both
+equally. The engine's CPU time shows how long it would take on an idle core.
 """
 
 import asyncio
@@ -26,25 +26,25 @@ from tests.bench.report import Row, Section
 from tests.support.chunks import streamed
 
 DTYPES = ("bfloat16", "float32")
-PROMPTS = (200, 1_000, 2_000)  # tokens
-STREAMS = (1, 8)  # at once
-STREAM_PROMPT = 100  # tokens
-ANSWER = 33  # tokens
-ROUNDS = 5  # after one that does not count
+PROMPTS = (200, 1_000, 2_000)  # lengths of prompts in tokens
+STREAMS = (1, 8)  # numbers of streams at the same time
+STREAM_PROMPT = 100  # length of a stream's prompt in tokens
+ANSWER = 33  # length of a stream's answer in tokens
+ROUNDS = 5  # number of rounds that count, after one for warming up
 KV_CACHE_MB = 512
 
 
 class Moment(NamedTuple):
-    """When a token came."""
+    """The time at which a token arrived."""
 
     at_s: float
-    cpu_s: float  # that the engine had taken by then
+    cpu_s: float  # CPU time that the engine had used until then
 
 
 @dataclass(frozen=True)
 class Running:
     engine: Engine
-    processes: list[psutil.Process]  # the engine's
+    processes: list[psutil.Process]  # the engine's processes
 
     def now(self) -> Moment:
         times = [process.cpu_times() for process in self.processes]
@@ -67,14 +67,14 @@ def dtype() -> Section:
 async def _compare() -> Section:
     cores = claim_cores(1)
     engines = {dtype: await _start(dtype, cores) for dtype in DTYPES}
-    found = {dtype: defaultdict[str, list[float]](list) for dtype in DTYPES}
+    results = {dtype: defaultdict[str, list[float]](list) for dtype in DTYPES}
     for number in range(ROUNDS + 1):
         for dtype in DTYPES if number % 2 else DTYPES[::-1]:
             values = await _round(engines[dtype])
             for name, value in values.items():
-                found[dtype][name] += [value] if number else []
+                results[dtype][name] += [value] if number else []
     bfloat16, float32 = (
-        {name: statistics.median(values) for name, values in found[dtype].items()}
+        {name: statistics.median(values) for name, values in results[dtype].items()}
         | engines[dtype].sizes()
         for dtype in DTYPES
     )
@@ -95,7 +95,7 @@ async def _compare() -> Section:
 
 async def _start(dtype: str, cores: Cores) -> Running:
     folder = resolve(BUILTIN_MODEL)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # its log goes where our table goes
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # its log would be mixed with the table
     prepare_vllm(folder, cores.threads(1))
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
 
@@ -117,28 +117,28 @@ def _children() -> set[psutil.Process]:
 
 
 async def _round(running: Running) -> dict[str, float]:
-    found = {}
+    results = {}
     for prompt in PROMPTS:
         begun = running.now()
         (first,) = await _stream(running, prompt, answer=1)
-        found[f"TTFT s, {prompt:,} prompt tokens"] = first.at_s - begun.at_s
-        found[f"... of the engine's CPU time, {prompt:,}"] = first.cpu_s - begun.cpu_s
+        results[f"TTFT s, {prompt:,} prompt tokens"] = first.at_s - begun.at_s
+        results[f"... of the engine's CPU time, {prompt:,}"] = first.cpu_s - begun.cpu_s
     for streams in STREAMS:
         asked = (_stream(running, STREAM_PROMPT, ANSWER) for _ in range(streams))
         answers = await asyncio.gather(*asked)
         begun = max(answer[0] for answer in answers)
         ended = min(answer[-1] for answer in answers)
         tokens = sum(begun < token <= ended for answer in answers for token in answer)
-        found[f"decoded tokens/s, {streams} at once"] = tokens / (ended.at_s - begun.at_s)
-        found[f"... a second of CPU time, {streams}"] = tokens / (ended.cpu_s - begun.cpu_s)
-    return found
+        results[f"decoded tokens/s, {streams} at once"] = tokens / (ended.at_s - begun.at_s)
+        results[f"... a second of CPU time, {streams}"] = tokens / (ended.cpu_s - begun.cpu_s)
+    return results
 
 
 _numbers = itertools.count()
 
 
 async def _stream(running: Running, prompt: int, answer: int) -> list[Moment]:
-    """When each token came. The prompt is like no other."""
+    """Run a request with a new prompt, and return the time at which each token arrived."""
     number = next(_numbers)
     ids = np.random.default_rng(number).integers(1_000, 40_000, prompt).astype(np.uint32)
     request = GenerateRequest(str(number), ids, max_tokens=answer)

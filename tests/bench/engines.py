@@ -1,10 +1,10 @@
-"""Policies on real engines: `python -m tests.bench.engines` (some minutes, about 7 GB of memory).
+"""Routing policies on real engines: `python -m tests.bench.engines` (some minutes, 7 GB of memory).
 
-Two vLLM replicas with the built-in model, or with another one of MODELS, serve the same chats under
-each policy, one cluster after another; SGLang's gateway has two of vLLM's own servers. Chats share
-a few long system prompts; their histories are more than the caches can hold. They begin at random
-times, and each goes on a while after its last answer: all by a fixed seed. Then one engine serves
-chats beside a batch job (beside_batch.py).
+For each policy, a cluster with two vLLM replicas serves the same chats. The model is the built-in
+model or another one of MODELS. SGLang's gateway routes to two of vLLM's own servers. The chats
+share a few long system prompts, and their histories need more memory than the caches have. They
+begin at random times, and there is a random pause before each turn; the seed is fixed. At the end,
+one engine serves chats beside a batch job (beside_batch.py).
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tests.bench.stream.mock_engine import HOST
 from tests.support.serving import start_cluster
 from tests.support.tiny_models import tiny_model
 
-# Of other architectures there are random weights, with layers as wide as a small model's.
+# Models of other architectures have random weights, and layers as wide as those of a small model.
 WIDE = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -58,7 +58,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 OURS = ("kvroute", "round-robin", "power-of-two")
-SGLANG = "sglang"  # its gateway's cache-aware policy, before two of vLLM's own servers
+SGLANG = "sglang"  # cache-aware policy of SGLang's gateway, with two of vLLM's own servers
 POLICIES = (*OURS, SGLANG)
 SYSTEM_PROMPTS = 3
 SYSTEM_WORDS = 220
@@ -67,11 +67,11 @@ TURNS = 5
 TURN_WORDS = 50
 ANSWER_TOKENS = 24
 CHATS_PER_S = 0.5
-THINK_S = 12.0  # on average, between an answer and the next turn
-CACHE_MB = 256  # of each replica: about 5,800 tokens in float32
-LEARNING = 20  # first requests, from which a router learns the engines' speed
+THINK_S = 12.0  # mean seconds between an answer and the next turn
+CACHE_MB = 256  # size of each replica's cache: about 5,800 tokens in float32
+LEARNING = 20  # number of requests before the measurement, from which routers learn the speed
 SEED = 1
-SERVED = "bench"  # the model's name for clients
+SERVED = "bench"  # name of the model in requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Chat:
     system: str
     turns: Sequence[str]
     begins_s: float
-    pauses_s: Sequence[float]  # before each turn
+    pauses_s: Sequence[float]  # pause before each turn
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def model_of(name: str, folder: Path) -> str:
-    """What `kvroute serve --model` gets for it."""
+    """Return the value of `kvroute serve --model` for a model."""
     return str(tiny_model(name, folder, **MODELS[name])) if MODELS[name] else name
 
 
@@ -129,9 +129,9 @@ def compare(model: str, policies: Sequence[str], asked: Sequence[Chat]) -> None:
 
 
 def behind_sglang(model: str, asked: Sequence[Chat]) -> list[Answer]:
-    """The chats before SGLang's gateway. Each engine has a core, as our replicas have on two."""
+    """Run the chats with SGLang's gateway; return the answers. Each engine has one core."""
     dtype = "float32" if model == BUILTIN_MODEL else "auto"
-    block = str(CPU_BLOCK_SIZE)  # as in our replicas
+    block = str(CPU_BLOCK_SIZE)  # as in kvroute's replicas
     alike = ("--max-model-len", "2048", "--block-size", block, "--dtype", dtype)
     with ExitStack() as stack:
         ports = [
@@ -152,7 +152,7 @@ def behind_sglang(model: str, asked: Sequence[Chat]) -> list[Answer]:
 def serve(
     model: str, policy: str, asked: Sequence[Chat]
 ) -> tuple[list[Answer], list[dict[str, Any]]]:
-    """The chats on a cluster of that policy: what clients saw, and what the router logged."""
+    """Run the chats on a cluster with this policy; return the answers and the request log."""
     with tempfile.TemporaryDirectory() as folder:
         with start_cluster(
             *("--model", model, "--served-model-name", SERVED),
@@ -168,7 +168,7 @@ def serve(
 
 def chats(count: int, system_prompts: int) -> list[Chat]:
     rng = random.Random(SEED)
-    words = " ".join(topics[name] for name in sorted(topics)).split()  # Python's own manual
+    words = " ".join(topics[name] for name in sorted(topics)).split()  # the text of Python's manual
 
     def passage(length: int) -> str:
         start = rng.randrange(len(words) - length)
@@ -188,7 +188,7 @@ def chats(count: int, system_prompts: int) -> list[Chat]:
 
 
 async def talk(url: str, chats: Sequence[Chat]) -> list[Answer]:
-    """All chats, each at its time; the answers to all turns."""
+    """Run all chats, each at its time; return the answers to all turns."""
     async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
         answers = await asyncio.gather(*(hold(client, chat) for chat in chats))
     return [answer for chat in answers for answer in chat]

@@ -1,4 +1,4 @@
-"""How fast the mirror follows the index, and what a block takes of a router's memory."""
+"""The speed at which a mirror follows the index, and the memory of a block in a router."""
 
 import asyncio
 import random
@@ -23,14 +23,14 @@ from tests.bench.apart import apart
 from tests.bench.indexed import BLOCKS, FACTS, REPLICAS
 from tests.bench.report import Row, Section
 
-CHAIN = 100  # blocks that the same replicas hold
+CHAIN = 100  # number of consecutive blocks that the same replicas hold
 LEASE_S = 600.0
 LOAD = Load()
 DESCRIPTION = Description(FACTS)
 
 
 class Batch(NamedTuple):
-    """One change as the stream has it."""
+    """A change, as in the stream."""
 
     replica_id: str
     packed: bytes
@@ -54,7 +54,7 @@ def rate() -> Section:
 
 
 def batches(seed: int, size: int = BATCH_BLOCKS) -> Iterator[Batch]:
-    """BLOCKS different blocks; the replicas take turns."""
+    """Yield changes with BLOCKS different blocks, for one replica after the other."""
     rng = np.random.default_rng(seed)
     for i in range(BLOCKS // size):
         packed = rng.integers(0, 2**64, size, dtype=np.uint64).tobytes()
@@ -83,7 +83,7 @@ def _fill(mirror: Mirror, case: str) -> None:
             for _, packed in batches(0, CHAIN):
                 for replica_id in chosen.sample(REPLICAS, 8):
                     mirror.add(replica_id, unpack(packed))
-        case "each on eight, at random":  # nothing that replicas do: no two masks are equal
+        case "each on eight, at random":  # not realistic: all masks of replicas differ
             for _, packed in batches(0, 1):
                 for replica_id in chosen.sample(REPLICAS, 8):
                     mirror.add(replica_id, unpack(packed))
@@ -96,10 +96,13 @@ def _fill(mirror: Mirror, case: str) -> None:
 
 
 def _object_bytes(mirror: Mirror) -> int:
-    """Tables, fingerprints and masks, the latter once each; without the allocator's rounding."""
+    """Return the size of the tables, the fingerprints and the different masks.
+
+    This does not include the memory that the allocator adds.
+    """
     tables = mirror._held._tables
     masks = {id(mask): mask for table in tables for mask in table.values()}
-    fingerprints = sum(sys.getsizeof(each) for table in tables for each in table)
+    fingerprints = sum(sys.getsizeof(key) for table in tables for key in table)
     return fingerprints + sum(map(sys.getsizeof, tables)) + sum(map(sys.getsizeof, masks.values()))
 
 
@@ -111,7 +114,7 @@ def _mirror() -> Mirror:
 
 
 def _decode_and_apply() -> Row:
-    """Removals and additions in turn once all blocks are there, without Redis."""
+    """Measure alternating removals and additions in a full mirror, without Redis."""
     mirror, first, second = _mirror(), list(batches(0)), list(batches(1))
     for replica_id, packed in first:
         mirror.add(replica_id, unpack(packed))
@@ -125,7 +128,7 @@ def _decode_and_apply() -> Row:
 
 
 def _follow(size: int) -> Row:
-    """A router reads what was written while it looked away."""
+    """Measure how a router reads the changes that were written while it did not read."""
     with embedded_redis() as url:
         return asyncio.run(_follow_on(url, size))
 
@@ -169,7 +172,7 @@ def _row(part: str, blocks_per_s: float, cpu_s: float, pause_s: float | None) ->
 
 @asynccontextmanager
 async def _running(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """It runs until the block ends."""
+    """Run a coroutine until the context ends."""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(coroutine)
         yield
@@ -177,7 +180,7 @@ async def _running(coroutine: Coroutine[None, None, None]) -> AsyncIterator[None
 
 
 class LongestPause:
-    """How long something that wants the event loop had to wait for it at most."""
+    """Measures the longest time for which the event loop was blocked."""
 
     pause_s = 0.0
 

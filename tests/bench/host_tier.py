@@ -1,7 +1,8 @@
-"""What a tier in host memory is worth, on a real engine: `python -m tests.bench.host_tier`.
+"""The benefit of a tier in host memory on a real engine: `python -m tests.bench.host_tier`.
 
-Conversations take turns on the built-in model. Between two turns of each, other prompts bring three
-times as many tokens as the engine's own memory holds. Both engines get the same prompts.
+An engine with a host tier and one without get the same prompts: conversations with the built-in
+model. Between two turns of a conversation, other prompts have three times as many tokens as fit
+into the engine's own memory.
 """
 
 import asyncio
@@ -13,16 +14,16 @@ from tests.bench.report import Row, Section
 from tests.support.answers import ids_of
 from tests.support.engines import BLOCK, Running, prompt_of, started
 
-CACHE_MB = 128  # about 90 blocks
+CACHE_MB = 128  # size of the engine's cache: about 90 blocks
 TIER_GB = "1"
-PROMPTS = (10 * BLOCK, 20 * BLOCK)  # tokens of first turns
-FLOOD = 20 * BLOCK  # tokens of another prompt
+PROMPTS = (10 * BLOCK, 20 * BLOCK)  # lengths of the first turns in tokens
+FLOOD = 20 * BLOCK  # length of the other prompts in tokens
 ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A later one."""
+    """The result of a turn after the first turn of its conversation."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -41,7 +42,7 @@ async def host_tier() -> Section:
 
 
 async def _measure(name: str, size_gb: str) -> tuple[list[Row], str]:
-    """Also says how fast copies were."""
+    """Measure an engine; return the rows, and a sentence about the speed of copies."""
     async with started("vllm", kv_cache_memory_mb=CACHE_MB, host_cache_gb=size_gb) as running:
         rows = [_row(name, await _turns(running, tokens)) for tokens in PROMPTS]
         return rows, _speeds(running)

@@ -1,4 +1,4 @@
-"""A fleet whose caches are full: the same prompts for our router and for those beside it."""
+"""A fleet with full caches, and prompts: the same for kvroute's router and for other routers."""
 
 import random
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from numpy.typing import NDArray
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.router.placement.fleet import Fleet
 
-BLOCK = 16  # tokens, the smallest block in common use: the dearest one for an index
+BLOCK = 16  # tokens in a block; the smallest usual size, which costs an index the most
 REPLICAS = [f"r{i}" for i in range(64)]
 BLOCKS = 1_000_000
 DOCUMENT_BLOCKS = 1000
 VOCABULARY = 40_000
 PROMPT_TOKENS = (512, 2_048, 8_192, 16_384, 32_768, 131_072)
 HOLDER = 7  # the replica that holds the first half of each prompt
-UNDER_WAY = 4  # requests at each replica
+UNDER_WAY = 4  # number of running requests at each replica
 FACTS = EngineFacts(
     block_size=BLOCK,
     prefill_tokens_per_s=25_000.0,
@@ -29,7 +29,7 @@ Tokens = NDArray[np.uint32]
 
 
 def documents() -> Iterator[tuple[int, Tokens]]:
-    """BLOCKS different blocks in chains, and the replica that holds each chain."""
+    """Yield chains with BLOCKS different blocks in all, and the replica that holds each chain."""
     rng = np.random.default_rng(0)
     for i in range(BLOCKS // DOCUMENT_BLOCKS):
         tokens = rng.integers(0, VOCABULARY, DOCUMENT_BLOCKS * BLOCK, dtype=np.uint32)
@@ -37,7 +37,7 @@ def documents() -> Iterator[tuple[int, Tokens]]:
 
 
 def prompt(tokens: int) -> Tokens:
-    """Its first half is held by HOLDER alone."""
+    """Return a prompt whose first half only HOLDER has cached."""
     return np.random.default_rng(tokens).integers(0, VOCABULARY, tokens, dtype=np.uint32)
 
 
@@ -48,7 +48,7 @@ def requests_in_flight() -> Iterator[tuple[int, Tokens]]:
 
 
 def fleet() -> Fleet:
-    """As one router sees all of that."""
+    """Return the fleet of a router that knows all these blocks and requests."""
     fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
     load = Load(running=UNDER_WAY, used_blocks=250)
     fleet.update([ReplicaRecord(name, "1", 0, FACTS, load) for name in REPLICAS])

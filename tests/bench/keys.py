@@ -1,4 +1,4 @@
-"""What API keys add to a request: medians in microseconds, without HTTP."""
+"""The time that API keys add to a request, without HTTP: medians in microseconds."""
 
 import statistics
 import time
@@ -36,7 +36,7 @@ def keys() -> Section:
 
 
 def parts() -> dict[str, Callable[[], object]]:
-    """What runs once for each request."""
+    """Return the functions that run once for each request."""
     given, file = made()
     keyring = Keyring(file)
     caller = keyring.caller(given)
@@ -70,7 +70,7 @@ def parts() -> dict[str, Callable[[], object]]:
 
 
 def made() -> tuple[str, KeyFile]:
-    """A key, and a file with it and many others."""
+    """Return a key, and a file that contains this key and many others."""
     pairs = [new_key(f"tenant-{n}", ("use",), "") for n in range(TENANTS)]
     file = new_file()
     return pairs[0][0], KeyFile(file.secret, tuple(entry for _, entry in pairs))
@@ -81,7 +81,10 @@ def refused(error: Exception) -> None:
 
 
 def passing(middleware: Callable[[ASGIApp], ASGIApp], scope: Scope) -> Callable[[], object]:
-    """Sends a request through it. A coroutine that never waits needs no loop."""
+    """Return a function that sends a request through the middleware.
+
+    No event loop is needed, because the middleware never waits.
+    """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
@@ -93,7 +96,7 @@ def passing(middleware: Callable[[ASGIApp], ASGIApp], scope: Scope) -> Callable[
             coroutine.send(None)  # type: ignore[attr-defined]
         except StopIteration:
             return
-        raise AssertionError("it waits for something")
+        raise AssertionError("the middleware waited; this benchmark needs one that does not")
 
     return act
 
@@ -106,7 +109,7 @@ def counted(limits: Limits) -> None:
 
 
 def cost_us(act: Callable[[], object]) -> float:
-    """The median of several rounds, of a call's time."""
+    """Return the time of a call in microseconds: the median of several rounds."""
     times = []
     for _ in range(ROUNDS):
         began_s = time.perf_counter()

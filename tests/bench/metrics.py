@@ -1,7 +1,8 @@
-"""What metrics cost: the same requests to two clusters that differ in that alone.
+"""The cost of metrics: the same requests to a cluster with metrics and to one without.
 
-Both run at once and are asked in turns, so that what else the machine does meets both alike; what
-is compared are the two halves of each round. With metrics, every process is read once in a round.
+Both clusters run at the same time and get requests alternately, so that other load on the machine
+affects both equally. The two halves of each round are compared. In each round, the metrics of every
+process are read once.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from tests.support.scraping import targets
 from tests.support.serving import Cluster, start_cluster
 
 ROUNDS = 9
-REQUESTS = 800  # in each half of a round
+REQUESTS = 800  # number of requests in each half of a round
 CONCURRENT = 16
 PROMPT_TOKENS = 500
 OPTIONS = ("--engine", "simulated", "--replicas", "1", "--simulated-decode-ms", "0")
@@ -30,10 +31,10 @@ ROLES = ("router", "replica")
 
 @dataclass(frozen=True)
 class Half:
-    """Of a round: what one cluster did."""
+    """The results of one cluster in one round."""
 
     requests_per_s: float
-    cpu_ms: dict[str, float]  # for each request, by role
+    cpu_ms: dict[str, float]  # role -> CPU time per request
 
 
 def metrics() -> Section:
@@ -70,7 +71,7 @@ def _row(half: Half) -> dict[str, float]:
 
 
 async def _measure(clusters: Sequence[Cluster]) -> list[tuple[Half, Half]]:
-    """Each round begins with the other one."""
+    """Measure all rounds. The cluster that is first alternates."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         for cluster in clusters:
             await _half(session, cluster, 0)
@@ -100,14 +101,14 @@ async def _half(session: aiohttp.ClientSession, cluster: Cluster, seed: int) -> 
 
 
 def _read(cluster: Cluster) -> None:
-    """As Prometheus does; where there are no metrics, there is nothing to read."""
+    """Read all metrics of a cluster, as Prometheus does; none if it has no metrics."""
     for role in ROLES:
         for address in targets(cluster, role).values():
             requests.get(f"http://{address}/metrics", timeout=10).raise_for_status()
 
 
 def _cpu_s(cluster: Cluster) -> dict[str, float]:
-    """So far, by role; each has one process."""
+    """Return the CPU time so far: role -> seconds. Each role has one process."""
     spent_s = {}
     for process in cluster.processes():
         for role in ROLES:

@@ -1,4 +1,4 @@
-"""What the order of eviction costs vLLM's block pool, a block: its own queue beside ours."""
+"""The time per block of the order of eviction in vLLM's block pool: vLLM's queue and kvroute's."""
 
 import random
 import statistics
@@ -10,15 +10,15 @@ from typing import Any
 from kvroute.contract.keep import Order, RetentionHint
 from tests.bench.report import Row, Section
 
-BLOCKS = 50_000  # of the pool
+BLOCKS = 50_000  # number of blocks in the pool
 CHATS = 600
-TURN_BLOCKS = 24  # that a turn adds, prompt and answer
+TURN_BLOCKS = 24  # number of blocks that a turn adds: its prompt and answer
 MAX_TURNS = 8
-REQUESTS = 3_000  # that are counted, once the pool is full
-ROUNDS = 5  # in turns
+REQUESTS = 3_000  # number of requests that are measured, after the pool is full
+ROUNDS = 5  # number of rounds, which alternate between the queues
 PARTS = "get", "free", "touch", "label"
 
-Said = Callable[[random.Random, int], RetentionHint]  # of a turn, by its session
+Hints = Callable[[random.Random, int], RetentionHint]  # returns the hint of a session's turn
 
 
 def nothing(rng: random.Random, session: int) -> RetentionHint:
@@ -26,11 +26,11 @@ def nothing(rng: random.Random, session: int) -> RetentionHint:
 
 
 def ordered(rng: random.Random, session: int) -> RetentionHint:
-    """Some unlikely turns, and sessions of their own."""
+    """Return a hint with the session's number. Some turns are unlikely to continue."""
     return RetentionHint(rng.choice([Order.USUAL, Order.UNLIKELY]), session)
 
 
-CASES: dict[str, Said | None] = {
+CASES: dict[str, Hints | None] = {
     "vLLM's own": None,
     "ours, nothing said": nothing,
     "ours, with kinds and sessions": ordered,
@@ -38,12 +38,12 @@ CASES: dict[str, Said | None] = {
 
 
 def order() -> Section:
-    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    results: dict[str, list[dict[str, float]]] = defaultdict(list)
     for number in range(ROUNDS):
-        for case, said in CASES.items():
-            found[case].append(Pool(said, number).us_a_block())
+        for case, hints in CASES.items():
+            results[case].append(Pool(hints, number).us_a_block())
     rows: list[Row] = []
-    for case, rounds in found.items():
+    for case, rounds in results.items():
         row = {part: statistics.median(round_[part] for round_ in rounds) for part in PARTS}
         rows.append({"queue": case, **row, "in all": sum(row.values())})
     note = f"Microseconds a block. {CHATS} chats in {BLOCKS:,} blocks; medians of {ROUNDS} rounds."
@@ -51,21 +51,21 @@ def order() -> Section:
 
 
 class Pool:
-    """Chats on a pool; said: None: with its own queue."""
+    """Chats on a pool with kvroute's queue, or with vLLM's queue if there are no hints."""
 
-    def __init__(self, said: Said | None, seed: int) -> None:
+    def __init__(self, hints: Hints | None, seed: int) -> None:
         from vllm.v1.core.block_pool import BlockPool
 
         from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
         self.pool: Any = BlockPool(BLOCKS + 1, True, 16)
-        self._queue = FreeQueue(self.pool) if said else None
-        self._said = said or nothing
+        self._queue = FreeQueue(self.pool) if hints else None
+        self._hints = hints or nothing
         self._rng = random.Random(seed)
-        self._spent = dict.fromkeys(PARTS, (0, 0.0))  # blocks, seconds
+        self._spent = dict.fromkeys(PARTS, (0, 0.0))  # number of blocks, and seconds
 
     def us_a_block(self) -> dict[str, float]:
-        """Once the pool is full."""
+        """Fill the pool, then return the microseconds per block of each part."""
         chats: list[tuple[int, list[bytes]]] = [(n, []) for n in range(1, CHATS + 1)]
         for request in range(2 * REQUESTS):
             if request == REQUESTS:
@@ -82,10 +82,10 @@ class Pool:
         }
 
     def _turn(self, session: int, hashes: Sequence[bytes]) -> None:
-        found = self.pool.cached_block_hash_to_block
+        cached_blocks = self.pool.cached_block_hash_to_block
         hits: list[Any] = []
         for hash_ in hashes:
-            block = found.get_one_block(hash_)
+            block = cached_blocks.get_one_block(hash_)
             if block is None:
                 break
             hits.append(block)
@@ -96,7 +96,7 @@ class Pool:
             self.pool._insert_block_hash(hash_, block, num_tokens=16)
         blocks = hits + new
         if self._queue:
-            keep, queue = self._said(self._rng, session), self._queue
+            keep, queue = self._hints(self._rng, session), self._queue
             self._timed("label", blocks, lambda blocks: queue.label(blocks, keep))
         self._timed("free", blocks[::-1], self.pool.free_blocks)
 

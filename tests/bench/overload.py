@@ -1,7 +1,8 @@
 """More load than a fleet can serve: `python -m tests.bench.overload` (about 3 minutes, 2 GB).
 
-Four simulated replicas, two routers, prompts that nobody has sent before; requests come at random
-times, whether earlier ones are answered or not. A late refusal is one of a request that had waited.
+The cluster has four simulated replicas and two routers. Requests arrive at random times, even if
+earlier ones are not answered yet, and all prompts are new. A refusal is late if the request had
+waited before it.
 """
 
 import argparse
@@ -17,22 +18,22 @@ from tests.bench.report import Row, Section
 from tests.support.serving import start_cluster
 
 REPLICAS = 4
-PREFILL_TOKENS_PER_S = 4000  # of a replica
-MEAN_TOKENS, MAX_TOKENS = 1000, 8000  # of a prompt
-LATE_S = 0.5  # a refusal before is one at once, whatever the machine had to do
-LOADS = (0.9, 3.0)  # of what the fleet can compute
+PREFILL_TOKENS_PER_S = 4000  # speed of a replica
+MEAN_TOKENS, MAX_TOKENS = 1000, 8000  # mean and maximum length of a prompt
+LATE_S = 0.5  # seconds from which a refusal counts as late; earlier ones count as immediate
+LOADS = (0.9, 3.0)  # loads as shares of what the fleet can compute
 CLIENTS = 500
 FLEET = f"--engine simulated --replicas {REPLICAS} --routers 2".split()
 SPEED = f"--simulated-prefill-tokens-per-s {PREFILL_TOKENS_PER_S} --simulated-decode-ms 1".split()
 
 
 class Outcome(NamedTuple):
-    status: int  # 0: no response
+    status: int  # HTTP status; 0: there was no response
     took_s: float
 
 
 class Load:
-    """One client of a cluster."""
+    """A client that sends a load to a cluster."""
 
     def __init__(self, client: httpx.AsyncClient, seed: int) -> None:
         self._client = client
@@ -79,27 +80,27 @@ class Load:
             "answered": len(answered),
             "p50, p90 s": quantiles(answered, 0.5, 0.9),
             "refused": len(refused),
-            "refused after p50, p90 ms": quantiles([1000 * each for each in refused], 0.5, 0.9),
-            "refused late": sum(each > LATE_S for each in refused),
+            "refused after p50, p90 ms": quantiles([1000 * wait_s for wait_s in refused], 0.5, 0.9),
+            "refused late": sum(wait_s > LATE_S for wait_s in refused),
             "other": len(self._outcomes) - len(answered) - len(refused),
             "/health at most ms": round(1000 * max(self._health_s)),
         }
 
 
 def quantiles(values: list[float], *of: float) -> str:
-    return ", ".join(f"{np.quantile(values, each):.3g}" for each in of) if values else ""
+    return ", ".join(f"{np.quantile(values, share):.3g}" for share in of) if values else ""
 
 
 async def measure(url: str, seconds: float, seed: int) -> list[Row]:
     limits = httpx.Limits(max_connections=CLIENTS)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         load = Load(client, seed)
-        return [await load.run(each, seconds) for each in LOADS]
+        return [await load.run(share, seconds) for share in LOADS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="of each load")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of each load")
     parser.add_argument("--max-wait-s", type=float, nargs="+", default=[1, 30])
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()

@@ -1,7 +1,7 @@
-"""What the way through HAProxy and the router adds to a replica.
+"""The time that HAProxy and the router add to a request.
 
-One simulated engine without delays answers prompts of equal length twice: called directly through
-a connection such as routers have, and as a client of the HTTP endpoint. All of them share the
+A simulated engine without delays answers prompts of equal length in two ways: called directly
+through a connection as routers have, and through the HTTP endpoint. All processes share the
 machine's cores.
 """
 
@@ -35,12 +35,14 @@ from tests.support.waiting import until
 PROMPT_TOKENS = 500
 ANSWER_TOKENS = 16
 REQUESTS = 400
-Ask = Callable[[list[int]], Awaitable[float]]  # seconds to the first token
+Ask = Callable[[list[int]], Awaitable[float]]  # sends a prompt; returns seconds to first token
 
 
 def path() -> Section:
     with (
-        contextlib.redirect_stdout(sys.stderr),  # a start's progress is no part of the report
+        contextlib.redirect_stdout(
+            sys.stderr
+        ),  # the progress of the start must not be in the report
         tempfile.TemporaryDirectory(dir="/tmp") as folder,
         embedded_redis() as redis_url,
     ):
@@ -104,7 +106,7 @@ async def _chunks(stream: Stream) -> AsyncIterator[Chunk]:
 
 
 async def first_of(stream: object, begun: float | None = None) -> float:
-    """Reads all of the stream; the seconds until its first item."""
+    """Read a stream to its end; return the seconds until its first item."""
     begun = begun or time.perf_counter()
     first = None
     async for _ in stream:  # type: ignore[attr-defined]

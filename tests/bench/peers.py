@@ -1,4 +1,4 @@
-"""Other routers' choice of a replica, over the same blocks, prompts and replicas as ours."""
+"""Routing decisions of other routers, for the same blocks, prompts and replicas as kvroute's."""
 
 import asyncio
 import importlib.util
@@ -27,12 +27,12 @@ from tests.bench.report import each_s
 
 NO_DYNAMO = "SelectionService is left out: `pip install -e '.[bench]'` brings ai-dynamo-runtime."
 NO_RAY = "PrefixTree is left out: this Ray has no ray.llm with prefix-aware routing in it."
-INDEXED_S = 120.0  # until which Dynamo has to have taken all blocks in
+INDEXED_S = 120.0  # seconds that Dynamo has to index all blocks
 
 
 class Peer(Protocol):
     def each_s(self, tokens: Tokens, rounds: int) -> list[float]:
-        """How long each of so many choices for that prompt took."""
+        """Make `rounds` decisions for a prompt, and return the seconds of each."""
 
 
 def has_dynamo() -> bool:
@@ -44,13 +44,13 @@ def has_ray_llm() -> bool:
 
 
 class Dynamo:
-    """SelectionService as Ray Serve's KV-aware router has it: in the process, fed by KV events.
+    """Dynamo's SelectionService in this process, as in Ray Serve's KV-aware router.
 
-    The events come as vLLM sends them, over ZMQ; neither etcd nor NATS is needed for that.
+    It receives KV events over ZMQ, in vLLM's format. This needs neither etcd nor NATS.
     """
 
     def __init__(self) -> None:
-        os.environ.setdefault("DYN_LOG", "error")  # it writes a line for each selection otherwise
+        os.environ.setdefault("DYN_LOG", "error")  # otherwise it logs each decision
         import zmq
         from dynamo.llm import SelectionService
 
@@ -58,7 +58,7 @@ class Dynamo:
         self._service = SelectionService(indexer_threads=4)
         self._context = zmq.Context()
         self._sockets = [self._context.socket(zmq.PUB) for _ in REPLICAS]
-        self._sent = [0] * len(REPLICAS)  # messages
+        self._sent = [0] * len(REPLICAS)  # number of messages sent for each replica
         self._block_hashes = 0
         self._loop.run_until_complete(self._fill())
 
@@ -77,10 +77,12 @@ class Dynamo:
         import zmq
 
         for worker, socket in enumerate(self._sockets):
-            socket.setsockopt(zmq.SNDHWM, 0)  # without it, events beyond a thousand are dropped
+            socket.setsockopt(
+                zmq.SNDHWM, 0
+            )  # no limit: by default, ZMQ drops messages beyond a thousand
             port = socket.bind_to_random_port("tcp://127.0.0.1")
             await self._service.upsert_worker(_worker(worker, f"tcp://127.0.0.1:{port}"))
-        await asyncio.sleep(2.0)  # a subscriber misses what is sent before it has connected
+        await asyncio.sleep(2.0)  # a subscriber misses messages before its connection
         latest: dict[int, Tokens] = {}
         for worker, tokens in documents():
             self._store(worker, tokens)
@@ -96,7 +98,10 @@ class Dynamo:
             await self._service.select_and_reserve({**request, "selection_id": str(i)})
 
     def _store(self, worker: int, tokens: Tokens) -> None:
-        """One BlockStored as vLLM encodes it: hashes, parent, tokens, block size, LoRA, medium."""
+        """Send a BlockStored event in vLLM's encoding.
+
+        Its fields are hashes, parent, tokens, block size, LoRA and medium.
+        """
         first = self._block_hashes + 1
         self._block_hashes += len(tokens) // BLOCK
         hashes = list(range(first, self._block_hashes + 1))
@@ -143,9 +148,9 @@ def _worker(worker: int, events: str) -> dict[str, object]:
 
 
 class RayPrefixTree:
-    """The tree of Ray's prefix-aware router, over the text of the tokens.
+    """The prefix tree of Ray's prefix-aware router, with the tokens' text.
 
-    It is called here without the remote call that Ray makes to the actor which owns it.
+    It is called directly here. Ray calls it in an actor, with a remote call.
     """
 
     def __init__(self) -> None:

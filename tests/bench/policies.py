@@ -1,4 +1,4 @@
-"""Routing policies on a recorded trace and on made ones: `kvroute replay` at four loads."""
+"""Routing policies on recorded and generated traces: `kvroute replay` at four loads."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvroute.replay.workload.trace import Request, at_speed, native_rps, read
 from tests.bench.report import Row, Section
 from tests.support.traces import WORKLOADS
 
-LOADS = (0.5, 0.8, 0.95, 1.3)  # shares of saturation
+LOADS = (0.5, 0.8, 0.95, 1.3)  # loads as shares of the saturation
 CLUSTER = Cluster(
     replicas=16, kv_tokens=800_000, routers=1, index_delay_s=0.01, share_delay_s=0.005
 )

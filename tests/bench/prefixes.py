@@ -1,8 +1,8 @@
-"""What a named prefix is worth, on real engines: `python -m tests.bench.prefixes` (some minutes).
+"""The benefit of named prefixes on real engines: `python -m tests.bench.prefixes` (some minutes).
 
-Two vLLM replicas with the built-in model start with two prefixes from a file. "Without" are the
-same prompts, each under a `cache_salt` of its own, so that nothing is shared. Both ways take turns,
-so that whatever else the machine does disturbs them alike.
+Two vLLM replicas with the built-in model start with two prefixes from a file. "Without" means the
+same prompts, each with a different `cache_salt`, so that they share no blocks. Both ways alternate,
+so that other load on the machine affects both equally.
 """
 
 import asyncio
@@ -33,11 +33,16 @@ BRIEF = "You are a careful clerk. Answer in one sentence and name the rule. " * 
 UNPINNED = f"Nobody keeps this. {LAW}"
 OPTIONS = (
     *("--replicas", "2", "--max-model-len", "4096"),
-    *("--kv-cache-memory-mb", "512", "--pin-share", "0.4"),  # about 11,600 tokens, 4,600 for pins
+    *(
+        "--kv-cache-memory-mb",
+        "512",
+        "--pin-share",
+        "0.4",
+    ),  # 11,600 tokens, of which pins may take 4,600
 )
-ROUNDS = 5  # after one that does not count
-FLOODS = 3  # times all that the caches can hold
-FLOOD_TOKENS = 2_000  # of a prompt
+ROUNDS = 5  # number of rounds that count, after one for warming up
+FLOODS = 3  # size of a flood as a multiple of the size of all caches
+FLOOD_TOKENS = 2_000  # length of a prompt of a flood
 STREAMS = 20
 GREEDY_PROMPTS = 20
 SEED = 1
@@ -69,7 +74,7 @@ async def measure(url: str) -> None:
 
 
 async def kept(client: AsyncOpenAI) -> Section:
-    """Before the first request, and after floods of other prompts."""
+    """Measure hits before the first request, and after floods of other prompts."""
     rows = [await cached(client, "ready", name) for name in TASKS]
     await declare(client, "unpinned", UNPINNED, pinned=False)
     rng = random.Random(SEED)
@@ -82,7 +87,7 @@ async def kept(client: AsyncOpenAI) -> Section:
 
 
 async def worth(client: AsyncOpenAI) -> Section:
-    """A third of a prompt, and nine tenths of it."""
+    """Measure prefixes that are a third and nine tenths of their prompts."""
     await declare(client, "brief", BRIEF)
     rng = random.Random(SEED)
     rows = [
@@ -98,12 +103,12 @@ async def worth(client: AsyncOpenAI) -> Section:
 
 
 async def replaced(client: AsyncOpenAI) -> Section:
-    """A replica that is killed, and a text that is declared anew."""
+    """Measure the replacement of a killed replica, and a new version of a prefix."""
     return Section("When things change", [await killed(client), await updated(client)])
 
 
 async def cached(client: AsyncOpenAI, when: str, name: str) -> Row:
-    """The least that any request found on either replica: what the first one there found."""
+    """Return the fewest cached tokens of a request on each replica: those of its first request."""
     found: dict[str, int] = {}
     for _ in range(8):
         for answer in await asyncio.gather(*(ask(client, name, unlike()) for _ in range(8))):
@@ -120,7 +125,7 @@ async def cached(client: AsyncOpenAI, when: str, name: str) -> Row:
 
 
 async def flood(client: AsyncOpenAI, rng: random.Random, *, at_once: int) -> None:
-    """Prompts that nobody sent before, on both replicas."""
+    """Send new prompts to both replicas."""
     gate = asyncio.Semaphore(at_once)
 
     async def send(prompt: list[int]) -> None:
@@ -135,7 +140,7 @@ async def flood(client: AsyncOpenAI, rng: random.Random, *, at_once: int) -> Non
 
 
 async def throughput(client: AsyncOpenAI, rng: random.Random, name: str, *, at_once: int) -> Row:
-    """Prompt tokens a second when the prefix is a third of each prompt."""
+    """Measure prompt tokens per second with a prefix that is a third of each prompt."""
     prefix_tokens = (await get(client, name))["tokens"]
 
     async def tokens_per_s(rests: Sequence[list[int]], is_isolated: bool) -> float:
@@ -149,12 +154,12 @@ async def throughput(client: AsyncOpenAI, rng: random.Random, name: str, *, at_o
         return await tokens_per_s(rests, False), await tokens_per_s(rests, True)
 
     pairs = await rounds(both)
-    what = f"prompt tokens/s, {prefix_tokens:,} of {3 * prefix_tokens:,} shared, {at_once} at once"
-    return compared(what, pairs, [shared / apart for shared, apart in pairs], goal=1.26)
+    title = f"prompt tokens/s, {prefix_tokens:,} of {3 * prefix_tokens:,} shared, {at_once} at once"
+    return compared(title, pairs, [shared / apart for shared, apart in pairs], goal=1.26)
 
 
 async def first_tokens(client: AsyncOpenAI, rng: random.Random, name: str) -> Row:
-    """Time to the first token, one request at a time, when the prefix is 90% of each prompt."""
+    """Measure the time to first token of single requests; the prefix is 90% of each prompt."""
     prefix_tokens = (await get(client, name))["tokens"]
     rest_tokens = round(prefix_tokens / 9)
 
@@ -165,8 +170,8 @@ async def first_tokens(client: AsyncOpenAI, rng: random.Random, name: str) -> Ro
         return shared.ttft_s, apart.ttft_s
 
     pairs = await rounds(both)
-    what = f"TTFT s, {prefix_tokens:,} of {prefix_tokens + rest_tokens:,} shared"
-    return compared(what, pairs, [apart / shared for shared, apart in pairs], goal=2.0)
+    title = f"TTFT s, {prefix_tokens:,} of {prefix_tokens + rest_tokens:,} shared"
+    return compared(title, pairs, [apart / shared for shared, apart in pairs], goal=2.0)
 
 
 async def rounds(both: Callable[[], Awaitable[tuple[float, float]]]) -> list[tuple[float, float]]:
@@ -187,8 +192,8 @@ def compared(
 
 
 async def same_answers(client: AsyncOpenAI) -> str:
-    """Greedy answers, one at a time."""
-    words = " ".join(topics[name] for name in sorted(topics)).split()  # Python's own manual
+    """Compare greedy answers with and without the prefix's blocks, one request at a time."""
+    words = " ".join(topics[name] for name in sorted(topics)).split()  # the text of Python's manual
     rng = random.Random(SEED)
     equal, longest = 0, 0
     for _ in range(GREEDY_PROMPTS):
@@ -207,7 +212,7 @@ async def same_answers(client: AsyncOpenAI) -> str:
 
 
 async def killed(client: AsyncOpenAI) -> Row:
-    """Until a killed replica's successor has answered, and what it had cached then."""
+    """Kill a replica; measure the time until its successor answers, and that answer's hits."""
     before = {replica["id"]: replica["pid"] for replica in await replicas(client)}
     begun_s = time.monotonic()
     os.kill(next(iter(before.values())), signal.SIGKILL)
@@ -231,8 +236,11 @@ async def killed(client: AsyncOpenAI) -> Row:
 
 
 async def updated(client: AsyncOpenAI) -> Row:
-    """A new version under concurrent streams. Each version has a length of its own, so that a
-    prompt's tokens tell which one it had; any other length is a mixture."""
+    """Declare new versions during concurrent streams.
+
+    The versions have different lengths, so that the number of a prompt's tokens shows which version
+    it had. Any other number would be a mixture of versions.
+    """
     alone = (await ask(client, None, "Why?")).prompt_tokens
     old = (await get(client, "law"))["tokens"]
     lengths: list[int] = []
@@ -272,7 +280,7 @@ async def updated(client: AsyncOpenAI) -> Row:
 
 
 async def declare(client: AsyncOpenAI, name: str, text: str, *, pinned: bool = True) -> None:
-    """It is warm on every replica, and in use."""
+    """Declare a prefix; wait until all replicas have cached it and routers use it."""
     body = {"id": name, "prompt": text, "pinned": pinned}
     shown: Any = await client.post("/prefixes", body=body, cast_to=object)
     while len(shown["warm_on"]) < 2 or shown["version_in_use"] != shown["version"]:
@@ -302,7 +310,7 @@ async def ask(
     tokens: int = 1,
     is_isolated: bool = False,
 ) -> Answer:
-    """The prompt after the prefix; is_isolated: it shares no cache with any other."""
+    """Send a prompt after the prefix. With `is_isolated`, it shares no blocks with others."""
     body = {"prefix_id": name} if name else {}
     salt = {"cache_salt": uuid.uuid4().hex} if is_isolated else {}
     begun_s, first_s, text = time.monotonic(), None, ""
@@ -335,7 +343,7 @@ def ids(rng: random.Random, tokens: int) -> list[int]:
 
 
 def unlike() -> str:
-    """A question that nobody asked before."""
+    """Return a question that was not sent before."""
     return f"{uuid.uuid4().hex}?"
 
 

@@ -1,10 +1,10 @@
-"""What a benchmark found, as people and as programs read it."""
+"""The results of benchmarks, as Markdown and as JSON."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-Row = dict[str, str | int | float | None]  # heading -> value; None: not measured here
+Row = dict[str, str | int | float | None]  # column -> value; None: not measured
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Section:
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:
-        """The table without the columns that nothing was measured for."""
+        """Return the table, without columns in which nothing was measured."""
         headings = [
             name for name in self.rows[0] if any(row[name] is not None for row in self.rows)
         ]
@@ -25,7 +25,7 @@ class Section:
 
 
 def each_s(act: Callable[[], object], rounds: int) -> list[float]:
-    """How long it took, each time."""
+    """Call a function `rounds` times, and return the seconds of each call."""
     times_s = []
     for _ in range(rounds):
         begun = time.perf_counter()

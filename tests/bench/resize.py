@@ -1,7 +1,7 @@
-"""What a fleet's change of size costs: the same chats while it goes from 2 to 4 to 2 replicas by
-itself, and on 4 all the time.
+"""The cost of autoscaling: the same chats on a fleet that scales from 2 to 4 to 2, and on 4
+replicas.
 
-The replicas are simulated engines so slow that this machine's cores are not what limits them.
+The replicas are simulated engines that are so slow that this machine's cores do not limit them.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from tests.bench.routers import Answered, Turn, send
 from tests.support.serving import start_cluster
 
 LEAST, MOST = 2, 4
-TOKENS_PER_S = 1_000  # of one replica's prefill
-CALM_CHATS_PER_S = 0.4  # keeps 2 replicas busy for some 40% of the time with prefill
-BUSY_CHATS_PER_S = 1.5  # 4 replicas for some 70%: too much for 2
+TOKENS_PER_S = 1_000  # speed of a replica's prefill
+CALM_CHATS_PER_S = 0.4  # 2 replicas then compute prefill for about 40% of the time
+BUSY_CHATS_PER_S = 1.5  # 4 replicas then compute prefill for about 70%; too much for 2
 BUSY_FROM_S, BUSY_UNTIL_S, ENDS_S = 30.0, 110.0, 230.0
-SYSTEM_PROMPTS = 16  # the n-th is begun with 1/n as often as the first
+SYSTEM_PROMPTS = 16  # number of system prompts; the n-th is used 1/n as often as the first
 SYSTEM_TOKENS = 512
 TURNS = 4
-TURN_TOKENS = 400  # new ones, on average
-THINK_S = 4.0  # between turns, on average
+TURN_TOKENS = 400  # mean number of new tokens of a turn
+THINK_S = 4.0  # mean seconds between turns
 WINDOW_S = 5.0
-JOINED_S = 5.0  # after its first answer, in which a replica is new
+JOINED_S = 5.0  # seconds after its first answer in which a replica counts as new
 
 OWN_SIZE = ("--max-replicas", str(MOST), "--target-wait-s", "0.5", "--shrink-delay-s", "20")
 
@@ -54,7 +54,10 @@ def resize() -> Section:
 
 
 def turns(seed: int) -> list[Turn]:
-    """Chats that begin at random times; each turn repeats what came before and adds to it."""
+    """Return the turns of chats that begin at random times.
+
+    The prompt of each turn begins with the chat so far.
+    """
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -74,7 +77,7 @@ def turns(seed: int) -> list[Turn]:
     return sorted((turn for turn in sent if turn.at_s < ENDS_S), key=lambda turn: turn.at_s)
 
 
-Sizes = list[tuple[float, list[str]]]  # seconds since the start, and the replicas then
+Sizes = list[tuple[float, list[str]]]  # seconds since the start, and the replicas at that time
 
 
 async def _run(*args: str, sent: Sequence[Turn]) -> tuple[list[Answered], Sizes]:
@@ -87,14 +90,14 @@ async def _run(*args: str, sent: Sequence[Turn]) -> tuple[list[Answered], Sizes]
 
 @contextlib.asynccontextmanager
 async def _watching(url: str) -> AsyncIterator[Sizes]:
-    """The replicas, each second."""
+    """Record the fleet's replicas each second until the context ends."""
     begun, sizes = time.perf_counter(), Sizes()
 
     async def check() -> None:
         async with httpx.AsyncClient(base_url=url) as client:
             while True:
                 listed = (await client.get("/v1/cluster")).json()["replicas"]
-                sizes.append((time.perf_counter() - begun, [each["id"] for each in listed]))
+                sizes.append((time.perf_counter() - begun, [replica["id"] for replica in listed]))
                 await asyncio.sleep(1)
 
     watching = asyncio.create_task(check())
@@ -113,10 +116,10 @@ def _mean_size(sizes: Sizes) -> float:
 
 
 def _window(answers: Sequence[Answered], start_s: float, prefix: str) -> Row:
-    found = [answer for answer in answers if start_s <= answer.at_s < start_s + WINDOW_S]
-    p50_s, p90_s = np.percentile([answer.ttft_s for answer in found], [50, 90])
+    in_window = [answer for answer in answers if start_s <= answer.at_s < start_s + WINDOW_S]
+    p50_s, p90_s = np.percentile([answer.ttft_s for answer in in_window], [50, 90])
     return {
-        f"{prefix}hit share": _hit_share(found),
+        f"{prefix}hit share": _hit_share(in_window),
         f"{prefix}TTFT p50 s": float(p50_s),
         f"{prefix}p90 s": float(p90_s),
     }
@@ -129,7 +132,7 @@ def _hit_share(answers: Sequence[Answered]) -> float:
 
 
 def _newcomers(answers: Sequence[Answered], sizes: Sizes) -> list[str]:
-    """What each replica got that joined later, beside the others in the same time."""
+    """Compare each replica that joined later with the others in the same time."""
     first = set(sizes[0][1])
     return [
         _newcomer(answers, replica)

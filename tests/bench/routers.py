@@ -1,6 +1,6 @@
-"""Whether several routers do as well as one: the same chats on clusters that differ in that alone.
+"""Compares one router and several: the same chats on clusters with different numbers of routers.
 
-The replicas are simulated engines so slow that this machine's cores are not what limits them.
+The replicas are simulated engines that are so slow that this machine's cores do not limit them.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ ROUTERS = (1, 2, 4, 8)
 RUNS = 3
 REPLICAS = 4
 SPEED = PrefillModel(tokens_per_s=2_000, attention_tokens=SimulatedConfig().attention_tokens)
-BLOCKS = 4_096  # of 32 tokens, in each replica's cache
-CHATS_PER_S = 1.65  # keeps the replicas about 70% busy with prefill
-CHATS_S = 80.0  # in which requests are sent
-WARM_UP_S = 30.0  # what is sent earlier is not counted: the first chats have fewer turns
+BLOCKS = 4_096  # number of blocks of 32 tokens in each replica's cache
+CHATS_PER_S = 1.65  # the replicas then compute prefill for about 70% of the time
+CHATS_S = 80.0  # seconds in which requests are sent
+WARM_UP_S = 30.0  # earlier requests do not count, because the first chats have fewer turns
 SYSTEM_PROMPTS = 4
 SYSTEM_TOKENS = 512
 TURNS = 6
-TURN_TOKENS = 600  # new ones, on average
-THINK_S = 5.0  # between turns, on average
+TURN_TOKENS = 600  # mean number of new tokens of a turn
+THINK_S = 5.0  # mean seconds between turns
 ANSWER_TOKENS = 8
 
 
@@ -44,7 +44,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Answered:
-    at_s: float  # of the request
+    at_s: float  # time of the request
     ttft_s: float
     prompt_tokens: int
     cached_tokens: int
@@ -57,7 +57,7 @@ def routers() -> Section:
 
 
 def row(count: int, seed: int) -> Row:
-    """One cluster, one run."""
+    """Run the chats on a cluster with `count` routers, and return the results."""
     with start_cluster(
         *("--engine", "simulated", "--replicas", str(REPLICAS), "--routers", str(count)),
         *("--simulated-prefill-tokens-per-s", str(SPEED.tokens_per_s)),
@@ -67,7 +67,7 @@ def row(count: int, seed: int) -> Row:
     counted = [answer for answer in answers if answer.at_s >= WARM_UP_S]
     prompt_tokens = sum(answer.prompt_tokens for answer in counted)
     cached_tokens = sum(answer.cached_tokens for answer in counted)
-    prefill_s = sum(SPEED.seconds(each.cached_tokens, each.prompt_tokens) for each in counted)
+    prefill_s = sum(SPEED.seconds(answer.cached_tokens, answer.prompt_tokens) for answer in counted)
     work = Counter[str]()
     for answer in counted:
         work[answer.replica] += answer.prompt_tokens - answer.cached_tokens
@@ -84,7 +84,10 @@ def row(count: int, seed: int) -> Row:
 
 
 def turns(seed: int) -> list[Turn]:
-    """Chats that begin at random times; each turn repeats what came before and adds to it."""
+    """Return the turns of chats that begin at random times.
+
+    The prompt of each turn begins with the chat so far.
+    """
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:
@@ -102,7 +105,7 @@ def turns(seed: int) -> list[Turn]:
 
 
 async def send(url: str, turns: Sequence[Turn]) -> list[Answered]:
-    """Each at its time, however long the others take."""
+    """Send each turn at its time, even if earlier ones are not answered yet."""
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # HAProxy spreads connections
     async with aiohttp.ClientSession(connector=connector) as session:
         begun = time.perf_counter()

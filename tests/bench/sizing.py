@@ -1,4 +1,4 @@
-"""What grows with a fleet, and by how much: the numbers behind docs/sizing.md."""
+"""The costs that grow with a fleet: the numbers in docs/sizing.md."""
 
 import asyncio
 import itertools
@@ -25,20 +25,20 @@ from tests.bench.indexed import BLOCK, Tokens
 from tests.bench.report import Row, Section, each_s
 from tests.support.serving import Cluster, start_cluster
 
-FLEETS = (10, 100, 1000)  # replicas
-BLOCKS = 2_000_000  # of all of them
-CHAIN = 500  # blocks that the same replicas hold
-HOLDERS = 2  # of each
-CHANGE_BLOCKS = (50, 500)  # stored and evicted, half each, in one change
+FLEETS = (10, 100, 1000)  # numbers of replicas
+BLOCKS = 2_000_000  # number of different blocks in the fleet
+CHAIN = 500  # number of consecutive blocks that the same replicas hold
+HOLDERS = 2  # number of replicas that hold each block
+CHANGE_BLOCKS = (50, 500)  # numbers of blocks in a change; half are stored, half are evicted
 CHANGES = 400
 ROUNDS = 31
 PROMPT_TOKENS = 16_384
-HEARD = 200  # requests of other routers
+HEARD = 200  # number of requests of other routers
 
 REQUESTS = 400
 LONG_ANSWERS = 40
 LONG_TOKENS = 500
-STREAM_INTERVALS = (1, 4, 16)  # tokens in a chunk
+STREAM_INTERVALS = (1, 4, 16)  # numbers of tokens in a chunk
 
 
 def growth() -> Section:
@@ -47,7 +47,7 @@ def growth() -> Section:
 
 
 def streaming() -> Section:
-    """On a real cluster: what a request and a token of its answer cost the router's process."""
+    """Measure the CPU time of a router for a request and for a token, on a real cluster."""
     return Section(
         "CPU time of a router's process, 20 streams at once",
         [_streaming(interval) for interval in STREAM_INTERVALS],
@@ -98,7 +98,7 @@ async def _measure(url: str, replica_ids: Sequence[str]) -> Row:
 async def _announce(
     index: Index, replica_ids: Sequence[str], rng: np.random.Generator
 ) -> list[WriterState]:
-    """Each chain is on HOLDERS neighbours."""
+    """Write the blocks of all replicas to the index. HOLDERS replicas have each chain."""
     held: dict[str, list[Fingerprint]] = {replica_id: [] for replica_id in replica_ids}
     ring = itertools.cycle(range(len(replica_ids)))
     for _ in range(BLOCKS // CHAIN):
@@ -126,7 +126,7 @@ def _chain(rng: np.random.Generator, blocks: int) -> tuple[Fingerprint, ...]:
 
 
 async def _memory(server: "redis.Redis") -> int:
-    """Bytes, without the stream, which is bounded whatever the fleet is."""
+    """Return the memory of Redis in bytes, without the stream, whose size is limited."""
     streams = [key async for key in server.scan_iter(_type="stream")]
     stream_bytes = [await server.memory_usage(key, samples=0) or 0 for key in streams]
     return int((await server.info("memory"))["used_memory"]) - sum(stream_bytes)
@@ -144,7 +144,7 @@ async def _change_us(
     rng: np.random.Generator,
     blocks: int,
 ) -> float:
-    """Redis's CPU time for one block that was stored or evicted."""
+    """Return the CPU time of Redis per block of a change, in microseconds."""
     old = _chain(rng, blocks // 2)
     writer_state = await index.change(writer_state, added=old, lease_s=LEASE_S)
     begun_s = await _cpu_s(server)
@@ -165,7 +165,7 @@ async def _renewal_us(server: "redis.Redis", index: Index, writer_state: WriterS
 async def _router(
     index: Index, server: "redis.Redis", replica_ids: Sequence[str], rng: np.random.Generator
 ) -> Row:
-    """One router that has read all of it."""
+    """Measure a router that has read the whole index."""
     fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
     process = psutil.Process()
     before = process.memory_info().rss
@@ -189,7 +189,7 @@ async def _router(
 
 
 async def _poll_s(index: Index, server: "redis.Redis", fleet: Fleet) -> tuple[float, float]:
-    """CPU seconds of the router and of Redis to read the records, as once a second."""
+    """Return the CPU seconds of router and Redis to read all records, as done each second."""
     process = psutil.Process()
     ours, theirs = sum(process.cpu_times()[:2]), await _cpu_s(server)
     for _ in range(ROUNDS):
@@ -199,7 +199,7 @@ async def _poll_s(index: Index, server: "redis.Redis", fleet: Fleet) -> tuple[fl
 
 
 def _heard_us(fleet: Fleet, tokens: Tokens) -> float:
-    """To take another router's request of PROMPT_TOKENS into account, from dispatch to end."""
+    """Return the CPU time to process the messages about another router's request."""
     speaker = PeerPublisher()
     teller = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=speaker)
     teller.update(fleet.replicas.records)

@@ -1,4 +1,4 @@
-"""vLLM's own server, as `vllm serve` starts it. Its engine is a process of its own."""
+"""vLLM's own server, started with `vllm serve`. Its engine runs in another process."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from kvroute.local.ports import free_port
 from tests.bench.stream.gateway import wait_for
 from tests.bench.stream.mock_engine import HOST
 
-READY_S = 600.0  # on a machine that is busy with other work
+READY_S = 600.0  # seconds that the server has to start, even on a busy machine
 END_S = 30.0
 
 
@@ -18,13 +18,13 @@ END_S = 30.0
 def stock_server(
     model: str, *args: str, name: str, cache_mb: int, env: Mapping[str, str] = {}
 ) -> Iterator[tuple[int, int]]:
-    """Its port and its process id. name: the model's, for clients."""
+    """Run the server; yield its port and its process id. `name` is the model's name for clients."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--host", HOST, "--port", str(port), "--served-model-name", name),
         *("--kv-cache-memory-bytes", str(cache_mb << 20), "--enable-prompt-tokens-details"),
-        *("--enforce-eager", "--distributed-executor-backend", "uni"),  # as our replicas have
+        *("--enforce-eager", "--distributed-executor-backend", "uni"),  # as in kvroute's replicas
         *("--disable-uvicorn-access-log", *args),
     ]
     process = subprocess.Popen(
@@ -41,6 +41,6 @@ def stock_server(
         process.terminate()
         try:
             process.wait(END_S)
-        except subprocess.TimeoutExpired:  # vLLM may lose a signal that comes amid its start
+        except subprocess.TimeoutExpired:  # vLLM may ignore a signal during its start
             process.kill()
             process.wait()

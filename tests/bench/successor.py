@@ -1,4 +1,4 @@
-"""How soon a new router knows a large fleet: what it finds of the prompts that an old one finds."""
+"""How fast a new router loads a large index: its hits as a share of an old router's hits."""
 
 import asyncio
 import random
@@ -20,11 +20,11 @@ from tests.bench.report import Row, Section
 
 REPLICAS = [f"r{i}" for i in range(100)]
 BLOCKS_EACH = 50_000
-CHAIN = 100  # blocks of one prompt
-SHARED = 0.3  # of a replica's blocks, with others
-HOLDERS = 5  # of a shared chain
-PROMPTS = 200  # few enough to look them up in a moment
-LOOKS_S = (0.5, 1.0, 2.0, 3.0)  # since the successor began to load
+CHAIN = 100  # number of blocks of a prompt
+SHARED = 0.3  # share of a replica's blocks that other replicas also have
+HOLDERS = 5  # number of replicas that have a shared chain
+PROMPTS = 200  # number of prompts; few enough to look them up quickly
+LOOKS_S = (0.5, 1.0, 2.0, 3.0)  # seconds since the start at which hits are measured
 
 Chain = tuple[Fingerprint, ...]
 
@@ -72,13 +72,13 @@ async def _load(index: Index, prompts: Sequence[Chain]) -> Row:
 
 
 def _hit_share(fleet: Fleet, prompts: Sequence[Chain]) -> float:
-    """Of all that a router finds which has loaded everything."""
+    """Return the hits as a share of those of a router that has loaded everything."""
     hits = [max(fleet.mirror.hits(chain).values(), default=0) for chain in prompts]
     return sum(hits) / sum(map(len, prompts))
 
 
 def _caches() -> Iterator[tuple[str, list[Chain]]]:
-    """Each replica's chains: some of its own, and some of those that HOLDERS replicas have."""
+    """Yield the chains of each replica: some only it has, and some HOLDERS replicas have."""
     rng, chosen = np.random.default_rng(0), random.Random(0)
     shared_each = round(SHARED * BLOCKS_EACH / CHAIN)
     shared = _chains(rng, shared_each * len(REPLICAS) // HOLDERS)

@@ -1,10 +1,12 @@
-"""What a tenant can find out of another: `python -m tests.bench.tenants` (about 5 minutes, 3 GB).
+"""Whether a tenant can detect another tenant's prompts: `python -m tests.bench.tenants`.
 
-One vLLM replica with the built-in model, API keys of two tenants, a and b. Tenant a has prompts
-answered. Then b asks for each of these (foreign), for one that nobody has asked (new), and a asks
-again (own), in random order, one at a time. If b's first tokens came sooner for foreign prompts
-than for new ones, b could tell what a has asked. The difference is that of the pairs, with its 95%
-interval by bootstrap, and the chance by which a foreign prompt was the faster one of its pair.
+This takes about 5 minutes and 3 GB. There is one vLLM replica with the built-in model, and two
+tenants, a and b, with API keys. Tenant a sends prompts. Then these requests follow in random order,
+one at a
+time: b sends the same prompts (foreign), b sends new prompts (new), and a sends its prompts again
+(own). If b got first tokens faster for foreign prompts than for new ones, b could detect which
+prompts a has sent. The result is the mean difference of the pairs with its 95% bootstrap interval,
+and the share of the pairs in which the foreign prompt was faster.
 """
 
 import argparse
@@ -33,7 +35,7 @@ def prompt(rng: random.Random) -> str:
 
 
 def first_token_s(client: httpx.Client, text: str) -> float:
-    """Seconds until the first event of a streamed answer."""
+    """Return the seconds until the first event of a streamed answer."""
     body = {"model": BUILTIN_MODEL, "prompt": text, "max_tokens": 1, "stream": True}
     began_s = time.perf_counter()
     with client.stream("POST", "/v1/completions", json=body) as response:
@@ -43,12 +45,12 @@ def first_token_s(client: httpx.Client, text: str) -> float:
 
 
 def measure(url: str, keys: Sequence[str], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds to the first token, of each round."""
+    """Return the seconds to the first token in each round."""
     rng = random.Random(0)
     found: dict[str, list[float]] = {"foreign": [], "new": [], "own": []}
     a, b = (client(url, key) for key in keys)
     with a, b:
-        for text in (prompt(rng) for _ in range(4)):  # warms up
+        for text in (prompt(rng) for _ in range(4)):  # warm-up
             first_token_s(b, text)
         for _ in range(rounds):
             known, unknown = prompt(rng), prompt(rng)
@@ -66,7 +68,7 @@ def client(url: str, key: str) -> httpx.Client:
 
 
 def interval(differences: np.ndarray) -> tuple[float, float]:
-    """Of the mean difference, 95%."""
+    """Return the 95% interval of the mean difference."""
     rng = np.random.default_rng(0)
     picks = rng.integers(0, len(differences), (RESAMPLES, len(differences)))
     low, high = np.quantile(differences[picks].mean(axis=1), [0.025, 0.975])

@@ -1,6 +1,6 @@
-"""Faults one by one and two at a time under steady streams: `make chaos`; `--help` has options.
+"""Inject faults, one at a time and two at a time, while clients read streams: `make chaos`.
 
-Markdown on stdout, and in docs/chaos.md with --write.
+Prints a table in Markdown. With --write, also writes docs/chaos.md. `--help` lists the options.
 """
 
 import asyncio
@@ -29,13 +29,14 @@ from tests.support.own_disk import CAN_MOUNT, ON_OWN_DISK
 from tests.support.redis_server import Wire, Wired, redis_server
 from tests.support.serving import COMMAND, start_cluster
 
-HELD_S, WHOLE_S = 8.0, 90.0
+HELD_S = 8.0  # seconds that a fault lasts
+WHOLE_S = 90.0  # seconds that a cluster has to recover after a fault
 STOPPED = "the cluster is told to stop"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A kind of cluster, and what happens to it."""
+    """A kind of cluster, and the faults for it."""
 
     name: str
     replicas: int
@@ -50,7 +51,8 @@ SIMULATED = Setting(
     streams=16,
     options=(
         *("--engine", "simulated", "--simulated-decode-ms", "20"),
-        *("--host-cache-gb", "0.1"),  # 23 blocks, fewer than the streams need: they come and go
+        # 23 blocks, fewer than the streams need, so that blocks are evicted and reloaded.
+        *("--host-cache-gb", "0.1"),
     ),
     faults=FAULTS,
 )
@@ -103,16 +105,21 @@ HEADING = f"| {' | '.join(COLUMNS)} |\n" + "|---" * len(COLUMNS) + "|"
 
 @dataclass(frozen=True)
 class Row:
+    """The results for one fault, or for several at once."""
+
     faults: Sequence[str]
     before: Count
     count: Count
     disturbed_s: float
-    whole_s: float | None  # None: not within WHOLE_S
+    whole_s: float | None  # seconds until the cluster had recovered; None: more than WHOLE_S
     memory_bytes: int
 
     @property
     def is_lossless(self) -> bool:
-        """A cluster that stops may refuse what is asked then."""
+        """Return whether no answer was broken, refused or different.
+
+        A cluster that stops may refuse requests.
+        """
         refused = self.count.refused and self.faults != (STOPPED,)
         return not (self.count.broken or refused or self.count.different)
 
@@ -121,7 +128,7 @@ class Row:
         cells = (
             " and ".join(self.faults),
             *map(str, (count.answered, count.broken, count.refused, count.different)),
-            *(f"{each.longest_gap_s:.2f} s" for each in (self.before, count)),
+            *(f"{phase.longest_gap_s:.2f} s" for phase in (self.before, count)),
             *(f"{self.disturbed_s:.1f} s", whole),
             f"{self.memory_bytes / 1e6:.0f} MB",
         )
@@ -130,7 +137,7 @@ class Row:
 
 @contextmanager
 def victim(seed: int, setting: Setting) -> Iterator[Victim]:
-    """A cluster to be tormented; as root, with a small disk of its own."""
+    """Run a cluster for the faults. As root, it gets its own small disk."""
     command = ON_OWN_DISK if CAN_MOUNT else COMMAND
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
@@ -147,19 +154,19 @@ def victim(seed: int, setting: Setting) -> Iterator[Victim]:
 
 
 async def is_whole(victim: Victim) -> bool:
-    """Every replica serves, and nothing is counted otherwise anywhere."""
+    """Return whether all replicas serve, Redis is writable, and an audit finds no drift."""
     with suppress(httpx.HTTPError, ValueError, KeyError):
         async with httpx.AsyncClient(base_url=victim.url, timeout=20) as client:
             health = (await client.get("/health")).json()
             audit = (await client.get("/v1/cluster/audit")).raise_for_status().json()
-            drifts = [drift for each in audit["replicas"] for drift in each["drift"].values()]
+            drifts = [drift for replica in audit["replicas"] for drift in replica["drift"].values()]
             ready = health["replicas"] == victim.replicas == len(audit["replicas"])
             return bool(ready and health["index"]["writable"] and set(drifts) == {0})
     return False
 
 
 async def suffer(victim: Victim, load: Load, faults: Mapping[str, Fault], held_s: float) -> Row:
-    """The faults all at once, under the load, for so long."""
+    """Inject these faults at once under the load, for `held_s` seconds; return the results."""
     before = load.count = Count()
     await asyncio.sleep(held_s)
     count = load.count = Count()
@@ -178,7 +185,11 @@ async def suffer(victim: Victim, load: Load, faults: Mapping[str, Fault], held_s
 
 
 async def stop(victim: Victim, load: Load, held_s: float) -> Row:
-    """SIGTERM under the load, which ends with it. AssertionError if /health says nothing of it."""
+    """Stop the cluster with SIGTERM under the load; return the results.
+
+    Raises:
+        AssertionError: /health did not report that the cluster stops.
+    """
     before = load.count = Count()
     await asyncio.sleep(held_s)
     count, cluster, began_s = Count(), victim.wired.cluster, time.monotonic()
@@ -201,7 +212,7 @@ def torment(
     *,
     held_s: float = HELD_S,
 ) -> list[Row]:
-    """A row for each of the schedule; each is printed when it is known."""
+    """Run the schedule, and return a row for each item. Each row is also printed at once."""
     with victim(seed, setting) as tormented:
         return asyncio.run(_torment(tormented, schedule, setting, held_s))
 
@@ -222,20 +233,25 @@ async def _torment(
 
 
 def scheduled(seed: int, pairs: int) -> list[tuple[str, ...]]:
-    """Each fault alone, then so many pairs. A Redis that is away can have no other fault."""
+    """Return the schedule: each fault alone, `pairs` random pairs of faults, then a stop.
+
+    Two faults of Redis form no pair, because one of them can exclude the other.
+    """
     of_two = [pair for pair in combinations(FAULTS, 2) if not all("Redis" in name for name in pair)]
     single = ((name,) for name in FAULTS)
     return [*single, *random.Random(seed).sample(of_two, pairs), (STOPPED,)]
 
 
 def main(
-    seed: Annotated[int, typer.Option(help="Which pairs, and which victims.")] = 1,
-    pairs: Annotated[int, typer.Option(help="How often two faults happen at once.")] = 6,
+    seed: Annotated[int, typer.Option(help="Seed for the choice of pairs and of processes.")] = 1,
+    pairs: Annotated[int, typer.Option(help="Number of pairs of faults.")] = 6,
     only: Annotated[
-        list[str] | None, typer.Option(help="These faults instead, one by one.")
+        list[str] | None, typer.Option(help="Inject only these faults, one at a time.")
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Write docs/chaos.md.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="The figures as JSON.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results to this file as JSON.")
+    ] = None,
 ) -> None:
     schedules: dict[Setting, list[tuple[str, ...]]] = {
         SIMULATED: scheduled(seed, pairs),
@@ -250,8 +266,8 @@ def main(
             continue
         page.append(TABLE.format(**vars(setting)) + HEADING)
         typer.echo(page[-1])
-        rows += (found := torment(seed, schedule, setting))
-        page += [row.markdown() for row in found]
+        rows += (results := torment(seed, schedule, setting))
+        page += [row.markdown() for row in results]
     if write:
         PAGE.write_text("\n".join((*page, "")))
     if json_file:

@@ -1,4 +1,4 @@
-"""What clients may do to a cluster, in a process of their own: streams are heard in this one."""
+"""Faults that clients cause. They run in another process, since this process reads streams."""
 
 import asyncio
 import json
@@ -16,24 +16,30 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.chaos.victim import Fault, Victim
 from tests.support.hostile import FIELDS, GRAMMARS, SCHEMAS, bodies
 
-LEAVERS = 300
-SILENT = 1000  # connections that send nothing
-IDLE = 6000  # connections that are left open behind a request
-SLOW = 100
-LARGE = 4  # at a time
-HOSTILE = 4  # at a time
-TINY = 50  # at a time
-ANSWER_S = 600.0  # longest wait for an answer: several grammars are compiled on one core
-NICE = 10  # lower priority of these clients: the cluster comes first
+LEAVERS = 300  # number of clients that leave during their request
+SILENT = 1000  # number of connections that send nothing
+IDLE = 6000  # number of connections that stay open after a request
+SLOW = 100  # number of clients that send their body slowly
+LARGE = 4  # number of large bodies, which are sent at the same time
+HOSTILE = 4  # number of hostile bodies that are sent at the same time
+TINY = 50  # number of tiny requests that are sent at the same time
+# Timeout for a response in seconds. It is long because several grammars are compiled on one core.
+ANSWER_S = 600.0
+NICE = 10  # niceness of these clients, so that the cluster gets the CPU first
+# A request without a body, and the first part of a request with one.
 PROBE = b"GET /-/healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HALF = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n{"
 CHAT = {"model": BUILTIN_MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 
-ClientFault = Callable[[str], AbstractAsyncContextManager[None]]  # of the cluster's URL
+# A fault by clients. Gets the cluster's URL; lasts until the context ends.
+ClientFault = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 def apart(fault: ClientFault) -> Fault:
-    """Have clients do this in another process, which fails when they get a wrong answer."""
+    """Return the fault, run in another process.
+
+    The end of the context fails if a client got a wrong response.
+    """
 
     @asynccontextmanager
     async def running(victim: Victim) -> AsyncIterator[None]:
@@ -41,7 +47,7 @@ def apart(fault: ClientFault) -> Fault:
         spawning = multiprocessing.get_context("spawn")
         process = spawning.Process(target=_run, args=(fault, victim.url, there))
         process.start()
-        await asyncio.to_thread(here.recv)  # it has begun
+        await asyncio.to_thread(here.recv)  # wait until the fault has begun
         yield
         here.send(None)
         await asyncio.to_thread(process.join)
@@ -61,9 +67,9 @@ def _run(fault: ClientFault, url: str, over: Connection) -> None:
 
 
 async def _connected(url: str, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return a connection on which this was sent."""
-    at = urlsplit(url)
-    reader, writer = await asyncio.open_connection(at.hostname, at.port)
+    """Open a connection and send this data."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(data)
     await writer.drain()
     return reader, writer
@@ -71,7 +77,7 @@ async def _connected(url: str, data: bytes) -> tuple[asyncio.StreamReader, async
 
 @asynccontextmanager
 async def clients_leave(url: str) -> AsyncIterator[None]:
-    """Each amid its body."""
+    """Clients leave after a part of their body."""
     connections = [await _connected(url, HALF) for _ in range(LEAVERS)]
     for _, writer in connections:
         writer.transport.abort()
@@ -80,6 +86,7 @@ async def clients_leave(url: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def idle_connections(url: str) -> AsyncIterator[None]:
+    """Clients leave connections open, with and without an earlier request."""
     connections = [await _connected(url, b"") for _ in range(SILENT)]
     for _ in range(IDLE):
         reader, writer = await _connected(url, PROBE)
@@ -92,7 +99,7 @@ async def idle_connections(url: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def slow_bodies(url: str) -> AsyncIterator[None]:
-    """A byte of each in a while."""
+    """Clients send their body byte by byte, with long pauses."""
     connections = [await _connected(url, HALF) for _ in range(SLOW)]
 
     async def trickle() -> None:
@@ -111,6 +118,7 @@ async def slow_bodies(url: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def large_bodies(url: str) -> AsyncIterator[None]:
+    """Clients send large bodies with very many messages."""
     body = CHAT | {"messages": [{"role": "user", "content": ""}] * 300_000}
     await _ask(url, "/v1/chat/completions", [body] * LARGE, among=(400, 413), at_a_time=LARGE)
     yield
@@ -118,7 +126,7 @@ async def large_bodies(url: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def tiny_requests(url: str) -> AsyncIterator[None]:
-    """Bursts of them until the end, and then a long prompt: none has to wait for its turn."""
+    """Clients send bursts of tiny requests, and a long prompt at the end. All must be answered."""
     tiny = {"model": BUILTIN_MODEL, "max_tokens": 3}
 
     async def bursts() -> None:
@@ -148,7 +156,7 @@ async def hostile_fields(url: str) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _hostile(url: str, names: Collection[str]) -> AsyncIterator[None]:
-    """Send each of these bodies once; the end waits for their answers."""
+    """Send each of these bodies once. The end of the context waits for the responses."""
     asked = [CHAT | {"max_tokens": 4} | body for name, body in bodies() if name in names]
     among = (200, 400, 413)
     asking = _ask(url, "/v1/chat/completions", asked, among=among, at_a_time=HOSTILE)
@@ -160,12 +168,16 @@ async def _hostile(url: str, names: Collection[str]) -> AsyncIterator[None]:
 async def _ask(
     url: str, path: str, asked: list[Any], *, among: Collection[int], at_a_time: int
 ) -> None:
-    """Send these bodies. AssertionError for an answer whose status is not among these."""
-    turns = asyncio.Semaphore(at_a_time)
+    """Send these bodies, `at_a_time` at once.
+
+    Raises:
+        AssertionError: The status of a response is not in `among`.
+    """
+    parallel = asyncio.Semaphore(at_a_time)
 
     async def ask(body: Any) -> None:
         content = json.dumps(body).encode()
-        async with turns:
+        async with parallel:
             answer = await client.post(path, content=content)
         assert answer.status_code in among, (answer.status_code, answer.text[:300], content[:300])
 

@@ -1,4 +1,4 @@
-"""What may happen to a cluster, each from the beginning of a block to its end."""
+"""The faults of a cluster. Each one is a context manager: it lasts as long as the context."""
 
 import signal
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ from tests.support.own_disk import CAN_MOUNT, full_disk
 
 
 def sent(number: signal.Signals, title: str) -> Fault:
-    """One process of that title gets a signal."""
+    """Return the fault that one process with this title gets a signal."""
 
     @asynccontextmanager
     async def fault(victim: Victim) -> AsyncIterator[None]:
@@ -24,7 +24,7 @@ def sent(number: signal.Signals, title: str) -> Fault:
 
 @asynccontextmanager
 async def disk_full(victim: Victim) -> AsyncIterator[None]:
-    """The one of logs and request logs, which is the cluster's own."""
+    """Fill the cluster's own disk, on which it writes logs and request logs."""
     with full_disk(victim.wired.cluster):
         yield
 
@@ -42,7 +42,7 @@ FAULTS: dict[str, Fault] = {
 }
 if CAN_MOUNT:
     FAULTS["the disk is full"] = disk_full
-BREAKING = (  # connections of clients
+BREAKING = (  # faults that close connections of clients, so that answers break
     "HAProxy is killed",
     "Serve's process beside HAProxy is killed",
     "a router is killed",

@@ -1,4 +1,4 @@
-"""What may happen to a cluster's Redis."""
+"""The faults of a cluster's Redis."""
 
 import asyncio
 import random
@@ -27,7 +27,7 @@ async def redis_slow(victim: Victim) -> AsyncIterator[None]:
 
 
 def commanded(before: str, after: str) -> Fault:
-    """Return the fault that Redis gets these commands, before and after it."""
+    """Return the fault that begins and ends with these Redis commands."""
 
     @asynccontextmanager
     async def fault(victim: Victim) -> AsyncIterator[None]:
@@ -42,7 +42,7 @@ def commanded(before: str, after: str) -> Fault:
 
 @asynccontextmanager
 async def redis_rubbish(victim: Victim) -> AsyncIterator[None]:
-    """Every key, and every channel, again and again."""
+    """Write random bytes to all keys and channels, again and again."""
     over = asyncio.Event()
     spoiling = asyncio.create_task(_spoil(victim, over))
     yield

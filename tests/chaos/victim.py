@@ -1,4 +1,4 @@
-"""The cluster that suffers, and what a fault needs to know of it."""
+"""The cluster into which faults are injected."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.support.redis_server import Wired
 
 @dataclass(frozen=True)
 class Victim:
-    """A cluster, its Redis, and a source of choices."""
+    """A cluster, its Redis, and a random generator for choices."""
 
     wired: Wired
     replicas: int
@@ -28,20 +28,21 @@ class Victim:
         return redis.Redis(port=self.wired.port)
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """Those whose title or name contains this."""
+        """Return the cluster's processes whose title or name contains this."""
         return self.wired.cluster.titled(title)
 
     def memory_bytes(self) -> int:
-        """What routers and replicas have to themselves."""
-        own = 0
+        """Return the unshared memory of all routers and replicas together."""
+        own_bytes = 0
         for process in self.processes("kvroute:Router") + self.processes("kvroute:Replica"):
             with suppress(psutil.Error):
-                own += process.memory_full_info().uss
-        return own
+                own_bytes += process.memory_full_info().uss
+        return own_bytes
 
     def any_of(self, title: str) -> psutil.Process:
+        """Return a random process with this title."""
         return self.rng.choice(self.processes(title))
 
 
-# Begins when the block is entered, and is over when it is left.
+# A fault begins when its context is entered, and ends when it is left.
 Fault = Callable[[Victim], AbstractAsyncContextManager[None]]

@@ -47,7 +47,7 @@ MUTATIONS = {
     "evictions": Mutation(
         "the index forgets what an engine has evicted",
         "replica/block_table.py",
-        "            changes.remove(announced)",
+        "            changes.remove(published)",
         "            pass",
     ),
     "continuation": Mutation(

@@ -1,4 +1,4 @@
-"""An audit finds what is wrong with the index as a number, and nothing where all is right."""
+"""An audit counts the differences in the index, and finds none if everything is correct."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 async def side(redis_url: str) -> AsyncIterator[Side]:
-    """It has worked and is in step."""
+    """Yield a side whose mirror has received all blocks of some requests."""
     side = Side(redis_url)
     await side.redis.flushall()
     await side.work(20)
@@ -29,14 +29,14 @@ async def side(redis_url: str) -> AsyncIterator[Side]:
     await side.close()
 
 
-async def test_no_drift_is_found_while_blocks_come_and_go(side: Side) -> None:
+async def test_there_is_no_drift_while_blocks_are_stored_and_evicted(side: Side) -> None:
     working = asyncio.create_task(side.work(300))
     while not working.done():
         assert await side.drift() == NO_DRIFT
     await working
 
 
-async def test_what_host_memory_has_is_audited_on_its_own_too(redis_url: str) -> None:
+async def test_blocks_in_host_memory_are_also_audited_separately(redis_url: str) -> None:
     side = Side(redis_url, host=TierFacts(150, 1, 1e9))
     await side.redis.flushall()
     await side.work(20)
@@ -46,13 +46,13 @@ async def test_what_host_memory_has_is_audited_on_its_own_too(redis_url: str) ->
         assert await side.drift() == NO_DRIFT
     await working
     known = len(side.table.in_host)
-    told = {"blocks": {"engine": known, "replica": known}, "drift": 0}
+    expected = {"blocks": {"engine": known, "replica": known}, "drift": 0}
     assert 100 < known <= 150
-    assert (await side.audited())["in_host"] == told
+    assert (await side.audited())["in_host"] == expected
     lost = [*side.table.in_host][:3]
     side.publisher.publish([BlockRemoved(lost, group=1)])
     report = await side.audited()
-    assert report["in_host"] == told | {
+    assert report["in_host"] == expected | {
         "blocks": {"engine": known, "replica": known - 3},
         "drift": 3,
     }
@@ -60,7 +60,7 @@ async def test_what_host_memory_has_is_audited_on_its_own_too(redis_url: str) ->
     await side.close()
 
 
-async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_heals(
+async def test_missing_and_additional_blocks_in_a_mirror_are_drift_and_are_repaired(
     side: Side,
 ) -> None:
     side.fleet.mirror.remove("a", side.table.held()[:3])
@@ -71,18 +71,18 @@ async def test_blocks_that_the_mirror_lacks_or_has_too_much_are_drift_and_it_hea
     assert side.audit.drift == {**NO_DRIFT, "mirror": 4}
 
 
-async def test_a_set_in_redis_that_is_not_what_was_announced_is_drift_and_heals(
+async def test_a_wrong_set_in_redis_is_drift_and_is_repaired(
     side: Side,
 ) -> None:
     key = side.index._blocks_key("a", side.publisher._writer_state.incarnation)
     await side.redis.spop(key)
-    await side.redis.sadd(key, b"surplus!")  # so that its size tells nothing
+    await side.redis.sadd(key, b"surplus!")  # the set's size does not show the difference
     assert (await side.ask("a")).index.drift == 2
     await until(lambda: side.publisher._is_registered)
     assert (await side.ask("a")).index.drift == 0
 
 
-async def test_events_that_were_lost_are_drift_until_the_engine_has_told_what_it_holds(
+async def test_lost_events_are_drift_until_the_engine_lists_its_blocks(
     side: Side,
 ) -> None:
     known = side.table.held()
@@ -92,7 +92,7 @@ async def test_events_that_were_lost_are_drift_until_the_engine_has_told_what_it
     assert await side.drift() == NO_DRIFT
 
 
-async def test_after_lost_events_what_is_gone_is_forgotten_unasked(side: Side) -> None:
+async def test_after_lost_events_evicted_blocks_are_removed_without_an_audit(side: Side) -> None:
     await side.engine.reset_prefix_cache()
     side.engine._events[:] = [EventsLost()]
     await until(lambda: len(side.table) == 0)
@@ -110,7 +110,7 @@ def report(**drift: int | None) -> dict[str, Any]:
     return {"id": "a", "blocks": blocks, "drift": {**NO_DRIFT, **drift}}
 
 
-def test_the_doctor_says_whose_account_is_wrong() -> None:
+def test_the_doctor_names_the_wrong_copy() -> None:
     assert checks.audit(report(), "r1").grade == "ok"
     assert "host" not in checks.audit(report(), "r1").finding
     assert "drift of 2 in Redis" in checks.audit(report(redis=2), "r1").finding

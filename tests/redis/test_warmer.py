@@ -1,4 +1,4 @@
-"""Replicas keep their share of the named prefixes warm: on a real Redis and simulated engines."""
+"""Replicas cache the named prefixes assigned to them, with a real Redis and simulated engines."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from kvroute.store.prefixes import Prefixes
 from tests.support.chunks import collected
 from tests.support.waiting import until
 
-SIZE = 32  # tokens in a block
+SIZE = 32  # number of tokens in a block
 INSTANT = SimulatedConfig(
     model="m",
     capacity_blocks=200,
@@ -36,8 +36,8 @@ INSTANT = SimulatedConfig(
     decode_step_s=0.0,
     decode_per_seq_s=0.0,
 )
-FLOOD = itertools.count(1_000_000, 1600)  # where prompts of 50 blocks begin and end
-PINNED_BLOCKS = 60  # what pins may take of the 200
+FLOOD = itertools.count(1_000_000, 1600)  # first token ids of prompts with 50 blocks
+PINNED_BLOCKS = 60  # number of the 200 blocks that pins may take
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def prefixes(empty_redis: Redis) -> Prefixes:
 
 
 class Replica:
-    """All of one but Ray Serve."""
+    """A replica without Ray Serve."""
 
     def __init__(self, redis: Any, id_: str = "a", config: SimulatedConfig = INSTANT) -> None:
         self.id = id_
@@ -63,8 +63,8 @@ class Replica:
             replica_id=id_,
             description=Description(self.engine.facts),
             load=self.engine.load,
-            pins=lambda: self.warmer.kept(),
-            lease_s=60.0,  # renewed by itself only long after what is tested
+            pins=lambda: self.warmer.cached(),
+            lease_s=60.0,  # so long that no renewal happens during a test
         )
         self.warmer = Warmer(
             self.engine,
@@ -94,7 +94,7 @@ class Replica:
     async def ask(
         self, token_ids: list[int], max_tokens: int = 1, *, scope: Scope | None = None
     ) -> int:
-        """The prompt tokens that came from the cache."""
+        """Run a request; return the number of prompt tokens that came from the cache."""
         request = GenerateRequest("r", np.array(token_ids, np.uint32), max_tokens=max_tokens)
         if scope:
             shared = scope.shared_tokens
@@ -109,8 +109,8 @@ async def declare(prefixes: Prefixes, id_: str, blocks: int = 10, **changes: Any
     return await prefixes.declare(id_, token_ids=token_ids, source={"prompt": id_}, **changes)
 
 
-async def until_told(replica: Replica, pins: dict[str, Warm]) -> None:
-    """Everybody can read of the replica that it keeps these."""
+async def until_record_has(replica: Replica, pins: dict[str, Warm]) -> None:
+    """Wait until the replica's record in Redis has these pins."""
     index = replica.warmer._index
     async with asyncio.timeout(5):
         while (record := await index.record(replica.id)) is None or record.pins != pins:
@@ -118,10 +118,10 @@ async def until_told(replica: Replica, pins: dict[str, Warm]) -> None:
 
 
 async def until_kept(replica: Replica, *names: str) -> None:
-    await until(lambda: set(replica.warmer.kept()) == set(names))
+    await until(lambda: set(replica.warmer.cached()) == set(names))
 
 
-async def test_what_is_declared_before_the_start_is_warm_after_it(prefixes: Prefixes) -> None:
+async def test_prefixes_declared_before_the_start_are_cached_after_it(prefixes: Prefixes) -> None:
     prefix = await declare(prefixes, "x")
     async with Replica(prefixes._redis).running("x") as replica:
         assert replica.engine.pins == {"x@1": 10}
@@ -132,21 +132,21 @@ async def test_a_start_waits_for_pinned_prefixes_only(prefixes: Prefixes) -> Non
     await declare(prefixes, "x")
     await declare(prefixes, "y", is_pinned=False)
     async with Replica(prefixes._redis).running() as replica:
-        assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=True)}
+        assert replica.warmer.cached() == {"x@1": Warm(10, is_pinned=True)}
         await until_kept(replica, "x@1", "y@1")
 
 
-async def test_a_start_does_not_wait_for_pinned_prefixes_for_ever(
+async def test_a_start_computes_pinned_prefixes_for_a_limited_time(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.START_S", 0.0)
+    monkeypatch.setattr("kvroute.replica.warmer.MAX_START_S", 0.0)
     await declare(prefixes, "x")
     async with Replica(prefixes._redis).running() as replica:
-        assert replica.warmer.kept() == {}
+        assert replica.warmer.cached() == {}
         await until_kept(replica, "x@1")
 
 
-async def test_a_start_waits_for_what_it_was_told_of_but_not_for_ever(
+async def test_a_start_waits_a_limited_time_for_the_prefixes_in_its_settings(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica = Replica(prefixes._redis)
@@ -155,36 +155,36 @@ async def test_a_start_waits_for_what_it_was_told_of_but_not_for_ever(
     assert not start.done()
     await declare(prefixes, "x")
     await start
-    assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=True)}
-    monkeypatch.setattr("kvroute.replica.warmer.DECLARED_S", 0.1)
+    assert replica.warmer.cached() == {"x@1": Warm(10, is_pinned=True)}
+    monkeypatch.setattr("kvroute.replica.warmer.MAX_DECLARATION_WAIT_S", 0.1)
     await replica.warmer.start(["x", "never"])
     await replica.engine.close()
 
 
-async def test_what_is_declared_later_is_warmed_told_and_let_go_when_dropped(
+async def test_a_prefix_declared_later_is_computed_reported_and_released_when_deleted(
     prefixes: Prefixes,
 ) -> None:
     async with Replica(prefixes._redis).running() as replica:
         prefix = await declare(prefixes, "x")
-        await until_told(replica, {"x@1": Warm(10, is_pinned=True)})
+        await until_record_has(replica, {"x@1": Warm(10, is_pinned=True)})
         assert await replica.cached_blocks(prefix) == 10
         await prefixes.drop("x")
-        await until_told(replica, {})
+        await until_record_has(replica, {})
         assert not replica.engine.pins
 
 
 def with_host(**changes: Any) -> SimulatedConfig:
-    """An engine with 400 blocks in host memory, of which pins may take 120."""
+    """Return the configuration of an engine with a host tier of 400 blocks; pins may take 120."""
     host = TierFacts(400, 1000, 1e9, pin_blocks=120)
     return dataclasses.replace(INSTANT, prefill_tokens_per_s=100_000.0, host=host, **changes)
 
 
-async def test_what_is_pinned_in_host_memory_comes_back_when_it_is_asked_for(
+async def test_a_prefix_pinned_in_host_memory_is_reloaded_on_request(
     prefixes: Prefixes,
 ) -> None:
     prefix = await declare(prefixes, "x", is_in_host=True)
     async with Replica(prefixes._redis, config=with_host()).running("x") as replica:
-        await until_told(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
+        await until_record_has(replica, {"x@1": Warm(10, is_pinned=True, is_in_host=True)})
         assert (replica.engine.pins, replica.engine.host_pins) == ({}, {"x@1": 10})
         table = replica.engine._pool.table(prefix.token_ids, Scope())
         while any(hash_ in replica.engine._pool._cache for hash_ in table.hashes):
@@ -192,17 +192,17 @@ async def test_what_is_pinned_in_host_memory_comes_back_when_it_is_asked_for(
         assert await replica.cached_blocks(prefix) == 10
         assert replica.engine.host_pins == {"x@1": 10}
         await prefixes.drop("x")
-        await until_told(replica, {})
+        await until_record_has(replica, {})
         assert replica.engine.host_pins == {}
 
 
-async def test_without_host_memory_a_pin_there_is_no_pin(prefixes: Prefixes) -> None:
+async def test_without_a_host_tier_a_host_pin_is_not_pinned(prefixes: Prefixes) -> None:
     await declare(prefixes, "x", is_in_host=True)
     async with Replica(prefixes._redis).running() as replica:
-        await until_told(replica, {"x@1": Warm(10, is_pinned=False)})
+        await until_record_has(replica, {"x@1": Warm(10, is_pinned=False)})
 
 
-async def test_what_expires_is_let_go(prefixes: Prefixes) -> None:
+async def test_an_expired_prefix_is_released(prefixes: Prefixes) -> None:
     async with Replica(prefixes._redis).running() as replica:
         await declare(prefixes, "x", expires_at_s=time.time() + 2.0)
         await until_kept(replica, "x@1")
@@ -220,7 +220,7 @@ async def test_an_old_version_stays_until_it_is_retired(prefixes: Prefixes) -> N
         await until(lambda: replica.engine.pins == {"x@2": 12})
 
 
-async def test_what_pins_have_no_room_for_is_warm_unpinned_until_they_have(
+async def test_a_prefix_above_the_limit_of_pins_is_cached_unpinned_until_it_fits(
     prefixes: Prefixes,
 ) -> None:
     async with Replica(prefixes._redis).running() as replica:
@@ -228,30 +228,30 @@ async def test_what_pins_have_no_room_for_is_warm_unpinned_until_they_have(
         await declare(prefixes, "x", blocks=40)
         prefix = await declare(prefixes, "y", blocks=21)
         await until_kept(replica, "x@1", "y@1")
-        assert replica.warmer.kept()["y@1"] == Warm(21, is_pinned=False)
+        assert replica.warmer.cached()["y@1"] == Warm(21, is_pinned=False)
         assert await replica.cached_blocks(prefix) == 21
         await prefixes.drop("x")
         await until(lambda: replica.engine.pins == {"y@1": 21})
 
 
-async def test_what_is_not_to_be_pinned_is_warm_and_can_be_evicted(prefixes: Prefixes) -> None:
+async def test_an_unpinned_prefix_is_cached_and_can_be_evicted(prefixes: Prefixes) -> None:
     prefix = await declare(prefixes, "x", is_pinned=False)
     async with Replica(prefixes._redis).running() as replica:
         await until_kept(replica, "x@1")
-        assert replica.warmer.kept() == {"x@1": Warm(10, is_pinned=False)}
+        assert replica.warmer.cached() == {"x@1": Warm(10, is_pinned=False)}
         assert await replica.cached_blocks(prefix) == 10
         for n in range(8):
             await replica.ask(list(range(n * 2000, (n + 1) * 2000)))
         assert await replica.cached_blocks(prefix) == 0
 
 
-async def test_less_than_a_block_is_warm_with_nothing_to_keep(prefixes: Prefixes) -> None:
+async def test_a_prefix_shorter_than_a_block_is_cached_with_no_blocks(prefixes: Prefixes) -> None:
     await declare(prefixes, "x", blocks=0)
     async with Replica(prefixes._redis).running() as replica:
-        assert replica.warmer.kept() == {"x@1": Warm(0, is_pinned=True)}
+        assert replica.warmer.cached() == {"x@1": Warm(0, is_pinned=True)}
 
 
-async def test_a_prefix_that_the_engine_refuses_keeps_no_replica_from_serving(
+async def test_a_prefix_that_the_engine_rejects_does_not_stop_the_replica(
     prefixes: Prefixes, caplog: pytest.LogCaptureFixture
 ) -> None:
     await declare(prefixes, "long", blocks=64, is_pinned=False)
@@ -263,16 +263,16 @@ async def test_a_prefix_that_the_engine_refuses_keeps_no_replica_from_serving(
     async with Replica(prefixes._redis).running() as replica:
         await until(refusals)
         await asyncio.sleep(0.1)
-        assert set(replica.warmer.kept()) == {"x@1"}
+        assert set(replica.warmer.cached()) == {"x@1"}
         assert refusals() == 1
 
 
-async def test_where_nothing_is_cached_nothing_is_warm(prefixes: Prefixes) -> None:
+async def test_without_prefix_caching_no_prefix_is_computed(prefixes: Prefixes) -> None:
     await declare(prefixes, "x")
     config = dataclasses.replace(INSTANT, prefix_caching=False)
     async with Replica(prefixes._redis, config=config).running("x") as replica:
         assert replica.engine.facts.pin_blocks == 0
-        assert replica.warmer.kept() == {}
+        assert replica.warmer.cached() == {}
 
 
 async def test_a_cleared_cache_is_warmed_again(prefixes: Prefixes) -> None:
@@ -283,7 +283,7 @@ async def test_a_cleared_cache_is_warmed_again(prefixes: Prefixes) -> None:
         assert await replica.cached_blocks(prefix) == 10
 
 
-async def test_a_redis_that_came_back_empty_takes_nothing_away(prefixes: Prefixes) -> None:
+async def test_an_empty_redis_releases_no_prefix(prefixes: Prefixes) -> None:
     await declare(prefixes, "x")
     async with Replica(prefixes._redis).running() as replica:
         known = await prefixes.all()
@@ -295,7 +295,9 @@ async def test_a_redis_that_came_back_empty_takes_nothing_away(prefixes: Prefixe
         assert replica.engine.pins == {"x@1": 10}
 
 
-async def test_a_name_that_came_to_mean_another_text_is_warmed_anew(prefixes: Prefixes) -> None:
+async def test_a_name_that_is_declared_with_other_tokens_is_computed_again(
+    prefixes: Prefixes,
+) -> None:
     await declare(prefixes, "x")
     async with Replica(prefixes._redis).running() as replica:
         await prefixes._redis.flushall()
@@ -303,7 +305,7 @@ async def test_a_name_that_came_to_mean_another_text_is_warmed_anew(prefixes: Pr
         await until(lambda: replica.engine.pins == {"x@1": 12})
 
 
-async def test_a_tenants_prefix_is_warm_behind_what_it_shares_with_all(
+async def test_a_tenants_prefix_uses_the_blocks_that_all_tenants_share(
     prefixes: Prefixes,
 ) -> None:
     long = await declare(prefixes, "long", 10, tenant="t", namespace="salt")
@@ -314,11 +316,11 @@ async def test_a_tenants_prefix_is_warm_behind_what_it_shares_with_all(
         await prefixes.declare("start", token_ids=start, source={"prompt": "s"}, is_shared=True)
         await until_kept(replica, "long@1", "start@1")
         scope = Scope("", "salt", 4 * SIZE)
-        await until(lambda: replica.warmer._kept["long@1"].shared_tokens == 4 * SIZE)
+        await until(lambda: replica.warmer._cached["long@1"].shared_tokens == 4 * SIZE)
         assert await replica.cached_blocks(long, scope) == 10
 
 
-async def test_a_replica_keeps_its_share_and_moves_it_without_a_gap(prefixes: Prefixes) -> None:
+async def test_replicas_divide_prefixes_and_reassign_them_without_a_gap(prefixes: Prefixes) -> None:
     ids = ["a", "b"]
     prefix = await declare(prefixes, "x", replicas=1)
     home, other = sorted(ids, key=lambda id_: assigned(prefix, ids) != [id_])
@@ -328,12 +330,12 @@ async def test_a_replica_keeps_its_share_and_moves_it_without_a_gap(prefixes: Pr
         publisher = asyncio.create_task(second.publisher.run())
         await until_known(prefixes, home)
         await asyncio.sleep(0.1)
-        assert first.engine.pins == {"x@1": 10}  # the other has it not yet
+        assert first.engine.pins == {"x@1": 10}  # the other replica has not computed it yet
         publisher.cancel()
         async with second.running():
             await until(lambda: not first.engine.pins)
             assert second.engine.pins == {"x@1": 10}
-        await until(lambda: first.engine.pins == {"x@1": 10})  # alone again
+        await until(lambda: first.engine.pins == {"x@1": 10})  # it is the only replica again
 
 
 async def until_known(prefixes: Prefixes, replica_id: str) -> None:
@@ -346,19 +348,19 @@ async def until_known(prefixes: Prefixes, replica_id: str) -> None:
 async def test_a_replica_that_serves_computes_slices_of_a_few_hundred_tokens(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.SLICE_S", 60.0)
+    monkeypatch.setattr("kvroute.replica.warmer.MAX_SLICE_S", 60.0)
     assert 128 < await largest_slice(prefixes, prefill_tokens_per_s=100_000.0) <= 256 + 1
 
 
 async def test_a_slow_replica_computes_small_slices(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.SLICE_S", 0.0)
+    monkeypatch.setattr("kvroute.replica.warmer.MAX_SLICE_S", 0.0)
     assert 0 < await largest_slice(prefixes, prefill_tokens_per_s=100_000.0) <= 64 + 1
 
 
 async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> int:
-    """The most tokens that were computed at once while an answer was under way."""
+    """Return the maximum number of tokens of a slice while an answer was running."""
     config = dataclasses.replace(
         INSTANT, prefill_tokens_per_s=prefill_tokens_per_s, decode_step_s=0.001, max_model_len=4096
     )
@@ -366,8 +368,8 @@ async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> i
         stream = asyncio.create_task(replica.ask([1, 2, 3], max_tokens=4000))
         await declare(prefixes, "x", blocks=40)
         largest = 0
-        while "x@1" not in replica.warmer.kept():
-            largest = max([largest, *warming_tokens(replica.engine)])
+        while "x@1" not in replica.warmer.cached():
+            largest = max([largest, *computed_tokens(replica.engine)])
             await asyncio.sleep(0)
         assert not stream.done()
         assert replica.engine.pins == {"x@1": 40}
@@ -376,8 +378,8 @@ async def largest_slice(prefixes: Prefixes, *, prefill_tokens_per_s: float) -> i
         return largest
 
 
-def warming_tokens(engine: SimulatedEngine) -> list[int]:
-    """Of each request that warms a prefix: tokens that did not come from the cache."""
+def computed_tokens(engine: SimulatedEngine) -> list[int]:
+    """Return, for each request that computes a prefix, the tokens that were not cached."""
     return [
         len(choice.job.request.token_ids) - (choice.job.cached_tokens or 0)
         for choice in engine._scheduler.running

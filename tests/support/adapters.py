@@ -1,4 +1,4 @@
-"""LoRA adapters for the built-in model, of random weights: small, and not of its opinion."""
+"""Small LoRA adapters for the built-in model. Random weights make the model answer differently."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 
 MODULES = ("q_proj", "v_proj")
-STRENGTH = 1.0  # enough to change what the model says
+STRENGTH = 1.0  # factor for the weights; large enough to change the model's answers
 
 
 def write_adapter(
@@ -22,9 +22,15 @@ def write_adapter(
     width: int | None = None,
     strength: float = STRENGTH,
 ) -> Path:
-    """The folder, with an adapter in it as PEFT writes one; each seed has its own weights.
+    """Write an adapter into a folder in PEFT's format, and return the folder.
 
-    layers, width: of a model with the first ones only, where it takes more strength to be heard.
+    Args:
+        folder: The folder, which is created.
+        seed: The seed of the weights.
+        rank: The adapter's rank.
+        layers: The number of layers of the model; None: those of the built-in model.
+        width: The model's hidden size; None: that of the built-in model.
+        strength: A factor for the weights. A smaller model needs a larger one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}

@@ -1,4 +1,4 @@
-"""Completions as routers ask replicas for them, and what is in the chunks that come."""
+"""Completion requests as routers send them to replicas, and the content of the chunks."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def completion(path: str = COMPLETIONS, **fields: Any) -> HttpCall:
-    """A greedy and streamed one, unless the fields say otherwise."""
+    """Return a completion call. It is greedy and streamed unless the fields say otherwise."""
     own = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
     body = {**own, "temperature": 0, "ignore_eos": True, "stream": True, **fields}
     return HttpCall(path, json.dumps(body).encode(), 1.0)
@@ -31,13 +31,13 @@ def status_of(chunks: Sequence[Chunk]) -> int:
 
 
 def events_of(chunks: Sequence[Chunk]) -> list[Any]:
-    """The events of a stream, without its end."""
+    """Return the events of a stream, without [DONE]."""
     lines = data_of(chunks).decode().split("\n\n")
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
 def choices_of(chunks: Sequence[Chunk], index: int = 0) -> list[Any]:
-    """This choice in each event."""
+    """Return the choice with this index from each event."""
     return [
         choice
         for event in events_of(chunks)
@@ -51,14 +51,14 @@ def text_of(chunks: Sequence[Chunk], index: int = 0) -> str:
 
 
 def end_of(chunks: Sequence[Chunk], index: int = 0) -> str:
-    """Its finish reason."""
+    """Return the finish reason of a choice."""
     (reason,) = filter(None, (choice["finish_reason"] for choice in choices_of(chunks, index)))
     return str(reason)
 
 
 def logprobs_of(chunks: Sequence[Chunk], index: int = 0) -> list[tuple[str, dict[str, float]]]:
-    """The text of each token, and its alternatives."""
-    found = [choice["logprobs"] for choice in choices_of(chunks, index) if choice["logprobs"]]
+    """Return the text of each token, and its alternatives."""
+    logprobs = [choice["logprobs"] for choice in choices_of(chunks, index) if choice["logprobs"]]
     return [
-        pair for each in found for pair in zip(each["tokens"], each["top_logprobs"], strict=True)
+        pair for part in logprobs for pair in zip(part["tokens"], part["top_logprobs"], strict=True)
     ]

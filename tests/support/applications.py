@@ -1,4 +1,4 @@
-"""Requests to vLLM's HTTP application in an engine, as routers send them."""
+"""Requests to an engine's HTTP application, as routers send them."""
 
 import json
 import re
@@ -17,7 +17,7 @@ CREATED = 1_700_000_000.25
 
 
 def request_of(path: str, body: Body | bytes, ids: TokenIds = NO_TOKENS) -> GenerateRequest:
-    """Without token ids the replica renders the prompt."""
+    """Return a request. Without token ids, the replica renders the prompt."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     call = HttpCall(path, raw, CREATED, is_rendered=len(ids) > 0)
     return GenerateRequest("id-1", ids, call=call)
@@ -43,8 +43,11 @@ async def chunks_of(running: Running, request: GenerateRequest, most: int = 1000
 async def goes_on(
     running: Running, request: GenerateRequest, undisturbed: list[Chunk], *, cut: int
 ) -> bool:
-    """Checks that the response is the same if it is cut after so many chunks. False: it says that
-    it cannot go on there, and the client has nothing of it yet."""
+    """Check that a response continues correctly if it is cut after `cut` chunks.
+
+    Returns False if the response cannot be continued there. In this case, the client must not have
+    received anything yet.
+    """
     begun = await chunks_of(running, request, most=cut)
     if not can_continue(begun):
         assert not data_of(begun)

@@ -1,4 +1,4 @@
-"""Clients that listen while something happens to the cluster."""
+"""Clients that read streams while a test changes the cluster."""
 
 import asyncio
 import time
@@ -12,8 +12,8 @@ CLIENTS = 50
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What one client got."""
+class Received:
+    """The answer that one client received."""
 
     text: str
     finish_reason: str | None
@@ -22,39 +22,43 @@ class Heard:
 
 
 class Audience:
-    """Clients that stream all at once, each an answer of its own of so many tokens."""
+    """Clients that read streams at the same time. Each client gets a different answer."""
 
     def __init__(
         self, client: AsyncOpenAI, words: int, *, clients: int = CLIENTS, tokens: int = 60
     ) -> None:
-        self.pieces = [0] * clients  # heard so far
-        self.replicas = [""] * clients  # that began the answers
-        self.longest_pause_s = 0.0  # that any of them heard nothing
+        self.pieces = [0] * clients  # for each client, number of events received so far
+        self.replicas = [""] * clients  # for each client, the replica that began its answer
+        self.longest_pause_s = 0.0  # longest time without an event for any client
         self._client = client
         self._numbers = range(clients)
         self._words = words
         self._tokens = tokens
 
-    async def listen(self) -> list[Heard]:
+    async def listen(self) -> list[Received]:
+        """Read one answer with each client; return the answers."""
         return await asyncio.gather(*map(self._listen, self._numbers))
 
-    async def listen_to_what_comes(self) -> list[Heard | BaseException]:
-        """The same, with an error for each answer that breaks."""
+    async def listen_to_what_comes(self) -> list[Received | BaseException]:
+        """Like `listen`, but return the error in place of each answer that fails."""
         listening = map(self._listen, self._numbers)
         return await asyncio.gather(*listening, return_exceptions=True)
 
-    async def listen_until(self, over: asyncio.Event) -> list[list[Heard]]:
-        """Each client asks for the same answer again and again, and hears the last one out."""
+    async def listen_until(self, over: asyncio.Event) -> list[list[Received]]:
+        """Read the same answer again and again with each client, until `over` is set.
 
-        async def listen(number: int) -> list[Heard]:
-            heard = []
+        The last answers are read to their ends.
+        """
+
+        async def listen(number: int) -> list[Received]:
+            answers = []
             while not over.is_set():
-                heard.append(await self._listen(number))
-            return heard
+                answers.append(await self._listen(number))
+            return answers
 
         return await asyncio.gather(*map(listen, self._numbers))
 
-    async def _listen(self, number: int) -> Heard:
+    async def _listen(self, number: int) -> Received:
         last_s = time.monotonic()
         stream = await self._client.chat.completions.create(
             model=BUILTIN_MODEL,
@@ -75,4 +79,4 @@ class Audience:
                 reason = choice.finish_reason
                 self.pieces[number] += bool(choice.delta.content)
         assert event.usage is not None
-        return Heard(text, reason, event.usage.prompt_tokens, event.usage.completion_tokens)
+        return Received(text, reason, event.usage.prompt_tokens, event.usage.completion_tokens)

@@ -1,7 +1,8 @@
-"""A minimal Debian in a folder, as a newcomer's machine: Python 3.11 and make, and nothing else.
+"""A minimal Debian in a folder, like a new user's machine: it only has Python 3.11 and make.
 
-`debootstrap` makes it. Commands run in it by chroot, in mount and process namespaces of their own,
-so that nothing of them stays mounted or running. It uses this machine's network and pip's settings.
+`debootstrap` creates it. Commands run in it with chroot. They have their own mount and process
+namespaces, so that they leave no mounts and no processes behind. The machine uses the network and
+pip's settings of the real machine.
 """
 
 import os
@@ -14,11 +15,12 @@ from pathlib import Path
 
 from tests.support.repository import ROOT
 
-INCLUDED = "python3,make"  # bookworm's python3 is 3.11
-CHECKOUT = "/root/kvroute"  # in the machine
-SHM_MB = 2048
-QUOTE = "'"  # around the values that pip lists
-# Arguments: the machine's folder, folders of this machine to show in it, then the command.
+INCLUDED = "python3,make"  # additional packages; python3 of bookworm is 3.11
+CHECKOUT = "/root/kvroute"  # path of the checkout in the machine
+SHM_MB = 2048  # size of /dev/shm
+QUOTE = "'"  # quotation mark around values in the output of `pip config list`
+# A shell script. Arguments: the machine's folder, folders of the real machine to mount in it, and
+# the command.
 _ENTER = f"""
 root=$1; shown=$2; shift 2
 mount --bind /dev "$root/dev"
@@ -41,10 +43,10 @@ class BareMachine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.folders: list[str] = []  # of this machine, which it sees
+        self.folders: list[str] = []  # folders of the real machine that are mounted in it
 
     def install(self) -> None:
-        """Make the machine; takes a minute."""
+        """Create the machine. This takes a minute."""
         _run("debootstrap", "--variant=minbase", f"--include={INCLUDED}", "bookworm", self.folder)
         for name in ("resolv.conf", "hosts"):
             shutil.copy(Path("/etc", name), self.folder / "etc" / name)
@@ -53,7 +55,7 @@ class BareMachine:
 
     @contextmanager
     def running(self, command: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a command of the README in the checkout; kill what is left of it at the end."""
+        """Run a command in the checkout; kill its remaining processes at the end."""
         enter = ["sh", "-ec", _ENTER, "sh", str(self.folder), " ".join(self.folders)]
         shell = ["/bin/sh", "-c", f"cd {CHECKOUT} && {command}"]
         with (
@@ -64,7 +66,7 @@ class BareMachine:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # as a terminal's foreground group, for a Ctrl-C
+                start_new_session=True,  # a process group, to which a test can send Ctrl-C
             ) as process,
         ):
             try:
@@ -73,7 +75,7 @@ class BareMachine:
                 process.kill()
 
     def _copy_pip_settings(self) -> None:
-        """Give pip there the settings that it has here, and show it what they name."""
+        """Copy pip's settings, and make the files and folders in them visible in the machine."""
         pip = (sys.executable, "-m", "pip", "config", "list")
         listed = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
         settings = (line.split("=", 1) for line in listed.splitlines())
@@ -82,11 +84,11 @@ class BareMachine:
         (self.folder / "etc" / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
 
     def _shown(self, word: str) -> str:
-        """Make a file or folder visible there; return the path that it has there."""
+        """Make a file or folder visible in the machine, and return its path there."""
         path = Path(word.removeprefix("file://"))
         if not path.is_absolute() or not path.exists():
             return word
-        if path.is_file():  # not at its own path, which may belong to a package
+        if path.is_file():  # its own path may belong to a package in the machine
             copy = Path("etc", f"pip-{path.name}")
             shutil.copy(path, self.folder / copy)
             return f"/{copy}"
@@ -97,7 +99,7 @@ class BareMachine:
         return word
 
     def _copy_checkout(self) -> None:
-        """Copy the files that git knows or would add, links as links."""
+        """Copy all files that git tracks or would add. Links stay links."""
         git = ("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
         listed = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         names = listed.split("\0")

@@ -1,4 +1,4 @@
-"""Bodies that clients send, valid and not, of every route and kind that vLLM answers."""
+"""Valid and invalid bodies of requests, for every route that vLLM answers."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 STRICT = {"type": "function", "function": {**FUNCTION, "strict": True}}
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 CALLED = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-# How many calls `required` brings is the model's choice; this text always has two.
+# A text with two calls. With tool_choice `required`, the model chooses the number of calls.
 CALLED_TWICE = '<tool_call>{"name": "f", "arguments": {"a": 1, "b": 2}}</tool_call>' * 2
 GRAMMAR = 'root ::= "SELECT " column " FROM t;"\ncolumn ::= "a" | "b, " column\n'
 HISTORY = [
@@ -61,7 +61,7 @@ SCHEMA = {
 }
 NONSENSE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
 
-# What can be cut anywhere and goes on elsewhere.
+# Chats whose responses another engine can continue, wherever they are cut.
 CONTINUED: dict[str, Body] = {
     "plain": {},
     "named tool": {"tools": [STRICT], "tool_choice": NAMED},
@@ -78,7 +78,7 @@ CONTINUED: dict[str, Body] = {
     "no end": {"ignore_eos": True},
 }
 
-# The same on other routes.
+# Requests to other routes whose responses can be continued, too.
 OTHERS: dict[str, Body] = {
     COMPLETIONS: {"prompt": "One, two,", "max_tokens": 14, "logprobs": 2},
     RESPONSES: {"input": "Say hi", "max_output_tokens": 14},
@@ -90,7 +90,7 @@ OTHERS: dict[str, Body] = {
     },
 }
 
-# Of many outputs, also where an output has several tokens.
+# Requests whose responses have many outputs, even if an output has several tokens.
 TEXT = {
     "type": "object",
     "properties": {"text": {"type": "string", "minLength": 400, "maxLength": 400}},
@@ -120,7 +120,8 @@ MANY_OUTPUTS: dict[str, tuple[str, Body]] = {
     ),
 }
 
-# A call of each route, and what it says of its conversation, of which vLLM knows little.
+# For each route, a body, and the same body with fields about its conversation that vLLM may not
+# know.
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 MARKED = [{"role": "user", "content": [{"type": "text", "text": "Say hi", **MARK}]}]
 UNMARKED = [{"role": "user", "content": [{"type": "text", "text": "Say hi"}]}]
@@ -162,7 +163,7 @@ _ANY: list[Body] = [
     {"add_special_tokens": False},
     {"cache_salt": "mine"},
     {"user": "somebody", "unknown_field": 1},
-    # refused
+    # rejected:
     {"temperature": "hot"},
     {"temperature": -1},
     {"top_p": 0},
@@ -191,7 +192,7 @@ _CHATS: list[Body] = [
     {"max_completion_tokens": 3},
     {"echo": True},
     {"messages": [*ASK, {"role": "assistant", "content": "It"}], "add_generation_prompt": False},
-    # refused
+    # rejected:
     {"messages": []},
     {"messages": "hi"},
     {"messages": [{"role": "user"}]},
@@ -211,7 +212,7 @@ _COMPLETIONS: list[Body] = [
     {"prompt": ["only one"]},
     {"max_tokens": 3},
     {"response_format": SCHEMA, "max_tokens": 24},
-    # refused
+    # rejected:
     {"prompt": None},
     {"prompt": ""},
     {"prompt": []},
@@ -227,7 +228,7 @@ _RESPONSES: list[Body] = [
     {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "auto"},
     {"text": {"format": {"type": "json_schema", **SCHEMA["json_schema"]}}},  # type: ignore[dict-item]
     {"metadata": {"a": "b"}, "store": False},
-    # refused
+    # rejected:
     {"input": 5},
     {"temperature": "hot"},
     {"previous_response_id": "resp_unknown"},
@@ -243,7 +244,7 @@ _MESSAGES: list[Body] = [
         "tool_choice": {"type": "tool", "name": "get_weather"},
         "max_tokens": 24,
     },
-    # refused
+    # rejected:
     {"max_tokens": None},
     {"messages": []},
     {"messages": "hi"},
@@ -252,7 +253,7 @@ _MESSAGES: list[Body] = [
 
 
 def calls(model: str) -> Iterator[tuple[str, Body]]:
-    """Path and body of each, streamed and whole."""
+    """Yield the path and body of all requests, each with and without streaming."""
     own: list[tuple[str, Body, list[Body]]] = [
         (CHATS, {"messages": ASK, "max_tokens": 8}, [*_CHATS, *_ANY]),
         (COMPLETIONS, {"prompt": "One, two,", "max_tokens": 6}, [*_COMPLETIONS, *_ANY]),
@@ -266,17 +267,17 @@ def calls(model: str) -> Iterator[tuple[str, Body]]:
 
 
 def comparable(data: bytes | str) -> str:
-    """Without what is drawn, dated, or depends on the cache."""
+    """Remove random ids, times, and numbers that depend on the cache."""
     text = data if isinstance(data, str) else data.decode()
     text = re.sub(r'"(created|created_at|completed_at)":\s?[\d.]+', r'"\1":0', text)
     text = re.sub(r"\b(chatcmpl-tool|call_|msg_|resp_|rs_|fc_|chatcmpl|cmpl)[-\w]+", r"\1", text)
     text = re.sub(r'"signature":"\w+"', '"signature":""', text)
-    text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.0", text)  # cached or not, sums differ in digits
+    text = re.sub(r"-?\d+\.\d{3,}(e-?\d+)?", "0.0", text)  # the last digits depend on the cache
     return re.sub(r'"(\w*cached_tokens|\w*cache_\w+)":\s?(\d+|null)', r'"\1":0', text)
 
 
 def texts(data: bytes) -> list[str]:
-    """All that the model has said."""
+    """Return all texts that the model has generated."""
     return [text for text in _TEXT.findall(data.decode()) if text]
 
 

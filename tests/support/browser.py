@@ -1,4 +1,4 @@
-"""A page in headless Chromium, driven over its DevTools protocol."""
+"""A page in headless Chromium, controlled through the DevTools protocol."""
 
 import json
 import os
@@ -18,30 +18,30 @@ from tests.support.untested import find
 
 CHROMIUM = find("chromium")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-START_S = 60.0
-WAIT_S = 30.0
+START_S = 60.0  # seconds that the browser has to start
+WAIT_S = 30.0  # timeout of `call` and `wait_for` in seconds
 
 
 class Page:
-    """What a person would see, and what the console says meanwhile."""
+    """A page of a browser, and the errors in its console."""
 
     def __init__(self, connection: ClientConnection) -> None:
-        self.errors: list[str] = []  # exceptions, errors in the console, and what could not be had
+        self.errors: list[str] = []  # exceptions, console errors, and failed downloads
         self._connection = connection
         self._calls = 0
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> Any:
-        """One command of the protocol and its result."""
+        """Send a command of the protocol, and return its result."""
         self._calls += 1
         self._connection.send(json.dumps({"id": self._calls, "method": method, "params": params}))
         while True:
-            said = json.loads(self._connection.recv(timeout=WAIT_S))
-            if said.get("id") == self._calls:
-                assert "error" not in said, said
-                return said["result"]
-            self._note(said)
+            message = json.loads(self._connection.recv(timeout=WAIT_S))
+            if message.get("id") == self._calls:
+                assert "error" not in message, message
+                return message["result"]
+            self._record_error(message)
 
     def open(self, url: str, *, width: int, height: int = 900) -> None:
         self.call(
@@ -54,20 +54,20 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def tell(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        """Return the value of a JavaScript expression."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Fails when it does not become true."""
+        """Wait until a JavaScript expression is true. Fails after WAIT_S."""
         deadline = time.monotonic() + WAIT_S
         while not self.tell(expression):
             assert time.monotonic() < deadline, f"never true: {expression}\n{self.errors}"
             time.sleep(0.1)
 
-    def _note(self, said: dict[str, Any]) -> None:
-        method, params = said["method"], said["params"]
+    def _record_error(self, message: dict[str, Any]) -> None:
+        method, params = message["method"], message["params"]
         is_error = method == "Runtime.exceptionThrown" or "error" in (
             params.get("type"),
             params.get("entry", {}).get("level"),
@@ -78,7 +78,7 @@ class Page:
 
 @contextmanager
 def page() -> Iterator[Page]:
-    """An empty page of a browser of its own, which ends with the block."""
+    """Open an empty page in a new browser, which ends with the context."""
     assert CHROMIUM is not None
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
@@ -100,7 +100,7 @@ def page() -> Iterator[Page]:
 
 
 def _tab(folder: Path) -> str:
-    """The address at which the browser's first page is driven."""
+    """Return the WebSocket address of the browser's first page."""
     file, deadline = folder / "DevToolsActivePort", time.monotonic() + START_S
     while not (file.exists() and file.read_text().count("\n")):
         assert time.monotonic() < deadline, "chromium does not start"

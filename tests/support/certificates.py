@@ -13,7 +13,7 @@ NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvroute's tests")])
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """PEM files of one for 127.0.0.1, which it signs itself, and of its key."""
+    """Write a self-signed certificate for 127.0.0.1 and its key as PEM files; return the paths."""
     folder.mkdir(exist_ok=True)
     cert, key = folder / "cert.pem", folder / "key.pem"
     secret, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""Bodies of chats, one for each way that a chat's rendering can go, and any of text and tools."""
+"""Bodies of chats: one for each case of rendering a chat, and random bodies (BODIES)."""
 
 import json
 from typing import Any
@@ -460,8 +460,9 @@ CASES: dict[str, Body] = {
     "messages missing": {},
 }
 
-LEFT = "left to a replica"
-# Those that vLLM renders and the router leaves to a replica. What vLLM refuses is not listed.
+LEFT = "left to a replica"  # result for a body that the router leaves to a replica
+# Names of the cases that vLLM renders, but that the router leaves to a replica. Cases that vLLM
+# rejects are not listed.
 ONLY_REPLICAS = {
     "developer's tools",
     "developer's tools, unordered",

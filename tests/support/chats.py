@@ -1,4 +1,4 @@
-"""Chats that go on and on, and what each turn found in a cache."""
+"""Chats that continue until a test ends, and the cache hits of each turn."""
 
 import asyncio
 import contextlib
@@ -15,21 +15,23 @@ from openai import APIError, AsyncOpenAI
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.workloads import BLOCK, WORDS
 
-TURNS = 8  # then a new chat begins
-TURN_WORDS = 150
-THINK_S = 0.3
+TURNS = 8  # number of turns of a chat; then a new chat begins
+TURN_WORDS = 150  # number of words of a user's message
+THINK_S = 0.3  # mean seconds between an answer and the next turn
 
 
 @dataclass(frozen=True)
 class Turn:
-    at_s: float  # when it was sent, on the monotonic clock
-    ttft_s: float
-    reusable_tokens: int  # of full blocks in what the chat had sent before
+    """The measurements of one turn."""
+
+    at_s: float  # monotonic time at which it was sent
+    ttft_s: float  # time to first token
+    reusable_tokens: int  # tokens in full blocks that the chat's earlier turns had sent
     cached_tokens: int
 
 
 class Chats:
-    """`count` of them at any time; each turn waits for the answer to the one before."""
+    """`count` chats at the same time. Each turn is sent after the answer to the turn before it."""
 
     def __init__(self, client: AsyncOpenAI, count: int, *, think_s: float = THINK_S) -> None:
         self.turns: list[Turn] = []
@@ -41,7 +43,7 @@ class Chats:
 
     @contextlib.asynccontextmanager
     async def going_on(self) -> AsyncIterator[None]:
-        """Until the block ends, and all are answered."""
+        """Run the chats until the context ends, then wait for the last answers."""
         async with asyncio.TaskGroup() as group:
             for seed in range(self._count):
                 group.create_task(self._chat(random.Random(seed)))
@@ -57,7 +59,7 @@ class Chats:
                 messages.append({"role": "user", "content": f"{rng.random()} {text}"})
                 try:
                     answer, sent_tokens = await self._turn(messages, sent_tokens)
-                except (APIError, httpx.HTTPError) as error:  # the latter in the midst of an answer
+                except (APIError, httpx.HTTPError) as error:  # httpx.HTTPError: during an answer
                     self.failures.append(error)
                     break
                 messages.append({"role": "assistant", "content": answer})
@@ -66,8 +68,8 @@ class Chats:
                     return
 
     async def _turn(self, messages: list[Any], sent_tokens: int) -> tuple[str, int]:
-        """The answer, and the tokens in the prompt."""
-        begun_s = time.monotonic()
+        """Send a turn; return the answer, and the number of tokens of the prompt."""
+        sent_s = time.monotonic()
         stream = await self._client.chat.completions.create(
             model=BUILTIN_MODEL,
             messages=messages,
@@ -78,20 +80,20 @@ class Chats:
         )
         answer, ttft_s = "", None
         async for event in stream:
-            ttft_s = ttft_s or time.monotonic() - begun_s
+            ttft_s = ttft_s or time.monotonic() - sent_s
             answer += "".join(choice.delta.content or "" for choice in event.choices)
         assert event.usage is not None
         assert event.usage.prompt_tokens_details is not None
         assert ttft_s is not None
         reusable = sent_tokens // BLOCK * BLOCK
         cached = event.usage.prompt_tokens_details.cached_tokens or 0
-        self.turns.append(Turn(begun_s, ttft_s, reusable, min(cached, reusable)))
+        self.turns.append(Turn(sent_s, ttft_s, reusable, min(cached, reusable)))
         return answer, event.usage.prompt_tokens
 
 
 def hit_share(turns: Sequence[Turn]) -> float:
-    """Of what the chats had sent before."""
-    return sum(t.cached_tokens for t in turns) / sum(t.reusable_tokens for t in turns)
+    """Return the share of the reusable tokens that were cached."""
+    return sum(turn.cached_tokens for turn in turns) / sum(turn.reusable_tokens for turn in turns)
 
 
 def median_ttft_s(turns: Sequence[Turn]) -> float:

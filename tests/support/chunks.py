@@ -1,4 +1,4 @@
-"""Chunks of a request as a stream, and the other way round."""
+"""Converts between an engine's `generate` and an asynchronous stream of chunks."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -14,7 +14,7 @@ async def collected(generate: Generate, request: GenerateRequest) -> list[Chunk]
 
 
 async def streamed(generate: Generate, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    """What it emits, as it comes. Closing the generator aborts the request."""
+    """Yield the chunks that `generate` emits. Closing the generator aborts the request."""
     chunks = asyncio.Queue[Chunk | None]()
     task = asyncio.ensure_future(generate(request, chunks.put_nowait))
     task.add_done_callback(lambda _: chunks.put_nowait(None))

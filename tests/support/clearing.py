@@ -1,4 +1,4 @@
-"""Empties the cache of one replica of a cluster, as an engine does that is told to."""
+"""Clears the cache of one replica in a running cluster."""
 
 import contextlib
 import time
@@ -13,7 +13,10 @@ from tests.support.serving import Cluster
 
 @contextlib.contextmanager
 def cache_clearer(cluster: Cluster) -> Iterator[Callable[[str], None]]:
-    """Takes a replica's id. This process is one of the cluster's Ray drivers meanwhile."""
+    """Yield a function that clears the cache of the replica with this id.
+
+    This process is a driver of the cluster's Ray until the context ends.
+    """
     import ray
 
     address = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["ray_address"]
@@ -24,14 +27,16 @@ def cache_clearer(cluster: Cluster) -> Iterator[Callable[[str], None]]:
             (actor,) = (actor for actor in actors if actor["name"].endswith(replica_id))
             handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
             while ray.get(handle.__ray_call__.remote(_clearing()), timeout=10):
-                time.sleep(0.01)  # it was not idle just then
+                time.sleep(0.01)  # the replica was not idle
 
         yield clear
 
 
 def _clearing() -> Callable[[Any], int]:
-    """A function that travels by value, since replicas do not have our tests' modules. It returns
-    how many blocks were cached still."""
+    """Return a function that clears the cache and returns the number of blocks that remain.
+
+    It is a nested function, so that Ray sends its code to the replica, which cannot import tests.
+    """
 
     def clear(actor: Any) -> int:
         import asyncio

@@ -1,4 +1,4 @@
-"""The openai client, as tests use it: without a key, and without retries unless they are wanted."""
+"""The openai client for tests, without an API key and, by default, without retries."""
 
 import ssl
 
@@ -14,7 +14,14 @@ def async_openai_client(
     timeout_s: float = 60,
     trusting: ssl.SSLContext | None = None,
 ) -> AsyncOpenAI:
-    """url: where the cluster listens."""
+    """Return a client of the cluster at this URL.
+
+    Args:
+        url: The cluster's URL.
+        max_retries: The number of retries.
+        timeout_s: The timeout of a request in seconds.
+        trusting: An SSL context with the certificates that the client accepts.
+    """
     return AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="none",

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector for a test: it keeps the spans that it is sent over HTTP."""
+"""An OpenTelemetry collector for tests, which stores the spans that it receives over HTTP."""
 
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class Span:
     name: str
     trace_id: str
     span_id: str
-    parent_id: str  # empty: the trace's first
+    parent_id: str  # empty for the first span of a trace
     is_failed: bool
     start_ns: int
     end_ns: int
@@ -26,7 +26,7 @@ class Span:
 
 
 class Collector:
-    """Listens from the start."""
+    """A collector that listens from its creation on."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
@@ -50,12 +50,12 @@ class Collector:
         self._thread.start()
 
     def trace(self, trace_id: str) -> list[Span]:
-        """Its spans that have come so far, the earliest first."""
-        found = (span for span in self._spans if span.trace_id == trace_id)
-        return sorted(found, key=lambda span: span.start_ns)
+        """Return the received spans of a trace, sorted by their start."""
+        spans = (span for span in self._spans if span.trace_id == trace_id)
+        return sorted(spans, key=lambda span: span.start_ns)
 
     def trace_ids(self, request_id: str) -> set[str]:
-        """Of the traces that this request began."""
+        """Return the ids of the traces that contain a span of this request."""
         return {
             span.trace_id
             for span in self._spans
@@ -63,7 +63,7 @@ class Collector:
         }
 
     def close(self) -> None:
-        """Nobody listens any more; harmless the second time."""
+        """Stop listening. A second call does nothing."""
         if self._thread.is_alive():
             self._server.shutdown()
             self._server.server_close()

@@ -1,4 +1,4 @@
-"""The pages for contributors: each has an example as a diff, and the commands that check it."""
+"""The pages for contributors. Each has an example as a diff, and commands that check it."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", ".*_cache")
 
 
 def copy_checkout(folder: Path) -> None:
-    """Copy what the pages' commands need of this checkout."""
+    """Copy the files of this checkout that the pages' commands need."""
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=IGNORED)
     for pattern in FILES:
@@ -28,14 +28,14 @@ def copy_checkout(folder: Path) -> None:
 
 
 def changes(page: Path) -> dict[str, str]:
-    """Return the page's example: for each file that it changes, by its path, the diff."""
+    """Return the page's example: path of a changed file -> diff."""
     (example,) = (block.text for block in blocks(page) if block.language == "diff")
     parts = re.split(r"^(?=--- a/)", example, flags=re.MULTILINE)
     return {part.splitlines()[0].removeprefix("--- a/"): part for part in parts if part}
 
 
 def writing_commands(page: Path) -> list[str]:
-    """Return the page's commands that write files anew."""
+    """Return the page's commands that generate files."""
     return _commands(page)[:-1]
 
 
@@ -43,7 +43,9 @@ def apply_example(page: Path, folder: Path, *, without: str = "") -> None:
     """Change a copy of the checkout as the page does.
 
     Args:
-        without: the path of a file that is not changed, or a command that is not run.
+        page: The page.
+        folder: The copy of the checkout.
+        without: The path of a file that is not changed, or a command that is not run.
     """
     for path, change in changes(page).items():
         if path != without:
@@ -52,13 +54,13 @@ def apply_example(page: Path, folder: Path, *, without: str = "") -> None:
 
 
 def undo_example(page: Path, folder: Path) -> None:
-    """Undo the change in a copy of a checkout that has it."""
+    """Undo the page's change in a copy of the checkout."""
     for change in changes(page).values():
         _succeed(["git", "apply", "--reverse", "-"], folder, change)
 
 
 def write_files(page: Path, folder: Path, *, without: str = "") -> None:
-    """Run the page's commands that write files anew."""
+    """Run the page's commands that generate files."""
     for command in writing_commands(page):
         if command != without:
             _succeed(_arguments(command), folder)

@@ -1,4 +1,4 @@
-"""Clients that keep a cluster busy for as long as a test takes."""
+"""Clients that keep a cluster busy until a test ends."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,12 +7,15 @@ from contextlib import contextmanager
 
 import httpx
 
-PAUSE_S = 0.2  # of a client that was refused
+PAUSE_S = 0.2  # seconds that a client waits after an error
 
 
 @contextmanager
 def crowd(clients: int, ask: Callable[[], httpx.Response]) -> Iterator[list[httpx.Response]]:
-    """All of them ask again and again until the block ends; after it, the list has all answers."""
+    """Send requests again and again with each client until the context ends.
+
+    Then the yielded list contains all responses.
+    """
     over, answers = threading.Event(), list[httpx.Response]()
 
     def keep_asking() -> None:
@@ -22,10 +25,10 @@ def crowd(clients: int, ask: Callable[[], httpx.Response]) -> Iterator[list[http
                 over.wait(PAUSE_S)
 
     with ThreadPoolExecutor(clients) as pool:
-        asking = [pool.submit(keep_asking) for _ in range(clients)]
+        futures = [pool.submit(keep_asking) for _ in range(clients)]
         try:
             yield answers
         finally:
             over.set()
-    for each in asking:
-        each.result()
+    for future in futures:
+        future.result()

@@ -1,4 +1,4 @@
-"""The commands and programs that the documents show: which of them are run, and how."""
+"""The commands and programs in the documents: which of them tests run, and how."""
 
 import json
 import os
@@ -33,9 +33,9 @@ BALANCER = "needs the nodes' addresses filled in: test_load_balancers.py runs it
 PROMETHEUS = "test_dashboards.py runs it on a port of its own, where Prometheus is installed"
 GRAFANA = "needs Grafana: test_dashboards.py checks the files"
 
-HERE = {"curl", "kvroute"}  # programs whose commands are run, but for those below
+HERE = {"curl", "kvroute"}  # programs whose commands are run, except those in NOT_HERE
 
-# Commands, by their first words, that are not run, and why.
+# Commands that are not run: first words of the command -> reason.
 NOT_HERE = {
     "make serve": "tests/support/serving.py starts what it starts, for every test of a cluster",
     "make test": "runs this",
@@ -87,7 +87,7 @@ NOT_HERE = {
     "python -m tests.support.traces": "makes a trace of 10 MB: test_traces.py makes it",
 }
 
-# What a step prints, by text in it, where its success alone would say too little.
+# Checks of the output of a step: text in the step -> regular expression for its output.
 SHOWS = {
     f"{CURL}/v1/chat/completions": '"finish_reason":',
     f"{CURL}/v1/route": '"runner_up":',
@@ -100,14 +100,14 @@ SHOWS = {
 
 
 def reason(command: str) -> str | None:
-    """Return the longest entry in NOT_HERE that the command begins with; None: it is run."""
-    said = " ".join(words(command))
-    found = [entry for entry in NOT_HERE if f"{said} ".startswith((f"{entry} ", f"{entry}="))]
-    return max(found, key=len, default=None)
+    """Return the longest entry in NOT_HERE with which the command begins; None: it is run."""
+    text = " ".join(words(command))
+    entries = [entry for entry in NOT_HERE if f"{text} ".startswith((f"{entry} ", f"{entry}="))]
+    return max(entries, key=len, default=None)
 
 
 def runnable(document: Path) -> list[Block]:
-    """Return the steps of a document that are run, in a folder of their own."""
+    """Return the steps of a document that are run."""
     return [step for step in steps(document) if _is_run(document, step)]
 
 
@@ -124,12 +124,12 @@ def shell_commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make the folder in which commands run, with the files that they name."""
+    """Create the folder in which commands run, with the files that the commands use."""
     folder = tmp_path_factory.mktemp("documents")
     rules = "Name the law you rely on. " * 20
     (folder / "rules.txt").write_text(rules)
     (folder / "chat.json").write_text(json.dumps([{"role": "system", "content": rules}]))
-    (folder / "mine.json").write_text("{}")  # a profile with nothing of its own
+    (folder / "mine.json").write_text("{}")  # an empty profile
     (folder / "trace.jsonl").write_text(trace(512))
     (folder / "requests").mkdir()
     (folder / "requests" / "router.jsonl").write_text(trace(128, block_size=128))
@@ -137,7 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
-    """Return a trace: ten conversations, whose prompts grow by a block a turn."""
+    """Return a trace of ten conversations, whose prompts grow by a block in each turn."""
     rows = (
         {
             "timestamp": 200 * n,
@@ -177,7 +177,7 @@ def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
 def check_steps(
     document: Path, cluster: Cluster, folder: Path, environment: dict[str, str]
 ) -> None:
-    """Run the steps of a document in order. Fails where one fails, or shows something else."""
+    """Run the steps of a document in order. Fails if one fails or prints something else."""
     for step in runnable(document):
         shown = run(step, cluster.url, folder, environment)
         for text, expected in SHOWS.items():
@@ -186,7 +186,7 @@ def check_steps(
 
 
 def run(step: Block, url: str, folder: Path, environment: dict[str, str]) -> str:
-    """Run a step; return what it prints. Fails if the step fails."""
+    """Run a step and return its output. Fails if the step fails."""
     shell = ["bash", "-c"] if step.language == "sh" else [sys.executable, "-c"]
     done = subprocess.run(
         [*shell, step.text.replace(ADDRESS, url)],

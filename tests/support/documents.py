@@ -1,4 +1,4 @@
-"""The documents taken apart: code blocks, commands, links and anchors."""
+"""Parses the documents: code blocks, commands, links and anchors."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY = (
     ROOT / "docs" / f"{name}.md"
     for name in ("settings", "metrics", "api", "clients", "deployment", "security")
 )
-ADDRESS = "http://127.0.0.1:8000"  # of the cluster, in every document
+ADDRESS = "http://127.0.0.1:8000"  # address of the cluster in all documents
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -21,24 +21,24 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 class Block(NamedTuple):
-    """A code block; language is empty where none is given."""
+    """A code block. The language is empty if the document gives none."""
 
     language: str
     text: str
 
 
 def name(document: Path) -> str:
-    """Its path in the repository."""
+    """Return the document's path in the repository."""
     return str(document.relative_to(ROOT))
 
 
 def blocks(document: Path) -> list[Block]:
-    """Its code blocks, in order."""
-    return [Block(*found) for found in FENCED.findall(document.read_text())]
+    """Return the document's code blocks in order."""
+    return [Block(*groups) for groups in FENCED.findall(document.read_text())]
 
 
 def steps(document: Path) -> Iterator[Block]:
-    """What a reader would run, in order: each shell command alone, and each Python program."""
+    """Yield what a reader would run, in order: single shell commands and Python programs."""
     for block in blocks(document):
         if block.language == "sh":
             yield from (Block("sh", command) for command in commands(block.text))
@@ -47,23 +47,26 @@ def steps(document: Path) -> Iterator[Block]:
 
 
 def commands(text: str) -> Iterator[str]:
-    """The commands of a shell block; one ends with the first line after which no quote is open."""
-    begun = ""
+    """Yield the commands of a shell block.
+
+    A command ends at the first line after which no quote is open.
+    """
+    command = ""
     for line in text.splitlines(keepends=True):
-        begun += line
-        if _is_whole(begun):
-            if words(begun):
-                yield begun.strip()
-            begun = ""
-    assert not begun, f"a command that does not end: {begun}"
+        command += line
+        if _is_complete(command):
+            if words(command):
+                yield command.strip()
+            command = ""
+    assert not command, f"a command that does not end: {command}"
 
 
 def words(command: str) -> list[str]:
-    """Without its comment."""
+    """Return the words of a command, without its comment."""
     return shlex.split(command, comments=True)
 
 
-def _is_whole(command: str) -> bool:
+def _is_complete(command: str) -> bool:
     try:
         words(command)
     except ValueError:  # an open quote
@@ -72,13 +75,13 @@ def _is_whole(command: str) -> bool:
 
 
 def links(document: Path) -> list[str]:
-    """Where it links to, in this repository; code blocks have no links."""
+    """Return the targets of the document's links within the repository."""
     targets = LINK.findall(_prose(document))
     return [target for target in targets if "://" not in target]
 
 
 def anchors(document: Path) -> set[str]:
-    """Its headings, as GitHub makes anchors of them."""
+    """Return the anchors that GitHub makes from the document's headings."""
     headings = (heading.lower() for heading in HEADING.findall(_prose(document)))
     return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""Engines for tests, started as a replica starts them: one without a model, and vLLM."""
+"""Engines for tests, simulated ones and vLLM, started as a replica starts them."""
 
 import asyncio
 import contextlib
@@ -20,29 +20,30 @@ from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engines import start_engines
-from kvroute.replica.ghosts import Ghosts, ghosts_of
+from kvroute.replica.ghosts import Ghosts, make_ghosts
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.answers import completion, ids_of
 from tests.support.chunks import collected
 from tests.support.waiting import until
 
 BLOCK = 32
-TOKENS = 8  # of an answer
+TOKENS = 8  # number of tokens of an answer
 TOOL_PARSER = "hermes"
-INTERVAL = 4  # tokens in a chunk of the engine that tests share
-NAMES = ("sql", "law", "poems")  # of its adapters
-BROKEN = "broken"  # one that cannot be loaded
-# Of the shallow model, which says nothing sensible and computes a token at once.
-LAYERS = 2
-WIDTH = 144  # of a token's vector; a multiple of the heads
-WHOLE_WIDTH = 576  # of the whole model
-UNLIKELY = "fal"  # a token that this model never writes by itself
-SHALLOW_CACHE_MB = 8  # as many blocks as the whole model has in 128 MB
+INTERVAL = 4  # number of tokens in a chunk of the engine that tests share
+NAMES = ("sql", "law", "poems")  # names of that engine's adapters
+BROKEN = "broken"  # name of an adapter that cannot be loaded
+# The shallow model has the first layers and dimensions of the built-in model. It computes a token
+# very fast, and its answers make no sense.
+LAYERS = 2  # number of its layers
+WIDTH = 144  # its hidden size; a multiple of the number of heads
+WHOLE_WIDTH = 576  # hidden size of the built-in model
+UNLIKELY = "fal"  # a token that the model never generates
+SHALLOW_CACHE_MB = 8  # as many blocks as the built-in model has in 128 MB
 
 
 @dataclass
 class Running:
-    """An engine, and the table and the ghost list that its events keep."""
+    """An engine, with the block table and the ghost list that its events update."""
 
     engine: Engine
     table: BlockTable
@@ -51,7 +52,7 @@ class Running:
     requests: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
     transfers: list[Transfers] = field(default_factory=list)
-    changes: Changes = field(default_factory=Changes)  # of the table; whoever needs them takes them
+    changes: Changes = field(default_factory=Changes)  # changes of the table since a test took them
 
     async def ask(self, prompt: list[int], namespace: str = "", **fields: Any) -> list[Chunk]:
         return await self.run(request_of(prompt, namespace, **fields))
@@ -66,7 +67,7 @@ class Running:
         return (await self.ask([*prompt, 0], max_tokens=1))[0].cached_tokens
 
     async def flood(self, seeds: range) -> None:
-        """Half of the prompts one by one, half at once; 750 tokens each."""
+        """Run a prompt of 750 tokens for each seed: half of them in sequence, half at once."""
         prompts = [prompt_of(750, seed) for seed in seeds]
         for prompt in prompts[::2]:
             await self.cached_tokens(prompt)
@@ -85,7 +86,7 @@ class Running:
                 self.comparisons.append(comparison)
 
     async def compare(self) -> Comparison:
-        """What the events told, judged by what the engine holds."""
+        """Return how the block table differs from the blocks that the engine has cached."""
         before = len(self.comparisons)
         await self.engine.emit_held()
         await until(lambda: len(self.comparisons) > before)
@@ -94,8 +95,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterator[Running]:
-    """A small engine with settings of its own, and what is heard of its cache; closed when the
-    block ends."""
+    """Start a small engine with these settings. It is closed at the end of the context."""
     async with started_ranks(kind, **own) as (running,):
         yield running
 
@@ -104,11 +104,11 @@ async def started(kind: Literal["simulated", "vllm"], **own: Any) -> AsyncIterat
 async def started_ranks(
     kind: Literal["simulated", "vllm"], **own: Any
 ) -> AsyncIterator[list[Running]]:
-    """The same for each data parallel rank."""
+    """Like `started`, but yield an object for each data parallel rank."""
     defaults: dict[str, Any] = {
         "model": BUILTIN_MODEL,
         "kv_cache_memory_mb": 128,
-        "dtype": "float32",  # in which a prompt's answer is the same, cached or not
+        "dtype": "float32",  # exact enough that the answer does not depend on cache hits
         "max_model_len": 1024,
     }
     settings = ReplicaSettings(
@@ -120,10 +120,10 @@ async def started_ranks(
         **(defaults | own),
     )
     engines = await start_engines(settings)
-    tables = [BlockTable(engine.members) for engine in engines]
+    tables = [BlockTable(engine.group_entries) for engine in engines]
     ranks = [
-        Running(each, table, ghosts_of(each, table), n)
-        for n, (each, table) in enumerate(zip(engines, tables, strict=True))
+        Running(engine, table, make_ghosts(engine, table), number)
+        for number, (engine, table) in enumerate(zip(engines, tables, strict=True))
     ]
     pumps = [asyncio.create_task(running.pump()) for running in ranks]
     yield ranks
@@ -132,7 +132,7 @@ async def started_ranks(
     await asyncio.gather(*pumps, return_exceptions=True)
     for engine in engines:
         await engine.close()
-    # What vLLM leaves open is to be reported here, where it is expected, and not in a later test.
+    # If vLLM leaves something open, let the warning come here and not in a later test.
     for running in ranks:
         vars(running).clear()
     del engine, engines
@@ -140,7 +140,7 @@ async def started_ranks(
 
 
 def shallow_model(folder: Path, width: int = WIDTH) -> Path:
-    """The built-in model's first layers and dimensions, as a model in this folder."""
+    """Write a model with the built-in model's first layers and dimensions; return its folder."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -151,7 +151,7 @@ def shallow_model(folder: Path, width: int = WIDTH) -> Path:
     with safe_open(whole / "model.safetensors", framework="pt") as weights:
         kept = {
             name: _narrow(name, weights.get_tensor(name), width)
-            for name in weights.keys()  # noqa: SIM118 - it is no mapping
+            for name in weights.keys()  # noqa: SIM118 - it is not a mapping
             if not name.startswith(left_out)
         }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
@@ -159,33 +159,38 @@ def shallow_model(folder: Path, width: int = WIDTH) -> Path:
 
 
 def _narrow(name: str, weights: Any, width: int) -> Any:
-    """A vector's first dimensions: rows of what puts vectors out, else the last axis."""
+    """Reduce weights to the first dimensions of the hidden vectors.
+
+    The dimensions are the rows of output projections, else the last axis.
+    """
     is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
     return (weights[:width] if is_output else weights[..., :width]).contiguous()
 
 
 def terse_model(folder: Path) -> Path:
-    """A shallow model that writes no spaces and calls no further tool where it may write anything
-    else, so structured answers end soon."""
+    """Write a shallow model whose structured answers end soon; return its folder.
+
+    If anything else is allowed, it generates no spaces and no further tool call.
+    """
     from safetensors.torch import load, save_file
     from tokenizers import Tokenizer
 
     file = shallow_model(folder, WHOLE_WIDTH) / "model.safetensors"
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     texts = [tokenizer.decode([n]) for n in range(tokenizer.get_vocab_size())]
-    longer = [n for n, text in enumerate(texts) if text.isspace() or text.startswith("<")]
+    unwanted = [n for n, text in enumerate(texts) if text.isspace() or text.startswith("<")]
     weights = load(file.read_bytes())
     embeddings = weights["model.embed_tokens.weight"]
     head = embeddings.clone()
-    # Four times as unlikely as that token: then the end of an answer is likelier.
-    head[longer] = 4 * embeddings[tokenizer.token_to_id(UNLIKELY)]
+    # These tokens become much less likely than UNLIKELY, so that the end of an answer is likelier.
+    head[unwanted] = 4 * embeddings[tokenizer.token_to_id(UNLIKELY)]
     save_file({**weights, "lm_head.weight": head}, file, metadata={"format": "pt"})
     _configured(folder, tie_word_embeddings=False)
     return folder
 
 
 def _configured(folder: Path, **values: Any) -> dict[str, Any]:
-    """Changes the model's configuration; returns what it was."""
+    """Change the model's configuration, and return the configuration before the change."""
     file = folder / "config.json"
     before: dict[str, Any] = json.loads(file.read_text())
     file.write_text(json.dumps(before | values))
@@ -193,8 +198,11 @@ def _configured(folder: Path, **values: Any) -> dict[str, Any]:
 
 
 def thinking_model(folder: Path) -> Path:
-    """A shallow model whose tokenizer has marks of thoughts, in the place of marks of files. A
-    narrow one would think nothing."""
+    """Write a shallow model whose tokenizer has the tokens <think> and </think>; return its folder.
+
+    They replace two other special tokens. The model has the full width, because a narrow one would
+    generate no reasoning.
+    """
     marks = {"<file_sep>": "<think>", "<filename>": "</think>"}
     shallow_model(folder, WHOLE_WIDTH)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -211,13 +219,13 @@ def thinking_model(folder: Path) -> Path:
 
 
 def request_of(prompt: list[int], namespace: str = "", **fields: Any) -> GenerateRequest:
-    """A completion. fields: of its body."""
+    """Return a completion request with these fields in its body."""
     call = completion(**{"max_tokens": TOKENS} | fields)
     return GenerateRequest("r", np.array(prompt, np.uint32), namespace, call=call)
 
 
 def rest_of(request: GenerateRequest, begun: list[Chunk]) -> GenerateRequest:
-    """What another engine gets once these chunks have come."""
+    """Return the request that another engine gets if the first engine failed after these chunks."""
     assert request.call
     parts = [chunk.http for chunk in begun if chunk.http]
     call = replace(

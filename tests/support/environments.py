@@ -1,4 +1,4 @@
-"""Virtual environments of their own for suites whose packages kvroute's environment lacks."""
+"""Virtual environments for test suites that need packages outside kvroute's environment."""
 
 import hashlib
 import subprocess
@@ -14,9 +14,10 @@ UV = str(Path(sys.executable).with_name("uv"))
 
 
 def environment(name: str) -> Path:
-    """Return the Python of an environment with what `requirements/NAME.lock` names.
+    """Return the Python of an environment with the packages of `requirements/NAME.lock`.
 
-    It is made once for each lock. The test is skipped if the packages cannot be downloaded.
+    The environment is created once for each version of the file. The test is skipped if the
+    packages cannot be downloaded.
     """
     lock = ROOT / f"requirements/{name}.lock"
     folder = CACHE / "environments" / f"{name}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:12]}"

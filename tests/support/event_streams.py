@@ -1,25 +1,25 @@
-"""Streams of events, compared by what is in them."""
+"""Compares streams of events by their content."""
 
 import json
 from collections import defaultdict
 from typing import Any
 
 TEXTS = {"text", "content", "delta", "partial_json", "arguments", "thinking", "reasoning"}
-LISTS = {"logprobs", "token_ids"}  # with an entry for each token
+LISTS = {"logprobs", "token_ids"}  # fields with an entry for each token
 
 
 class Joined:
-    """A stream whose answer may have been cut into events anywhere.
+    """A stream of events in a form that does not depend on where the answer was cut into events.
 
-    A busy engine's events have several tokens each, and the last event has a text or none. So
-    neighbours are one where they differ only in their texts and in what they say of each token, and
-    these are joined.
+    Events of a busy engine have several tokens each, and the last event may have a text or not. So
+    consecutive events are joined if they differ only in their texts and in their entries for
+    tokens.
     """
 
     def __init__(self, stream: str) -> None:
-        self.frames: list[Any] = []  # the events without what is in `parts`
-        self.parts: dict[str, list[Any]] = defaultdict(list)  # by where it stood in its event
-        self.numbers: list[int] = []  # of Responses events
+        self.frames: list[Any] = []  # the events without the content of `parts`
+        self.parts: dict[str, list[Any]] = defaultdict(list)  # path in the event -> contents
+        self.numbers: list[int] = []  # sequence numbers of events of the Responses API
         for event in filter(None, stream.split("\n\n")):
             *names, data = event.splitlines()
             payload = data.removeprefix("data: ")
@@ -46,7 +46,7 @@ class Joined:
 
     def _frame(self, value: Any, place: str = "") -> Any:
         if isinstance(value, list):
-            return [self._frame(each, f"{place}.{i}") for i, each in enumerate(value)]
+            return [self._frame(item, f"{place}.{i}") for i, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
         frame: dict[str, Any] = {}

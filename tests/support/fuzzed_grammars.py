@@ -1,4 +1,4 @@
-"""Schemas, regexes and grammars of every shape, in the fields of requests that engines compile."""
+"""Random schemas, regexes and grammars, in the fields that engines compile."""
 
 from typing import Any
 
@@ -23,11 +23,13 @@ schemas = st.recursive(
             inner,
             st.integers(-1, 10**6),
         )
-        | st.lists(inner, max_size=3).map(lambda each: {"anyOf": each, "$defs": {"a": each}})
+        | st.lists(inner, max_size=3).map(
+            lambda options: {"anyOf": options, "$defs": {"a": options}}
+        )
         | st.dictionaries(st.text(max_size=9), inner, max_size=4).map(
             lambda fields: {"type": "object", "properties": fields, "required": [*fields][:1]}
         )
-        | inner.map(lambda each: {"$ref": "#/$defs/a", "$defs": {"a": each}})
+        | inner.map(lambda schema: {"$ref": "#/$defs/a", "$defs": {"a": schema}})
     ),
     max_leaves=6,
 )

@@ -1,4 +1,4 @@
-"""Requests of every shape to every route, and what an answer to any of them may be."""
+"""Random requests to every route, and a check of the responses."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kvroute.replica.sim_engine.sampling import UNSUPPORTED, Chat, Completion
 from kvroute.router.api.declaration import PrefixDeclaration
 from tests.support.fuzzed_grammars import GRAMMARS
 
-EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 8  # for each test
+EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 8  # number of examples for each test
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 BATCH = {"messages": [CHAT["messages"]] * 2, "max_tokens": 2}
 SCORING = {"query": "Hello", "items": ["a", "b"], "label_token_ids": [1, 2]}
@@ -40,9 +40,18 @@ PATHS = (
     *("/health", "/metrics", "/version", "/v1", "/v1/models", "/v1/models/{}", "/v1/prefixes"),
     *("/v1/prefixes/{}", "/v1/cluster", "/v1/cluster/{}", "/v1/metrics/targets", "/{}"),
 )
-LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")  # null asks for thousands of tokens
+LENGTHS = (
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+)  # never set to null: the answer would have thousands of tokens
 
-ENDS = ("[DONE]", "message_stop", "response.completed", "response.incomplete")  # of streams
+ENDS = (
+    "[DONE]",
+    "message_stop",
+    "response.completed",
+    "response.incomplete",
+)  # last events of streams
 
 scalars = (
     st.none()
@@ -68,7 +77,7 @@ fuzzing = settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck
 
 
 def check(answer: httpx.Response) -> None:
-    """Its shape is that of the route's API, and nothing failed."""
+    """Check that a response has the format of its route's API and is no error of the server."""
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         error = answer.json()["error"]
@@ -87,7 +96,7 @@ def check(answer: httpx.Response) -> None:
 
 
 def changed(data: st.DataObject, path: str) -> dict[str, Any]:
-    """A good body of which some fields are changed."""
+    """Return a valid body with some fields changed."""
     base, fields = BASES[path]
     names = sorted({*fields, *UNSUPPORTED})
     body = dict(base)

@@ -1,5 +1,7 @@
-"""What routers know of the replicas' caches; they hear of them a little later than the client that
-asked."""
+"""The cache hits that routers expect.
+
+A client can get its answer before the routers know of the blocks that its request has cached.
+"""
 
 from typing import Any
 
@@ -8,15 +10,15 @@ import httpx
 from tests.support.serving import Cluster
 from tests.support.waiting import wait_until
 
-ASKED = 8  # times: of two routers, each is
+ASKED = 8  # number of requests, so that both of two routers get at least one
 
 
 def hit_tokens(cluster: Cluster, **body: Any) -> int:
-    """Of this prompt, in the cache that has most of it, as the router that is asked knows."""
+    """Ask a router how many tokens of this prompt the best replica has cached."""
     answer = httpx.post(f"{cluster.url}/v1/route", json=body, timeout=60).raise_for_status()
     return int(answer.json()["receipts"][0]["best_hit_tokens"])
 
 
 def tell_routers(cluster: Cluster, tokens: int, **body: Any) -> None:
-    """Returns once all have heard of so many tokens of the prompt."""
+    """Wait until all routers know that `tokens` tokens of the prompt are cached."""
     wait_until(lambda: min(hit_tokens(cluster, **body) for _ in range(ASKED)) >= tokens)

@@ -1,4 +1,4 @@
-"""vLLM's scheduler with a host tier, without a model: copies take as long as a test says."""
+"""vLLM's scheduler with a host tier, without a model. Tests set the time that copies take."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,12 +11,14 @@ from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.schedulers import BLOCK, request_of, scheduler_of
 
-BLOCK_BYTES = 4096  # of `full(BLOCK)` at most; vLLM rounds up to a page of memory
+BLOCK_BYTES = 4096  # size of a block of `full(BLOCK)`: vLLM rounds it up to a page of memory
 
 
 class Tiered:
-    """A scheduler and the block table that its events keep. in_s: seconds of each copy from host
-    memory."""
+    """A scheduler, and the block table that its events update.
+
+    `in_s` is the time of each copy from host memory in seconds.
+    """
 
     def __init__(
         self, *specs: Any, blocks: int = 24, host_blocks: int = 64, **options: Any
@@ -40,24 +42,24 @@ class Tiered:
             **host_args(settings, node_bytes=1 << 40, on_cpu=True),
         )
         self.division = self.scheduler.begin(Space("m", "", BLOCK))
-        self.table, self.changes = BlockTable(self.division.members), Changes()
+        self.table, self.changes = BlockTable(self.division.group_entries), Changes()
         self.transfers: list[Transfers] = []
         self.compared: Comparison | None = None
         self.in_s = 1e-6
         self.requests = 0
-        self._unsubmitted: dict[int, Any] = {}  # stores begin a step later
-        self.scheduler.kv_event_publisher.publish = self._hear
+        self._unsubmitted: dict[int, Any] = {}  # copies to host memory, which begin one step later
+        self.scheduler.kv_event_publisher.publish = self._receive
 
-    def _hear(self, batch: Any) -> None:
+    def _receive(self, batch: Any) -> None:
         from kvroute.replica.vllm_engine.blocks.events import event_of
 
         events: Iterable[KVEvent | None] = map(event_of, batch.events)
-        told = [event for event in events if event is not None]
-        self.transfers += [event for event in told if isinstance(event, Transfers)]
-        self.compared = self.table.apply(told, self.changes) or self.compared
+        received = [event for event in events if event is not None]
+        self.transfers += [event for event in received if isinstance(event, Transfers)]
+        self.compared = self.table.apply(received, self.changes) or self.compared
 
     def compare(self) -> Comparison:
-        """What the events told, judged by what the scheduler holds."""
+        """Return how the block table differs from the blocks that the scheduler has cached."""
         self.compared = None
         self.scheduler.emit_held()
         assert self.compared
@@ -66,19 +68,19 @@ class Tiered:
     def add(
         self, first_id: int, tokens: int, keep: RetentionHint | None = None, answer: int = 1
     ) -> str:
-        """A request; returns its name."""
+        """Add a request, and return its name."""
         import msgspec
 
         self.requests += 1
         name = f"r{self.requests}"
-        said = {"kvroute_keep": msgspec.to_builtins(keep)} if keep else None
+        extra = {"kvroute_keep": msgspec.to_builtins(keep)} if keep else None
         self.scheduler.add_request(
-            request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=said)
+            request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=extra)
         )
         return name
 
     def ask(self, first_id: int, tokens: int, keep: RetentionHint | None = None) -> int:
-        """Runs one request alone; returns its cached tokens."""
+        """Run one request alone, and return the number of its cached tokens."""
         name = self.add(first_id, tokens, keep)
         stats = self.scheduler.requests[name].prefill_stats
         self.run()
@@ -86,7 +88,7 @@ class Tiered:
         return cached
 
     def run(self) -> None:
-        """Until the engine would be idle."""
+        """Run steps until the scheduler has no requests."""
         while self.scheduler.has_requests():
             self.step()
 
@@ -113,7 +115,7 @@ class Tiered:
         )
 
     def _copy(self, jobs: Any) -> tuple[Any, set[str]]:
-        """As the worker: stores that were ordered a step before, and this step's loads."""
+        """Do a worker's copies: the stores of the step before, and the loads of this step."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
             OffloadingWorkerMetadata,
         )

@@ -1,15 +1,15 @@
-"""Bodies of chats whose schemas, grammars, tools and lists are made to take long."""
+"""Bodies of chats with schemas, grammars, tools and lists that take long to process."""
 
 from collections.abc import Iterator
 from typing import Any
 
 Body = dict[str, Any]
-BIG = 99_000  # JSON values; routers take no more in a body
-FEW = 512  # parts of what a replica gets: routers refuse bodies with more
+BIG = 99_000  # number of JSON values; routers reject bodies with more
+FEW = 512  # number of tools or similar parts; routers reject bodies with more
 
 
 def optional(properties: int, **more: Any) -> Body:
-    """Return a schema of optional properties, whose subsets a compiler may count."""
+    """Return a schema with optional properties; some compilers enumerate all subsets of them."""
     names = {f"property_{number}": {"type": "string"} for number in range(properties)}
     return {"type": "object", "properties": names, "additionalProperties": False, **more}
 
@@ -71,10 +71,10 @@ FIELDS["large_tool"]["tools"][0]["function"]["parameters"] = SCHEMAS["optional"]
 
 
 def bodies() -> Iterator[tuple[str, Body]]:
-    """Yield each with its name."""
+    """Yield the name and the fields of each hostile body."""
     for name, schema in SCHEMAS.items():
-        wanted = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-        yield name, {"response_format": wanted}
+        response_format = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+        yield name, {"response_format": response_format}
     for name, grammar in GRAMMARS.items():
         yield name, {"structured_outputs": grammar}
     yield from FIELDS.items()

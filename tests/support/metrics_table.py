@@ -1,4 +1,4 @@
-"""The table in docs/metrics.md, from the metrics: `python -m tests.metrics_table`."""
+"""Generates the table in docs/metrics.md: `python -m tests.support.metrics_table` prints it."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
-from kvroute.replica.ghosts import ghosts_of
+from kvroute.replica.ghosts import make_ghosts
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
@@ -42,20 +42,20 @@ NOWHERE = "redis://127.0.0.1"
 
 
 def metrics_table() -> str:
-    """Markdown, one row for each metric."""
+    """Return a table in Markdown with a row for each metric."""
     rows = ["| metric | type | of each | |", "|---|---|---|---|"]
-    told = (("router", router()), ("replica", replica()), ("process", process()))
-    for who, registry in told:
+    registries = (("router", router()), ("replica", replica()), ("process", process()))
+    for owner, registry in registries:
         for metric in registry.collect():
             name = f"`{metric.name}{'_total' if metric.type == 'counter' else ''}`"
             rows.append(
-                f"| {name}{_labels(metric)} | {metric.type} | {who} | {metric.documentation} |"
+                f"| {name}{_labels(metric)} | {metric.type} | {owner} | {metric.documentation} |"
             )
     return "\n".join(rows)
 
 
 def router() -> CollectorRegistry:
-    """All that a router tells; of one that knows nothing and runs nowhere."""
+    """Return a registry with all metrics of a router, which is not running."""
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     metrics.over_limit("t", "requests")
@@ -77,7 +77,7 @@ def router() -> CollectorRegistry:
 
 
 def process() -> CollectorRegistry:
-    """What both tell of their process, but for the client library's own."""
+    """Return a registry with the metrics of a process, except those of the client library."""
     registry = CollectorRegistry()
     registry.register(DROPPED)
     FREE.labels("unused")
@@ -86,7 +86,7 @@ def process() -> CollectorRegistry:
 
 
 def replica() -> CollectorRegistry:
-    """The same of a replica."""
+    """Return a registry with all metrics of a replica, which is not running."""
     registry = CollectorRegistry()
     metrics = ReplicaMetrics(registry)
     engine = SimulatedEngine(SimulatedConfig())
@@ -98,19 +98,19 @@ def replica() -> CollectorRegistry:
         load=engine.load,
         lease_s=3,
     )
-    metrics.export([engine], [publisher], [ghosts_of(engine, BlockTable(engine.members))])
+    metrics.export([engine], [publisher], [make_ghosts(engine, BlockTable(engine.group_entries))])
     return registry
 
 
 def _catalogue(fleet: Fleet) -> Catalogue:
-    """With one prefix, so that there is a series for it."""
+    """Return a catalogue with one prefix, so that the prefix's metrics have a series."""
     catalogue = Catalogue(Prefixes(connect(NOWHERE), "m"), fleet, block_size=32)
     catalogue.learn([Prefix("p", 1, np.arange(9, dtype=np.uint32), {"prompt": "a"})])
     return catalogue
 
 
 def _accounts() -> Accounts:
-    """With one tenant, so that there are series for it."""
+    """Return accounts with one tenant, so that the tenant's metrics have series."""
     lasting = LastingAccounts(DailyAccounts(connect(NOWHERE), "m"), "r")
     accounts = Accounts(gpus=1, lasting=lasting)
     accounts.totals["t"] = Counter()
@@ -118,16 +118,16 @@ def _accounts() -> Accounts:
 
 
 async def _nobody(replica_id: str) -> None:
-    """Nobody is asked."""
+    """Do nothing, in place of a request to a replica."""
 
 
 def index() -> Index:
-    """One whose Redis is never asked."""
+    """Return an index that never connects to Redis."""
     return Index(connect(NOWHERE), "m")
 
 
 def _labels(metric: Metric) -> str:
-    """Besides those that Prometheus adds, and a histogram's own."""
+    """Return the metric's labels, except the label `le` of histograms."""
     names = {name for sample in metric.samples for name in sample.labels} - {"le"}
     return "".join(f" `{name}`" for name in sorted(names))
 

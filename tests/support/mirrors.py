@@ -1,4 +1,4 @@
-"""What a mirror knows of one replica, at once."""
+"""Reads a mirror's blocks of one replica."""
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.index.mirror import Mirror

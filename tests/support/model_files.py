@@ -1,4 +1,4 @@
-"""The built-in model's files, to be changed, and tiny models with its tokenizer."""
+"""Copies of the built-in model's files, and tiny models with its tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -7,7 +7,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 
 
 def copy_model_files(folder: Path) -> Path:
-    """All of them but the weights, in this folder."""
+    """Copy all files except the weights into a folder, and return the folder."""
     for file in Path(resolve(BUILTIN_MODEL)).iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, folder / file.name)
@@ -20,7 +20,7 @@ def change_template(model: Path) -> None:
 
 
 def tiny_llama(folder: Path, *, head_dim: int) -> Path:
-    """A model of one layer and random weights, in this folder."""
+    """Write a model with one layer and random weights into a folder, and return the folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 

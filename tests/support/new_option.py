@@ -1,4 +1,4 @@
-"""A program: kvroute with one option more, defined by one line; prints what became of it."""
+"""A program that adds an option to kvroute with one line, and prints where the option arrives."""
 
 import sys
 import types
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def define() -> None:
-    """Define the module of the replicas' options with one option more."""
+    """Define the module of the replicas' options with an additional option."""
     (folder,) = kvroute.settings.options.__path__
     file = Path(folder) / "replica.py"
     above, docstring, below = file.read_text().partition(ABOVE)

@@ -1,4 +1,4 @@
-"""A cluster on several hosts for a test: `ray up deploy/on-premises.yaml`, as a user runs it."""
+"""A cluster on several hosts for tests, started with `ray up deploy/on-premises.yaml`."""
 
 import json
 import os
@@ -22,13 +22,13 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, folder, resolve
 from tests.support.hosts import HOME, Host, Network, network, why_not
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ("kvroute", "deploy")  # what a host needs of the checkout
-REPLICA_PROCESS = "ray::ServeRepli"  # Linux cuts names there
-GPUS = 2  # that each worker says it has; simulated engines need none
-START_S = 480.0
-TOKEN = secrets.token_hex(32)  # Ray's
+SHIPPED = ("kvroute", "deploy")  # folders of the checkout that are copied to the hosts
+REPLICA_PROCESS = "ray::ServeRepli"  # name of a replica's process, which Linux truncates here
+GPUS = 2  # number of GPUs that each worker reports; simulated engines need none
+START_S = 480.0  # timeout of `ray up` and of the start of the replicas, in seconds
+TOKEN = secrets.token_hex(32)  # Ray's authentication token
 OBSTACLE = why_not()
-ON_NODES = (  # marks of tests that want them
+ON_NODES = (  # marks of tests that use nodes
     pytest.mark.nodes,
     pytest.mark.skipif(OBSTACLE is not None, reason=OBSTACLE or ""),
 )
@@ -42,7 +42,7 @@ class Nodes:
     network: Network
     head: Host
     workers: tuple[Host, ...]
-    file: Path  # that `ray up` was given
+    file: Path  # configuration file for `ray up`
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -53,18 +53,20 @@ class Nodes:
         return f"http://{self.head.address}:8000"
 
     def index(self) -> dict[str, str]:
-        """The address of each replica in Redis, by id."""
+        """Return the replicas in the index: id -> address."""
         answer = httpx.get(f"{self.url}/v1/cluster", timeout=10).raise_for_status()
-        return {each["id"]: each["node"] for each in answer.json()["replicas"]}
+        return {replica["id"]: replica["node"] for replica in answer.json()["replicas"]}
 
     def serving(self) -> dict[str, str]:
-        """The address of each replica that Serve sends requests to, by id."""
-        api = "http://127.0.0.1:8265/api/serve/applications/"  # the head's own
+        """Return the replicas to which Serve sends requests: id -> address."""
+        api = "http://127.0.0.1:8265/api/serve/applications/"  # only reachable on the head
         inside = ("nsenter", "--net", "--target", str(self.head.init.pid))
         key = ("--header", f"Authorization: Bearer {TOKEN}")
         curl = ("curl", "--silent", "--fail", "--max-time", "10", *key, api)
-        said = subprocess.run([*inside, *curl], check=True, capture_output=True).stdout
-        replicas = json.loads(said)["applications"]["kvroute"]["deployments"]["Replica"]["replicas"]
+        output = subprocess.run([*inside, *curl], check=True, capture_output=True).stdout
+        replicas = json.loads(output)["applications"]["kvroute"]["deployments"]["Replica"][
+            "replicas"
+        ]
         return {
             replica["replica_id"]: replica["node_ip"]
             for replica in replicas
@@ -72,7 +74,7 @@ class Nodes:
         }
 
     def processes(self) -> Counter[str]:
-        """How many replicas run at each address, whoever may know of them."""
+        """Count the replicas' processes at each address."""
         return Counter(
             host.address
             for host in self.workers
@@ -81,19 +83,19 @@ class Nodes:
         )
 
     def views(self) -> tuple[dict[str, str], dict[str, str], Counter[str]]:
-        """What the index, Serve and the hosts themselves say about replicas."""
+        """Return the replicas according to the index, to Serve, and to the hosts' processes."""
         return self.index(), self.serving(), self.processes()
 
     def ray(self, verb: str, *words: str) -> str:
-        """What `ray up`, `ray down` or `ray exec` prints. Fails with it."""
+        """Run `ray up`, `ray down` or `ray exec`, and return its output. Fails if it fails."""
         command = [f"{sys.prefix}/bin/ray", verb, *OPTIONS[verb], str(self.file), *words]
-        env = {**os.environ, "RAY_TMPDIR": str(self.network.folder)}  # where it keeps its notes
+        env = {**os.environ, "RAY_TMPDIR": str(self.network.folder)}  # the folder for its state
         with (self.network.folder / f"ray-{verb}.log").open("w+") as log:
             done = subprocess.run(command, env=env, stdout=log, stderr=log, timeout=START_S)
             log.seek(0)
-            said = log.read()
-        assert done.returncode == 0, said[-4000:]
-        return said
+            output = log.read()
+        assert done.returncode == 0, output[-4000:]
+        return output
 
     def worker(self, address: str) -> Host:
         return next(host for host in self.workers if host.address == address)
@@ -101,14 +103,17 @@ class Nodes:
 
 @contextmanager
 def ray_up(*, workers: int, args: Mapping[str, Any], gpus: int = GPUS) -> Iterator[Nodes]:
-    """The shipped application with these args, on a head and workers; all is gone afterwards.
+    """Run the application that kvroute ships on a head and workers, and remove them at the end.
 
-    gpus: that each worker says it has; each replica takes one.
+    Args:
+        workers: The number of workers.
+        args: Arguments of the application.
+        gpus: The number of GPUs that each worker reports. Each replica takes one.
     """
     resolve(BUILTIN_MODEL)
     environment = {
         "PYTHONPATH": f"{HOME}/kvroute",
-        "XDG_CACHE_HOME": str(folder().parent.parent),  # the model, made once for all hosts
+        "XDG_CACHE_HOME": str(folder().parent.parent),  # the model's folder, which all hosts share
     }
     with network(environment) as made:
         hosts = [made.add(f"worker{number}") for number in range(workers)]
@@ -120,7 +125,7 @@ def ray_up(*, workers: int, args: Mapping[str, Any], gpus: int = GPUS) -> Iterat
 
 
 def _checkout(folder: Path, args: Mapping[str, Any]) -> Path:
-    """What is shipped, with args of the test's."""
+    """Copy the shipped folders, with the test's arguments of the application."""
     checkout = folder / "checkout"
     for name in SHIPPED:
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -132,7 +137,7 @@ def _checkout(folder: Path, args: Mapping[str, Any]) -> Path:
 
 
 def _cluster(nodes: Nodes, checkout: Path, gpus: int) -> dict[str, Any]:
-    """The shipped file for these hosts, which have our packages already."""
+    """Return the shipped configuration for these hosts. They have kvroute's packages already."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "on-premises.yaml").read_text())
     addresses = [host.address for host in nodes.workers]
     config["cluster_name"] = nodes.network.bridge

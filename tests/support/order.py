@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-# Folders below tests/, the longest first. Folders that share clusters follow each other.
+# Folders below tests/. Those that take longest are first. Folders that share clusters are adjacent.
 FOLDERS = (
     *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "slow/clients", "vllm"),
     *(
@@ -24,7 +24,7 @@ FOLDERS = (
         "unit",
     ),
 )
-# Folder to the scope that its modules share.
+# Folder -> the scope that its modules share.
 SHARING = {
     "slow/clusters": "simulated clusters",
     "cluster": "simulated clusters",
@@ -39,7 +39,7 @@ SHARED_CLUSTERS = (*SIMULATED, "vllm_cluster", "suite_cluster", "stock_url")
 
 
 class Scopes(LoadScopeScheduling):
-    """Gives a process one scope at a time."""
+    """Assigns one scope at a time to a process."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = PurePosixPath(nodeid.partition("::")[0])

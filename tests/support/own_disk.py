@@ -1,4 +1,4 @@
-"""A cluster whose /tmp, with its logs and request logs, is a small disk of its own."""
+"""A cluster with its own small disk at /tmp, for its logs and request logs."""
 
 import os
 import shlex
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.serving import COMMAND, Cluster
 
-# Root can mount a disk, unless that would hide this program.
+# Root can mount the disk, unless the checkout is in /tmp, which the disk would hide.
 CAN_MOUNT = os.geteuid() == 0 and not __file__.startswith("/tmp/")
 _MOUNT = "mount -t tmpfs -o size=256m disk /tmp && exec "
 ON_OWN_DISK = ("unshare", "--mount", "sh", "-c", _MOUNT + shlex.join(COMMAND) + ' "$@"', "sh")
@@ -16,15 +16,15 @@ MB = 1 << 20
 
 
 def own_disk(cluster: Cluster) -> Path:
-    """That /tmp, as other processes see it."""
+    """Return the path of the cluster's /tmp for other processes."""
     return Path(f"/proc/{cluster.process.pid}/root/tmp")
 
 
 @contextmanager
 def full_disk(cluster: Cluster) -> Iterator[None]:
-    """Nothing can be written there until the block ends."""
+    """Fill the cluster's disk until the end of the context."""
     filling = own_disk(cluster) / "filling"
-    with filling.open("wb", buffering=0) as file, suppress(OSError):  # there is no more space
+    with filling.open("wb", buffering=0) as file, suppress(OSError):  # the disk is full
         while file.write(b"x" * MB):
             pass
     try:

@@ -1,4 +1,4 @@
-"""A real Prometheus for a test, with our own configuration, reading from a cluster."""
+"""A real Prometheus for tests, which scrapes a cluster with kvroute's own configuration."""
 
 import re
 import subprocess
@@ -23,13 +23,13 @@ class Prometheus:
     url: str
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The answer's data. Fails with what Prometheus says where it refuses."""
+        """Send a request, and return the data of the response. Fails if it is an error."""
         answer = requests.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
         assert answer.ok, answer.text
         return answer.json()["data"]
 
     def values(self, expression: str) -> list[float]:
-        """What it is now, of each series."""
+        """Return the current value of an expression for each series."""
         result = self.get("query", query=expression)["result"]
         return [float(series["value"][1]) for series in result]
 
@@ -41,8 +41,11 @@ class Reachable(Protocol):
 
 @contextmanager
 def prometheus(cluster: Reachable, *, key: str = "") -> Iterator[Prometheus]:
-    """It reads every second, with the API key if there is one, which is all that differs from the
-    configuration that we ship."""
+    """Run a Prometheus that scrapes the cluster.
+
+    The shipped configuration is changed in two ways: Prometheus scrapes every second, and it sends
+    the API key if there is one.
+    """
     with TemporaryDirectory() as folder:
         config = Path(folder) / CONFIG.name
         config.write_text(_hasty(CONFIG.read_text(), cluster.url, key))

@@ -1,4 +1,4 @@
-"""What a replica says of itself in the index, as far as tests care."""
+"""Records of replicas for tests."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ FACTS = EngineFacts(
     capacity_blocks=100,
     max_model_len=4096,
     prefill_tokens_per_s=1000.0,
-    attention_tokens=1e9,  # as good as no attention: seconds are easy to tell
+    attention_tokens=1e9,  # practically no attention, so that prefill times are easy to compute
     max_cpu_loras=UNLIMITED,
 )
 LOAD = Load()
@@ -24,8 +24,8 @@ def facts(**differs: Any) -> EngineFacts:
 
 
 def record(replica_id: str, *, pins: Pins | None = None, **differs: Any) -> ReplicaRecord:
-    """differs: in its facts."""
+    """Return the record of a replica whose facts differ from FACTS in these fields."""
     return ReplicaRecord(replica_id, "1", 0, facts(**differs), LOAD, pins or {})
 
 
-NO_DRIFT = {"replica": 0, "redis": 0, "mirror": 0}  # an audit that found nothing wrong
+NO_DRIFT = {"replica": 0, "redis": 0, "mirror": 0}  # result of an audit without differences

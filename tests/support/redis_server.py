@@ -1,4 +1,4 @@
-"""A Redis that a test kills and starts again, and a wire on which one is slow."""
+"""A Redis that tests kill and start again, and a proxy that makes a Redis slow."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,10 @@ from tests.support.serving import Cluster
 
 @contextlib.contextmanager
 def redis_server(port: int, folder: Path) -> Iterator[str]:
-    """Its URL. It is killed in the end; it starts with what was last saved in the folder."""
+    """Run a Redis, and yield its URL. It is killed at the end.
+
+    It starts with the data that a Redis has saved in the folder, if any.
+    """
     url, process = f"redis://127.0.0.1:{port}", _start(port, folder)
     try:
         _wait_for_ping(url, process, folder)
@@ -29,8 +32,10 @@ def redis_server(port: int, folder: Path) -> Iterator[str]:
 
 
 class Wire:
-    """A TCP proxy: what goes either way arrives `delay_s` later. tls: what the proxy's clients
-    find, as at a Redis with TLS, which ours cannot do."""
+    """A TCP proxy that delays data in both directions by `delay_s`.
+
+    With `tls`, clients connect to the proxy with TLS. The Redis for tests does not support TLS.
+    """
 
     def __init__(self, from_port: int, to_port: int, tls: ssl.SSLContext | None = None) -> None:
         self.delay_s = 0.0
@@ -41,7 +46,7 @@ class Wire:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Wire"]:
-        """In a thread of its own, once it listens."""
+        """Run the proxy in a thread; the context begins when it listens."""
         loop, ends, listens = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             thread = threading.Thread(target=runner.run, args=[self._serve(ends, listens)])
@@ -60,7 +65,7 @@ class Wire:
         async with server:
             listens.set()
             await ends.wait()
-        # The connections end with the loop, which cancels what is left.
+        # The end of the loop cancels the tasks of open connections.
 
     async def _connect(self, reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError), contextlib.closing(writer):
@@ -82,34 +87,36 @@ class Wire:
         try:
             while data := await reader.read(1 << 16):
                 on_the_way.put_nowait((loop.time() + self.delay_s, data))
-            raise ConnectionResetError  # the other way ends as well
+            raise ConnectionResetError  # also ends the other direction
         finally:
             delivering.cancel()
 
 
 @contextlib.contextmanager
 def redis_with_tls(certificate: tuple[Path, Path]) -> Iterator[str]:
-    """The URL of one with a password, behind a proxy with this certificate and key; clients say in
-    `ssl_ca_certs` whom they trust."""
+    """Run a Redis with a password behind a TLS proxy, and yield its URL.
+
+    The proxy uses this certificate and key. Clients must trust the certificate (`ssl_ca_certs`).
+    """
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(*certificate)
     with embedded_redis() as url:
-        at = urlsplit(url)
-        assert at.port is not None
-        with Wire(free_port(), at.port, tls).running() as wire:
-            yield wire.url.replace("://", f"://:{at.password}@")
+        address = urlsplit(url)
+        assert address.port is not None
+        with Wire(free_port(), address.port, tls).running() as wire:
+            yield wire.url.replace("://", f"://:{address.password}@")
 
 
 @dataclass
 class Wired:
-    """A cluster on a Redis that may be away, or as far as a test says."""
+    """A cluster whose Redis a test can kill or make slow."""
 
     cluster: Cluster
     wire: Wire
-    server: ExitStack  # Redis, while it runs
-    port: int  # of Redis itself
+    server: ExitStack  # closing it kills Redis
+    port: int  # port of Redis itself, not of the proxy
     folder: Path
 
     def start_redis(self) -> None:
-        """It is empty unless it was told to save."""
+        """Start Redis again. It is empty unless its data was saved."""
         self.server.enter_context(redis_server(self.port, self.folder))

@@ -1,4 +1,4 @@
-"""Chats rendered by vLLM and by the router, with one tokenizer and any chat template."""
+"""Renders chats with vLLM and with the router, for the same tokenizer and any chat template."""
 
 import asyncio
 import json
@@ -26,12 +26,12 @@ REFUSALS = (VLLMValidationError, TypeError, ValueError)
 
 
 class Sides:
-    """vLLM's renderer and the router's, with one tokenizer and any template."""
+    """The renderers of vLLM and of the router, with the same tokenizer."""
 
     def __init__(self, model: str) -> None:
         self._log = logging.getLogger("vllm")
         self._log_level = self._log.level
-        self._log.setLevel(logging.ERROR)  # else a line for each refusal
+        self._log.setLevel(logging.ERROR)  # otherwise vLLM logs each rejected body
         config = _config(model)
         self._loop = asyncio.Runner()
         self._model = config.model_config
@@ -87,7 +87,7 @@ class Sides:
 
 
 class Pair:
-    """Both sides with one template."""
+    """Both renderers with the same chat template."""
 
     def __init__(self, sides: Sides, template: str | None, options: Mapping[str, Any]) -> None:
         self._sides = sides
@@ -96,7 +96,7 @@ class Pair:
         self._format = sides.content_format(template)
 
     def by_vllm(self, request: ChatCompletionRequest) -> Ids | None:
-        """None: refused."""
+        """Return the tokens by vLLM's renderer; None if it rejects the request."""
         try:
             made = self._sides.run(self._online.render_chat(request))
         except REFUSALS:
@@ -104,7 +104,11 @@ class Pair:
         return None if isinstance(made, ErrorResponse) else list(made[1][0]["prompt_token_ids"])
 
     def by_router(self, body: Body) -> Ids | None:
-        """None: the template refuses. Raises OnlyReplicaError."""
+        """Return the tokens by the router's renderer; None if the template rejects the body.
+
+        Raises:
+            OnlyReplicaError: The router leaves the body to a replica.
+        """
         try:
             rendered = self._router.text(body, self._format)
         except (TemplateError, TypeError, ValueError):
@@ -112,8 +116,11 @@ class Pair:
         return self._sides.token_ids(rendered)
 
     def difference(self, given: Body) -> str | None:
-        """Between the two renderings of a body. None where vLLM finds that it is no request: the
-        replica's server says so too."""
+        """Return how the two renderings of a body differ; None if they are equal.
+
+        Returns None, too, if vLLM rejects the body during validation: the replica's application
+        then rejects it in the same way.
+        """
         body = json.dumps({"model": "smollm2", **given})
         try:
             request = ChatCompletionRequest.model_validate_json(body)
@@ -121,19 +128,19 @@ class Pair:
             return None
         expected = self.by_vllm(request)
         try:
-            found = self.by_router(json.loads(body))
+            token_ids = self.by_router(json.loads(body))
         except OnlyReplicaError:
             return LEFT if expected is not None else None
-        if found == expected:
+        if token_ids == expected:
             return None
-        return f"vLLM: {self._shown(expected)}, router: {self._shown(found)}"
+        return f"vLLM: {self._shown(expected)}, router: {self._shown(token_ids)}"
 
     def _shown(self, token_ids: Ids | None) -> str:
         return "refused" if token_ids is None else repr(self._sides.decoded(token_ids))
 
 
 def _config(model: str) -> VllmConfig:
-    """As vLLM's `launch render` makes it: without an engine."""
+    """Return vLLM's configuration without an engine, as `vllm launch render` makes it."""
     args = AsyncEngineArgs(model=model, max_model_len=8192)
     config: ModelConfig = args.create_model_config()
     config.quantization = None

@@ -1,4 +1,4 @@
-"""The files of this checkout, as tests read them."""
+"""Reads files of this checkout."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ LINKED = ("replica", "router")  # folders at the top of the tree that the packag
 
 
 def product_modules() -> list[Path]:
-    """Return the Python files of the package, those behind its links included, sorted by path."""
+    """Return the Python files of the package, including linked folders, sorted by path."""
     folders = (PACKAGE, *(PACKAGE / name for name in LINKED))
     return sorted({file for folder in folders for file in folder.rglob("*.py")})
 

@@ -1,4 +1,4 @@
-"""An engine, and a router that knows of it what its events tell."""
+"""An engine, and a router's mirror that receives the engine's events."""
 
 import random
 
@@ -11,7 +11,7 @@ REPLICA = "a"
 
 
 class Routed:
-    """The fleet of this one replica."""
+    """A router's fleet with one replica."""
 
     def __init__(self, running: Running) -> None:
         self.running = running
@@ -21,7 +21,7 @@ class Routed:
         self.fleet.update([ReplicaRecord(REPLICA, "1", 0, engine.facts, engine.load())])
 
     async def receive(self) -> None:
-        """The mirror follows all events so far."""
+        """Apply all events so far to the mirror."""
         assert (await self.running.compare()).drift == 0
         changes, self.running.changes = self.running.changes, Changes()
         mirror = self.fleet.mirror

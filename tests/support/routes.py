@@ -13,7 +13,7 @@ from kvroute.router.endpoints import (
 
 
 def routes() -> Iterator[tuple[str, str]]:
-    """Method and path."""
+    """Yield the method and path of each route."""
     conversations = (openai_routes, response_routes, session_routes)
     for kind in (*conversations, prefix_routes, cluster_routes, ui_routes):
         for route in kind.routes.routes:

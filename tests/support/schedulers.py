@@ -1,13 +1,19 @@
-"""vLLM's schedulers without a model: each step draws some token for each request."""
+"""vLLM's schedulers without a model. Each step draws the same token for each request."""
 
 from typing import Any
 
-BLOCK = 16  # tokens
+BLOCK = 16  # number of tokens in a block
 
 
 def scheduler_of(kind: Any, *specs: Any, blocks: int, **options: Any) -> Any:
-    """As a replica configures it. specs: of the cache's groups (kv_managers.py); options: of the
-    engine."""
+    """Return a scheduler that is configured as in a replica.
+
+    Args:
+        kind: The scheduler's class.
+        specs: The groups of the KV cache (kv_managers.py).
+        blocks: The number of blocks.
+        options: vLLM's engine arguments.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
@@ -54,8 +60,10 @@ def request_of(
 
 
 def step(scheduler: Any) -> dict[str, int]:
-    """Computes a step, with some token for each request whose prompt is done; returns how many
-    tokens of each it computed."""
+    """Run a step; return the number of tokens that it computed for each request.
+
+    Each request whose prompt is computed gets a token.
+    """
     from vllm.v1.outputs import ModelRunnerOutput
 
     planned = scheduler.schedule()

@@ -1,4 +1,4 @@
-"""What the processes of a cluster tell about themselves, without a Prometheus."""
+"""Reads the metrics of a cluster's processes without a Prometheus."""
 
 from collections import Counter
 
@@ -11,17 +11,21 @@ from tests.support.serving import Cluster
 
 
 def targets(cluster: Cluster, role: str) -> dict[str, str]:
-    """Addresses by the ids of the processes. Raises requests.HTTPError if no router tells them."""
+    """Return the metrics addresses of the processes with this role: id -> address.
+
+    Raises:
+        requests.HTTPError: The request to the router failed.
+    """
     response = requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10)
     response.raise_for_status()
-    found = [target for target in response.json() if target["labels"]["role"] == role]
-    assert all(target["labels"].keys() == {"model", "role", role, "node"} for target in found)
-    assert all(target["labels"]["model"] == BUILTIN_MODEL for target in found)
-    return {target["labels"][role]: target["targets"][0] for target in found}
+    chosen = [target for target in response.json() if target["labels"]["role"] == role]
+    assert all(target["labels"].keys() == {"model", "role", role, "node"} for target in chosen)
+    assert all(target["labels"]["model"] == BUILTIN_MODEL for target in chosen)
+    return {target["labels"][role]: target["targets"][0] for target in chosen}
 
 
 def scrape(address: str) -> Counter[str]:
-    """Samples of our own, as in `kvroute_requests_total{ok}`."""
+    """Return kvroute's metrics of a process. Keys have the form `kvroute_requests_total{ok}`."""
     text = requests.get(f"http://{address}/metrics", timeout=10).text
     samples = Counter[str]()
     for family in text_string_to_metric_families(text):
@@ -33,15 +37,15 @@ def scrape(address: str) -> Counter[str]:
 
 
 def total(cluster: Cluster, role: str) -> Counter[str]:
-    """The sums over all processes of that role."""
+    """Return the sums of the metrics of all processes with this role."""
     return sum((scrape(address) for address in targets(cluster, role).values()), Counter[str]())
 
 
 def ledger(cluster: Cluster) -> Counter[str]:
-    """Prompt tokens so far, by cause; of causes that have any."""
-    told = total(cluster, "router")
+    """Return the number of prompt tokens for each cause that has any."""
+    samples = total(cluster, "router")
     return +Counter(
-        {cause: int(told[f"kvroute_prompt_tokens_total{{{cause}}}"]) for cause in CAUSES}
+        {cause: int(samples[f"kvroute_prompt_tokens_total{{{cause}}}"]) for cause in CAUSES}
     )
 
 

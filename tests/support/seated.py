@@ -1,4 +1,4 @@
-"""Sessions that send turns, of which some wait for a seat."""
+"""Sessions whose turns may have to wait for a seat."""
 
 import itertools
 
@@ -6,31 +6,31 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.router.admission.seats import Seats, Waiter
 
-CAPACITY = 1000  # tokens
-MANY = 2000  # requests; enough for every average to be what all of them are
+CAPACITY = 1000  # size of the caches in tokens
+MANY = 2000  # number of requests that is enough for all moving averages to converge
 
 numbers = itertools.count(1)
 
 
 class Sessions:
-    """Sessions that send their turns through one router, or several that tell each other."""
+    """Sessions that send their turns through one router, or several that exchange messages."""
 
     def __init__(self, most: int | None = None, routers: int = 1) -> None:
         self.now_s = 0.0
         self.routers = [Seats[int](lambda: CAPACITY, most) for _ in range(routers)]
         self.seats = self.routers[0]
-        self.ends: dict[int, Fingerprint] = {}  # of the latest turn of each session
+        self.ends: dict[int, Fingerprint] = {}  # session -> last block of its latest turn
         self.turns: dict[int, int] = {}
-        self.running: list[int] = []  # sessions, one entry for each request
+        self.running: list[int] = []  # session of each running request
 
     def thrash(self) -> None:
-        """Let requests find every replica busy, and caches too small."""
+        """Record many requests that found all replicas busy and the caches too small."""
         for seats in self.routers:
             for _ in range(MANY):
                 seats.observe(is_busy=True, pressure=1.0)
 
     def begin(self, session: int, tokens: int, tenant: int = 0) -> None:
-        """Send a session's first turn, which ends at once."""
+        """Send a session's first turn, and end it at once."""
         waiter = self.waiter(session, tokens, tenant)
         assert self.seats.is_free(waiter, self.now_s)
         self.send(waiter)
@@ -73,10 +73,10 @@ class Sessions:
                     other.receive(f"{number}", seats.report(self.now_s), self.now_s)
 
     def seated(self, router: int = 0) -> list[int]:
-        """Send all turns that may go now. Return their sessions, in order."""
-        found, seats = [], self.routers[router]
+        """Send all turns that have got a seat, and return their sessions in order."""
+        sessions, seats = [], self.routers[router]
         while waiter := seats.due(self.now_s):
             self.send(waiter)
-            found.append(waiter.session)
+            sessions.append(waiter.session)
             self.tell()
-        return found
+        return sessions

@@ -1,4 +1,4 @@
-"""A whole cluster for a test: `kvroute serve` as a user runs it, and nothing left afterwards."""
+"""Complete clusters for tests, started with `kvroute serve` as a user does."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ KVROUTE = (sys.executable, "-c", "from kvroute.cli import main; main()")
 COMMAND = (*KVROUTE, "serve")
 READY = "kvroute ready at "
 MARK = "KVROUTE_TEST_MARK"  # inherited by every process that the command starts
-STOP_S = 40.0
+STOP_S = 40.0  # seconds that the command has to stop
 
 
 @dataclass(frozen=True)
@@ -38,28 +38,31 @@ class Cluster:
     log: Path
 
     def output(self) -> str:
-        """All that the command has printed."""
+        """Return the command's output so far."""
         return self.log.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """The command itself and every process below it, reparented ones too."""
-        return [each for each in psutil.process_iter() if _mark_of(each) == self.mark]
+        """Return the command's process and all processes that it started, even reparented ones."""
+        return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
 
     def named(self, name: str) -> list[psutil.Process]:
-        """The processes of that name below the command, also those that hide their environment."""
+        """Return the command's child processes with this name.
+
+        Unlike `processes`, this also finds processes that hide their environment.
+        """
         started = psutil.Process(self.process.pid).children(recursive=True)
-        return [each for each in started if name_of(each) == name]
+        return [process for process in started if name_of(process) == name]
 
     def titled(self, title: str) -> list[psutil.Process]:
-        """The processes below the command whose title or name contains this."""
+        """Return the command's child processes whose title or name contains this."""
         started = psutil.Process(self.process.pid).children(recursive=True)
-        return [each for each in started if title in _title_of(each)]
+        return [process for process in started if title in _title_of(process)]
 
     def routers(self) -> list[psutil.Process]:
         return [process for process in self.processes() if "kvroute:Router" in _title_of(process)]
 
     def wait_for(self, text: str, *, deadline_s: float) -> None:
-        """Fails with all of the output when the text is not printed in time."""
+        """Wait until the command prints this text. Fails with the output after `deadline_s`."""
         deadline = time.monotonic() + deadline_s
         while text not in self.output():
             assert self.process.poll() is None, f"the command ended early:\n{self.output()}"
@@ -67,7 +70,7 @@ class Cluster:
             time.sleep(0.1)
 
     def stop(self, number: signal.Signals = signal.SIGINT) -> int:
-        """The exit code. Fails when the command, or a process it started, does not end."""
+        """Stop the command, and return its exit code. Fails if one of its processes remains."""
         self.process.send_signal(number)
         exit_code = self.process.wait(STOP_S)
         assert_gone(self)
@@ -81,7 +84,10 @@ def start_cluster(
     deadline_s: float = 200.0,
     command: Sequence[str] = COMMAND,
 ) -> Iterator[Cluster]:
-    """`kvroute serve` with these options on a free port, ready; stopped by a Ctrl-C at the end."""
+    """Run `kvroute serve` with these options on a free port; the context begins when it is ready.
+
+    It is stopped with Ctrl-C at the end.
+    """
     with launched(*args, env=env, command=command) as cluster:
         cluster.wait_for(READY, deadline_s=deadline_s)
         yield cluster
@@ -93,7 +99,10 @@ def start_cluster(
 def launched(
     *args: str, env: Mapping[str, str] | None = None, command: Sequence[str] = COMMAND
 ) -> Iterator[Cluster]:
-    """The same, but only begun: the caller says what to wait for and how it ends."""
+    """Like `start_cluster`, but do not wait until it is ready, and do not stop it.
+
+    All remaining processes are killed at the end.
+    """
     port, mark = free_port(), uuid.uuid4().hex
     with TemporaryDirectory() as folder:
         log = Path(folder) / "output.txt"
@@ -104,7 +113,7 @@ def launched(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # its signals are not ours
+                start_new_session=True,  # so that its signals do not reach the test
             )
         cluster = Cluster(f"http://127.0.0.1:{port}", process, mark, log)
         try:
@@ -114,7 +123,7 @@ def launched(
 
 
 def redis_of(cluster: Cluster) -> "redis.Redis":
-    """The Redis that the command has started."""
+    """Return a client of the Redis that the command has started."""
     (server,) = cluster.named(REDIS_SERVER)
     (port,) = {
         net_connection.laddr.port
@@ -126,13 +135,13 @@ def redis_of(cluster: Cluster) -> "redis.Redis":
 
 
 def doctor(cluster: Cluster, *options: str) -> subprocess.CompletedProcess[str]:
-    """`kvroute doctor`, and what it has printed."""
+    """Run `kvroute doctor` with these options."""
     command = [*KVROUTE, "doctor", *options, "--url", cluster.url]
     return subprocess.run(command, capture_output=True, text=True, timeout=110)
 
 
 def assert_gone(cluster: Cluster, *, within_s: float = 10.0) -> None:
-    """Fails when a process of the cluster still exists after that time."""
+    """Fail if a process of the cluster still exists after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while (left := cluster.processes()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -140,7 +149,10 @@ def assert_gone(cluster: Cluster, *, within_s: float = 10.0) -> None:
 
 
 def kill_at_once(processes: Iterable[psutil.Process]) -> None:
-    """As a node dies: none of them sees another one end, and starts a third."""
+    """Kill processes as if their node died.
+
+    They are suspended first, so that none of them can react to the end of another one.
+    """
     for act in (psutil.Process.suspend, psutil.Process.kill):
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -148,7 +160,7 @@ def kill_at_once(processes: Iterable[psutil.Process]) -> None:
 
 
 def _kill(cluster: Cluster) -> None:
-    """Whatever a failed test has left."""
+    """Kill all processes that a failed test has left."""
     for process in cluster.processes():
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -172,9 +184,9 @@ def _mark_of(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(MARK)
     except (psutil.NoSuchProcess, psutil.AccessDenied):
-        return None  # ended meanwhile, or somebody else's
+        return None  # it has ended, or belongs to another user
 
 
 def findings(examined: subprocess.CompletedProcess[str]) -> list[Check]:
-    """What `doctor` with --json said."""
+    """Return the checks in the output of `kvroute doctor --json`."""
     return [Check(**check) for check in json.loads(examined.stdout)]

@@ -1,11 +1,11 @@
-"""The table in docs/settings.md, from the settings: `python -m tests.settings_table`."""
+"""Generates the table in docs/settings.md: `python -m tests.support.settings_table` prints it."""
 
 from kvroute.settings.help import env_names, flags, option
 from kvroute.settings.serve import OPTIONS
 
 
 def settings_table() -> str:
-    """Markdown, one row for each setting."""
+    """Return a table in Markdown with a row for each setting."""
     rows = ["| option | environment | default | |", "|---|---|---|---|"]
     for name, field in OPTIONS.items():
         described = option(field)

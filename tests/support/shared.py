@@ -1,4 +1,4 @@
-"""Clusters that several modules share: each runs until the last test that asks for it."""
+"""Clusters that several test modules share. Each runs until the last test that uses it ends."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ import pytest
 from tests.support.order import SHARED_CLUSTERS, fixtures_of
 from tests.support.serving import COMMAND, Cluster, start_cluster
 
-stacks = {name: ExitStack() for name in SHARED_CLUSTERS}  # the clusters that this process runs
+stacks = {name: ExitStack() for name in SHARED_CLUSTERS}  # closing one stops the cluster
 
 
 def shared_cluster(
@@ -27,7 +27,7 @@ def shared_cluster(
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """End each shared cluster after its last test; a hook of pytest."""
+    """Stop each shared cluster after its last test. This is a hook of pytest."""
     for name, last in _last_tests(item.session).items():
         if last is item:
             stacks[name].close()

@@ -33,7 +33,7 @@ CONFIG = SimulatedConfig(
 
 
 class Side:
-    """An engine with a publisher, and a router's mirror of it, each in tasks of their own."""
+    """An engine with a publisher, and a router's mirror of its blocks, all running as tasks."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Side:
         self.redis = connect(url)
         self.index = Index(self.redis, MODEL)
         self.engine = SimulatedEngine(replace(CONFIG, revision=revision, host=host))
-        self.table = BlockTable(self.engine.members)
+        self.table = BlockTable(self.engine.group_entries)
         self.publisher = Publisher(
             self.index,
             self.table,

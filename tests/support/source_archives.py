@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.environments import CACHE, UV
 
-TIMEOUT_S = 120.0  # for each read from the index
+TIMEOUT_S = 120.0  # timeout for each read from the index, in seconds
 
 
 def source_archive(package: str, version: str, *, sha256: str) -> Path:
@@ -26,7 +26,7 @@ def source_archive(package: str, version: str, *, sha256: str) -> Path:
 
 
 def unpack(archive: Path, folder: Path, *, wanted: Callable[[str], bool]) -> None:
-    """Unpack the wanted files, whose names are those below the archive's top folder."""
+    """Unpack the files for which `wanted` is true. It gets names relative to the top folder."""
     with tarfile.open(archive) as opened:
         for member in opened:
             _, _, member.name = member.name.partition("/")
@@ -44,10 +44,10 @@ def _download(package: str, version: str) -> bytes:
 
 
 def _address(package: str, version: str) -> str:
-    """Ask the package index, as uv is set up to, for the address of a source archive.
+    """Return the address of a source archive in the package index that uv is configured for.
 
-    pip and uv can only download such an archive by also preparing its build, for which vLLM needs
-    a compiler.
+    pip and uv cannot download the archive themselves without preparing its build, which needs a
+    compiler for vLLM.
     """
     locked = subprocess.run(
         [UV, "pip", "compile", "-", "--no-deps", "--quiet", "--format", "pylock.toml"],

@@ -1,4 +1,4 @@
-"""vLLM's own server, next to ours. Importing this imports vLLM, which takes seconds and warns."""
+"""vLLM's own server, for comparisons. Importing this imports vLLM."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ from tests.support.bodies import Body
 
 Tasks = tuple[SupportedTask, ...]
 
-COLLECTORS = (async_llm, output_processor)  # who names RequestOutputCollector
+COLLECTORS = (async_llm, output_processor)  # modules with the name RequestOutputCollector
 
 
 class Unmerged(output_processor.RequestOutputCollector):
-    """Outputs that come together stay apart: else they depend on who was slow."""
+    """Does not merge outputs that arrive together. Merged outputs would depend on timing."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -39,7 +39,10 @@ class Unmerged(output_processor.RequestOutputCollector):
 
 
 async def stock_app(llm: Any, tasks: Tasks = ("generate",), **front_args: Any) -> Any:
-    """vLLM's application on the engine itself, as its server has it. tasks: the engine's."""
+    """Return vLLM's application on an engine, as in vLLM's server.
+
+    `tasks` are the tasks that the engine supports.
+    """
     arguments = http_app._arguments(llm, {"enable_prompt_tokens_details": True, **front_args})
     app = build_app(arguments, tasks, llm.model_config)
     await init_app_state(llm, app.state, arguments, tasks)

@@ -1,7 +1,7 @@
-"""Suites of tests that others wrote: they run against kvroute and against vLLM's own server.
+"""Runs test suites by other projects against kvroute and against vLLM's own server.
 
-The model of both servers says nothing sensible, so a test of what a model says fails on both. A
-test that passes on vLLM's server and fails on kvroute needs a reason, which docs/api.md has too.
+The answers of the servers' model make no sense, so a test of an answer's meaning fails on both. If
+a test passes on vLLM's server and fails on kvroute, docs/api.md must explain the difference.
 """
 
 import os
@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PLUGINS = Path(__file__).parents[1] / "slow/suites"  # the folder of our plugins for pytest
-TEST_TIMEOUT_S = 60  # for each test of a suite
-SUITE_TIMEOUT_S = 900  # for all of them on one server
+PLUGINS = Path(__file__).parents[1] / "slow/suites"  # folder with plugins for pytest
+TEST_TIMEOUT_S = 60  # timeout of one test in seconds
+SUITE_TIMEOUT_S = 900  # timeout of a suite on one server, in seconds
 
-Outcomes = Mapping[str, str]  # a test's name to why it failed or was skipped; empty if it passed
+# Name of a test -> why it failed or was skipped; empty if it passed.
+Outcomes = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ def run_pytest(
     env: Mapping[str, str],
     python: str | Path = sys.executable,
 ) -> Outcomes:
-    """Run modules of tests below a folder in a process of their own."""
+    """Run test modules of a folder in another process; return the outcomes."""
     report = folder / "report.xml"
     done = subprocess.run(
         [
@@ -56,18 +57,22 @@ def run_pytest(
 def compare(
     kvroute: Outcomes, stock: Outcomes, *, reasons: Mapping[str, str], least_passed: int
 ) -> None:
-    """Fail for each test that only kvroute fails, and when too few pass on kvroute.
+    """Fail if a test fails only on kvroute, or if too few tests pass on kvroute.
 
-    reasons: beginnings of the names of tests that kvroute may fail, each with what docs/api.md
-    calls the difference. One that is needed no longer is a failure too.
+    Args:
+        kvroute: The outcomes on kvroute.
+        stock: The outcomes on vLLM's own server.
+        reasons: Known differences: beginning of the names of tests that may fail on kvroute -> name
+            of the difference in docs/api.md. A reason that is no longer needed is a failure.
+        least_passed: The minimum number of tests that must pass on kvroute.
     """
     passed, expected = _passed(kvroute), _passed(stock)
     print(f"passed of {len(stock)}: kvroute {len(passed)}, vLLM's server {len(expected)}")
     worse = expected - passed
     unexplained = sorted(name for name in worse if not name.startswith((*reasons,)))
     assert not unexplained, {name: kvroute.get(name, "was not run") for name in unexplained}
-    needless = [reason for reason in reasons if not any(each.startswith(reason) for each in worse)]
-    assert not needless, f"kvroute passes these, take their reasons out: {needless}"
+    needless = [reason for reason in reasons if not any(name.startswith(reason) for name in worse)]
+    assert not needless, f"kvroute passes these, so remove their reasons: {needless}"
     assert len(passed) >= least_passed
 
 
@@ -80,5 +85,5 @@ def _name(case: ET.Element) -> str:
 
 
 def _failure(case: ET.Element) -> str:
-    problems = [each for each in case if each.tag in {"failure", "error", "skipped"}]
+    problems = [child for child in case if child.tag in {"failure", "error", "skipped"}]
     return problems[0].get("message") or problems[0].tag if problems else ""

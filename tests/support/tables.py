@@ -1,4 +1,4 @@
-"""Writes the generated tables into their documents: `make docs`."""
+"""Writes the generated tables into the documents; `make docs` runs this."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.support.settings_table import settings_table
 
 
 def replace_table(document: Path, table: str) -> None:
-    """The document's table with the same head is this one now."""
+    """Replace the table in the document that has the same head."""
     head = table.splitlines()[0]
     before, _, after = document.read_text().partition(head)
     assert after, f"{document} has no table that begins with {head}"

@@ -1,6 +1,8 @@
-"""Tiny models of today's architectures: random weights of a few MB, with the built-in model's
-tokenizer and chat template. They say nothing sensible; their caches are divided as those of the
-real models are."""
+"""Tiny models of current architectures, with random weights of a few MB.
+
+They have the built-in model's tokenizer and chat template. Their answers make no sense, but their
+KV caches have the same groups as those of the real models.
+"""
 
 import shutil
 from collections.abc import Mapping
@@ -10,12 +12,12 @@ from typing import Any
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 
-CONTEXT = 4096  # tokens
-WINDOW = 256  # tokens, of sliding windows and chunks
+CONTEXT = 4096  # context length in tokens
+WINDOW = 256  # length of sliding windows and chunks in tokens
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 SHARED = {
-    "vocab_size": 49_152,  # of the tokenizer
+    "vocab_size": 49_152,  # as in the tokenizer
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 2,
@@ -31,9 +33,9 @@ SHARED = {
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How transformers builds one."""
+    """The configuration of an architecture in transformers."""
 
-    config: str  # class in transformers
+    config: str  # name of the configuration's class
     fields: Mapping[str, Any]
 
 
@@ -126,8 +128,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def tiny_model(architecture: str, folder: Path, **larger: Any) -> Path:
-    """The model of that name in ARCHITECTURES, in this folder; each time with the same weights.
-    larger: other fields of its configuration, for one that takes longer to compute."""
+    """Write the model with this name in ARCHITECTURES into a folder, and return the folder.
+
+    The weights are always the same. `larger` changes fields of the configuration, for a model that
+    takes longer to compute.
+    """
     import torch
     import transformers
 

@@ -1,7 +1,8 @@
-"""Tiny models that see: Idefics 3 with random weights, the built-in model's tokenizer, and a chat
-template with images. Marks that the tokenizer has for source code become marks of images.
+"""Tiny vision models: Idefics 3 with random weights.
 
-vLLM's Gemma 3, LLaVA, Qwen2-VL and PaliGemma import torchvision, which its CPU build does not need.
+They have the built-in model's tokenizer and a chat template with images. Some special tokens of the
+tokenizer are renamed to special tokens for images. Idefics 3 is used because vLLM's Gemma 3, LLaVA,
+Qwen2-VL and PaliGemma import torchvision, which vLLM's CPU build otherwise does not need.
 """
 
 import base64
@@ -14,8 +15,8 @@ from typing import Any
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from tests.support.tiny_models import SHARED, WINDOW
 
-SIDE = 112  # pixels of an image's piece
-PIECE = 16  # tokens of one, next to its marks
+SIDE = 112  # width and height of a piece of an image, in pixels
+PIECE = 16  # number of tokens of a piece, in addition to its special tokens
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -30,7 +31,7 @@ TEXTS: Mapping[str, Mapping[str, Any]] = {
     "idefics3": SHARED_TEXT,
     "idefics3 with windows": SHARED_TEXT | WINDOWS,
 }
-MARKS = {  # the tokenizer's -> those in their place
+MARKS = {  # special tokens of the tokenizer -> special tokens that replace them
     "<repo_name>": "<image>",
     "<file_sep>": "<fake_token_around_image>",
     "<filename>": "<end_of_utterance>",
@@ -45,13 +46,16 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 PROCESSOR = {"processor_class": "Idefics3Processor", "image_seq_len": PIECE}
 PIXELS = {
     "image_processor_type": "Idefics3ImageProcessor",
-    "size": {"longest_edge": 2 * SIDE},  # so an image has four pieces, and itself as the fifth
+    "size": {"longest_edge": 2 * SIDE},  # an image has four pieces, and a fifth with all of it
     "max_image_size": {"longest_edge": SIDE},
 }
 
 
 def seeing_model(name: str, folder: Path) -> Path:
-    """The model of that name in TEXTS, in this folder; each time with the same weights."""
+    """Write the model with this name in TEXTS into a folder, and return the folder.
+
+    The weights are always the same.
+    """
     import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
@@ -76,7 +80,7 @@ def seeing_model(name: str, folder: Path) -> Path:
 
 
 def picture(seed: int, width: int = SIDE, height: int = SIDE) -> str:
-    """A data URL of an image. Squares of any size take as many tokens."""
+    """Return a data URL of a random image. Squares of all sizes have the same number of tokens."""
     import numpy as np
     from PIL import Image
 
@@ -85,7 +89,7 @@ def picture(seed: int, width: int = SIDE, height: int = SIDE) -> str:
 
 
 def blank(side: int) -> str:
-    """A data URL of a black square, which is short."""
+    """Return a data URL of a black square. The URL is short."""
     from PIL import Image
 
     return _url(Image.new("1", (side, side)))
@@ -98,5 +102,5 @@ def _url(image: Any) -> str:
 
 
 def image(url: str) -> dict[str, Any]:
-    """A part of a chat's message."""
+    """Return an image as a part of a chat's message."""
     return {"type": "image_url", "image_url": {"url": url}}

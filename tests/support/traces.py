@@ -1,7 +1,7 @@
-"""Traffic that no public trace has enough of, as traces for `kvroute replay`.
+"""Generates traces for `kvroute replay`, of traffic of which public traces have too little.
 
-`python -m tests.support.traces agents 7 >agents.jsonl` writes one, with its seed. Those that are
-made of recorded chats need a trace of them: `... mix 7 conversation_trace.jsonl`.
+`python -m tests.support.traces agents 7 >agents.jsonl` writes a trace with seed 7. Traces that are
+made from recorded chats also need a trace of these chats: `... mix 7 conversation_trace.jsonl`.
 """
 
 import json
@@ -16,18 +16,19 @@ from pathlib import Path
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request, read
 
-SPAN_S = 900.0  # of a trace
-BEFORE_S = 600.0  # it begins with what started in this time before, under way
-LONGEST_TOKENS = 180_000
-BATCH_PER_S = 6.0  # prompts of a batch job beside chats and agents
-AGENTS_PER_S = 0.09  # sessions that start beside them
+SPAN_S = 900.0  # length of a trace in seconds
+# Sessions start from this many seconds before the trace on, so that some are running at its start.
+BEFORE_S = 600.0
+LONGEST_TOKENS = 180_000  # length of a prompt at which a session ends, in tokens
+BATCH_PER_S = 6.0  # in a mix: prompts of a batch job per second
+AGENTS_PER_S = 0.09  # in a mix: sessions of agents that start per second
 
 
 @dataclass
 class Text:
-    """A prompt that grows; what is added is new, so nobody else has its blocks."""
+    """A prompt that grows. Text that is added is new, so no other prompt has its blocks."""
 
-    fresh: Iterator[int]  # ids of blocks
+    fresh: Iterator[int]  # yields unused ids of blocks
     tokens: int = 0
     blocks: list[Fingerprint] = field(default_factory=list)
 
@@ -38,7 +39,7 @@ class Text:
         return self
 
     def copy(self) -> "Text":
-        """Goes on from the same blocks; shared are the full ones."""
+        """Return a prompt that begins with the full blocks of this one."""
         return Text(self.fresh, self.tokens, list(self.blocks))
 
     def request(
@@ -52,8 +53,11 @@ class Text:
 
 
 def agents(seed: int, *, sessions: int = 900, span_s: float = SPAN_S) -> list[Request]:
-    """Coding agents: one of a few long prompts with tools, a repository of the
-    session's own, and turns that each add what a tool said. Now and then a person answers."""
+    """Return the requests of coding agents.
+
+    A session begins with one of a few long system prompts with tools, and with a repository that
+    only this session has. Each turn adds a tool's result. Sometimes a turn waits for a person.
+    """
     rng, fresh = random.Random(seed), count(1)
     products = [Text(fresh).add(rng.randrange(8, 40) * BLOCK_TOKENS) for _ in range(5)]
     requests = []
@@ -73,15 +77,16 @@ def agents(seed: int, *, sessions: int = 900, span_s: float = SPAN_S) -> list[Re
 
 
 def rollouts(seed: int, *, sessions: int = 600) -> list[Request]:
-    """Make the sessions of coding agents that all start together, as in reinforcement learning.
+    """Return the requests of coding agents that all start together, as in reinforcement learning.
 
-    Their numbers of turns are like those of the replay in pull request 3663 of NVIDIA's NeMo-RL: 5
-    to 99, 29 in the middle, 56 at the 90th percentile. What a turn adds and how long tools take are
-    assumptions.
+    The numbers of turns are like those in the replay of pull request 3663 of NVIDIA's NeMo-RL: 5 to
+    99, with a median of 29 and a 90th percentile of 56. The length of a turn and the time of tools
+    are assumptions.
     """
     rng, fresh = random.Random(seed), count(1)
     system = Text(fresh).add(6 * BLOCK_TOKENS)
-    spread = math.log(56 / 29) / 1.2816  # of the logarithm; 1.2816 is the normal 90th percentile
+    # Standard deviation of the logarithm. 1.2816 is the 90th percentile of a normal distribution.
+    spread = math.log(56 / 29) / 1.2816
     requests = []
     for number in range(sessions):
         text, at_s = system.copy().add(_size(rng, 3000, most=20_000)), 0.001 * number
@@ -96,11 +101,16 @@ def rollouts(seed: int, *, sessions: int = 600) -> list[Request]:
 def fan_outs(
     seed: int, *, families: int = 80, width: tuple[int, int] = (2, 20), least: int = 1
 ) -> list[Request]:
-    """Make families of sub-agents: all of a family start at once, from one long prefix that nobody
-    has computed yet, and then go on alone.
+    """Return the requests of families of sub-agents.
 
-    width: the least and the most sub-agents of a family. least: tokens of a prefix, of at most
-    100,000.
+    All sub-agents of a family start at the same time with a long common prefix, which no request
+    has computed before. Then each continues alone.
+
+    Args:
+        seed: The seed of the random numbers.
+        families: The number of families.
+        width: The minimum and maximum number of sub-agents in a family.
+        least: The minimum length of a prefix in tokens. The maximum is 100,000.
     """
     rng, fresh = random.Random(seed), count(1)
     requests = []
@@ -121,8 +131,10 @@ def fan_outs(
 
 
 def documents(seed: int, *, visits: int = 6000) -> list[Request]:
-    """Questions about long documents, some asked about far more often than others: a
-    visit has a few questions, and each brings the whole document and no earlier answer."""
+    """Return questions about long documents. Some documents are much more popular than others.
+
+    A visit has a few questions. Each prompt contains the document, but no earlier answer.
+    """
     rng, fresh = random.Random(seed), count(1)
     system = Text(fresh).add(2 * BLOCK_TOKENS)
     library = [system.copy().add(_size(rng, 20_000, most=120_000)) for _ in range(1000)]
@@ -138,8 +150,11 @@ def documents(seed: int, *, visits: int = 6000) -> list[Request]:
 
 
 def chats(seed: int, *, talks: int = 3000) -> list[Request]:
-    """Make the chats of an online service: one short system prompt, first messages that may have a
-    long document in them, and few turns."""
+    """Return the chats of an online service.
+
+    They have the same short system prompt, messages that may contain a long document, and few
+    turns.
+    """
     rng, fresh = random.Random(seed), count(1)
     system = Text(fresh).add(BLOCK_TOKENS)
     requests = []
@@ -155,7 +170,7 @@ def chats(seed: int, *, talks: int = 3000) -> list[Request]:
 
 
 def mix(seed: int, recorded: Path | None = None) -> list[Request]:
-    """Chats, agents, and a batch job whose prompts nobody asks again."""
+    """Return chats, agents, and a batch job whose prompts have nothing in common."""
     talks = read(recorded, limit=None, seed=seed) if recorded else chats(seed)
     span_s = talks[-1].arrival_s
     rng, fresh = random.Random(seed), count(1)
@@ -168,7 +183,7 @@ def mix(seed: int, recorded: Path | None = None) -> list[Request]:
 
 
 def clones(seed: int, recorded: Path) -> list[Request]:
-    """Four times the users of some chats, each with their own prompts and the same pauses."""
+    """Return recorded chats four times: with other prompts each time, and with the same pauses."""
     copies = [read(recorded, limit=None, seed=seed + number) for number in range(4)]
     return _together(copies, max(copy[-1].arrival_s for copy in copies) + 1)
 
@@ -181,25 +196,27 @@ def _arrivals(rng: random.Random, span_s: float, per_s: float) -> Iterator[float
 
 
 def _together(traces: Sequence[Sequence[Request]], span_s: float) -> list[Request]:
-    """One trace; none of them has a block of another one."""
+    """Combine traces into one. Their blocks are renumbered, so that they share none."""
     count = len(traces)
     return _in_order(
         [
             replace(
-                each,
-                blocks=tuple(Fingerprint(block * count + number) for block in each.blocks),
-                session=each.session and f"{number}/{each.session}",
+                request,
+                blocks=tuple(Fingerprint(block * count + number) for block in request.blocks),
+                session=request.session and f"{number}/{request.session}",
             )
             for number, trace in enumerate(traces)
-            for each in trace
+            for request in trace
         ],
         span_s,
     )
 
 
 def example(seed: int, *, talks: int = 150) -> list[Request]:
-    """Make the trace of `kvroute replay --example`: chats of five applications, each with a system
-    prompt of its own."""
+    """Return the trace of `kvroute replay --example`: chats of five applications.
+
+    Each application has its own system prompt.
+    """
     rng, fresh = random.Random(seed), count(1)
     systems = [Text(fresh).add(_size(rng, 3000, most=8000)) for _ in range(5)]
     requests = []
@@ -212,7 +229,7 @@ def example(seed: int, *, talks: int = 150) -> list[Request]:
             text.add(output_tokens)
             at_s += 5 + rng.expovariate(1 / 30)
     in_order = _in_order(requests, math.inf)
-    return [replace(each, arrival_s=round(each.arrival_s, 3)) for each in in_order]
+    return [replace(request, arrival_s=round(request.arrival_s, 3)) for request in in_order]
 
 
 WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {
@@ -227,7 +244,7 @@ OF_CHATS: Mapping[str, Callable[[int, Path], list[Request]]] = {"mix": mix, "clo
 
 
 def lines(requests: list[Request]) -> Iterator[str]:
-    """In Mooncake's format."""
+    """Yield the requests as lines in Mooncake's format."""
     for request in requests:
         yield json.dumps(
             {
@@ -241,13 +258,13 @@ def lines(requests: list[Request]) -> Iterator[str]:
         )
 
 
-def _size(rng: random.Random, middle: int, *, most: int) -> int:
-    """Tokens: as often below the middle as above, and sometimes far above."""
-    return max(1, min(most, int(middle * rng.lognormvariate(0, 1))))
+def _size(rng: random.Random, median: int, *, most: int) -> int:
+    """Draw a number of tokens from a log-normal distribution with this median and maximum."""
+    return max(1, min(most, int(median * rng.lognormvariate(0, 1))))
 
 
 def _in_order(requests: list[Request], span_s: float = SPAN_S) -> list[Request]:
-    """Those within the span, from the first on."""
+    """Return the requests within the span, sorted; the first one arrives at 0 s."""
     requests = [request for request in requests if 0 <= request.arrival_s < span_s]
     requests.sort(key=lambda request: request.arrival_s)
     first_s = requests[0].arrival_s

@@ -1,4 +1,4 @@
-"""A test run ends with what it did not test, for want of a command on this computer."""
+"""Lists, at the end of a test run, the tests that were skipped because a command is missing."""
 
 import shutil
 from collections import defaultdict
@@ -7,30 +7,31 @@ from collections.abc import Generator
 import pytest
 
 MISSING = "not installed: "
-COMMANDS = {"chromium": ("chromium", "chromium-browser")}  # where not its own name alone
+COMMANDS = {"chromium": ("chromium", "chromium-browser")}  # commands with several names
+# Commands that scripts/system.sh installs.
 FROM_SYSTEM_SH = ("chromium", "debootstrap", "prometheus", "promtool")
 
 
 def find(name: str) -> str | None:
-    """The path of a command; None where it is not installed."""
+    """Return the path of a command; None if it is not installed."""
     return next(filter(None, map(shutil.which, COMMANDS.get(name, (name,)))), None)
 
 
 def obstacle(*commands: str) -> str | None:
-    """Why a test that needs all of these is skipped; None where it can run."""
+    """Return why a test that needs these commands is skipped; None if it can run."""
     missing = [command for command in commands if find(command) is None]
     return MISSING + ", ".join(missing) if missing else None
 
 
 def needs(*commands: str) -> pytest.MarkDecorator:
-    """The mark of a test that needs all of these."""
+    """Return the mark of a test that needs these commands."""
     reason = obstacle(*commands)
     return pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None]:
-    """Writes the list last, after pytest's own summary."""
+    """Print the list after pytest's own summary."""
     yield
     if lines := untested(terminalreporter.stats.get("skipped", [])):
         terminalreporter.section("not tested here", yellow=True)
@@ -42,7 +43,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 
 
 def untested(skipped: list[pytest.TestReport]) -> list[str]:
-    """A line for each reason that names a missing command, and its tests, one a line."""
+    """Return the lines of the list: each reason, followed by its tests."""
     tests: defaultdict[str, list[str]] = defaultdict(list)
     for report in skipped:
         assert isinstance(report.longrepr, tuple)

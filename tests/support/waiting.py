@@ -1,4 +1,4 @@
-"""Tests wait for what must become true, never for a time."""
+"""Waiting for conditions. Tests never wait for a fixed time."""
 
 import asyncio
 import time
@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 
 async def until(is_true: Callable[[], object], within_s: float = 60.0) -> None:
+    """Wait until the condition is true. Raises TimeoutError after `within_s` seconds."""
     async with asyncio.timeout(within_s):
         while not is_true():
             await asyncio.sleep(0.01)
 
 
 def wait_until(is_true: Callable[[], object], within_s: float = 120.0) -> None:
-    """The same for tests that block."""
+    """Wait until the condition is true, in a test that is not asynchronous."""
     deadline = time.monotonic() + within_s
     while not is_true():
         assert time.monotonic() < deadline, "it did not become true in time"

@@ -1,4 +1,4 @@
-"""What client libraries ask a cluster for in tests: the weather in a city, or a booking."""
+"""Requests of client libraries in tests: for the weather in a city, or for a booking."""
 
 from typing import Literal
 
@@ -8,11 +8,11 @@ TIMEOUT_S = 120.0
 QUESTION = "What is the weather in Oslo?"
 City = Literal["Oslo", "Lima"]
 CITIES = ("Oslo", "Lima")
-ENOUGH = 120  # tokens for a tool call or a booking, spaces included
+ENOUGH = 120  # number of tokens that is enough for a tool call or a booking
 
 
 class Booking(BaseModel):
-    """A structured answer, which clients ask for instead of text."""
+    """The type of a structured answer."""
 
     city: City
     is_return: bool

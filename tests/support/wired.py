@@ -22,8 +22,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class Wired:
-    """What Serve would know about them: replicas.Replicas. most: requests that each takes. ranks:
-    of each."""
+    """Replicas in this process, in place of those that Serve knows (replicas.Replicas).
+
+    `most` is the maximum number of requests of each replica, and `ranks` the number of its ranks.
+    """
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class Wired:
         ranks: int = 1,
     ) -> None:
         self.servers = {
-            id_: Server(each, methods or {}, most=most) for id_, each in generates.items()
+            id_: Server(generate, methods or {}, most=most) for id_, generate in generates.items()
         }
         self.links = Links(lambda: self)
         self.killed: list[str] = []
@@ -55,11 +57,11 @@ class Wired:
             await server.close()
 
     def drop(self, replica_id: str) -> None:
-        """Serve no longer runs it."""
+        """Let Serve no longer list a replica."""
         self._listed.remove(replica_id)
 
     def list(self, replica_id: str) -> None:
-        """Have Serve run a replica again that was dropped."""
+        """Let Serve list a replica again."""
         self._listed.append(replica_id)
 
     def ids(self) -> Collection[str]:
@@ -79,25 +81,25 @@ class Wired:
 
 
 def dispatcher_of(wired: Wired, fleet: Fleet) -> Dispatcher:
-    """One whose requests need not wait: nothing lets them go."""
+    """Return a dispatcher for requests that never have to wait in the queue."""
     liveness = Liveness(lambda: wired, wired.links, fleet, hang_timeout_s=5)
     holding = Holding(Queue(lambda: 1.0), fleet, liveness.trusted, wake=Wake())
     return Dispatcher(wired.links, fleet, Gate(fleet, liveness, holding))
 
 
 def questions_of(wired: Wired, dispatcher: Dispatcher) -> Questions:
-    """Return what sends questions to the same replicas."""
+    """Return the sender of questions to the same replicas."""
     return Questions(wired.links, dispatcher.gate)
 
 
 class ToldLinks:
-    """In the place of Links: connections that are there, and of which a test says the rest."""
+    """Replaces Links. The test sets the state of the connections."""
 
     def __init__(self, connected: Callable[[], list[str]]) -> None:
         self.connected = connected
         self.waiting = set[str]()  # replicas that run requests
-        self.messages = 0  # from each
-        self.questions = 0  # that each has not answered
+        self.messages = 0  # number of messages from each replica
+        self.questions = 0  # number of unanswered questions to each replica
         self.lost: list[tuple[str, Exception]] = []
         self.by_replica: dict[str, tuple[str, ...]] = {}
 

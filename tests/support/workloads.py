@@ -1,4 +1,4 @@
-"""Traffic as users send it, and what an unbounded cache would have saved of it."""
+"""Typical traffic of users, and the hits that an unlimited cache would have had."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ JOBS = ("baker", "pilot", "nurse", "painter", "lawyer")
 
 
 def people_table(rows: int = 30) -> str:
-    """About 80 tokens a row."""
+    """Return a table of people. A row has about 80 tokens."""
     rng = random.Random(1)
     lines = ["| number | name | age | city | job | telephone | remark |"]
     for number in range(rows):
@@ -46,7 +46,7 @@ def table_questions() -> list[str]:
 
 
 class UnboundedCache:
-    """Every full block of every prompt seen so far."""
+    """A cache with all full blocks of all prompts so far."""
 
     def __init__(self) -> None:
         self._prompts = Prompts(resolve(BUILTIN_MODEL))
@@ -54,7 +54,7 @@ class UnboundedCache:
         self._seen: set[Fingerprint] = set()
 
     def reusable_tokens(self, messages: list[dict[str, str]]) -> int:
-        """Tokens of this prompt in full blocks that an earlier one had; then it is seen too."""
+        """Return the tokens in full blocks that earlier prompts also had, then add the prompt."""
         text = asyncio.run(self._prompts.chat_text({"messages": messages}, "string"))
         token_ids = asyncio.run(self._prompts.rendered(text))
         chain = fingerprints(token_ids, block_size=BLOCK, parent=self._root)
@@ -70,7 +70,7 @@ class UnboundedCache:
 @dataclass
 class Outcome:
     reusable_tokens: int = 0
-    cached_tokens: int = 0  # at most the reusable ones count
+    cached_tokens: int = 0  # number of cached tokens; at most the reusable ones count
     computed_tokens: Counter[str] = field(default_factory=Counter)  # by replica
 
     @property
@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """The busiest replica's prefill work over the least busy one's."""
+        """Return the most computed tokens of a replica, divided by the fewest of a replica."""
         work = sorted(self.computed_tokens.values())
         return work[-1] / work[0] if len(work) > 1 else float("inf")
 
@@ -94,7 +94,7 @@ def interleaved_chats(
     seed: int,
     max_tokens: int = 24,
 ) -> Outcome:
-    """Every chat's first turn, then every chat's second, and so on."""
+    """Send the first turns of all chats, then all second turns, and so on."""
     rng, cache, outcome = random.Random(seed), UnboundedCache(), Outcome()
     system = {"role": "system", "content": _text(rng, system_words)}
     histories = [[system] if system_words else [] for _ in range(chats)]
@@ -125,7 +125,7 @@ def ask(
     max_tokens: int = 16,
     model: str = BUILTIN_MODEL,
 ) -> Answer:
-    """One greedy chat request."""
+    """Send a greedy chat request, and return the answer."""
     raw = client.chat.completions.with_raw_response.create(
         model=model,
         messages=messages,  # type: ignore[arg-type]

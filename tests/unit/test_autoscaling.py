@@ -32,7 +32,7 @@ from kvroute.replica.backlog import STEP_S, Backlog, occupancy
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import Ghosts
-from kvroute.replica.missed import HALF_LIFE_S, Missed
+from kvroute.replica.missed_share import HALF_LIFE_S, MissedShare
 from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
@@ -73,58 +73,58 @@ def taken(share: float) -> Report:
 # What a replica reports.
 
 
-def test_who_comes_now_waits_for_all_prefill_that_is_pending() -> None:
+def test_a_new_request_waits_for_all_pending_prefill() -> None:
     backlog = Backlog(prefill_tokens_per_s=1000.0)
-    backlog.arrived("a", 1000, now_s=0.0)
-    backlog.arrived("b", 500, now_s=0.0)
+    backlog.add("a", 1000, now_s=0.0)
+    backlog.add("b", 500, now_s=0.0)
     assert backlog.wait_s(0.0) == pytest.approx(1.5 + 2 * STEP_S)
     assert backlog.wait_s(0.5) == pytest.approx(1.0 + 2 * STEP_S)
 
 
-def test_first_tokens_and_clients_that_leave_end_the_waiting() -> None:
+def test_a_request_stops_delaying_others_with_its_first_token_or_its_end() -> None:
     backlog = Backlog(prefill_tokens_per_s=1000.0)
-    backlog.arrived("a", 1000, now_s=0.0)
-    backlog.arrived("b", 1000, now_s=0.0)
+    backlog.add("a", 1000, now_s=0.0)
+    backlog.add("b", 1000, now_s=0.0)
     backlog.first_token("a", 1.0)
-    backlog.gone("b", 1.0)
-    backlog.gone("a", 2.0)
+    backlog.remove("b", 1.0)
+    backlog.remove("a", 2.0)
     assert backlog.wait_s(2.0) == 0.0
 
 
 def test_the_real_speed_is_learned_from_first_tokens() -> None:
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     for number in range(200):
-        backlog.arrived(str(number), 1000, now_s=3.0 * number)
+        backlog.add(str(number), 1000, now_s=3.0 * number)
         backlog.first_token(str(number), 3.0 * number + 3.0)
     assert backlog.service_s() == pytest.approx(3.0, rel=0.05)
-    backlog.arrived("next", 1000, now_s=600.0)
+    backlog.add("next", 1000, now_s=600.0)
     assert backlog.wait_s(600.0) == pytest.approx(3.0, rel=0.05)
 
 
-def test_a_first_token_that_does_not_come_counts_before_it_comes() -> None:
-    """As where long answers hold every place in the batch."""
+def test_an_overdue_first_token_already_counts_as_slowness() -> None:
+    """This happens, for example, while long answers take every place in the batch."""
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     for number in range(11):
-        backlog.arrived(str(number), 100, now_s=0.0)
+        backlog.add(str(number), 100, now_s=0.0)
     assert backlog.wait_s(0.1) < 2.0
     assert backlog.wait_s(20.0) > 20.0
 
 
-def test_who_comes_now_waits_in_the_routers_too() -> None:
+def test_a_new_requests_wait_includes_the_wait_in_routers() -> None:
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     for number, waited_s in enumerate([0.0, 10.0, 20.0]):
-        backlog.arrived(str(number), 0, now_s=100.0, waited_s=waited_s)
+        backlog.add(str(number), 0, now_s=100.0, waited_s=waited_s)
         backlog.first_token(str(number), 100.0)
     assert backlog.wait_s(100.0) == pytest.approx(10.0)
-    assert backlog.wait_s(200.0) < 0.01  # nothing comes any more
+    assert backlog.wait_s(200.0) < 0.01  # no more requests arrive
 
 
 @pytest.mark.parametrize("target_s", [1.0, 5.0])
-def test_a_fleet_grows_whose_requests_wait_in_the_routers(target_s: float) -> None:
-    """What is pending on a replica says little then: routers keep it short."""
+def test_a_fleet_grows_if_requests_wait_in_the_routers(target_s: float) -> None:
+    """The replicas' own backlogs are short then, because routers hold the requests."""
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     for second in range(20):
-        backlog.arrived(str(second), 1000, now_s=float(second), waited_s=8.0)
+        backlog.add(str(second), 1000, now_s=float(second), waited_s=8.0)
         if second >= 1:
             backlog.first_token(str(second - 1), float(second))
     reports = [waiting(backlog.wait_s(20.0))] * 4
@@ -132,9 +132,9 @@ def test_a_fleet_grows_whose_requests_wait_in_the_routers(target_s: float) -> No
     assert wanted > 4
 
 
-def test_the_busy_share_forgets_within_seconds() -> None:
+def test_the_busy_share_decays_within_seconds() -> None:
     backlog = Backlog(prefill_tokens_per_s=1000.0)
-    backlog.arrived("a", 1000, now_s=100.0)
+    backlog.add("a", 1000, now_s=100.0)
     assert backlog.busy_share(200.0) == pytest.approx(1.0, abs=0.01)
     backlog.first_token("a", 200.0)
     assert backlog.busy_share(300.0) == pytest.approx(0.0, abs=0.01)
@@ -151,10 +151,10 @@ def idle_rank() -> Rank:
     )
 
 
-async def test_who_comes_now_goes_to_the_rank_where_nothing_is_pending() -> None:
+async def test_a_replicas_wait_is_that_of_its_less_busy_rank() -> None:
     ranks = [idle_rank() for _ in range(4)]
-    ranks[0].backlog.arrived("a", 10_000, now_s=0.0)
-    ranks[1].backlog.arrived("b", 30_000, now_s=0.0)
+    ranks[0].backlog.add("a", 10_000, now_s=0.0)
+    ranks[1].backlog.add("b", 30_000, now_s=0.0)
     report = autoscaling_stats(ranks, 0.0)
     assert report["wait_s"] == 0.0
     assert report["service_s"] == pytest.approx((1.0 + 3.0 + 2 * STEP_S) / 4)
@@ -163,28 +163,28 @@ async def test_who_comes_now_goes_to_the_rank_where_nothing_is_pending() -> None
     assert autoscaling_stats(ranks[:2], 0.0)["wait_s"] == pytest.approx(1.0 + STEP_S)
 
 
-def test_a_replica_knows_how_much_it_computes_for_want_of_cache() -> None:
+def test_the_missed_share_is_what_a_larger_cache_would_have_had() -> None:
     ghosts = Ghosts(capacity_blocks=4, block_tokens=10)
-    missed = Missed(ghosts)
+    missed = MissedShare(ghosts)
     assert missed.share(0.0) == 0.0
     ghosts.record_events([BlockStored([1], [Fingerprint(1)]), BlockRemoved([1])])
-    missed.computed(30)
+    missed.record_computed(30)
     assert missed.share(2.0) == 0.0
     ghosts.record_events([BlockStored([1], [Fingerprint(1)])])
-    missed.computed(10)
+    missed.record_computed(10)
     assert missed.share(4.0) == pytest.approx(10 / 40, rel=0.01)
-    missed.computed(40)
+    missed.record_computed(40)
     assert missed.share(4.0 + HALF_LIFE_S) == pytest.approx(5 / 60, rel=0.02)
 
 
-def test_a_replica_is_as_full_as_what_is_scarcest() -> None:
+def test_occupancy_is_the_use_of_the_scarcest_resource() -> None:
     assert occupancy(0.1, 64, 128, 10, 1000) == 0.5
     assert occupancy(0.1, 64, 128, 900, 1000) == 0.9
     assert occupancy(0.7, 64, 128, 10, 1000) == 0.7
     assert occupancy(0.1, 64, 0, -10, 0) == 0.1
 
 
-# What is made of it.
+# The decision about the number of replicas.
 
 
 def test_a_fleet_that_keeps_newcomers_waiting_grows_by_how_long_and_doubles_at_most() -> None:

@@ -28,7 +28,7 @@ def test_a_chat_repeats_what_came_before() -> None:
 
 
 class Sent(asyncio.Transport):
-    """Takes whatever is written."""
+    """A transport that ignores all data that is written to it."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         pass

@@ -21,12 +21,12 @@ from kvroute.replica.engine.kv_events import (
 )
 
 PLAIN = (0,)
-WINDOWS = (1, 1, 0)  # two groups of windows before one of full attention
+WINDOWS = (1, 1, 0)  # two groups of sliding windows, then a group of full attention
 PARTS = (0, None, 1)
 
 
 def stored(*numbers: int, group: int = 0) -> BlockStored:
-    """Blocks with a hash and a fingerprint that follow from their number."""
+    """Return an event with these blocks; hash and fingerprint depend on a block's number."""
     return BlockStored(numbers, [print_of(number) for number in numbers], group)
 
 
@@ -63,13 +63,13 @@ def test_a_second_copy_of_a_block_is_no_change_until_the_last_copy_is_removed() 
     assert applied(blocks, removed(10)).removed == prints(10)
 
 
-def test_a_block_that_is_stored_and_evicted_in_one_batch_is_not_held() -> None:
+def test_a_block_that_is_stored_and_evicted_in_one_batch_is_not_published() -> None:
     blocks = BlockTable()
     assert applied(blocks, stored(10), removed(10)).added == set()
     assert blocks.held() == []
 
 
-def test_a_clear_forgets_what_came_before_it_and_not_what_comes_after() -> None:
+def test_a_clear_removes_earlier_blocks_and_not_later_ones() -> None:
     blocks = BlockTable(WINDOWS)
     before = [stored(10, group=group) for group in range(3)]
     changes = applied(blocks, *before, AllBlocksCleared(), stored(11, group=2))
@@ -97,10 +97,10 @@ def test_the_engines_list_is_compared_with_the_table_before_it() -> None:
     assert blocks.apply([removed(10)], Changes()) is None
 
 
-def test_groups_are_compared_one_by_one_and_those_left_out_hold_nothing() -> None:
+def test_groups_are_compared_one_by_one_and_a_group_left_out_has_no_blocks() -> None:
     blocks = BlockTable(PARTS)
-    told = [stored(10, 11), stored(10, group=1), stored(10, group=2)]
-    assert blocks.apply([*told, BlocksHeld([{10: 1, 11: 1}, {12: 1}])], Changes()) == Comparison(
+    events = [stored(10, 11), stored(10, group=1), stored(10, group=2)]
+    assert blocks.apply([*events, BlocksHeld([{10: 1, 11: 1}, {12: 1}])], Changes()) == Comparison(
         blocks=3, missing=0, surplus=1
     )
     assert set(blocks.held()) == prints(10, 11)
@@ -108,9 +108,9 @@ def test_groups_are_compared_one_by_one_and_those_left_out_hold_nothing() -> Non
 
 def test_blocks_in_host_memory_are_also_compared_separately() -> None:
     blocks = BlockTable((0, HOST_GROUPS))
-    told = [stored(10, 11), stored(10, 11, group=1)]
-    found = blocks.apply([*told, BlocksHeld([{10: 1, 11: 1}, {10: 1, 12: 1}])], Changes())
-    assert found == Comparison(blocks=4, missing=1, surplus=1)
+    events = [stored(10, 11), stored(10, 11, group=1)]
+    comparison = blocks.apply([*events, BlocksHeld([{10: 1, 11: 1}, {10: 1, 12: 1}])], Changes())
+    assert comparison == Comparison(blocks=4, missing=1, surplus=1)
     assert blocks.compared_in_host == Comparison(blocks=2, missing=1, surplus=1)
     alone = BlockTable()
     alone.apply([stored(10), BlocksHeld([{10: 1}])], Changes())
@@ -133,11 +133,13 @@ def test_a_group_outside_the_layout_is_ignored() -> None:
     assert not applied(blocks, BlocksHeld([{}, {10: 1}, {}]))
 
 
-def truth(members: Sequence[int | None], copies: Sequence[Counter[BlockHash]]) -> set[Fingerprint]:
-    """Return the fingerprints that are held, by the definition."""
+def truth(
+    group_entries: Sequence[int | None], copies: Sequence[Counter[BlockHash]]
+) -> set[Fingerprint]:
+    """Return the fingerprints to publish, computed directly from the definition."""
     held = set[Fingerprint]()
-    for entry in {each for each in members if each is not None}:
-        parts = [copies[group] for group, each in enumerate(members) if each == entry]
+    for entry in {number for number in group_entries if number is not None}:
+        parts = [copies[group] for group, number in enumerate(group_entries) if number == entry]
         held |= {print_of(number, entry) for number in parts[0] if all(p[number] for p in parts)}
     return held
 
@@ -148,48 +150,50 @@ class AnyGroups(RuleBasedStateMachine):
     A mirror that applies each batch's changes has the table's fingerprints.
     """
 
-    @initialize(members=st.sampled_from([PLAIN, WINDOWS, PARTS, (0, 0, 0), (2, 0, 1, None, 1)]))
-    def begin(self, members: tuple[int | None, ...]) -> None:
-        self.members = members
-        self.table = BlockTable(members)
-        self.copies: list[Counter[BlockHash]] = [Counter() for _ in members]
+    @initialize(
+        group_entries=st.sampled_from([PLAIN, WINDOWS, PARTS, (0, 0, 0), (2, 0, 1, None, 1)])
+    )
+    def begin(self, group_entries: tuple[int | None, ...]) -> None:
+        self.group_entries = group_entries
+        self.table = BlockTable(group_entries)
+        self.copies: list[Counter[BlockHash]] = [Counter() for _ in group_entries]
         self.mirror = set[Fingerprint]()
 
     @rule(group=st.integers(0, 4), numbers=st.lists(st.integers(0, 5), max_size=4))
     def store(self, group: int, numbers: list[int]) -> None:
-        group %= len(self.members)
+        group %= len(self.group_entries)
         self.copies[group].update(numbers)
         self.apply(stored(*numbers, group=group))
 
     @rule(group=st.integers(0, 4), numbers=st.sets(st.integers(0, 5)))
     def remove(self, group: int, numbers: set[int]) -> None:
-        group %= len(self.members)
+        group %= len(self.group_entries)
         self.copies[group] -= Counter(numbers)
         self.apply(removed(*numbers, group=group))
 
     @rule(group=st.integers(0, 4), number=st.integers(0, 5), other=st.integers(0, 5))
     def replace(self, group: int, number: int, other: int) -> None:
         """Replace a block in one batch of events."""
-        group %= len(self.members)
+        group %= len(self.group_entries)
         self.copies[group] -= Counter([number])
         self.copies[group].update([other])
         self.apply(removed(number, group=group), stored(other, group=group))
 
     @rule(group=st.integers(0, 4), numbers=st.sets(st.integers(0, 5)))
     def lose_removals(self, group: int, numbers: set[int]) -> None:
-        group %= len(self.members)
+        group %= len(self.group_entries)
         self.copies[group] -= Counter(numbers)
         self.apply(EventsLost(), BlocksHeld([dict(copy) for copy in self.copies]))
 
     @rule()
     def compare(self) -> None:
         comparison = self.apply(BlocksHeld([dict(copy) for copy in self.copies]))
-        parts = zip(self.copies, self.members, strict=True)
+        parts = zip(self.copies, self.group_entries, strict=True)
         assert comparison == Comparison(sum(len(c) for c, entry in parts if entry is not None))
 
     @rule()
     def clear(self) -> None:
-        self.copies = [Counter() for _ in self.members]
+        self.copies = [Counter() for _ in self.group_entries]
         self.apply(AllBlocksCleared())
 
     def apply(self, *events: KVEvent) -> Comparison | None:
@@ -203,7 +207,7 @@ class AnyGroups(RuleBasedStateMachine):
     def the_mirror_is_right(self) -> None:
         if hasattr(self, "table"):
             held = self.table.held()
-            assert self.mirror == set(held) == truth(self.members, self.copies)
+            assert self.mirror == set(held) == truth(self.group_entries, self.copies)
             assert len(held) == len(set(held)) == len(self.table)
 
 

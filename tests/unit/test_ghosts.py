@@ -22,13 +22,13 @@ from kvroute.replica.engine.kv_events import (
     KVEvent,
 )
 from kvroute.replica.engine_metrics import ghost_hit_tokens
-from kvroute.replica.ghosts import SIZES, Ghosts, ghosts_of
+from kvroute.replica.ghosts import SIZES, Ghosts, make_ghosts
 from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 
-SIZE = 4  # tokens in a block
-CAPACITY = 16  # blocks
+SIZE = 4  # number of tokens in a block
+CAPACITY = 16  # number of blocks of the cache
 
 PROMPTS = st.lists(  # prompts of chats with one of two beginnings
     st.tuples(st.integers(0, 1), st.integers(0, 6), st.integers(1, 6)), min_size=20, max_size=60
@@ -36,24 +36,24 @@ PROMPTS = st.lists(  # prompts of chats with one of two beginnings
 
 
 def prompt(system: int, chat: int, blocks: int) -> TokenIds:
-    """Return two shared blocks, then blocks of the chat's own, then a token."""
+    """Return two blocks that chats share, then blocks of this chat only, then a token."""
     shared = [1_000 + system] * 2 * SIZE
     own = [10 * system + chat] * blocks * SIZE
     return np.array([*shared, *own, 9], dtype=np.uint32)
 
 
 def hits(pool: BlockPool, prompts: Sequence[TokenIds], *, ghosts: Ghosts | None = None) -> int:
-    """Count the hit blocks of these prompts, one after the other, in a cache."""
-    found = 0
+    """Run the prompts one after the other, and return the number of hit blocks."""
+    hit_blocks = 0
     for token_ids in prompts:
         table = pool.table(token_ids, Scope())
-        found += pool.admit(table) or 0
+        hit_blocks += pool.admit(table) or 0
         assert pool.extend(table, len(token_ids))
         pool.free(table)
         events = pool.drain()
         if ghosts is not None:
             ghosts.record_events(events)
-    return found
+    return hit_blocks
 
 
 def pool_of(blocks: float) -> BlockPool:
@@ -61,15 +61,15 @@ def pool_of(blocks: float) -> BlockPool:
 
 
 @given(PROMPTS)
-def test_the_estimate_is_exact_for_prompts_one_after_the_other(
+def test_the_estimate_is_exact_for_prompts_that_do_not_overlap(
     drawn: list[tuple[int, int, int]],
 ) -> None:
-    prompts = [prompt(*each) for each in drawn]
+    prompts = [prompt(*arguments) for arguments in drawn]
     ghosts = Ghosts(CAPACITY, SIZE)
-    there = hits(pool_of(CAPACITY), prompts, ghosts=ghosts)
+    cached = hits(pool_of(CAPACITY), prompts, ghosts=ghosts)
     for name, size in SIZES.items():
         larger = hits(pool_of(size * CAPACITY), prompts)
-        assert ghosts.hit_tokens[name] == SIZE * (larger - there)
+        assert ghosts.hit_tokens[name] == SIZE * (larger - cached)
     assert len(ghosts) <= CAPACITY
 
 
@@ -89,9 +89,9 @@ def test_a_larger_cache_never_has_fewer_hits_and_the_list_never_exceeds_the_cach
     for event in [*events, BlockStored([-1], ())]:
         before = ghosts.hit_tokens
         ghosts.record_events([event])
-        found = ghosts.hit_tokens
-        assert list(found.values()) == sorted(found.values())
-        assert all(found[size] >= before[size] for size in SIZES)
+        after = ghosts.hit_tokens
+        assert list(after.values()) == sorted(after.values())
+        assert all(after[size] >= before[size] for size in SIZES)
     assert len(ghosts) <= 8
 
 
@@ -104,22 +104,22 @@ def test_the_list_is_bounded_if_blocks_are_only_evicted() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
-def test_only_a_block_without_a_copy_left_is_a_ghost_and_each_once(
+def test_a_block_is_a_ghost_once_and_only_if_no_copy_is_left(
     steps: list[tuple[bool, int]],
 ) -> None:
-    ghosts, there = Ghosts(64, SIZE), Counter[int]()
-    gone = set[int]()
+    ghosts, cached = Ghosts(64, SIZE), Counter[int]()
+    evicted = set[int]()
     for is_stored, block in steps:
         if is_stored:
             ghosts.record_events([stored(block)])
-            there[block] += 1
-            gone.discard(block)
-        elif there[block]:
+            cached[block] += 1
+            evicted.discard(block)
+        elif cached[block]:
             ghosts.record_events([removed(block)])
-            there[block] -= 1
-            gone |= set() if there[block] else {block}
-        assert sorted(each for part in ghosts._parts for each in part) == sorted(gone)
-        assert ghosts._copies == +there
+            cached[block] -= 1
+            evicted |= set() if cached[block] else {block}
+        assert sorted(block for part in ghosts._parts for block in part) == sorted(evicted)
+        assert ghosts._copies == +cached
 
 
 def test_a_ghost_that_is_evicted_again_is_the_youngest_and_in_the_list_once() -> None:
@@ -136,7 +136,7 @@ def stored(*blocks: int, group: int = 0) -> BlockStored:
     return BlockStored(blocks, (), group)
 
 
-def test_the_evictions_since_a_blocks_own_show_how_large_the_cache_had_to_be() -> None:
+def test_the_evictions_after_a_blocks_own_eviction_give_the_needed_size() -> None:
     ghosts = Ghosts(8, SIZE)  # room for 2, 2 and 4 ghosts
     ghosts.record_events([removed(*range(9)), stored(100)])
     for block, expected in ((0, (0, 0, 0)), (1, (0, 0, 1)), (5, (0, 1, 2)), (8, (1, 2, 3))):
@@ -150,33 +150,33 @@ def test_blocks_after_a_miss_are_no_hits_of_a_smaller_cache() -> None:
     assert ghosts.hit_tokens == dict.fromkeys(SIZES, SIZE)
 
 
-def test_an_emptied_cache_and_lost_events_leave_no_ghosts() -> None:
+def test_a_cleared_cache_and_lost_events_leave_no_ghosts() -> None:
     for event in (AllBlocksCleared(), EventsLost()):
         ghosts = Ghosts(8, SIZE)
         ghosts.record_events([removed(1), event, BlockStored([1], [Fingerprint(1)])])
         assert ghosts.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
-def test_one_group_is_followed_the_first_of_the_layouts_first_entry(
+def test_only_the_first_group_of_the_layouts_first_entry_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = SimulatedEngine(SimulatedConfig(capacity_blocks=64, block_size=16))
     layout = Layout((CacheGroup("full_attention", 32), CacheGroup("mamba", 64)), 64)
     engine.facts = msgspec.structs.replace(engine.facts, layout=layout)
-    monkeypatch.setattr(engine, "members", (1, 0))
-    ghosts = ghosts_of(engine, BlockTable(engine.members))
+    monkeypatch.setattr(engine, "group_entries", (1, 0))
+    ghosts = make_ghosts(engine, BlockTable(engine.group_entries))
     ghosts.record_events(
         [removed(1), removed(2, group=1), BlockStored([1], [Fingerprint(1)]), stored(2, group=1)]
     )
     assert ghosts.hit_tokens == dict.fromkeys(SIZES, 32)
     assert sum(ghosts._limits) == 64 * 16 // 32
-    monkeypatch.setattr(engine, "members", (None,))
-    without = ghosts_of(engine, BlockTable(engine.members))
+    monkeypatch.setattr(engine, "group_entries", (None,))
+    without = make_ghosts(engine, BlockTable(engine.group_entries))
     without.record_events([removed(1), BlockStored([1], [Fingerprint(1)])])
     assert without.hit_tokens == dict.fromkeys(SIZES, 0)
 
 
-def test_metrics_have_all_ranks_ghost_hits() -> None:
+def test_metrics_add_up_the_ghost_hits_of_all_ranks() -> None:
     ranks = [Ghosts(8, SIZE), Ghosts(8, 2 * SIZE)]
     for ghosts in ranks:
         ghosts.record_events([removed(1), BlockStored([1], [Fingerprint(1)])])
@@ -186,7 +186,7 @@ def test_metrics_have_all_ranks_ghost_hits() -> None:
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_simulated_engine_has_a_ghost_for_each_of_its_blocks(prefix_caching: bool) -> None:
     config = SimulatedConfig(capacity_blocks=64, prefix_caching=prefix_caching)
-    assert sum(ghosts_of(SimulatedEngine(config), BlockTable())._limits) == 64
+    assert sum(make_ghosts(SimulatedEngine(config), BlockTable())._limits) == 64
 
 
 def test_blocks_that_are_reloaded_from_host_memory_are_not_missed() -> None:

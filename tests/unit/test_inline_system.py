@@ -15,7 +15,7 @@ from kvroute.replica.vllm_engine.http.system_places import Place, place_for, put
 TEMPLATES = Path(__file__).parents[1] / "templates"
 PLACES: dict[str, Place] = {
     "qwen3": "system",
-    "qwen3_5": "joined",  # a user's message would take away the thoughts before it
+    "qwen3_5": "joined",  # after a user message, the template leaves out earlier reasoning
     "llama3_1": "system",
     "glm4_moe": "system",
     "mistral_nemo": "joined",

@@ -31,7 +31,7 @@ NOTHING = Needs(installed_gb=0, glibc=(2, 0), libraries={}, commands={}, headers
 
 @needs("dpkg")
 @pytest.mark.skipif(not (ROOT / ".venv/ready-cpu").exists(), reason="no packages for CPUs here")
-def test_the_needs_on_cpus_are_those_of_the_installed_wheels() -> None:
+def test_the_needs_file_for_cpus_fits_the_installed_wheels() -> None:
     from scripts.read_wheels import machine_file
 
     file = (ROOT / "requirements" / "machine-cpu.txt").read_text()
@@ -43,7 +43,7 @@ def test_this_machine_lacks_nothing() -> None:
     assert list(missing_packages(read_needs("cpu"))) == []
 
 
-def test_what_a_machine_lacks_is_named_with_its_package() -> None:
+def test_missing_parts_are_reported_with_their_packages() -> None:
     lacking = replace(
         NOTHING,
         libraries={"libnothing.so.9": ("libnothing9",), "libc.so.6": ("libc6",)},
@@ -57,14 +57,14 @@ def test_what_a_machine_lacks_is_named_with_its_package() -> None:
     }
 
 
-def test_a_small_disk_and_an_old_system_are_refused_with_the_remedy(tmp_path: Path) -> None:
+def test_a_small_disk_and_an_old_system_are_errors_with_a_remedy(tmp_path: Path) -> None:
     old, small = unfit(replace(NOTHING, installed_gb=1e6, glibc=(99, 1)), tmp_path)
     assert re.match(r"glibc 99\.1 or newer; this system has glibc \d.* Debian 12", old.what)
     assert re.match(r"1000000 GB of free disk for .venv; .* has \d.* GB\. Free some", small.what)
     assert list(unfit(NOTHING, tmp_path)) == []
 
 
-def test_little_memory_is_a_warning_that_names_a_smaller_start(tmp_path: Path) -> None:
+def test_little_memory_is_a_warning_that_names_a_smaller_cluster(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  8000000 kB\nMemAvailable:  2000000 kB\n")
     (warning,) = warnings(meminfo, shm=Path("/"))
@@ -76,11 +76,13 @@ def test_no_shared_memory_is_a_warning(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\n")
     (warning,) = warnings(meminfo, shm=tmp_path / "none")
-    assert warning.startswith("/dev/shm has 0.00 GB, and Ray needs 0.2 GB of it")
+    assert warning.startswith("/dev/shm has 0.00 GB, but Ray needs 0.2 GB")
     assert OBJECT_STORE_BYTES == SHM_GB * GB
 
 
-def test_who_may_not_install_gets_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_who_may_not_install_packages_gets_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert not may_install()
@@ -88,13 +90,13 @@ def test_who_may_not_install_gets_the_command(monkeypatch: pytest.MonkeyPatch) -
     assert remedy(["libnuma1", "python3-venv"]) == f"run: {command}"
 
 
-def test_another_system_gets_the_names_of_debians_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_get_the_names_of_debian_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert not may_install()
     assert remedy(["libnuma1"]).endswith("libnuma1")
 
 
-def test_another_python_than_the_systems_has_packages_of_its_own(tmp_path: Path) -> None:
+def test_a_python_that_is_not_the_systems_default_has_other_packages(tmp_path: Path) -> None:
     version = f"python3.{sys.version_info.minor}"
     own, other = tmp_path / version, tmp_path / "python3.0"
     for file in (own, other):

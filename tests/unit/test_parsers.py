@@ -38,8 +38,8 @@ def test_a_model_type_and_the_built_in_model_are_known_without_a_template() -> N
     assert tool_parser(None, "llama", "any") is None
 
 
-# For all other models, the template has no reasoning, or the model reasons only if the prompt's
-# text tells it to.
+# For all other models, the template has no reasoning, or the model reasons only if the text of the
+# prompt asks for it.
 REASONING = {
     "deepseek_r1_distill": "deepseek_r1",
     "deepseek_v3_1": "deepseek_v3",

@@ -8,27 +8,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.contract.keep import Order, RetentionHint
-from kvroute.replica.engine.retention import NOBODY, SHARED, IdleBlocks
+from kvroute.replica.engine.retention import NO_SESSION, SHARED, IdleBlocks
 
 BLOCKS = 24
 ENDED, UNLIKELY, USUAL = Order
 keeps = st.builds(RetentionHint, st.sampled_from(Order), st.integers(0, 4))
 
 
-def idle_of(*blocks: int, keep: RetentionHint | None = None, idle: IdleBlocks) -> None:
-    """A request that ends, with these blocks in the prompt's order."""
-    idle.label(blocks, keep or RetentionHint())
+def idle_of(*blocks: int, hint: RetentionHint | None = None, idle: IdleBlocks) -> None:
+    """End a request with these blocks, in the prompt's order."""
+    idle.label(blocks, hint or RetentionHint())
     idle.put(blocks[::-1])
 
 
 class AnyUse(RuleBasedStateMachine):
-    """Requests hold, label and free blocks; the cache evicts some."""
+    """Requests hold blocks, set their retention and free them. The cache evicts some."""
 
     def __init__(self) -> None:
         super().__init__()
         self.idle = IdleBlocks(BLOCKS)
         self.held: set[int] = set()
-        self.put: list[int] = []  # idle blocks, the longest idle first
+        self.put: list[int] = []  # idle blocks, the least recently used first
         self.blank = set(range(BLOCKS))
 
     @rule(count=st.integers(1, 6))
@@ -46,11 +46,11 @@ class AnyUse(RuleBasedStateMachine):
         self.held.add(block)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), keep=st.none() | keeps)
-    def finish(self, data: st.DataObject, keep: RetentionHint | None) -> None:
+    @rule(data=st.data(), hint=st.none() | keeps)
+    def finish(self, data: st.DataObject, hint: RetentionHint | None) -> None:
         blocks = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
-        if keep:
-            self.idle.label(blocks, keep)
+        if hint:
+            self.idle.label(blocks, hint)
         self.idle.put(blocks[::-1])
         self.held -= set(blocks)
         self.put += blocks[::-1]
@@ -73,9 +73,11 @@ class AnyUse(RuleBasedStateMachine):
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(1, len(self.put)))
-        spared = set(data.draw(st.lists(st.sampled_from(self.put), max_size=len(self.put) - count)))
-        expected = [block for block in self.idle if block not in spared][:count]
-        assert self.idle.pop(count, spared) == expected
+        protected = set(
+            data.draw(st.lists(st.sampled_from(self.put), max_size=len(self.put) - count))
+        )
+        expected = [block for block in self.idle if block not in protected][:count]
+        assert self.idle.pop(count, protected) == expected
         self.put = [block for block in self.put if block not in expected]
         self.blank |= set(expected)
 
@@ -94,7 +96,7 @@ class AnyUse(RuleBasedStateMachine):
     def a_session_has_exactly_its_own_blocks(self) -> None:
         owned = [(s, block) for s, blocks in self.idle._owned.items() for block in blocks]
         of_blocks = enumerate(self.idle._session_of)
-        named = [(s, block) for block, s in of_blocks if s not in (NOBODY, SHARED)]
+        named = [(s, block) for block, s in of_blocks if s not in (NO_SESSION, SHARED)]
         assert sorted(owned) == sorted(named)
         assert all(self.idle._owned.values())
 
@@ -102,7 +104,7 @@ class AnyUse(RuleBasedStateMachine):
         self.idle.forget(self.held)
         self.idle.pop(len(self.idle))
         assert not self.idle._owned
-        assert set(self.idle._session_of) == {NOBODY}
+        assert set(self.idle._session_of) == {NO_SESSION}
         assert set(self.idle._order_of) == {USUAL}
 
 
@@ -115,16 +117,16 @@ TestAnyUse = AnyUse.TestCase
     st.sampled_from([None, RetentionHint(), RetentionHint(session=7), RetentionHint(UNLIKELY)]),
 )
 def test_without_hints_the_order_is_lru(
-    steps: list[tuple[str, int]], keep: RetentionHint | None
+    steps: list[tuple[str, int]], hint: RetentionHint | None
 ) -> None:
     idle, lru = IdleBlocks(BLOCKS), OrderedDict[int, None]()
-    for what, number in steps:
-        match what:
+    for action, number in steps:
+        match action:
             case "end":
                 block = number % BLOCKS
                 if block not in lru:
-                    if keep:
-                        idle.label([block], keep)
+                    if hint:
+                        idle.label([block], hint)
                     idle.put([block])
                     lru[block] = None
             case "hit" if lru:
@@ -134,31 +136,33 @@ def test_without_hints_the_order_is_lru(
                 lru.move_to_end(block)
             case "evict" if lru:
                 count = 1 + number % min(5, len(lru))
-                gone = [lru.popitem(last=False)[0] for _ in range(count)]
-                assert idle.pop(count) == gone
+                oldest = [lru.popitem(last=False)[0] for _ in range(count)]
+                assert idle.pop(count) == oldest
     assert [*idle] == [*lru]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_more_blocks_than_are_idle_are_refused(count: int) -> None:
+def test_evicting_more_blocks_than_are_idle_raises(count: int) -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(*range(count - 1), idle=idle)
-    with pytest.raises(ValueError, match=f"{count} blocks are to be evicted, but {count - 1} are"):
+    with pytest.raises(
+        ValueError, match=f"cannot evict {count} blocks: {count - 1} blocks are idle"
+    ):
         idle.pop(count)
     assert len(idle) == count - 1
 
 
-def test_ended_sessions_go_first_then_what_is_unlikely_then_the_rest() -> None:
+def test_blocks_of_ended_sessions_are_evicted_first_then_unlikely_ones_then_the_rest() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, keep=RetentionHint(session=6), idle=idle)
-    idle_of(3, 4, keep=RetentionHint(UNLIKELY, session=7), idle=idle)
-    idle_of(5, 6, keep=RetentionHint(ENDED, session=8), idle=idle)
+    idle_of(1, 2, hint=RetentionHint(session=6), idle=idle)
+    idle_of(3, 4, hint=RetentionHint(UNLIKELY, session=7), idle=idle)
+    idle_of(5, 6, hint=RetentionHint(ENDED, session=8), idle=idle)
     assert idle.pop(5) == [6, 5, 4, 3, 2]
 
 
-def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, 3, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, 2, 3, hint=RetentionHint(session=7), idle=idle)
     assert [*idle] == [3, 2, 1]
     idle.end(7)
     assert idle.pop(3) == [3, 2, 1]
@@ -166,18 +170,18 @@ def test_the_end_of_a_prompt_goes_before_its_beginning() -> None:
 
 def test_an_ended_sessions_own_blocks_are_evicted_first_and_shared_blocks_are_not() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, 2, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, 2, hint=RetentionHint(session=7), idle=idle)
     idle.take(1)
-    idle_of(1, 3, keep=RetentionHint(session=8), idle=idle)
+    idle_of(1, 3, hint=RetentionHint(session=8), idle=idle)
     idle.end(8)
     assert idle.pop(3) == [3, 2, 1]
 
 
 def test_a_session_ends_with_its_last_request() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, keep=RetentionHint(session=7), idle=idle)
-    idle_of(2, keep=RetentionHint(session=8), idle=idle)
-    idle_of(3, keep=RetentionHint(ENDED, session=8), idle=idle)
+    idle_of(1, hint=RetentionHint(session=7), idle=idle)
+    idle_of(2, hint=RetentionHint(session=8), idle=idle)
+    idle_of(3, hint=RetentionHint(ENDED, session=8), idle=idle)
     assert idle.pop(1) == [3]
     idle.end(8)
     assert idle.pop(1) == [2]
@@ -185,47 +189,47 @@ def test_a_session_ends_with_its_last_request() -> None:
 
 def test_a_session_that_continues_after_its_end_is_retained_again() -> None:
     idle = IdleBlocks(BLOCKS)
-    idle_of(1, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, hint=RetentionHint(session=7), idle=idle)
     idle_of(2, idle=idle)
     idle.end(7)
     idle.take(1)
-    idle_of(1, keep=RetentionHint(session=7), idle=idle)
+    idle_of(1, hint=RetentionHint(session=7), idle=idle)
     assert idle.pop(2) == [2, 1]
 
 
-def test_ended_sessions_go_in_the_order_of_their_ends_and_a_second_end_moves_nothing() -> None:
+def test_ended_sessions_are_evicted_in_the_order_of_their_first_ends() -> None:
     idle = IdleBlocks(BLOCKS)
     for session in (1, 2, 3):
-        idle_of(2 * session, 2 * session + 1, keep=RetentionHint(session=session), idle=idle)
+        idle_of(2 * session, 2 * session + 1, hint=RetentionHint(session=session), idle=idle)
     for session in (3, 1, 2, 3, 1):
         idle.end(session)
     assert idle.pop(6) == [7, 6, 3, 2, 5, 4]
 
 
-def test_what_no_session_has_named_is_no_sessions_own() -> None:
+def test_a_block_first_used_without_a_session_belongs_to_no_session() -> None:
     idle = IdleBlocks(BLOCKS)
     idle_of(1, 2, idle=idle)
     idle.take(1)
-    idle_of(1, 3, keep=RetentionHint(UNLIKELY, session=8), idle=idle)
+    idle_of(1, 3, hint=RetentionHint(UNLIKELY, session=8), idle=idle)
     idle.end(8)
     assert idle.pop(3) == [3, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("said", "kept"),
+    ("hints", "expected"),
     [
         ((UNLIKELY, USUAL), USUAL),
         ((USUAL, UNLIKELY), USUAL),
         ((UNLIKELY, UNLIKELY), UNLIKELY),
         ((UNLIKELY, ENDED), UNLIKELY),
         ((ENDED, UNLIKELY), UNLIKELY),
-        ((ENDED, ENDED), USUAL),  # both of the sessions are over, and there may be more
+        ((ENDED, ENDED), USUAL),  # both sessions have ended, but others may use the block
     ],
 )
-def test_a_shared_block_is_kept_as_the_best_that_was_said_of_it(
-    said: tuple[Order, Order], kept: Order
+def test_a_shared_block_gets_the_hint_that_retains_it_longest(
+    hints: tuple[Order, Order], expected: Order
 ) -> None:
     idle = IdleBlocks(BLOCKS)
-    for session, order in enumerate(said, 1):
+    for session, order in enumerate(hints, 1):
         idle.label([1], RetentionHint(order, session=session))
-    assert idle._order_of[1] == kept
+    assert idle._order_of[1] == expected

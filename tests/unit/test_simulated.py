@@ -67,7 +67,7 @@ async def cached_tokens(engine: SimulatedEngine, request: GenerateRequest) -> in
     return counts.pop()
 
 
-async def heard(engine: SimulatedEngine) -> list[KVEvent]:
+async def pending_events(engine: SimulatedEngine) -> list[KVEvent]:
     """Return the pending events."""
     async for batch in engine.events():
         return batch
@@ -94,17 +94,17 @@ async def test_long_prompts_are_computed_in_pieces_that_are_cached_in_order(
 ) -> None:
     engine = make(max_batched_tokens=64)
     await run(engine, request(200, max_tokens=1))
-    stored = [event for event in await heard(engine) if isinstance(event, BlockStored)]
+    stored = [event for event in await pending_events(engine) if isinstance(event, BlockStored)]
     assert [len(event.block_hashes) for event in stored] == [2, 2, 2]
     parent = root(model="simulated", block_size=SIZE)
     chain = fingerprints(np.arange(200, dtype=np.uint32), block_size=SIZE, parent=parent)
-    assert [told for event in stored for told in event.fingerprints] == chain
+    assert [fingerprint for event in stored for fingerprint in event.fingerprints] == chain
 
 
 async def test_equal_prompts_at_the_same_time_share_their_blocks(make: MakeEngine) -> None:
     engine = make()
     await asyncio.gather(*(run(engine, request(100)) for _ in range(3)))
-    stored = [event for event in await heard(engine) if isinstance(event, BlockStored)]
+    stored = [event for event in await pending_events(engine) if isinstance(event, BlockStored)]
     assert sum(len(event.block_hashes) for event in stored) == 3
 
 
@@ -120,7 +120,7 @@ async def test_a_small_cache_evicts_the_oldest_prompt_and_reports_it(make: MakeE
     old, young = request([1] * 130), request([2] * 130)
     await run(engine, old)
     await run(engine, young)
-    events = await heard(engine)
+    events = await pending_events(engine)
     assert sum(isinstance(event, BlockRemoved) for event in events) == 1
     assert await cached_tokens(engine, young) == 128
     assert await cached_tokens(engine, old) == 96
@@ -131,8 +131,8 @@ async def test_choices_that_outgrow_the_cache_are_preempted_and_still_finish(
 ) -> None:
     engine = make(capacity_blocks=12)
     requests = [request([i] * 64, max_tokens=128) for i in range(6)]
-    answers = await asyncio.gather(*(run(engine, each) for each in requests))
-    alone = [await run(make(), each) for each in requests]
+    answers = await asyncio.gather(*(run(engine, request) for request in requests))
+    alone = [await run(make(), request) for request in requests]
     assert [said(answer) for answer in answers] == [said(answer) for answer in alone]
     assert engine.load() == Load()
 
@@ -140,9 +140,9 @@ async def test_choices_that_outgrow_the_cache_are_preempted_and_still_finish(
 async def test_events_alone_show_which_blocks_are_cached(make: MakeEngine) -> None:
     engine = make(capacity_blocks=20)
     requests = [request([i % 4] * (40 + 9 * i), max_tokens=60) for i in range(20)]
-    await asyncio.gather(*(run(engine, each) for each in requests))
+    await asyncio.gather(*(run(engine, request) for request in requests))
     copies: Counter[object] = Counter()
-    for event in await heard(engine):
+    for event in await pending_events(engine):
         assert isinstance(event, BlockStored | BlockRemoved)
         change = copies.update if isinstance(event, BlockStored) else copies.subtract
         change(event.block_hashes)
@@ -183,7 +183,7 @@ async def test_two_hundred_streams_finish_together_in_good_time(make: MakeEngine
     engine = make()
     requests = [request([i, *range(500)], max_tokens=50) for i in range(200)]
     start_s = time.perf_counter()
-    answers = await asyncio.gather(*(run(engine, each) for each in requests))
+    answers = await asyncio.gather(*(run(engine, request) for request in requests))
     assert time.perf_counter() - start_s < 5
     assert all(len(said(answer)) == 50 for answer in answers)
     assert all(end_of(answer) == "length" for answer in answers)
@@ -198,7 +198,7 @@ async def test_an_answer_that_is_resumed_on_another_engine_continues_identically
     assert whole[13:] == said(rest)
 
 
-async def test_seeds_set_sampled_answers_apart(make: MakeEngine) -> None:
+async def test_sampled_answers_differ_by_seed(make: MakeEngine) -> None:
     engine = make()
     answers = [said(await run(engine, request(9, temperature=1.0, seed=s))) for s in (1, 2, 1)]
     assert answers[0] == answers[2] != answers[1]
@@ -222,7 +222,7 @@ async def test_text_held_back_for_a_stop_string_is_sent_in_the_end(make: MakeEng
     assert end_of(chunks) == "length"
 
 
-async def test_stop_strings_wait_for_the_least_number_of_tokens(make: MakeEngine) -> None:
+async def test_stop_strings_are_ignored_before_min_tokens(make: MakeEngine) -> None:
     chunks = await run(make(), request(10, stop=" ", min_tokens=5))
     assert len(said(chunks)) == 6
     assert text(chunks).count(" ") == 5
@@ -234,7 +234,10 @@ async def test_two_choices_differ_and_compute_their_prompt_once(make: MakeEngine
     assert len(said(chunks)) == 10
     assert text(chunks, 0) != text(chunks, 1)
     assert [end_of(chunks, index) for index in (0, 1)] == ["length"] * 2
-    assert sum(len(e.block_hashes) for e in await heard(engine) if isinstance(e, BlockStored)) == 3
+    assert (
+        sum(len(e.block_hashes) for e in await pending_events(engine) if isinstance(e, BlockStored))
+        == 3
+    )
 
 
 async def test_without_prefix_caching_there_are_no_cached_blocks_and_no_events(
@@ -251,7 +254,7 @@ async def test_a_reset_clears_the_cache_and_reports_it_at_once(make: MakeEngine)
     engine = make()
     await run(engine, request(100))
     assert await engine.reset_prefix_cache()
-    assert (await heard(engine))[-1] == AllBlocksCleared()
+    assert (await pending_events(engine))[-1] == AllBlocksCleared()
     assert await cached_tokens(engine, request(100)) == 0
 
 
@@ -271,7 +274,7 @@ async def test_events_nobody_reads_are_dropped_and_reported_lost(
     engine = make()
     for i in range(4):
         await run(engine, request([i] * 40, max_tokens=1))
-    assert await heard(engine) == [EventsLost()]
+    assert await pending_events(engine) == [EventsLost()]
 
 
 async def test_logprobs_have_the_requested_number_of_alternatives(make: MakeEngine) -> None:
@@ -281,7 +284,7 @@ async def test_logprobs_have_the_requested_number_of_alternatives(make: MakeEngi
     assert len(top) == 3
 
 
-async def test_an_answer_ends_where_the_model_does(make: MakeEngine) -> None:
+async def test_an_answer_ends_at_the_context_length(make: MakeEngine) -> None:
     chunks = await run(make(max_model_len=64), request(60, max_tokens=4))
     assert len(said(chunks)) == 4
     assert end_of(chunks) == "length"
@@ -299,7 +302,7 @@ async def test_requests_that_can_never_run_are_refused(
 
 
 @pytest.mark.parametrize(("attention_tokens", "prefill_s"), [(1e9, 0.1), (100.0, 0.2)])
-async def test_time_passes_as_modelled(
+async def test_steps_take_the_modelled_time(
     make: MakeEngine, attention_tokens: float, prefill_s: float
 ) -> None:
     engine = make(
@@ -311,7 +314,7 @@ async def test_time_passes_as_modelled(
     assert 0 < time.perf_counter() - start_s - prefill_s - decode_s < 0.3
 
 
-async def test_a_closed_engine_ends_its_streams_and_takes_no_more(make: MakeEngine) -> None:
+async def test_a_closed_engine_ends_its_streams_and_rejects_requests(make: MakeEngine) -> None:
     engine = make(decode_step_s=0.001)
     stream = streamed(engine.generate, request(10, max_tokens=5000))
     await anext(stream)
@@ -325,7 +328,7 @@ async def test_a_closed_engine_ends_its_streams_and_takes_no_more(make: MakeEngi
         await engine.check()
 
 
-async def test_words_tokenise_back_to_the_generated_tokens(
+async def test_the_text_is_tokenised_to_the_generated_tokens(
     make: MakeEngine, tmp_path: Path
 ) -> None:
     words = {"a": 0, "Ġapple": 1, "Ġpear": 2, "ĠPear": 3, "pear": 4, "Ġ7": 5, "Ġfig": 6}
@@ -338,5 +341,5 @@ async def test_words_tokenise_back_to_the_generated_tokens(
 
 
 def test_a_missing_tokenizer_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"name a folder with a tokenizer\.json"):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
         SimulatedEngine(SimulatedConfig(), tokenizer="/no/such/folder")

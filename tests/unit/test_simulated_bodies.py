@@ -53,7 +53,7 @@ def test_defaults_are_openais() -> None:
     assert completion() == Sampling(max_tokens=16)
 
 
-def test_a_completion_asks_for_no_more_than_the_room_by_default() -> None:
+def test_the_default_length_of_a_completion_fits_the_context() -> None:
     assert completion(prompt_tokens=105).max_tokens == 5
 
 
@@ -68,7 +68,7 @@ def test_fields_reach_the_engine() -> None:
     assert chat(stop="END").stop == ("END",)
 
 
-def test_the_newer_name_of_the_limit_wins() -> None:
+def test_max_completion_tokens_replaces_max_tokens() -> None:
     assert chat(max_tokens=3, max_completion_tokens=4).max_tokens == 4
 
 
@@ -160,7 +160,7 @@ def test_a_field_that_would_change_the_response_is_refused(field: str, value: ob
     assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
 
-def test_such_a_field_may_have_a_value_without_effect() -> None:
+def test_an_unsupported_field_may_have_a_value_without_effect() -> None:
     nothing = {name: values[0] for name, values in UNSUPPORTED.items() if values}
     assert completion(**nothing, best_of=1, tools=[{"type": "function"}]) == completion()
 

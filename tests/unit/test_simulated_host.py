@@ -86,14 +86,14 @@ async def waits_for_a_copy(engine: SimulatedEngine) -> asyncio.Task[int]:
     return waiting
 
 
-async def heard(engine: SimulatedEngine) -> list[KVEvent]:
+async def pending_events(engine: SimulatedEngine) -> list[KVEvent]:
     """Return the pending events."""
     async for batch in engine.events():
         return batch
     return []
 
 
-async def test_blocks_that_the_gpu_has_evicted_come_back(make: MakeEngine) -> None:
+async def test_blocks_that_the_gpu_has_evicted_are_reloaded(make: MakeEngine) -> None:
     engine = make()
     for number in (1, 2):
         assert await cached_tokens(engine, request(of(number))) == 0
@@ -133,7 +133,7 @@ async def test_without_host_memory_only_cached_blocks_are_hits(
     for number in (1, 2):
         await cached_tokens(engine, request(of(number)))
     assert await cached_tokens(engine, request(of(1))) == SIZE
-    assert engine.members == (0,)
+    assert engine.group_entries == (0,)
     assert engine.facts.host is None
 
 
@@ -148,9 +148,9 @@ async def test_a_copy_is_cached_in_the_gpu_and_counted(make: MakeEngine) -> None
     engine = make()
     for number in (1, 2):
         await cached_tokens(engine, request(of(number)))
-    await heard(engine)
+    await pending_events(engine)
     await cached_tokens(engine, request(of(1)))
-    events = await heard(engine)
+    events = await pending_events(engine)
     stored = [event for event in events if isinstance(event, BlockStored)]
     assert [(event.group, len(event.block_hashes)) for event in stored] == [(0, 5)]
     (moved,) = [event for event in events if isinstance(event, Transfers)]
@@ -159,10 +159,10 @@ async def test_a_copy_is_cached_in_the_gpu_and_counted(make: MakeEngine) -> None
     assert moved.in_s == pytest.approx(5 * BYTES / FAST.bytes_per_s)
 
 
-async def test_blocks_are_written_through_answers_included(make: MakeEngine) -> None:
+async def test_blocks_of_prompts_and_answers_are_copied_to_host_memory(make: MakeEngine) -> None:
     engine = make()
     await cached_tokens(engine, request(of(1, 2), max_tokens=40))
-    events = await heard(engine)
+    events = await pending_events(engine)
     by_tier = Counter[int]()
     for event in events:
         if isinstance(event, BlockStored):
@@ -176,7 +176,7 @@ async def test_events_alone_show_which_blocks_both_tiers_hold(make: MakeEngine) 
     prompts = [of(number % 5, 2 + number % 3) for number in range(12)]
     await asyncio.gather(*(cached_tokens(engine, request(prompt, 40)) for prompt in prompts))
     await engine.emit_held()
-    *events, held = await heard(engine)
+    *events, held = await pending_events(engine)
     assert isinstance(held, BlocksHeld)
     copies: list[Counter[object]] = [Counter(), Counter()]
     for event in events:
@@ -192,8 +192,8 @@ async def test_the_block_table_publishes_host_blocks_as_such(make: MakeEngine) -
     engine = make()
     for number in (1, 2):
         await cached_tokens(engine, request(of(number)))
-    table = BlockTable(engine.members)
-    table.apply(await heard(engine), Changes())
+    table = BlockTable(engine.group_entries)
+    table.apply(await pending_events(engine), Changes())
     gpu = {hash_ for hash_ in engine._pool.copies() if isinstance(hash_, int)}
     host = {hash_ for hash_ in engine._pool.copies_in_host() if isinstance(hash_, int)}
     assert set(table.held()) == gpu | {member(hash_, HOST_GROUPS) for hash_ in host}  # type: ignore[arg-type]
@@ -221,11 +221,11 @@ async def test_a_request_that_needs_the_same_blocks_waits_for_their_copy(make: M
     engine = make(capacity_blocks=16)
     for number in (1, 2, 3):
         await cached_tokens(engine, request(of(number)))
-    await heard(engine)
+    await pending_events(engine)
     both = [request(of(1)), request([*of(1), 5, 5])]
-    found = await asyncio.gather(*(cached_tokens(engine, each) for each in both))
-    assert found == [6 * SIZE, 6 * SIZE]
-    moved = [event for event in await heard(engine) if isinstance(event, Transfers)]
+    cached = await asyncio.gather(*(cached_tokens(engine, prompt) for prompt in both))
+    assert cached == [6 * SIZE, 6 * SIZE]
+    moved = [event for event in await pending_events(engine) if isinstance(event, Transfers)]
     assert sum(event.reloaded_tokens for event in moved) < 6 * SIZE
 
 
@@ -249,7 +249,7 @@ async def test_an_ended_sessions_blocks_are_evicted_first_in_host_memory(make: M
     assert await cached_tokens(engine, request(of(1))) == 6 * SIZE
 
 
-async def test_settings_make_the_tier() -> None:
+async def test_settings_determine_the_tier() -> None:
     settings = ReplicaSettings(
         served_model_name="m",
         redis_url="redis://unused",
@@ -263,10 +263,10 @@ async def test_settings_make_the_tier() -> None:
     pin_blocks = int(settings.pin_share * blocks)
     for engine in await start_engines(settings):
         assert engine.facts.host == TierFacts(blocks, block_bytes, 1e10, pin_blocks)
-        assert engine.members == (0, HOST_GROUPS)
+        assert engine.group_entries == (0, HOST_GROUPS)
 
 
-async def test_a_share_is_one_of_what_the_container_may_take(
+async def test_a_share_is_relative_to_the_containers_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engines, "memory_bytes", lambda: 10_000_000_000)

@@ -59,7 +59,7 @@ def in_turn(orders: Sequence[float]) -> list[int]:
 
 
 @given(ORDERS)
-def test_requests_are_admitted_by_their_order_and_equal_ones_as_they_came(
+def test_requests_are_admitted_by_their_order_then_by_arrival(
     orders: list[float],
 ) -> None:
     async def all_of_them() -> list[int]:
@@ -130,7 +130,7 @@ async def test_the_last_in_order_is_preempted_when_blocks_run_out(
 
 
 async def test_a_preempted_choice_waits_after_those_before_it_in_order() -> None:
-    """Only its order decides, not that it has run before."""
+    """A choice that has run before has no advantage: only its order counts."""
     async with started(capacity_blocks=8) as engine:
         requests = [
             request(0, 0.0, tokens=90, max_tokens=60),

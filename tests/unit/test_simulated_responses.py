@@ -31,16 +31,16 @@ def reply(kind: type[SimulatedResponse], **sampling: Any) -> SimulatedResponse:
     return kind(asked, id_="1", model='a "model"', created=1.5, prompt_tokens=40)
 
 
-def whole(kind: type[SimulatedResponse], *said: Output, **sampling: Any) -> Any:
+def whole(kind: type[SimulatedResponse], *outputs: Output, **sampling: Any) -> Any:
     response = reply(kind, is_stream=False, **sampling)
-    assert b"".join(map(response.add, said)) == b""
+    assert b"".join(map(response.add, outputs)) == b""
     return json.loads(response.end())
 
 
-def events(kind: type[SimulatedResponse], *said: Output, **sampling: Any) -> list[Any]:
+def events(kind: type[SimulatedResponse], *outputs: Output, **sampling: Any) -> list[Any]:
     """Return the decoded events of a stream, without its end."""
     response = reply(kind, **sampling)
-    stream = b"".join(map(response.add, said)) + response.end()
+    stream = b"".join(map(response.add, outputs)) + response.end()
     assert stream.endswith(DONE)
     lines = stream.removesuffix(DONE).decode().split("\n\n")[:-1]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -95,7 +95,7 @@ def test_usage_ends_a_stream_on_request_and_is_null_before(kind: type[SimulatedR
     assert all("usage" not in event for event in events(kind, output("a")))
 
 
-def test_it_is_complete_with_the_end_of_its_last_choice() -> None:
+def test_a_response_is_complete_at_the_end_of_its_last_choice() -> None:
     response = reply(CompletionReply, n=2)
     response.add(output("a", index=1, end="stop"))
     assert not response.is_complete
@@ -104,15 +104,15 @@ def test_it_is_complete_with_the_end_of_its_last_choice() -> None:
 
 
 def test_chat_logprobs_have_bytes_and_alternatives() -> None:
-    said = Output(0, "é", (1,), 0, (token("é", -0.5, a=-0.5, b=-9.0),), "stop")
-    answer = whole(ChatReply, said, logprobs=2)
+    outputs = Output(0, "é", (1,), 0, (token("é", -0.5, a=-0.5, b=-9.0),), "stop")
+    answer = whole(ChatReply, outputs, logprobs=2)
     logprobs = ChatCompletion.model_validate(answer, strict=True).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert logprobs.content[0].bytes == [0xC3, 0xA9]
     alternatives = [(top.token, top.logprob) for top in logprobs.content[0].top_logprobs]
     assert alternatives == [("a", -0.5), ("b", -9.0)]
-    (_, streamed) = events(ChatReply, said, logprobs=2)
+    (_, streamed) = events(ChatReply, outputs, logprobs=2)
     assert ChatCompletionChunk.model_validate(streamed, strict=True).choices[0].logprobs
 
 
@@ -130,11 +130,11 @@ def test_completion_logprobs_are_parallel_lists_with_the_chosen_token_among_the_
 
 
 def test_streamed_offsets_continue_where_the_last_event_ended() -> None:
-    said = [
+    outputs = [
         Output(0, "ab", (1,), 0, (token("ab", -1.0),)),
         Output(0, "c", (1,), 0, (token("c", -1),)),
     ]
-    stream = events(CompletionReply, *said, logprobs=0)
+    stream = events(CompletionReply, *outputs, logprobs=0)
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in stream]
     assert offsets == [[0], [2]]
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvroute.replica.vllm_engine.core.subscription import END, Subscription
+from kvroute.replica.vllm_engine.core.subscription import END_OF_REPLAY, Subscription
 
 
 class Publisher:
@@ -38,8 +38,10 @@ class Publisher:
         while True:
             peer, _, start = await self._replay.recv_multipart()
             asked = int.from_bytes(start, "big")
-            found = {number: each for number, each in self.remembered.items() if number >= asked}
-            for number, payload in {**found, END: b""}.items():
+            replayed = {
+                number: batch for number, batch in self.remembered.items() if number >= asked
+            }
+            for number, payload in {**replayed, END_OF_REPLAY: b""}.items():
                 message = [peer, b"", b"", number.to_bytes(8, "big"), payload]
                 await self._replay.send_multipart(message)
 
@@ -61,15 +63,15 @@ async def pair() -> AsyncIterator[tuple[Publisher, Subscription]]:
     subscription.close()
 
 
-async def heard(subscription: Subscription, last: int) -> list[bytes | None]:
+async def payloads_until(subscription: Subscription, last: int) -> list[bytes | None]:
     """Return the payloads up to that batch."""
-    found: list[bytes | None] = []
+    payloads: list[bytes | None] = []
     async with aclosing(subscription.batches()) as batches, asyncio.timeout(10):
         async for batch in batches:
-            found.append(batch)
+            payloads.append(batch)
             if batch == f"batch {last}".encode():
                 break
-    return found
+    return payloads
 
 
 def all_of(publisher: Publisher) -> list[bytes | None]:
@@ -83,7 +85,7 @@ async def test_lost_batches_are_received_before_the_next_batch(pair: Pair) -> No
     publisher, subscription = pair
     for is_lost in (False, True, True, False, True, False, False):
         await publisher.publish(is_lost=is_lost)
-    assert await heard(subscription, max(publisher.remembered)) == all_of(publisher)
+    assert await payloads_until(subscription, max(publisher.remembered)) == all_of(publisher)
 
 
 async def test_a_lost_batch_is_received_even_if_no_batch_follows(
@@ -92,29 +94,29 @@ async def test_a_lost_batch_is_received_even_if_no_batch_follows(
     monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.QUIET_S", 0.05)
     publisher, subscription = pair
     await publisher.publish(is_lost=True)
-    assert await heard(subscription, max(publisher.remembered)) == all_of(publisher)
+    assert await payloads_until(subscription, max(publisher.remembered)) == all_of(publisher)
 
 
 async def test_batches_that_the_publisher_no_longer_has_are_reported_as_lost(pair: Pair) -> None:
     publisher, subscription = pair
     last = max(publisher.remembered)
-    await heard(subscription, last)
+    await payloads_until(subscription, last)
     for is_lost in (True, True, False):
         await publisher.publish(is_lost=is_lost)
     del publisher.remembered[last + 1]
     expected = [None, f"batch {last + 2}".encode(), f"batch {last + 3}".encode()]
-    assert await heard(subscription, last + 3) == expected
+    assert await payloads_until(subscription, last + 3) == expected
 
 
 async def test_a_publisher_that_does_not_answer_is_not_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.ANSWER_S", 0.05)
+    monkeypatch.setattr("kvroute.replica.vllm_engine.core.subscription.REPLAY_TIMEOUT_S", 0.05)
     publisher, subscription = pair
     publisher._task.cancel()
     await publisher.publish(is_lost=True)
     await publisher.publish()
-    assert None in await heard(subscription, max(publisher.remembered))
+    assert None in await payloads_until(subscription, max(publisher.remembered))
 
 
 async def test_no_file_of_the_address_remains_after_the_connection(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""The made traces are traffic of the kind they name, and `kvroute replay` reads them."""
+"""The generated traces have the properties of their kind, and `kvroute replay` reads them."""
 
 import json
 from collections import Counter, defaultdict
@@ -46,7 +46,7 @@ def test_the_command_says_how_much_of_a_trace_has_no_block_ids(tmp_path: Path) -
     file = tmp_path / "trace.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = CliRunner().invoke(app, ["replay", str(file), "--speed", "1", "--replicas", "1"])
-    # The last block of each can never be a hit, so that none of the second is missing.
+    # The last block of a prompt can never be a hit, so the second prompt misses no block.
     assert "in 2 of 3 requests, 3,072 tokens (40.0% of all)" in result.stderr
     assert unnamed(read(file, limit=2, seed=0)[1:]) == ""
 
@@ -57,10 +57,12 @@ def test_a_made_trace_is_what_the_replay_reads(name: str, tmp_path: Path) -> Non
     path = tmp_path / "made.jsonl"
     path.write_text("\n".join(lines(made)) + "\n")
     read_back = read(path, limit=None, seed=0)
-    assert [(each.blocks, each.session) for each in read_back] == [
-        (each.blocks, each.session) for each in made
+    assert [(request.blocks, request.session) for request in read_back] == [
+        (request.blocks, request.session) for request in made
     ]
-    assert [each.arrival_s for each in read_back] == pytest.approx([r.arrival_s for r in made])
+    assert [request.arrival_s for request in read_back] == pytest.approx(
+        [r.arrival_s for r in made]
+    )
     assert native_starts_per_s(read_back) > 0
 
 
@@ -92,8 +94,8 @@ def test_chats_repeat_a_third_of_their_prompts() -> None:
 
 def test_rollouts_start_together_and_have_5_to_99_turns() -> None:
     made = rollouts(1)
-    turns = Counter(each.session for each in made)
-    starts_s = {each.session: each.arrival_s for each in reversed(made)}
+    turns = Counter(request.session for request in made)
+    starts_s = {request.session: request.arrival_s for request in reversed(made)}
     assert max(starts_s.values()) < 1.0
     assert 5 <= min(turns.values()) < 8
     assert max(turns.values()) == 99

@@ -1,4 +1,4 @@
-"""A run says what it did not test."""
+"""A test run lists what it did not test."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A build for CPUs is known without an import."""
+"""A build of vLLM for CPUs is detected without importing it."""
 
 import importlib.metadata
 

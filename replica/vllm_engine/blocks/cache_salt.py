@@ -1,9 +1,9 @@
 """Applies a request's cache salt after the blocks that all namespaces share.
 
-vLLM mixes a request's salt into the hash of its first block. Here, the salt is mixed into the first
-block that only the request's namespace may use. So blocks before it are shared by all namespaces,
-and the block itself and all blocks after it are not. This module is loaded in the engine's process,
-where blocks are hashed.
+vLLM mixes a request's salt into the hash of its first block, so requests with different salts share
+no blocks. Here, the salt is mixed into the first block that only the request's namespace may use.
+All namespaces share the blocks before it. The engine's process imports this module, because it
+computes the hashes.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ vllm_extra_keys: ExtraKeys = kv_cache_utils.generate_block_hash_extra_keys
 
 
 def cache_salt(request: GenerateRequest) -> str | None:
-    """Return SHARED_TOKENS:NAMESPACE, or None if all namespaces share all of its blocks."""
+    """Return the salt "SHARED_TOKENS:NAMESPACE", or None if the request has no namespace."""
     return f"{request.shared_tokens}:{request.namespace}" if request.namespace else None
 
 
@@ -35,7 +35,7 @@ def scope_of(request: Request) -> Scope:
 def extra_keys(
     request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
 ) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what vLLM's function returns, but with the salt in the first unshared block."""
+    """Return what vLLM's function returns, with the salt in the first block that is not shared."""
     salt = request.cache_salt
     shared_tokens, _ = _parse(salt or "")
     if not shared_tokens:
@@ -54,7 +54,7 @@ def extra_keys(
 def _parse(salt: str) -> tuple[int, str]:
     """Return the number of shared tokens and the namespace.
 
-    A salt without a number is a namespace without shared tokens.
+    A salt without a number is a namespace that shares no tokens.
     """
     shared_tokens, colon, namespace = salt.partition(":")
     return (int(shared_tokens), namespace) if colon and shared_tokens.isdecimal() else (0, salt)

@@ -1,4 +1,4 @@
-"""How vLLM divides its KV cache into groups of blocks, and how the replica's record says it."""
+"""How vLLM divides its KV cache into groups, and how the replica publishes that as a layout."""
 
 from fractions import Fraction
 
@@ -10,18 +10,18 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter
 from kvroute.blocks.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
 from kvroute.contract.records import TierFacts
 
-UNKNOWN = "unknown"  # a kind of attention for which routers cannot compute hits
+UNKNOWN = "unknown"  # kind of a group for which routers cannot compute hits
 
 
 class Division(Struct, frozen=True):
-    """vLLM's KV cache groups, in vLLM's order, and the number of their blocks."""
+    """vLLM's KV cache groups in vLLM's order, and the number of vLLM's blocks."""
 
-    unit: int  # number of tokens of one fingerprint
+    unit: int  # number of tokens that one fingerprint covers
     hit_tokens: int  # the length of every hit is a multiple of this
     groups: tuple[CacheGroup | None, ...]  # None: the group takes no part in prefix caching
-    blocks: int = 0  # number of vLLM's blocks in this engine's cache
+    blocks: int = 0  # number of vLLM's blocks in the engine's own memory
     host_blocks: int = 0  # number of vLLM's blocks in the host tier; 0: no host tier
-    host_block_bytes: int = 0  # size of a block in the host tier
+    host_block_bytes: int = 0  # size of a block in the host tier, in bytes
 
     @property
     def is_plain(self) -> bool:
@@ -31,16 +31,21 @@ class Division(Struct, frozen=True):
 
     @property
     def layout(self) -> Layout | None:
-        """Return the layout for the replica's record; None if `unit` says all about the cache."""
+        """Return the layout for the replica's record.
+
+        None: the cache has only full attention with blocks of `unit` tokens, or no group takes part
+        in prefix caching.
+        """
         if self.is_plain or not self._entries:
             return None
         return Layout(tuple(self._entries), self.hit_tokens)
 
     @property
-    def members(self) -> tuple[int | None, ...]:
-        """Return the number of each group's entry in the layout.
+    def group_entries(self) -> tuple[int | None, ...]:
+        """Return the number of each group's entry in the layout, as Engine.group_entries.
 
-        With a host tier, the numbers for the groups' copies in host memory follow.
+        None: the group takes no part in prefix caching. With a host tier, the numbers for the
+        groups in host memory follow.
         """
         entries = self._entries
         own = tuple(None if group is None else entries.index(group) for group in self.groups)
@@ -55,7 +60,7 @@ class Division(Struct, frozen=True):
             bytes_per_s: The claimed speed of copies from host memory.
 
         Returns:
-            None if there is no host tier, or if it has no room for a block of each group.
+            None if there is no host tier, or if it is too small for one block of each group.
         """
         blocks = self.capacity_blocks(self.host_blocks)
         if not blocks:
@@ -65,25 +70,28 @@ class Division(Struct, frozen=True):
     def capacity_blocks(self, blocks: int) -> int:
         """Return how many blocks of `unit` tokens fit into `blocks` of vLLM's blocks.
 
-        A sequence takes blocks of every group.
+        Each sequence needs blocks of every group.
         """
         return int(blocks / self.share)
 
     @property
     def share(self) -> Fraction:
-        """Return how many of vLLM's blocks `unit` tokens of a sequence take."""
+        """Return how many of vLLM's blocks `unit` tokens of a sequence take in all groups."""
         shares = [Fraction(self.unit, group.block_tokens) for group in self.groups if group]
         return sum(shares, Fraction(0)) or Fraction(1)
 
     @property
     def _entries(self) -> list[CacheGroup]:
-        """Return the layout's entries; groups of equal kind and sizes form one entry."""
+        """Return the layout's entries, full attention first.
+
+        Groups of equal kind and size form one entry.
+        """
         distinct = dict.fromkeys(group for group in self.groups if group)
         return sorted(distinct, key=lambda group: group.kind not in FULL)
 
 
 def division_of(manager: KVCacheManager, unit: int) -> Division:
-    """Return how `manager` divides its cache, without a host tier."""
+    """Return how `manager` divides its cache. The result has no host tier."""
     coordinator = manager.coordinator
     is_hybrid = isinstance(coordinator, HybridKVCacheCoordinator)
     return Division(
@@ -98,9 +106,10 @@ def division_of(manager: KVCacheManager, unit: int) -> Division:
 
 
 def _group(spec: KVCacheSpec, block_tokens: int) -> CacheGroup | None:
-    """Return a group of the layout.
+    """Return a group of the layout; None if the group takes no part in prefix caching.
 
-    Under context parallelism, `block_tokens` is more than the layers of one process have.
+    With context parallelism, `block_tokens` is larger than the block size in the spec, because a
+    block's tokens are divided among processes.
     """
     if not spec.prefix_cacheable:
         return None

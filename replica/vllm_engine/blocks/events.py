@@ -1,7 +1,8 @@
-"""The events that vLLM's process sends about its KV cache.
+"""The events about the KV cache that vLLM's process sends to the replica.
 
-The replica publishes only the blocks in events of this module's own types. Events of vLLM's types
-come from a user's KV connector. They are about other memory, or they repeat earlier events.
+The replica publishes only blocks in events of the types in this module. Events of vLLM's own types
+are ignored: they come from a KV connector that the user configured, and are about other memory or
+repeat earlier events.
 """
 
 from vllm.distributed import kv_events
@@ -19,18 +20,22 @@ from kvroute.replica.engine.kv_events import (
 
 
 class Stored(kv_events.KVCacheEvent):
+    """Blocks were cached, as in engine.kv_events.BlockStored."""
+
     block_hashes: list[ExternalBlockHash]
-    fingerprints: list[Fingerprint]  # for each block: fingerprint of the prompt up to its end
+    fingerprints: list[Fingerprint]  # for each block, the fingerprint of the prompt up to its end
     group: int
 
 
 class Removed(kv_events.KVCacheEvent):
+    """Blocks were evicted, as in engine.kv_events.BlockRemoved."""
+
     block_hashes: list[ExternalBlockHash]
     group: int
 
 
 class CachedBlocks(kv_events.KVCacheEvent):
-    """All cached blocks, after the events before this one."""
+    """A list of all cached blocks, as in engine.kv_events.BlocksHeld."""
 
     # For each group, the number of cached blocks under each hash. With a host tier, the groups in
     # host memory follow.
@@ -38,7 +43,7 @@ class CachedBlocks(kv_events.KVCacheEvent):
 
 
 class Moved(kv_events.KVCacheEvent):
-    """Copies from and to host memory, as in kv_events.Transfers."""
+    """Copies from and to host memory, as in engine.kv_events.Transfers."""
 
     reloaded_tokens: int
     in_bytes: int
@@ -48,7 +53,7 @@ class Moved(kv_events.KVCacheEvent):
 
 
 class EventBatch(kv_events.EventBatch):
-    """vLLM's KVEventBatch, with kvroute's types of events in addition to vLLM's types."""
+    """A batch of events in the format of vLLM's KVEventBatch, with kvroute's types in addition."""
 
     events: list[
         Stored
@@ -62,7 +67,7 @@ class EventBatch(kv_events.EventBatch):
 
 
 def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
-    """Return the engine event for an event of vLLM's process; None if it is to be ignored."""
+    """Convert an event of vLLM's process to an engine event; None if it is ignored."""
     match event:
         case Stored():
             return BlockStored(event.block_hashes, event.fingerprints, event.group)
@@ -79,4 +84,6 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
         case kv_events.BlockStored() | kv_events.BlockRemoved():
             return None
         case _:
-            raise TypeError(f"unknown KV event {event!r}: this vLLM is not the pinned version")
+            raise TypeError(
+                f"unknown KV event {event!r}: this vLLM is not the pinned one; run make setup"
+            )

@@ -1,8 +1,8 @@
 """The free blocks of one of vLLM's block pools, in the order of engine/retention.py.
 
-Only the pool's queue of free blocks defines an order, so replacing it is enough: the pool's events,
-reference counts and hashes are not changed. This class has the methods of FreeKVCacheBlockQueue
-that vLLM 0.32 calls.
+The order of eviction depends only on the pool's queue of free blocks, so only this queue is
+replaced. The pool's events, reference counts and hashes are not changed. FreeQueue has all methods
+of FreeKVCacheBlockQueue that vLLM 0.32 calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,26 +15,29 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class FreeQueue:
-    """Replaces the pool's queue of free blocks."""
+    """Replaces a block pool's queue of free blocks."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._blocks = pool.blocks
-        # Ids of free blocks without a hash; the last one is used next.
+        # Ids of free blocks without a hash, as an ordered set. The last one is allocated next.
         free = pool.free_block_queue.get_all_free_blocks()
         self._blank = {block.block_id: None for block in reversed(free)}
         self._idle = IdleBlocks(len(pool.blocks))
         pool.free_block_queue = self
 
-    def label(self, blocks: Sequence[KVCacheBlock], keep: RetentionHint) -> None:
-        """Set the retention of a request's blocks, which it still holds; none is a null block."""
-        self._idle.label([block.block_id for block in blocks], keep)
+    def label(self, blocks: Sequence[KVCacheBlock], hint: RetentionHint) -> None:
+        """Set the retention of a request's blocks, which it still holds.
+
+        There must be no null block among them.
+        """
+        self._idle.label([block.block_id for block in blocks], hint)
 
     def end(self, session: int) -> None:
         """Make the blocks of an ended session the first to be evicted."""
         self._idle.end(session)
 
     def clear(self) -> None:
-        """Treat all blocks as blocks without a hash; the pool has cleared its cache."""
+        """Treat all blocks as blocks without a hash, because the pool has cleared its cache."""
         self._blank = dict.fromkeys([*reversed([*self._idle]), *self._blank])
         self._idle.clear()
 
@@ -77,10 +80,10 @@ class FreeQueue:
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield all free blocks in the order of eviction, whatever the cursor is.
+        """Yield all free blocks in the order of eviction. The cursor is ignored.
 
-        Blocks before the cursor may be new there. Offloading connectors, which call this, skip
-        blocks that they have already.
+        Unlike in vLLM's queue, new blocks may be inserted before the cursor. Offloading connectors,
+        which call this, skip blocks that they have already seen.
         """
         yield from (self._blocks[id_] for id_ in reversed(self._blank))
         yield from (self._blocks[id_] for id_ in self._idle)

@@ -1,8 +1,9 @@
 """Makes vLLM's block pools emit events with fingerprints.
 
-vLLM's own event has hashes only for blocks that are neither null nor left out by the mask, but the
-tokens of all blocks. So the event does not say which tokens belong to a hash. It is replaced as
-soon as the pool has made it: the arguments of the pool's method give the end of each block.
+vLLM's own event contains the tokens of all blocks, but the hashes only of those blocks that are
+neither null nor excluded by a mask. So the event does not show which tokens belong to a hash. This
+module replaces the event as soon as the pool has made it. It computes the end of each block from
+the arguments of the pool's method.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,13 +28,13 @@ from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 def fingerprint(pool: BlockPool, space: Space) -> None:
-    """Make the pool's events have fingerprints from now on."""
+    """Make the pool emit events with fingerprints from now on."""
     pool.__class__ = type("FingerprintedPool", (_Fingerprinted, type(pool)), {})
     pool.kvroute_space = space
 
 
 def copies_of(pools: Iterable[BlockPool], groups: int) -> list[dict[ExternalBlockHash, int]]:
-    """Return, for each group, the number of blocks cached under each hash that events use."""
+    """Return, for each group, the number of cached blocks under each hash, as in events."""
     copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(groups)]
     as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
     for pool in pools:
@@ -101,10 +102,10 @@ class _Fingerprinted(BlockPool):
             )
 
     def _replace_last_event(self, request: Request, ends: Sequence[int], group: int) -> None:
-        """Replace vLLM's last event, which is about the blocks with these ends.
+        """Replace vLLM's last event, which is about the blocks that end at these tokens.
 
-        Blocks without a fingerprint are left out: blocks of embeddings, and blocks that do not end
-        at a multiple of the fingerprints' block size.
+        Blocks without a fingerprint are left out. These are blocks of prompts that are given as
+        embeddings, and blocks whose end is not a multiple of the fingerprints' block size.
         """
         stored = self.kv_event_queue.pop()
         assert isinstance(stored, kv_events.BlockStored)
@@ -114,7 +115,9 @@ class _Fingerprinted(BlockPool):
             (block_hash, block_fingerprint)
             for block_hash, block_fingerprint in zip(
                 stored.block_hashes,
-                chain_of(request, self.kvroute_space).at(request, ends, self.hash_block_size),
+                chain_of(request, self.kvroute_space).fingerprints_at(
+                    request, ends, self.hash_block_size
+                ),
                 strict=True,
             )
             if block_fingerprint is not None

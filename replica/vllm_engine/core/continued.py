@@ -1,7 +1,7 @@
 """Continues a response that another engine began, as if this engine had generated all of it.
 
-The tokens that the client has received already are appended to the prompt. Some of the vLLM API
-that is used here is private; tests/slow/engines/test_engine.py checks what this module relies on.
+The tokens that the client has already received are appended to the prompt. This module uses private
+API of vLLM. tests/slow/engines/test_engine.py checks the behaviour that it relies on.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from kvroute.replica.vllm_engine.grammar.backends import ANSWERED
 
-CONTEXT_TOKENS = 4  # preceding tokens that vLLM needs to decode a token's text for logprobs
+CONTEXT_TOKENS = 4  # number of preceding tokens that vLLM uses to decode a token for logprobs
 
 
 def can_continue(params: SamplingParams) -> bool:
@@ -30,29 +30,33 @@ def can_continue(params: SamplingParams) -> bool:
 
     It cannot in these cases:
     - The request has several choices: a prompt can hold the tokens of only one choice.
-    - It has a presence penalty, which applies once however often a token occurs.
+    - It has a presence penalty. A logit bias for the earlier tokens cannot replace it: if such a
+      token occurs again, vLLM would apply its penalty in addition to the bias.
     - It has a budget for reasoning tokens: the new engine does not know how much of it is left.
-    - The end of the response has numbers for the earlier tokens, such as log-probabilities.
+    - The response is sent in one piece and contains log-probabilities of all its tokens, or of the
+      prompt. The new engine does not have those of the earlier tokens.
     """
-    is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
+    is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
     return (
         params.n == 1
         and not params.presence_penalty
         and params.thinking_token_budget is None
         and params.prompt_logprobs is None
-        and not (is_whole and params.logprobs is not None)
+        and not (is_final_only and params.logprobs is not None)
         and params.output_kind is not RequestOutputKind.CUMULATIVE  # beam search
     )
 
 
-def rest(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
-    """Change `params` to the parameters for the rest of the response, and return them."""
+def remaining_params(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
+    """Change `params` to the parameters for the remaining tokens, and return them."""
     params.max_tokens = (params.max_tokens or 0) - len(answered)
     params.min_tokens = max(0, params.min_tokens - len(answered))
     if params.seed is not None:
-        # A generator cannot skip the numbers that were used, and must not use them again.
+        # A random generator cannot skip the numbers that the first engine has used. So it gets
+        # another seed, because it must not use the same numbers again.
         params.seed ^= len(answered)
-    if params.frequency_penalty:  # vLLM's penalty counts only tokens that this engine generates
+    if params.frequency_penalty:
+        # vLLM counts only tokens that this engine generates. For the others, use a logit bias.
         bias = dict(params.logit_bias or {})
         for token_id, count in Counter(answered).items():
             bias[token_id] = bias.get(token_id, 0.0) - params.frequency_penalty * count
@@ -61,7 +65,7 @@ def rest(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
     return params
 
 
-def repeated(
+def repeated_outputs(
     answered: Sequence[int],
     deltas: Sequence[int],
     prompt: Mapping[str, Any],
@@ -69,11 +73,11 @@ def repeated(
     request_id: str,
     tokenizer: Any,
 ) -> Iterator[RequestOutput]:
-    """Yield the outputs that the first engine made, from the tokens that it generated.
+    """Yield the outputs of the first engine again, made from the tokens that it generated.
 
     Args:
-        answered: The tokens of all these outputs.
-        deltas: The number of tokens in each output.
+        answered: The tokens that the first engine generated.
+        deltas: The number of tokens in each of its outputs.
         prompt: The prompt, as vLLM's renderer made it.
         params: The request's parameters.
         request_id: The request's id.
@@ -104,10 +108,11 @@ def repeated(
 
 
 def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
-    """Return an entry with a false probability for each token; None if none are requested.
+    """Return log-probabilities of 0 for these tokens; None if none are requested.
 
-    vLLM's application needs the entries' texts: from their lengths it computes the text offsets of
-    later tokens. A token's text depends on earlier tokens, because it may be a part of a character.
+    The client does not get these numbers again. But vLLM's application needs the texts in the
+    entries: it computes the text offsets of later tokens from their lengths. A token's text depends
+    on earlier tokens, because a token may be a part of a character.
     """
     if processor.num_logprobs is None:
         return None
@@ -118,7 +123,10 @@ def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
 
 
 class ContinuingLLM(AsyncLLM):
-    """AsyncLLM that can also continue responses: those of requests with ANSWERED in extra_args."""
+    """AsyncLLM that can also continue a response of another engine.
+
+    It does so for requests whose extra_args contain ANSWERED.
+    """
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
         params = request.sampling_params
@@ -135,7 +143,7 @@ class ContinuingLLM(AsyncLLM):
 def _continue(
     state: RequestState, request: EngineCoreRequest, answered: int, tokenizer: Any
 ) -> None:
-    """Treat the request's last `answered` prompt tokens as output that was delivered."""
+    """Treat the last `answered` tokens of the prompt as output that was already delivered."""
     ids = request.prompt_token_ids
     prompt, delivered = ids[:-answered], ids[-answered:]
     detokenizer = IncrementalDetokenizer.from_new_request(

@@ -1,24 +1,24 @@
 """Gives each data parallel rank its own endpoints for KV events.
 
-vLLM has one setting for all ranks and adds the rank to its port. But that port may be in use. Here
-the setting lists the endpoints of all ranks. scheduler.py imports this module in each engine's
-process.
+vLLM has one setting for all ranks, and adds the rank's number to the port. But that port may be in
+use. Here, the setting contains a list of the endpoints of all ranks, and each rank takes its own.
+scheduler.py imports this module in each engine's process.
 """
 
 from collections.abc import Iterable
 
 from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
 
-SEPARATOR = "\n"  # between endpoints; no endpoint contains it
+SEPARATOR = "\n"  # separates the endpoints in the setting; no endpoint contains it
 
 
-def listed(endpoints: Iterable[str]) -> str:
-    """Return the value of vLLM's setting for the endpoints of all ranks, in the ranks' order."""
+def join_endpoints(endpoints: Iterable[str]) -> str:
+    """Return the value of vLLM's setting: the endpoints of all ranks, in the ranks' order."""
     return SEPARATOR.join(endpoints)
 
 
 class RankPublisher(ZmqEventPublisher):
-    """vLLM's publisher; it takes the endpoints of its own rank from the lists."""
+    """vLLM's publisher, which takes the endpoint of its own rank from the setting."""
 
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:

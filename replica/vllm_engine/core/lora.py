@@ -1,7 +1,7 @@
 """Loads a request's LoRA adapter into vLLM before the request starts.
 
-vLLM itself would load the adapter during a step, and an adapter that cannot be loaded would kill
-the engine. Here, such an error affects only the request.
+vLLM itself loads an adapter during a step, and an adapter that cannot be loaded kills the engine.
+Here, such an error affects only the request that needs the adapter.
 """
 
 import asyncio
@@ -16,37 +16,40 @@ from kvroute.replica.vllm_engine.core.rank_core import RankCore
 
 
 class Adapters:
-    """The LoRA adapters that one rank of an engine may load; each rank loads its own copies."""
+    """The LoRA adapters that one rank of an engine may load. Each rank loads its own copies."""
 
     def __init__(self, core: RankCore, adapters: Iterable[Adapter]) -> None:
         self._core = core
-        self.known = {
+        # All adapters that can be loaded: name -> vLLM's argument.
+        self.lora_requests = {
             adapter.name: LoRARequest(adapter.name, number, adapter.path)
             for number, adapter in enumerate(adapters, start=1)
         }
         self._loading = asyncio.Lock()
-        self.loaded: list[str] = []  # names of loaded adapters; the next one to be evicted is first
+        self.loaded: list[str] = []  # names of loaded adapters; the first one is evicted next
         self.load_s = LOAD_S  # moving average of the seconds to load an adapter
 
     async def ready(self, name: str) -> LoRARequest | None:
-        """Load the adapter and return the argument for vLLM; None if `name` is empty.
+        """Load the adapter if necessary, and return vLLM's argument for it.
+
+        Returns None if `name` is empty.
 
         Raises:
             ValueError: The adapter is unknown, or its files cannot be loaded.
         """
         if not name:
             return None
-        if name not in self.known:
+        if name not in self.lora_requests:
             raise ValueError(
-                f"this replica has no LoRA adapter {name!r}; it has {', '.join(self.known)}"
+                f"this replica has no LoRA adapter {name!r}; it has {', '.join(self.lora_requests)}"
             )
         async with self._loading:
             if name not in self.loaded:
-                await self._load(self.known[name])
+                await self._load(self.lora_requests[name])
             else:
                 self.loaded.remove(name)
             self.loaded.append(name)
-        return self.known[name]
+        return self.lora_requests[name]
 
     async def _load(self, adapter: LoRARequest) -> None:
         began_s = time.monotonic()
@@ -61,4 +64,6 @@ class Adapters:
             ) from error
         self.load_s += (time.monotonic() - began_s - self.load_s) / 2
         resident = await self._core.call("list_loras")  # loading may have evicted another adapter
-        self.loaded = [name for name in self.loaded if self.known[name].lora_int_id in resident]
+        self.loaded = [
+            name for name in self.loaded if self.lora_requests[name].lora_int_id in resident
+        ]

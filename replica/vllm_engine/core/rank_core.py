@@ -1,4 +1,7 @@
-"""One data parallel rank of vLLM's engine: a process with a scheduler and a KV cache of its own."""
+"""Calls to one data parallel rank of vLLM's engine.
+
+Each rank is a process with its own scheduler and KV cache.
+"""
 
 from typing import Any
 
@@ -13,14 +16,20 @@ class RankCore:
         self.rank = rank
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of EngineCore, or one that scheduler.py adds to it; return its result."""
+        """Call a method of the rank's EngineCore, and return its result.
+
+        scheduler.py adds methods to EngineCore for such calls.
+        """
         client = self.llm.engine_core
         engine = client.core_engines[self.rank]
         return await client._call_utility_async(method, *args, engine=engine)
 
 
 class AtRank:
-    """An AsyncLLM whose requests go to one rank, also from methods without an argument for it."""
+    """An AsyncLLM that sends all its requests to one rank.
+
+    Some methods of AsyncLLM have no argument for the rank.
+    """
 
     def __init__(self, llm: AsyncLLM, rank: int) -> None:
         self._llm = llm

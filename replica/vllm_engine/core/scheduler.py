@@ -4,14 +4,14 @@
 2. When the cache is cleared, the event is published at once.
 3. The cached blocks can be listed.
 4. Blocks can be pinned.
-5. Blocks are evicted in kvroute's order (blocks/keeping.py).
+5. Blocks are evicted in kvroute's order (blocks/retention_hints.py).
 6. A tier in host memory evicts in the same order and publishes its blocks, too (host/tier.py).
-7. A preempted request leaves no uncomputed block in the cache.
-8. A response that another engine began continues with the grammar's state at that point.
+7. A preempted request leaves no block in the cache that was not computed.
+8. If another engine began a response, its grammar continues after the tokens generated so far.
 9. The engine's process ends when its replica ends.
 
-vLLM loads these classes by name inside the engine's process. They use private API of the pinned
-version; tests/slow/engines/test_engine.py checks what they rely on.
+vLLM loads these classes by name in the engine's process. They use private API of the pinned
+version. tests/slow/engines/test_engine.py checks the behaviour that they rely on.
 """
 
 import time
@@ -32,8 +32,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvroute.blocks.chain import Space
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
 from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
-from kvroute.replica.vllm_engine.blocks.keeping import Keeping
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
+from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
@@ -41,16 +41,16 @@ from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.tier import SchedulerHostTier
 
-# Keys of a request's extra_args; the value is the name of the pin that holds the prompt's blocks,
-# in the engine's memory or in host memory.
+# Keys in extra_args. The value is the name of the pin for the blocks of the request's prompt,
+# either in the engine's memory or in host memory.
 PIN, HOST_PIN = "kvroute_pin", "kvroute_host_pin"
 
 
 @dataclass(frozen=True)
 class _Pin:
-    """A pin: it holds blocks like a request does."""
+    """A pin. It holds blocks as a request does."""
 
-    tokens: int  # length of the part of the prompt that is cached
+    tokens: int  # number of the prompt's tokens whose blocks were cached
     blocks: list[tuple[BlockPool, list[KVCacheBlock]]]  # one item for each KV cache group
 
     def hold(self) -> None:
@@ -62,22 +62,27 @@ class _Pin:
             pool.free_blocks(reversed(blocks))
 
 
-def _held(blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
-    """Return the real blocks; a group has null blocks in place of blocks that it does not need."""
+def _without_null(blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
+    """Return the real blocks. A group has null blocks in place of blocks that it does not need."""
     return [block for block in blocks if not block.is_null]
 
 
 class _Kvroute:
+    """The additions to vLLM's schedulers, as a base class before vLLM's own class."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
-        self.keeping = Keeping(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
+        self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()
         die_with_parent()
 
     def begin(self, space: Space) -> Division:
-        """Make events have fingerprints from now on; call this before the first request."""
+        """Make events have fingerprints from now on, and return how the cache is divided.
+
+        Call this before the first request.
+        """
         for pool in self._pools:
             fingerprint(pool, space)
         division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
@@ -87,13 +92,13 @@ class _Kvroute:
         connector = self.connector  # type: ignore[attr-defined]
         if connector is None:
             return None
-        # Late, because this imports vLLM's connector.
+        # Imported late, because it imports vLLM's connector.
         from kvroute.replica.vllm_engine.host.tier import host_tier_of
 
         return host_tier_of(connector)
 
     def _free_blocks(self, request: Request) -> None:
-        """Pin and label a request's blocks before they are freed.
+        """Pin a request's blocks and set their retention, before they are freed.
 
         vLLM calls this when a request ends, but not when it is preempted.
         """
@@ -104,41 +109,43 @@ class _Kvroute:
                 self._pin(name, request)
             if self.host and (name := extra.get(HOST_PIN)):
                 self.host.pin(name, request)
-        self.keeping.label(request)
+        self.retention_hints.label(request)
         if self.host:
-            self.host.ended(request)
+            self.host.record_end(request)
         super()._free_blocks(request)  # type: ignore[misc]
 
     def end_session(self, session: int) -> None:
-        self.keeping.end(session, self.requests.values())  # type: ignore[attr-defined]
+        self.retention_hints.end(session, self.requests.values())  # type: ignore[attr-defined]
         if self.host:
             self.host.end(session)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """Remove the request's uncomputed blocks from the cache before it is preempted.
 
-        vLLM adds blocks to the cache when their computation is scheduled. With priorities, it can
-        preempt a request after the current step has scheduled it. Its new blocks are then never
-        computed.
+        vLLM adds blocks to the cache when it schedules their computation. With priorities, it can
+        preempt a request that it has already scheduled in the same step. The request's new blocks
+        are then never computed.
         """
         for manager in self._managers:
             blocks = manager.req_to_blocks.get(request.request_id, [])
             uncomputed = blocks[request.num_computed_tokens // manager.block_size :]
-            manager.block_pool.evict_blocks({block.block_id for block in _held(uncomputed)})
+            manager.block_pool.evict_blocks({block.block_id for block in _without_null(uncomputed)})
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def _pin(self, name: str, request: Request) -> None:
-        """Hold the cached blocks that a longer prompt with this prompt as its prefix needs.
+        """Pin the cached blocks that a longer prompt with this prompt as its prefix needs.
 
-        These are all blocks of full attention, the last blocks of sliding windows, and one state.
-        They replace the earlier blocks of a pin of that name.
+        These are all blocks of full attention, the last blocks of sliding windows, and the last
+        state of state-space layers. They replace the blocks of an earlier pin with this name.
         """
         coordinator = self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
         hits, tokens, _ = coordinator.find_longest_cache_hit(
             request.block_hashes, request.num_prompt_tokens
         )
         groups = zip(coordinator.single_type_managers, hits, strict=True)
-        pin = _Pin(tokens, [(manager.block_pool, _held(blocks)) for manager, blocks in groups])
+        pin = _Pin(
+            tokens, [(manager.block_pool, _without_null(blocks)) for manager, blocks in groups]
+        )
         pin.hold()
         self.unpin(name)
         self.pins[name] = pin
@@ -157,20 +164,20 @@ class _Kvroute:
 
     @property
     def _pools(self) -> list[BlockPool]:
-        """Return all block pools: with some models, some groups are in a pool in host memory."""
+        """Return all block pools. With some models, some groups have a pool in host memory."""
         return list(dict.fromkeys(manager.block_pool for manager in self._managers))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Clear the cache and its pins, and publish AllBlocksCleared at once.
 
-        vLLM itself would publish it in the next step, and an idle engine has no next step.
+        vLLM itself would publish it in the next step, but an idle engine runs no step.
         """
         pins = dict(self.pins)
         for name in pins:
             self.unpin(name)
         done: bool = super().reset_prefix_cache(*args, **kwargs)  # type: ignore[misc]
         if done:
-            self.keeping.clear()
+            self.retention_hints.clear()
             if self.host:
                 self.host.clear()
         else:
@@ -181,18 +188,21 @@ class _Kvroute:
         return done
 
     def reset_connector_cache(self) -> bool:
-        """Do nothing if there is a host tier: it is cleared together with the engine's memory."""
+        """Do nothing if there is a host tier, because reset_prefix_cache clears it."""
         done: bool = self.host is not None or super().reset_connector_cache()  # type: ignore[misc]
         return done
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Add the evictions to the step's events, which vLLM's method publishes."""
+        """Let the meter record the end of the step, then call vLLM's method."""
         if self.host:
-            self.host.meter.computed(scheduler_output)
+            self.host.meter.record_step_end(scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def emit_held(self) -> None:
-        """Publish all cached blocks. This blocks the engine for about 0.5 ms per 1,000 blocks."""
+        """Publish a list of all cached blocks.
+
+        This stops the engine for about 0.5 ms per 1,000 blocks.
+        """
         groups = len(self.kv_cache_config.kv_cache_groups)  # type: ignore[attr-defined]
         copies = copies_of(self._pools, groups)
         if self.host:
@@ -200,7 +210,7 @@ class _Kvroute:
         self._publish_events(CachedBlocks(copies))
 
     def _publish_events(self, *more: kv_events.KVCacheEvent) -> None:
-        """Publish the pending events now, then the given ones."""
+        """Publish the pending events now, followed by `more`."""
         host_events = self.host.take_events() if self.host else ()
         events = [*self.kv_cache_manager.take_events(), *host_events, *more]  # type: ignore[attr-defined]
         if events:
@@ -210,14 +220,14 @@ class _Kvroute:
 
 
 class KvrouteScheduler(_Kvroute, Scheduler):
-    """The scheduler on CPUs, where vLLM schedules a step after the previous one has ended."""
+    """The scheduler on CPUs. There, vLLM schedules a step after the previous one has ended."""
 
 
 class KvrouteAsyncScheduler(_Kvroute, AsyncScheduler):
-    """The scheduler on GPUs, where vLLM schedules a step while the previous one runs."""
+    """The scheduler on GPUs. There, vLLM schedules a step while the previous one runs."""
 
 
-# vLLM's client calls these functions in the engine's process by name, as methods of its core.
+# Methods that are added to EngineCore. vLLM's client calls them by name in the engine's process.
 
 
 def kvroute_emit_held(core: EngineCore) -> None:
@@ -225,9 +235,9 @@ def kvroute_emit_held(core: EngineCore) -> None:
 
 
 def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) -> dict[str, Any]:
-    """Start publishing fingerprints; return the cache's Division as plain values."""
+    """Make events have fingerprints from now on; return the Division as plain values."""
     division: Division = core.scheduler.begin(Space(model, revision, block_size))
-    core.mm_receiver_cache = None  # each request brings its images (http/media.py)
+    core.mm_receiver_cache = None  # each request contains its images (http/media.py)
     plain: dict[str, Any] = msgspec.to_builtins(division)
     return plain
 
@@ -243,7 +253,7 @@ def kvroute_end_session(core: EngineCore, session: int) -> None:
 
 
 def kvroute_unpin(core: EngineCore, name: str) -> float:
-    """Remove the pin, and return the share of the cache that is then in use."""
+    """Remove a pin, and return the share of the blocks that are still held."""
     core.scheduler.unpin(name)
     usage: float = core.scheduler.kv_cache_manager.usage
     return usage

@@ -1,7 +1,8 @@
-"""Receives vLLM's KV events over ZMQ in order, and requests lost batches again.
+"""Receives batches of vLLM's KV events over ZMQ in order, and requests lost batches again.
 
-vLLM's PUB socket sends (topic, number, payload), with numbers from 0 on. Its ROUTER socket receives
-a number. It then sends all batches from that number on that it still has, followed by END.
+vLLM's PUB socket sends messages (topic, number, payload). Numbers start from 0. To request lost
+batches, the replica sends a number to vLLM's ROUTER socket. vLLM then replays all batches from that
+number on that it still has, followed by a message with the number END_OF_REPLAY.
 """
 
 import asyncio
@@ -12,50 +13,56 @@ from tempfile import TemporaryDirectory
 import zmq
 import zmq.asyncio
 
-END = 2**64 - 1  # replaces the batch number in the message that ends a replay
-QUIET_S = 5.0  # seconds without a batch after which the next batches are requested again
-ANSWER_S = 2.0  # timeout in seconds for each message of a replay
-START_S = 30.0  # timeout in seconds for the first message at the engine's start
+END_OF_REPLAY = 2**64 - 1  # number in the message that ends a replay
+QUIET_S = 5.0  # seconds without a batch after which a replay is requested, in case one was lost
+REPLAY_TIMEOUT_S = 2.0  # timeout for each message of a replay, in seconds
+CONNECT_TIMEOUT_S = 30.0  # timeout for the first message of a new publisher, in seconds
 
 
 class Subscription:
-    """The receiver of one publisher, which connects to `endpoint` and binds `replay_endpoint`."""
+    """The receiver of one publisher's events.
+
+    The publisher connects to `endpoint` and binds `replay_endpoint`.
+    """
 
     def __init__(self) -> None:
         self._context = zmq.asyncio.Context()
         self._live = self._socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
-        # This side binds and the engine connects. So no port has to be guessed, and batches that
-        # the engine sends early are not lost.
+        # The replica binds this socket and the engine connects to it. So no free port has to be
+        # guessed, and batches that the engine sends early are not lost.
         port = self._live.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.folder = TemporaryDirectory(prefix="kvroute-events-")
         self.replay_endpoint = f"ipc://{Path(self.folder.name) / 'replay'}"
         self._replay = self._socket(zmq.DEALER)
-        self._due = 0  # the number of the next batch
+        self._next_number = 0  # number of the next batch
 
     async def connect(self, *, has_publisher: bool = True) -> None:
-        """Connect to the running publisher, then delete the socket's file.
+        """Connect to the running publisher, then delete the file of the replay socket.
 
-        The file is deleted so that it does not remain when a process is killed.
+        The connection does not need the file, which would remain if the process were killed.
 
         Raises:
             TimeoutError: The publisher does not respond.
         """
         if has_publisher:
             self._replay.connect(self.replay_endpoint)
-            await self._request(END)
-            async with asyncio.timeout(START_S):
+            await self._request_replay(END_OF_REPLAY)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._replay.recv_multipart()
         self.folder.cleanup()
 
     async def batches(self) -> AsyncGenerator[bytes | None, None]:
-        """Yield each payload once, and None where payloads are lost for good. For one reader."""
+        """Yield each payload once, in order, and None in place of payloads that are lost for good.
+
+        There must be only one reader.
+        """
         while True:
             live = await _receive(self._live, QUIET_S)
-            if live is None or live[0] > self._due:
-                async for missed in self._missed():
-                    for payload in self._in_order(*missed):
+            if live is None or live[0] > self._next_number:
+                async for batch in self._replayed():
+                    for payload in self._in_order(*batch):
                         yield payload
             for payload in self._in_order(*live) if live else ():
                 yield payload
@@ -64,31 +71,37 @@ class Subscription:
         self._context.destroy(linger=0)  # also closes the sockets
         self.folder.cleanup()
 
-    async def _missed(self) -> AsyncGenerator[tuple[int, bytes], None]:
-        """Yield the next batch and later ones, as far as the publisher still has them."""
-        await self._request(self._due)
-        while (answer := await _receive(self._replay, ANSWER_S)) and answer[0] != END:
-            yield answer
+    async def _replayed(self) -> AsyncGenerator[tuple[int, bytes], None]:
+        """Request and yield the next batch and all later batches that the publisher still has."""
+        await self._request_replay(self._next_number)
+        while (batch := await _receive(self._replay, REPLAY_TIMEOUT_S)) and (
+            batch[0] != END_OF_REPLAY
+        ):
+            yield batch
 
     def _in_order(self, number: int, payload: bytes) -> Iterator[bytes | None]:
-        if number < self._due:
-            return  # a duplicate
-        if number > self._due:
+        """Yield the payload of a batch unless it is a duplicate.
+
+        If batches before it were lost, yield None first.
+        """
+        if number < self._next_number:
+            return
+        if number > self._next_number:
             yield None
-        self._due = number + 1
+        self._next_number = number + 1
         yield payload
 
-    async def _request(self, number: int) -> None:
+    async def _request_replay(self, number: int) -> None:
         await self._replay.send_multipart([b"", number.to_bytes(8, "big")])
 
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.RCVHWM, 0)  # no limit: the publisher's own buffer is the bound
+        socket.setsockopt(zmq.RCVHWM, 0)  # no limit here: the publisher's own buffer is limited
         return socket
 
 
 async def _receive(socket: zmq.asyncio.Socket, wait_s: float) -> tuple[int, bytes] | None:
-    """Return a batch and its number, or None if none arrived in time."""
+    """Return the number and the payload of a batch, or None if none arrived in time."""
     try:
         async with asyncio.timeout(wait_s):
             *_, number, payload = await socket.recv_multipart()

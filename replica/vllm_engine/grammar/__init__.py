@@ -1,1 +1,1 @@
-"""Grammars from clients: validated in a separate process, then compiled by the engine."""
+"""Grammars from clients. A separate process validates them before the engine compiles them."""

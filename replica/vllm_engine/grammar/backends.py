@@ -11,7 +11,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputBackend, Str
 from kvroute.replica.vllm_engine.compat import grammar_start
 from kvroute.replica.vllm_engine.grammar.process import NICE
 
-# Key of a request's extra_args: the number of tokens at the prompt's end that another engine has
+# Key in extra_args. The value is the number of tokens at the prompt's end that another engine has
 # generated as the beginning of the answer.
 ANSWERED = "kvroute_answered"
 
@@ -19,18 +19,19 @@ ANSWERED = "kvroute_answered"
 def _yield_cores() -> None:
     """Lower the priority of this thread and of the threads that it starts.
 
-    So the engine's steps come first: Linux has a priority for each thread, and a compiler does not
-    hold Python's lock.
+    The engine's steps then get the CPU first. This works because Linux has a priority for each
+    thread, and because a compiler of grammars releases Python's global lock.
     """
     os.nice(NICE)
 
 
 class Grammars(StructuredOutputManager):
-    """Compiles each request's grammar by the backend that vLLM has chosen for the request.
+    """Compiles each request's grammar with the backend that vLLM has chosen for the request.
 
-    vLLM itself uses the backend of the first request for all requests. If the schema of that
-    request needed guidance, all strict tool calls fail from then on. The grammar of a resumed
-    answer starts after the tokens that another engine has generated.
+    vLLM itself uses the backend of the first request for all later requests. If the first request
+    needs the backend guidance, all later strict tool calls fail.
+
+    If another engine has generated the beginning of an answer, the grammar continues after it.
     """
 
     _lock: threading.Lock
@@ -41,7 +42,7 @@ class Grammars(StructuredOutputManager):
         """Change vLLM's manager to an object of this class."""
         manager.__class__ = cls
         vars(manager).update(_lock=threading.Lock(), _backends={})
-        if executor := vars(manager).get("executor"):  # without a tokenizer there is none
+        if executor := vars(manager).get("executor"):  # there is none without a tokenizer
             executor.shutdown()
             manager.executor = ThreadPoolExecutor(executor._max_workers, initializer=_yield_cores)
 
@@ -49,8 +50,8 @@ class Grammars(StructuredOutputManager):
         if request.structured_output_request is None:
             return
         name = request.sampling_params.structured_outputs._backend
-        with self._lock:  # the thread that compiles the grammar needs the lock, so it waits
-            self.backend = self._backends.get(name)  # None: vLLM creates the backend
+        with self._lock:  # until this ends, _create_grammar waits for the lock in its thread
+            self.backend = self._backends.get(name)  # if it is None, vLLM creates the backend
             super().grammar_init(request)
             self._backends[name] = self.backend
 
@@ -62,9 +63,9 @@ class Grammars(StructuredOutputManager):
         self._backends.clear()
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        """Compile a grammar in a thread.
+        """Compile a grammar; vLLM calls this in a thread.
 
-        Meanwhile, `self.backend` may have become the backend of a later request.
+        This does not use `self.backend`, which may already be the backend of a later request.
         """
         params = request.sampling_params
         with self._lock:
@@ -77,15 +78,18 @@ class Grammars(StructuredOutputManager):
         return grammar
 
     def _advance(self, grammar: StructuredOutputGrammar, request: Request, answered: int) -> None:
-        """Advance the grammar over the generated tokens, except reasoning, which has no grammar."""
-        ids, wanted = list(request.prompt_token_ids), request.structured_output_request
+        """Advance the grammar over the tokens that another engine has generated.
+
+        Reasoning tokens are skipped, because the grammar does not apply to them.
+        """
+        ids, structured = list(request.prompt_token_ids), request.structured_output_request
         prompt, delivered = ids[:-answered], ids[-answered:]
         reasoner = self._get_reasoner(request)
-        if reasoner is not None and wanted.reasoning_ended is None:
-            wanted.reasoning_ended = reasoner.is_reasoning_end(prompt)
+        if reasoner is not None and structured.reasoning_ended is None:
+            structured.reasoning_ended = reasoner.is_reasoning_end(prompt)
         start = grammar_start(self, request, delivered)
         if start > len(delivered):
             return
-        wanted.reasoning_ended = True
+        structured.reasoning_ended = True
         if not grammar.accept_tokens(request.request_id, delivered[start:]):
             raise ValueError("the grammar does not allow the tokens that were generated so far")

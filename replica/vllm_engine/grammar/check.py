@@ -1,7 +1,7 @@
-"""Has clients' grammars compiled in a separate process before they reach the engine.
+"""Validates and compiles clients' grammars in a separate process before they reach the engine.
 
-vLLM itself validates a grammar on the event loop and compiles it in the engine's process. Each of
-these can take minutes for a large schema and would stop every stream of the replica meanwhile.
+vLLM itself validates a grammar on the event loop, and compiles it in the engine's process. For a
+large schema, each of these can take minutes, in which all streams of the replica would stop.
 """
 
 import asyncio
@@ -29,16 +29,20 @@ from kvroute.replica.vllm_engine.grammar.process import (
     WALL_FACTOR,
     GrammarJob,
     Verdict,
-    loaded,
+    load_compiler,
     serve,
 )
 from kvroute.replica.vllm_engine.process import fork_server
 
 log = logging.getLogger("kvroute.replica")
 
-PARALLEL = 4  # grammars that are compiled at the same time; each may take MEMORY_BYTES
-MAX_WAITING = 64  # maximum number of waiting grammars; each may be as large as a request's body
-KNOWN = 4096  # maximum number of cached verdicts; an error has up to 2,000 characters
+# Maximum number of grammars that are compiled at the same time. Each may take MEMORY_BYTES.
+PARALLEL = 4
+# Maximum number of grammars that wait to be compiled. Each may be as large as a request's body.
+MAX_WAITING = 64
+# Maximum number of cached verdicts. A verdict contains an error of up to 2,000 characters.
+MAX_CACHED = 4096
+# Fields of StructuredOutputsParams that determine a grammar.
 FIELDS = (
     *("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
     *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
@@ -47,17 +51,24 @@ REMEDY = "simplify it: fewer optional properties, alternatives, values or repeti
 
 
 class GrammarCheck:
-    """Has each grammar compiled once in a separate process, and caches the verdict.
+    """Checks grammars: a separate process compiles each grammar once, and the verdict is cached.
 
-    Use it from one event loop.
+    Use an object from one event loop only.
     """
 
     def __init__(self, config: Any, cpu_s: float) -> None:
-        """Create a check with vLLM's configuration and the limit of CPU seconds for a grammar."""
+        """Create a check.
+
+        Args:
+            config: vLLM's configuration.
+            cpu_s: The limit of CPU seconds for a grammar.
+        """
         self._config = config
         self._cpu_s = cpu_s
-        self._known: dict[bytes, Verdict] = {}  # digest -> verdict; the last used one is last
-        self._pending: dict[bytes, asyncio.Task[Verdict]] = {}  # digest -> running compilation
+        # Cached verdicts: digest of a grammar -> verdict. The most recently used one is last.
+        self._cached: dict[bytes, Verdict] = {}
+        # Compilations that are running or waiting, by the grammar's digest.
+        self._pending: dict[bytes, asyncio.Task[Verdict]] = {}
         self._verdicts: dict[int, asyncio.Future[Verdict]] = {}  # job's number -> its verdict
         self._parallel = asyncio.Semaphore(PARALLEL)
         self._starting = asyncio.Lock()
@@ -65,34 +76,34 @@ class GrammarCheck:
         self._jobs = 0  # number of jobs since the start
 
     async def check(self, params: SamplingParams) -> None:
-        """Choose the backend for a request's grammar, if it has one.
+        """Check a request's grammar, if it has one, and set the backend that compiles it.
 
         Raises:
             VLLMValidationError: The grammar is invalid or exceeds a limit.
-            GracefulHTTPError: Too many grammars wait.
+            GracefulHTTPError: Too many grammars are waiting.
         """
-        wanted = params.structured_outputs
-        if wanted is None or wanted.all_constraints_none():
+        outputs = params.structured_outputs
+        if outputs is None or outputs.all_constraints_none():
             return
-        spec = {name: value for name in FIELDS if (value := getattr(wanted, name)) is not None}
+        spec = {name: value for name in FIELDS if (value := getattr(outputs, name)) is not None}
         verdict = await self._verdict(spec)
         if verdict.limit:
-            raise VLLMValidationError(_over(verdict.limit, _name(spec), self._cpu_s))
+            raise VLLMValidationError(_limit_message(verdict.limit, _name(spec), self._cpu_s))
         if verdict.error:
             raise VLLMValidationError(verdict.error)
-        _choose(wanted, verdict.backend)
+        _set_backend(outputs, verdict.backend)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process that compiles grammars."""
         for task in self._pending.values():
             task.cancel()
         self._end()
 
     async def _verdict(self, spec: Mapping[str, Any]) -> Verdict:
         digest = hashlib.blake2b(msgspec.msgpack.encode(spec), digest_size=16).digest()
-        if known := self._known.pop(digest, None):
-            self._known[digest] = known
-            return known
+        if cached := self._cached.pop(digest, None):
+            self._cached[digest] = cached
+            return cached
         task = self._pending.get(digest)
         if task is None:
             if len(self._pending) >= PARALLEL + MAX_WAITING:
@@ -108,19 +119,19 @@ class GrammarCheck:
     async def _compile(self, digest: bytes, spec: dict[str, Any]) -> Verdict:
         async with self._parallel:
             self._jobs += 1
-            answer = asyncio.get_running_loop().create_future()
-            self._verdicts[self._jobs] = answer
-            process = await self._running()
+            future = asyncio.get_running_loop().create_future()
+            self._verdicts[self._jobs] = future
+            process = await self._running_process()
             job = msgspec.msgpack.encode(GrammarJob(self._jobs, spec))
             await asyncio.to_thread(process.send, job)
-            verdict: Verdict = await answer
-        self._known[digest] = verdict
-        if len(self._known) > KNOWN:
-            del self._known[next(iter(self._known))]
+            verdict: Verdict = await future
+        self._cached[digest] = verdict
+        if len(self._cached) > MAX_CACHED:
+            del self._cached[next(iter(self._cached))]
         return verdict
 
-    async def _running(self) -> "_GrammarProcess":
-        """Return the process; start it if it is not running."""
+    async def _running_process(self) -> "_GrammarProcess":
+        """Return the process that compiles grammars; start it if it is not running."""
         async with self._starting:
             if self._process is None:
                 self._process = await asyncio.to_thread(_GrammarProcess, self._config, self._cpu_s)
@@ -129,25 +140,28 @@ class GrammarCheck:
             return self._process
 
     def _receive(self, results: Connection) -> None:
-        """Receive one verdict."""
+        """Receive a verdict from the process."""
         try:
             verdict = msgspec.msgpack.decode(results.recv_bytes(), type=Verdict)
         except (EOFError, OSError):
             self._end()
             return
-        if (answer := self._verdicts.pop(verdict.number, None)) and not answer.done():
-            answer.set_result(verdict)
+        if (future := self._verdicts.pop(verdict.number, None)) and not future.done():
+            future.set_result(verdict)
 
     def _end(self) -> None:
-        """End the process. Waiting requests fail; the next request starts a new process."""
+        """Kill the process.
+
+        Requests that wait for a verdict fail. The next request starts a new process.
+        """
         process, self._process = self._process, None
         if process is not None:
             asyncio.get_running_loop().remove_reader(process.results.fileno())
             process.close()
-        answers, self._verdicts = self._verdicts, {}
-        for answer in answers.values():
-            if not answer.done():
-                answer.set_exception(
+        futures, self._verdicts = self._verdicts, {}
+        for future in futures.values():
+            if not future.done():
+                future.set_exception(
                     GracefulHTTPError(
                         "the process that compiles grammars has ended; try again",
                         HTTPStatus.SERVICE_UNAVAILABLE,
@@ -156,7 +170,10 @@ class GrammarCheck:
 
 
 class _GrammarProcess:
-    """The process and the pipes to and from it. Starting it takes seconds on a GPU host."""
+    """The process that compiles grammars, and the pipes to and from it.
+
+    Its start takes some seconds on a machine with GPUs, where it is spawned and imports vLLM.
+    """
 
     def __init__(self, config: Any, cpu_s: float) -> None:
         receiver, self._jobs = multiprocessing.Pipe(duplex=False)
@@ -165,18 +182,21 @@ class _GrammarProcess:
         context: Any = fork_server.Context() if on_cpu else multiprocessing.get_context("spawn")
         self._process: BaseProcess = context.Process(
             target=serve,
-            args=(receiver, sender, partial(loaded, config), cpu_s),
+            args=(receiver, sender, partial(load_compiler, config), cpu_s),
             name="grammars",
             daemon=True,
         )
         self._process.start()
-        receiver.close()  # the other process has these ends of the pipes
+        receiver.close()  # the other process uses these ends of the pipes
         sender.close()
         self._sending = threading.Lock()
 
     def send(self, job: bytes) -> None:
-        """Send one job, and block until the process has read all but the last 64 KiB of it."""
-        with self._sending, suppress(OSError):  # if the process has ended, `results` shows it
+        """Send one job.
+
+        This blocks until the process has read all but the last 64 KiB of the job.
+        """
+        with self._sending, suppress(OSError):  # if the process has ended, _receive notices it
             self._jobs.send_bytes(job)
 
     def close(self) -> None:
@@ -185,18 +205,18 @@ class _GrammarProcess:
         self.results.close()
 
 
-def _choose(wanted: StructuredOutputsParams, backend: str) -> None:
+def _set_backend(outputs: StructuredOutputsParams, backend: str) -> None:
     """Set the fields that vLLM's own validation would set."""
-    wanted._backend, wanted._backend_was_auto = backend, True
-    if backend == "xgrammar" and wanted.choice:
-        wanted.grammar, wanted.choice = choice_as_grammar(wanted.choice), None
+    outputs._backend, outputs._backend_was_auto = backend, True
+    if backend == "xgrammar" and outputs.choice:
+        outputs.grammar, outputs.choice = choice_as_grammar(outputs.choice), None
 
 
 def _name(spec: Mapping[str, Any]) -> str:
     return next(name for name in FIELDS if name in spec)
 
 
-def _over(limit: str, name: str, cpu_s: float) -> str:
+def _limit_message(limit: str, name: str, cpu_s: float) -> str:
     """Return the error message for a grammar that exceeds a limit."""
     exceeded = {
         "cpu": f"takes more than {cpu_s:g} s of CPU time to compile; that is the limit "
@@ -216,11 +236,11 @@ vllm_validate_structured_outputs = SamplingParams._validate_structured_outputs
 
 
 def install() -> None:
-    """Make vLLM skip its validation of grammars that the other process has validated."""
+    """Make vLLM skip the validation of grammars that the other process has already validated."""
     SamplingParams._validate_structured_outputs = _unless_checked
 
 
 def _unless_checked(self: SamplingParams, *args: Any) -> None:
-    wanted = self.structured_outputs
-    if wanted is None or wanted._backend is None:  # no client can set this field
+    outputs = self.structured_outputs
+    if outputs is None or outputs._backend is None:  # GrammarCheck has not checked it
         vllm_validate_structured_outputs(self, *args)

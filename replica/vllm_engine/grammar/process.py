@@ -1,8 +1,8 @@
 """The process that validates and compiles clients' grammars before the engine gets them.
 
-It loads the tokenizer once and forks a process for each grammar. The kernel ends that process at
-its limits of CPU time, elapsed time and memory. So a grammar that takes minutes, or that crashes
-its compiler, does not affect other requests. `grammar/check.py` is the replica's side.
+It loads the tokenizer once and forks a process for each grammar. The kernel ends the forked process
+when it exceeds a limit on CPU time, elapsed time or memory. So a grammar that takes minutes, or
+that crashes its compiler, does not affect other requests. `grammar/check.py` is the replica's side.
 """
 
 import os
@@ -20,17 +20,19 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-NICE = 10  # niceness of compiling processes and threads, so that engines' steps come first
-# Limit of elapsed time as a multiple of the limit of CPU time. It is large because other processes
-# compile at the same time.
+NICE = 10  # niceness of processes and threads that compile, so that engines get the CPU first
+# Limit on elapsed time, as a multiple of the limit on CPU time. It is large because several
+# processes compile at the same time.
 WALL_FACTOR = 10
-MEMORY_BYTES = 2 << 30  # limit of address space for a grammar; a typical grammar takes 10 MB
-MAX_TEXT = 2000  # maximum characters of an error: a verdict must fit in one atomic write to a pipe
-TRIED_STEPS = 16  # number of an answer's tokens for which masks are computed as a test
-STEP_S = 0.025  # limit of CPU seconds for each of these masks; all streams wait for each mask
+MEMORY_BYTES = 2 << 30  # limit on additional address space for a grammar; typically 10 MB are used
+# Maximum number of characters of an error. A verdict must fit into one atomic write to a pipe.
+MAX_TEXT = 2000
+TRIED_STEPS = 16  # number of tokens of an answer for which masks are computed as a test
+# Limit on the CPU seconds for each of these masks. In the engine, all streams wait for each mask.
+STEP_S = 0.025
 
-# Schemas that load the two usual backends, xgrammar and guidance, before the first fork.
-USUAL = ({"type": "integer"}, {"type": "integer", "multipleOf": 2})
+# Schemas that are compiled before the first fork, to load the backends xgrammar and guidance.
+PRELOADED_SCHEMAS = ({"type": "integer"}, {"type": "integer", "multipleOf": 2})
 
 KILLED = {  # signal that ended a grammar's process -> the limit that the grammar exceeded
     signal.SIGPROF: "cpu",
@@ -44,42 +46,42 @@ KILLED = {  # signal that ended a grammar's process -> the limit that the gramma
 class GrammarJob(Struct, array_like=True):
     """A grammar to validate and compile."""
 
-    number: int
+    number: int  # identifies the job in its verdict
     spec: dict[str, Any]  # fields of StructuredOutputsParams
 
 
 class Verdict(Struct, array_like=True):
-    """Result of a job: the backend that the grammar needs, or why it is refused."""
+    """The result of a job: the backend for the grammar, or the reason why it is rejected."""
 
-    number: int
+    number: int  # the job's number
     backend: str = ""
-    error: str = ""
-    limit: str = ""  # the limit that the grammar exceeded: a value of KILLED, or "step"
+    error: str = ""  # message of the compiler; empty if there was no error
+    limit: str = ""  # limit that the grammar exceeded (a value of KILLED, or "step"); or empty
 
 
-Compile = Callable[[dict[str, Any]], str]  # gets the spec of a Job; returns the backend, or raises
+# Compiles the spec of a GrammarJob, and returns the backend's name. Raises if it cannot be
+# compiled.
+Compile = Callable[[dict[str, Any]], str]
 
 
-def serve(
-    jobs: Connection, results: Connection, loaded: Callable[[], Compile], cpu_s: float
-) -> None:
+def serve(jobs: Connection, results: Connection, load: Callable[[], Compile], cpu_s: float) -> None:
     """Compile grammars until `jobs` is closed.
 
     Args:
         jobs: The pipe from which encoded jobs are read.
         results: The pipe to which encoded verdicts are written.
-        loaded: Loads the function that compiles a grammar, in this process.
+        load: Returns the function that compiles a grammar; called once, in this process.
         cpu_s: The limit of CPU seconds for each grammar.
     """
     os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the replica decides when this process ends
-    compile_, running = loaded(), dict[int, int]()  # running: process id -> job's number
-
-    ended = _ended_children()
+    compile_ = load()
+    running = dict[int, int]()  # process id -> job's number
+    child_ended = _pipe_of_ended_children()
     while True:
-        ready = wait([jobs, ended])
-        if ended in ready:
-            os.read(ended, 4096)
+        ready = wait([jobs, child_ended])
+        if child_ended in ready:
+            os.read(child_ended, 4096)
             _reap(running, results)
         if jobs in ready:
             try:
@@ -92,24 +94,24 @@ def serve(
             running[pid] = job.number
 
 
-def _ended_children() -> int:
-    """Return the reading end of a pipe that gets a byte whenever a child ends.
+def _pipe_of_ended_children() -> int:
+    """Return the reading end of a pipe to which a byte is written whenever a child ends.
 
-    A pipe is needed because a signal that arrives just before a blocking read does not interrupt
-    the read.
+    A handler of the signal is not enough: a signal that arrives just before a blocking read does
+    not interrupt the read.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler there is no byte
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, no byte is written
     return reader
 
 
 def _reap(running: dict[int, int], results: Connection) -> None:
     """Send the verdicts on grammars whose processes were killed."""
     for pid, number in [*running.items()]:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if not ended:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if not ended_pid:
             continue
         del running[pid]
         if os.WIFSIGNALED(status):
@@ -118,7 +120,7 @@ def _reap(running: dict[int, int], results: Connection) -> None:
 
 
 def _run(job: GrammarJob, results: Connection, compile_: Compile, cpu_s: float) -> None:
-    """Send the verdict on one grammar, and end this process, which was forked for the grammar."""
+    """Send the verdict on one grammar, then end this process, which was forked for it."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -129,7 +131,7 @@ def _run(job: GrammarJob, results: Connection, compile_: Compile, cpu_s: float) 
 
 
 def _limit(cpu_s: float) -> None:
-    """Make the kernel end this process at its limits."""
+    """Make the kernel end this process when it exceeds a limit."""
     pages = int(open("/proc/self/statm").read().split()[0])  # noqa: SIM115
     max_bytes = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
@@ -155,8 +157,8 @@ class SlowStepError(Exception):
     """Computing the mask of one token takes too long."""
 
 
-def loaded(config: Any) -> Compile:
-    """Return a function that compiles grammars like an engine with this VllmConfig."""
+def load_compiler(config: Any) -> Compile:
+    """Return a function that compiles grammars as an engine with this VllmConfig would."""
     return Compiler(config).compile
 
 
@@ -171,39 +173,43 @@ class Compiler:
         self._config = config
         self._manager = StructuredOutputManager(config)
         Grammars.take_over(self._manager)
-        for schema in USUAL:
-            with suppress(Exception):  # a request that needs this backend will get the error
+        for schema in PRELOADED_SCHEMAS:
+            with suppress(Exception):  # the first request that needs this backend gets the error
                 self.compile({"json": schema})
 
     def compile(self, spec: dict[str, Any]) -> str:
-        """Compile a grammar; return the backend's name. Raises any exception if that fails."""
+        """Compile a grammar and return the backend's name.
+
+        Raises:
+            Exception: The grammar cannot be compiled; any type of exception.
+        """
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
         from vllm.v1.structured_output.request import StructuredOutputRequest
 
-        wanted = StructuredOutputsParams(**spec)
-        params, config = SamplingParams(structured_outputs=wanted), self._config
+        outputs = StructuredOutputsParams(**spec)
+        params, config = SamplingParams(structured_outputs=outputs), self._config
         params._validate_structured_outputs(
             config.model_config, config.structured_outputs_config, self._manager.tokenizer
         )
-        outputs = StructuredOutputRequest(params=wanted)
+        structured = StructuredOutputRequest(params=outputs)
         request: Any = SimpleNamespace(
-            request_id="grammar", sampling_params=params, structured_output_request=outputs
+            request_id="grammar", sampling_params=params, structured_output_request=structured
         )
-        # The executor ends here, because this process must not have a second thread when it forks.
+        # The executor is used only here: this process must not have another thread when it forks.
         with ThreadPoolExecutor(1) as self._manager.executor:
             self._manager.grammar_init(request)
-        grammar = outputs.grammar
+        grammar = structured.grammar
         if isinstance(grammar, Exception):
             raise grammar
         self._try(grammar)
-        return str(wanted._backend)
+        return str(outputs._backend)
 
     def _try(self, grammar: Any) -> None:
-        """Compute masks as the engine does at each step.
+        """Compute masks for some tokens, as the engine does at each step.
 
         Raises:
             SlowStepError: A mask takes too long.
-            ValueError: The grammar allows no answer; the engine would fail with this grammar.
+            ValueError: The grammar allows no answer. The engine would fail with this grammar.
         """
         backend = self._manager.backend
         assert backend is not None

@@ -1,1 +1,1 @@
-"""A tier of vLLM's KV cache in host memory."""
+"""The host tier of vLLM's KV cache: blocks that are copied to the machine's memory."""

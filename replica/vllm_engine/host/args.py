@@ -1,4 +1,4 @@
-"""vLLM's arguments for a tier of the cache in host memory."""
+"""Makes and checks vLLM's arguments for the host tier."""
 
 import math
 from collections.abc import Mapping
@@ -10,23 +10,25 @@ from kvroute.contract.generation import CannotRunError
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.settings.replica import ReplicaSettings
 
-PAGE = 4096  # size of a memory page in bytes
-MIN_BLOCKS = 16  # minimum number of blocks of each group in a tier; fewer hold no prompt
-OTHER_TIERS = ("kv_transfer_config", "kv_offloading_size")  # vLLM's arguments for other tiers
+PAGE_BYTES = 4096  # size of a memory page
+# Minimum number of blocks of each group in a host tier. A smaller tier could not store a prompt.
+MIN_BLOCKS = 16
+# Arguments of vLLM that create a host tier or another connector, and conflict with --host-cache-gb.
+OTHER_TIERS = ("kv_transfer_config", "kv_offloading_size")
 
 
 def host_args(
     settings: ReplicaSettings, *, node_bytes: int, on_cpu: bool
 ) -> Mapping[str, KVTransferConfig]:
-    """Return vLLM's arguments for the host tier, if the settings ask for one.
+    """Return vLLM's arguments for the host tier; none if the settings have no host tier.
 
     Args:
         settings: The replica's settings.
-        node_bytes: The memory of the node or container.
+        node_bytes: The size of the memory of the node or container.
         on_cpu: Whether vLLM computes on CPUs.
 
     Raises:
-        CannotRunError: The tier is larger than the memory, or --engine-args has another tier.
+        CannotRunError: The tier is larger than the memory, or --engine-args also creates a tier.
     """
     tier_bytes = settings.host_cache_bytes(node_bytes)
     if not tier_bytes or not settings.prefix_caching:
@@ -51,17 +53,17 @@ def _check(settings: ReplicaSettings, all_bytes: int, node_bytes: int) -> None:
     if given := [name for name in OTHER_TIERS if settings.engine_args.get(name) is not None]:
         raise CannotRunError(
             f"--engine-args has {given[0]}, and --host-cache-gb is {settings.host_cache_gb}: "
-            "both create a tier of the cache in host memory; leave one of them out"
+            "both create a tier of the cache in host memory; leave out one of them"
         )
     if all_bytes > node_bytes:
         raise CannotRunError(
             f"--host-cache-gb is {settings.host_cache_gb}, but the node or container has only "
-            f"{node_bytes / 1e9:.0f} GB of memory; choose less, for example 30%"
+            f"{node_bytes / 1e9:.0f} GB of memory; set a lower value, for example 30%"
         )
 
 
 def check_tier(settings: ReplicaSettings, division: Division, *, is_caching: bool) -> None:
-    """Check that the engine that has started can use its host tier.
+    """Check, after the engine's start, that it can use its host tier.
 
     Args:
         settings: The replica's settings.
@@ -69,7 +71,7 @@ def check_tier(settings: ReplicaSettings, division: Division, *, is_caching: boo
         is_caching: Whether the engine caches prefixes.
 
     Raises:
-        CannotRunError: The engine caches no prefixes, or the tier is too small.
+        CannotRunError: The engine does not cache prefixes, or the tier is too small.
     """
     size, block_bytes = settings.host_cache_gb, division.host_block_bytes
     blocks = division.host_blocks
@@ -81,8 +83,8 @@ def check_tier(settings: ReplicaSettings, division: Division, *, is_caching: boo
         )
     if blocks < min_blocks:
         # vLLM rounds a block up to whole pages of memory.
-        min_bytes = min_blocks * (block_bytes + PAGE) * settings.data_parallel_size
+        min_bytes = min_blocks * (block_bytes + PAGE_BYTES) * settings.data_parallel_size
         raise CannotRunError(
-            f"--host-cache-gb is {size}, which has room for only {blocks} blocks of {block_bytes} "
+            f"--host-cache-gb is {size}, which is enough for only {blocks} blocks of {block_bytes} "
             f"bytes; set at least {math.ceil(min_bytes / 1e6) / 1e3}, or 0 for no tier"
         )

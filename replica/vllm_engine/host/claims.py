@@ -1,13 +1,14 @@
-"""The speeds that an engine claims before it has measured any; routers learn the real speeds."""
+"""The speeds that an engine claims at its start. Measurements correct them later."""
 
 from vllm.platforms import current_platform
 
 from kvroute.prefill.speed import PrefillModel
 
+# Claimed speeds of prefill, on CPUs and on a GPU.
 CPU_PREFILL = PrefillModel(tokens_per_s=2_000.0, attention_tokens=1_000.0)
 GPU_PREFILL = PrefillModel(tokens_per_s=25_000.0, attention_tokens=32_768.0)
 
-# Speeds of copies from host memory in bytes per second: within memory, and over PCIe.
+# Speeds of copies from host memory in bytes per second: within the machine's memory, and over PCIe.
 CPU_RELOAD = 5e9
 GPU_RELOAD = 20e9
 

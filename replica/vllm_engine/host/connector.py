@@ -23,39 +23,41 @@ from kvroute.replica.vllm_engine.host.meter import Meter
 
 @dataclass
 class EndedRequest:
-    """The retention of the blocks of a request that has ended.
+    """The blocks of a request that has ended, and their retention.
 
-    Some of the blocks are copied to host memory later. The retention may change until then.
+    Some of the blocks may not be copied to host memory yet. The retention is set again after the
+    copy, and may have changed by then.
     """
 
     keys: Sequence[OffloadKey]  # the request's blocks, in the prompt's order
-    keep: RetentionHint
+    hint: RetentionHint
 
 
 class Manager(CPUOffloadingManager):
-    """vLLM's manager, with the blocks of each copy sorted so that a prompt's last blocks go first.
+    """vLLM's manager of a host tier, which evicts a prompt's last blocks first.
 
-    vLLM itself lists the blocks of a copy in no order.
+    For this, it sorts the blocks of each copy. vLLM itself lists them in no particular order.
     """
 
-    kvroute_stored: Callable[[EndedRequest], None]
-    # Maximum number of tokens of a prompt that are copied to host memory, from its start. More
-    # tokens would evict the prompt's own first blocks, without which its other blocks are useless,
-    # and the blocks of all other prompts.
-    kvroute_most_tokens: float = math.inf
+    kvroute_on_stored: Callable[[EndedRequest], None]  # called after copies for an ended request
+    # Only this many tokens from the start of a prompt are copied to host memory: as many as the
+    # tier can store. The copies of further blocks would evict the blocks of all other prompts, and
+    # then the prompt's own first blocks, without which its other blocks are useless.
+    kvroute_max_tokens: float = math.inf
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        ends, most = req_context._offload_key_positions, self.kvroute_most_tokens
-        return super().prepare_store([key for key in keys if ends.get(key, 0) <= most], req_context)
+        ends, max_tokens = req_context._offload_key_positions, self.kvroute_max_tokens
+        stored = [key for key in keys if ends.get(key, 0) <= max_tokens]
+        return super().prepare_store(stored, req_context)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         super().complete_store(_last_first(keys, req_context), req_context, success)
         if ended := req_context.get_state(EndedRequest):
-            self.kvroute_stored(ended)
+            self.kvroute_on_stored(ended)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         super().complete_load(_last_first(keys, req_context), req_context)
@@ -67,12 +69,14 @@ def _last_first(keys: Collection[OffloadKey], context: ReqContext) -> list[Offlo
 
 
 class HostTierConnector(OffloadingConnector):
+    """vLLM's connector, which reports to a Meter and reloads blocks only if that is faster."""
+
     kvroute_meter: Meter
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens to reload from host memory: none if computing them is faster."""
+        """Return how many tokens to reload from host memory; 0 if computing them is faster."""
         tokens: int | None
         is_async: bool
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -82,10 +86,10 @@ class HostTierConnector(OffloadingConnector):
         return tokens, is_async
 
     def _max_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return how many tokens may be reloaded: not the block with the last token.
+        """Return how many tokens may be reloaded. The block with the last token is excluded.
 
-        A request needs the logits of its last token, so that block is always computed. vLLM itself
-        leaves it out only for models with other groups than full attention.
+        That block is always computed, because a request needs the logits of its last token. vLLM
+        itself excludes the block only for models that have other groups than full attention.
         """
         bound: int | None = super()._max_loadable_tokens(request, num_computed_tokens)
         groups = self.scheduler.config.kv_group_configs
@@ -99,17 +103,17 @@ class HostTierConnector(OffloadingConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
-        self.kvroute_meter.reloads(num_external_tokens)
+        self.kvroute_meter.record_reload(num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        self.kvroute_meter.scheduled(scheduler_output)
+        self.kvroute_meter.record_scheduled(scheduler_output)
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         done = connector_output.kv_connector_worker_meta
         if isinstance(done, OffloadingWorkerMetadata):
-            self.kvroute_meter.copied(done)
+            self.kvroute_meter.record_copies(done)
         super().update_connector_output(connector_output)
 
     def take_events(self) -> list[KVCacheEvent]:
-        return [*super().take_events(), *self.kvroute_meter.moved()]
+        return [*super().take_events(), *self.kvroute_meter.take_events()]

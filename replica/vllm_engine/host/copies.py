@@ -1,6 +1,7 @@
-"""Copies blocks between the cache of vLLM's CPU backend and a host tier.
+"""Copies blocks between the KV cache of vLLM's CPU backend and a host tier.
 
-vLLM's own copies need a GPU. vLLM loads HostTierSpec by name, in each process of the engine.
+vLLM's own code for copies needs a GPU. vLLM loads HostTierSpec by name in each process of the
+engine.
 """
 
 import time
@@ -19,11 +20,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 Bytes = NDArray[np.int8]
-Places = Sequence[int]  # indices of blocks in the cache or in the tier
+Rows = Sequence[int]  # indices of blocks in the cache or in the tier
 
 
 class HostTierSpec(CPUOffloadingSpec):
-    """vLLM's specification of a host tier, with copies that need no GPU."""
+    """vLLM's specification of a host tier, with a worker that needs no GPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:
@@ -32,14 +33,15 @@ class HostTierSpec(CPUOffloadingSpec):
 
 
 class HostCopies(OffloadingWorker):
-    """Synchronous copies: a copy is done when the method that starts it returns."""
+    """Makes copies synchronously: a copy has ended when the method that starts it returns."""
 
     def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
-        # One array [blocks, bytes] for each tensor. NumPy copies rows several times faster than
-        # torch does.
+        # For each tensor, an array of shape [blocks, bytes]. NumPy copies rows several times faster
+        # than torch does.
         self._cache = [cache.tensor.numpy() for cache in caches.tensors]
         self._host = [np.empty((blocks, array.shape[1]), np.int8) for array in self._cache]
-        # For each group, the tensors that have its layers. Groups may share tensors, not blocks.
+        # For each group, the indices of the tensors with its layers. Groups may share tensors, but
+        # not blocks.
         self._tensors = [
             sorted({layer.tensor_idx for layer in layers}) for layers in caches.group_data_refs
         ]
@@ -48,7 +50,7 @@ class HostCopies(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
     ) -> bool:
-        return self._move(job_id, self._places(src_spec, dst_spec), self._cache, self._host)
+        return self._copy_all(job_id, self._rows(src_spec, dst_spec), self._cache, self._host)
 
     def submit_load(
         self,
@@ -58,8 +60,8 @@ class HostCopies(OffloadingWorker):
         **_: object,
     ) -> bool:
         """Start a copy to the engine. vLLM 0.33 also passes whether it is urgent; all are."""
-        places = ((tensor, pair[::-1]) for tensor, pair in self._places(dst_spec, src_spec))
-        return self._move(job_id, places, self._host, self._cache)
+        rows = ((tensor, pair[::-1]) for tensor, pair in self._rows(dst_spec, src_spec))
+        return self._copy_all(job_id, rows, self._host, self._cache)
 
     def get_finished(self) -> list[TransferResult]:
         done, self._done = self._done, []
@@ -68,30 +70,37 @@ class HostCopies(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         pass
 
-    def _places(
-        self, cached: GPULoadStoreSpec, kept: BlockIDsLoadStoreSpec
-    ) -> Iterator[tuple[int, tuple[Places, Places]]]:
-        """Yield for each tensor: its index, places in the cache, and places in the tier.
+    def _rows(
+        self, cache_spec: GPULoadStoreSpec, tier_spec: BlockIDsLoadStoreSpec
+    ) -> Iterator[tuple[int, tuple[Rows, Rows]]]:
+        """Yield for each tensor: its index, rows in the cache, and rows in the tier.
 
         Both specs list the blocks of all groups, one group after the other.
         """
-        pairs = zip(_ids(cached), _ids(kept), strict=True)
-        for tensors, blocks in zip(self._tensors, cached.group_sizes, strict=True):
-            if own := list(islice(pairs, blocks)):
-                rows, places = zip(*own, strict=True)
-                yield from ((tensor, (rows, places)) for tensor in tensors)
+        pairs = zip(_ids(cache_spec), _ids(tier_spec), strict=True)
+        for tensors, blocks in zip(self._tensors, cache_spec.group_sizes, strict=True):
+            if group_pairs := list(islice(pairs, blocks)):
+                cache_rows, tier_rows = zip(*group_pairs, strict=True)
+                yield from ((tensor, (cache_rows, tier_rows)) for tensor in tensors)
 
-    def _move(
+    def _copy_all(
         self,
         job_id: int,
-        places: Iterable[tuple[int, tuple[Places, Places]]],
+        rows: Iterable[tuple[int, tuple[Rows, Rows]]],
         source: Sequence[Bytes],
-        to: Sequence[Bytes],
+        target: Sequence[Bytes],
     ) -> bool:
-        """Copy blocks; `places` yields a tensor, places in `source`, and places in `to`."""
+        """Copy blocks, and record the copy's size and time.
+
+        Args:
+            job_id: vLLM's number of the copy.
+            rows: Yields a tensor's index, rows in `source`, and rows in `target`.
+            source: The arrays to copy from.
+            target: The arrays to copy to.
+        """
         began_s, copied_bytes = time.perf_counter(), 0
-        for tensor, (rows, targets) in places:
-            copied_bytes += _copy(source[tensor], rows, to[tensor], targets)
+        for tensor, (source_rows, target_rows) in rows:
+            copied_bytes += _copy(source[tensor], source_rows, target[tensor], target_rows)
         took_s = time.perf_counter() - began_s
         self._done.append(TransferResult(job_id, True, copied_bytes, took_s))
         return True
@@ -102,9 +111,9 @@ def _ids(spec: BlockIDsLoadStoreSpec) -> Sequence[int]:
     return ids
 
 
-def _copy(source: Bytes, rows: Places, to: Bytes, places: Places) -> int:
+def _copy(source: Bytes, source_rows: Rows, target: Bytes, target_rows: Rows) -> int:
     """Copy rows, and return the number of bytes."""
-    for row, place in zip(rows, places, strict=True):
-        to[place] = source[row]
+    for source_row, target_row in zip(source_rows, target_rows, strict=True):
+        target[target_row] = source[source_row]
     row_bytes: int = source.shape[1]
-    return len(rows) * row_bytes
+    return len(source_rows) * row_bytes

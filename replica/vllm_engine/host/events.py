@@ -1,4 +1,4 @@
-"""Emits a host tier's events with fingerprints, as blocks/pool.py does for block pools."""
+"""Emits events with fingerprints for a host tier, as blocks/pool.py does for block pools."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -25,16 +25,16 @@ from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 class HostEvents(OffloadingEventsTracker):
-    """Replaces the connector's own tracker of events."""
+    """Replaces the tracker of events in vLLM's connector."""
 
     def __init__(self, groups: int, space: Space, hash_tokens: int) -> None:
         """Create a tracker.
 
         Args:
-            groups: The number of KV cache groups in the engine's memory. Group g of host memory
-                has the number `groups + g` in events.
+            groups: The number of KV cache groups in the engine's memory. In events, group g of
+                host memory has the number `groups + g`.
             space: The space of the fingerprints.
-            hash_tokens: The number of tokens of one of a request's block hashes.
+            hash_tokens: The number of tokens that one of vLLM's block hashes covers.
         """
         self._groups = groups
         self._space = space
@@ -64,17 +64,19 @@ class HostEvents(OffloadingEventsTracker):
         self._pending.clear()
 
     def copies_of(self, keys: Iterable[OffloadKey]) -> list[dict[ExternalBlockHash, int]]:
-        """Return, for each group, one block under each key's hash, as in events."""
+        """Return, for each group, the number of blocks under each hash (always 1), as in events."""
         copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(self._groups)]
         for key in keys:
             copies[get_offload_group_idx(key)][_name(key)] = 1
         return copies
 
     def _add_pending(self, request: Request, end: int, key: OffloadKey) -> None:
-        """Note the fingerprint of a block whose copy begins, if it has one."""
+        """Record the fingerprint of a block whose copy to host memory begins, if it has one."""
         if request.prompt_embeds is not None:
             return
-        [fingerprint] = chain_of(request, self._space).at(request, [end], self._hash_tokens)
+        [fingerprint] = chain_of(request, self._space).fingerprints_at(
+            request, [end], self._hash_tokens
+        )
         if fingerprint is not None:
             self._pending[key] = fingerprint
 

@@ -1,4 +1,4 @@
-"""Measures how long an engine takes to compute prompts, and to copy from and to a host tier."""
+"""Measures the times of an engine's prefill, and of its copies from and to a host tier."""
 
 import time
 from collections import deque
@@ -15,23 +15,23 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.blocks.events import Moved
 
-# Only steps with at least this many prompt tokens, and with at least this share of prompt tokens,
-# are used to learn the speed of prefill. The time of other tokens depends on other things.
+# The speed of prefill is learned only from steps with at least this many prompt tokens, which are
+# at least this share of the step's tokens. The time of other steps depends mostly on decoding.
 MIN_PROMPT_TOKENS = 64
 MIN_PROMPT_SHARE = 0.9
 
 
 class _Step(NamedTuple):
-    """A step that was scheduled and has not ended."""
+    """A step that was scheduled and has not ended yet."""
 
     output: SchedulerOutput
     began_s: float
-    predicted_s: float  # time by the claimed speed; 0: the step is not used to learn the speed
+    predicted_s: float  # prefill time at the claimed speed; 0: nothing is learned from this step
 
 
 @dataclass
 class _Moves:
-    """The fields of the event Moved."""
+    """The copies since the last event, as the fields of a Moved event."""
 
     reloaded_tokens: int = 0
     in_bytes: int = 0
@@ -45,35 +45,39 @@ class Meter:
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """Create a meter for the connector's scheduler; `clock` returns seconds."""
-        # Learns from all measurements; None until the tier is set up, before the first request.
+        # Learns from the measurements. None until the tier is set up, before the first request.
         self.price: ReloadPrice | None = None
         self.clock = clock
         self._scheduler = scheduler
         self._steps: deque[_Step] = deque()
-        self._computed_s = 0.0  # time at which the last step ended
+        self._step_ended_s = 0.0  # time at which the last step ended
         self._moves = _Moves()
 
-    def scheduled(self, output: SchedulerOutput) -> None:
+    def record_scheduled(self, output: SchedulerOutput) -> None:
+        """Record that vLLM has scheduled a step."""
         self._steps.append(_Step(output, self.clock(), self._predicted_s(output)))
 
-    def computed(self, output: SchedulerOutput) -> None:
-        """Record the end of a step, and learn the speed of prefill from its time.
+    def record_step_end(self, output: SchedulerOutput) -> None:
+        """Record the end of a step, and learn the speed of prefill from the step's time.
 
-        Steps end in the order in which they were scheduled. If steps overlap, a step's time counts
-        from the end of the previous step.
+        Steps end in the order in which they were scheduled. If two steps overlap, the time of the
+        second one is counted from the end of the first one.
         """
         now_s = self.clock()
         while self._steps:
             step = self._steps.popleft()
             if step.output is output:
                 if step.predicted_s and self.price:
-                    took_s = now_s - max(step.began_s, self._computed_s)
-                    self.price.computed(step.predicted_s, took_s)
+                    took_s = now_s - max(step.began_s, self._step_ended_s)
+                    self.price.record_step(step.predicted_s, took_s)
                 break
-        self._computed_s = now_s
+        self._step_ended_s = now_s
 
-    def copied(self, done: OffloadingWorkerMetadata) -> None:
-        """Record the copies that all workers have made since the last step, at the same time."""
+    def record_copies(self, done: OffloadingWorkerMetadata) -> None:
+        """Record the copies that all workers have made since the last step.
+
+        The workers copy in parallel, so the time of a copy is the mean over the workers.
+        """
         workers = self._scheduler.config.num_workers
         load, store, moves = done.transfer_stats.load, done.transfer_stats.store, self._moves
         moves.in_bytes += load.bytes
@@ -81,22 +85,23 @@ class Meter:
         moves.out_bytes += store.bytes
         moves.out_s += store.time / workers
         if load.bytes and self.price:
-            self.price.copies.copied(load.bytes, load.time / workers, self.clock())
+            self.price.copies.record(load.bytes, load.time / workers, self.clock())
 
     def is_cheaper(self, start: int, end: int) -> bool:
         """Return whether reloading tokens [start, end) of a prompt is faster than computing."""
         return self.price is None or self.price.is_cheaper(start, end, self.clock())
 
-    def reloads(self, tokens: int) -> None:
+    def record_reload(self, tokens: int) -> None:
+        """Record that this many tokens of a prompt are reloaded from host memory."""
         self._moves.reloaded_tokens += tokens
 
-    def moved(self) -> list[KVCacheEvent]:
-        """Return an event with the copies since the last call, if there were any."""
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return an event about the copies since the last call, if there were any."""
         moves, self._moves = vars(self._moves), _Moves()
         return [Moved(**moves)] if any(moves.values()) else []
 
     def _predicted_s(self, output: SchedulerOutput) -> float:
-        """Return the predicted time of a step, or 0 if it is not used to learn the speed."""
+        """Return the predicted prefill time of a step, or 0 if nothing is learned from the step."""
         if not self.price:
             return 0.0
         parts = list(self._parts(output))
@@ -106,7 +111,7 @@ class Meter:
         return sum(self.price.prefill.seconds(start, end) for start, end in parts)
 
     def _parts(self, output: SchedulerOutput) -> Iterator[tuple[int, int]]:
-        """Yield the parts of prompts that the step computes: first token, and end."""
+        """Yield the range [start, end) of each prompt's tokens that the step computes."""
         for name, tokens in output.num_scheduled_tokens.items():
             if status := self._scheduler._req_status.get(name):
                 start = status.req.num_computed_tokens

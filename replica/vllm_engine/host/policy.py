@@ -1,8 +1,9 @@
-"""Evicts a host tier's blocks in the order of engine/retention.py, as in the engine's memory.
+"""Evicts the blocks of a host tier in the order of engine/retention.py.
 
-vLLM loads RetentionPolicy by name, in the scheduler's process. vLLM calls a block a chunk; the
-index of the chunk's place is the block's number here. A block is idle while it is not being copied:
-requests use the copies in the engine's memory.
+vLLM loads RetentionPolicy by name in the scheduler's process. vLLM calls a block of the tier a
+chunk. `chunk_id` is the index of its slot in the tier; IdleBlocks uses the same number. A block
+counts as idle unless it is just being copied. Requests do not hold blocks in the tier, because they
+use copies in the engine's memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,29 +17,31 @@ from kvroute.replica.engine.retention import IdleBlocks
 
 
 class RetentionPolicy(CachePolicy):
+    """A host tier's policy: which blocks it stores, and which block it evicts next."""
+
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.chunks: dict[OffloadKey, ChunkStatus] = {}
-        self._keys: dict[int, OffloadKey] = {}  # place -> key of the block there
+        self._keys: dict[int, OffloadKey] = {}  # chunk_id -> key of the block
         self._idle = IdleBlocks(cache_capacity)
         self._pins = PinnedKeys[OffloadKey]()
 
-    def used(self, keys: Sequence[OffloadKey], keep: RetentionHint) -> None:
-        """Record that a request used these blocks until now, and set their retention.
+    def record_use(self, keys: Sequence[OffloadKey], hint: RetentionHint) -> None:
+        """Record that a request has just used these blocks, and set their retention.
 
-        The keys are in the prompt's order; the last of the blocks is evicted first.
+        The keys are in the prompt's order. The last of the blocks is evicted first.
         """
         ids = self._not_copied(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:
             self._idle.take(id_)
-        self._idle.label([each.chunk_id for each in self._stored(keys)], keep)
+        self._idle.label([chunk.chunk_id for chunk in self._stored(keys)], hint)
         self._idle.put(ids)
 
     def pin(self, name: str, keys: Sequence[OffloadKey]) -> None:
-        """Never evict these blocks, which may also be stored later.
+        """Replace the blocks of a pin: they are never evicted.
 
-        They are in the prompt's order and replace the pin's earlier blocks. Without any, the pin
-        ends.
+        Blocks that are not stored yet are pinned when they are stored. Without any blocks, the pin
+        is removed. The keys are in the prompt's order.
         """
         added, removed = self._pins.change(name, keys)
         for id_ in self._not_copied(added):
@@ -46,6 +49,7 @@ class RetentionPolicy(CachePolicy):
         self._idle.put(self._not_copied(reversed(removed)))
 
     def end(self, session: int) -> None:
+        """End a session. The blocks that only it uses are then evicted first."""
         self._idle.end(session)
 
     # Methods that vLLM calls.
@@ -64,7 +68,7 @@ class RetentionPolicy(CachePolicy):
         self._idle.forget([chunk.chunk_id])
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Do nothing: `used` is called at the request's end."""
+        """Do nothing, because `record_use` is called at the request's end."""
 
     def mark_evictable(self, key: OffloadKey) -> None:
         if key not in self._pins:
@@ -77,11 +81,14 @@ class RetentionPolicy(CachePolicy):
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        """Evict `n` blocks; evict none and return None if too few are not protected."""
-        kept = self._not_copied(key for key in protected if key not in self._pins)
-        if len(self._idle) - len(kept) < n:
+        """Evict `n` blocks.
+
+        If fewer than `n` blocks are idle and not protected, evict none and return None.
+        """
+        idle_protected = self._not_copied(key for key in protected if key not in self._pins)
+        if len(self._idle) - len(idle_protected) < n:
             return None
-        evicted = [self._keys.pop(id_) for id_ in self._idle.pop(n, set(kept))]
+        evicted = [self._keys.pop(id_) for id_ in self._idle.pop(n, set(idle_protected))]
         return [(key, self.chunks.pop(key)) for key in evicted]
 
     def clear(self) -> None:
@@ -91,7 +98,7 @@ class RetentionPolicy(CachePolicy):
         self._pins.clear()
 
     def _not_copied(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Return the numbers of the stored blocks that are not being copied."""
+        """Return the chunk ids of those blocks that are stored and not being copied."""
         return [chunk.chunk_id for chunk in self._stored(keys) if chunk.ref_cnt == 0]
 
     def _stored(self, keys: Iterable[OffloadKey]) -> list[ChunkStatus]:

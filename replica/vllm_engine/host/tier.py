@@ -1,7 +1,8 @@
-"""The scheduler's part of the host tier that vLLM's OffloadingConnector maintains.
+"""The scheduler's part of the host tier, which vLLM's OffloadingConnector maintains.
 
-vLLM decides which blocks are copied to host memory and back, and when. This module adds events with
-fingerprints, eviction in kvroute's order, and reloads only where they are faster than computing.
+vLLM decides which blocks are copied to host memory and back, and when. This module adds three
+things: events with fingerprints, eviction in kvroute's order, and a check that a reload is faster
+than computing.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.vllm_engine.blocks.division import Division
-from kvroute.replica.vllm_engine.blocks.keeping import keep_of
+from kvroute.replica.vllm_engine.blocks.retention_hints import hint_of
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.host.connector import EndedRequest, HostTierConnector, Manager
 from kvroute.replica.vllm_engine.host.events import HostEvents
@@ -29,7 +30,7 @@ from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 
 
 def host_tier_of(connector: Any) -> "SchedulerHostTier | None":
-    """Return the connector's host tier, or None if it has none or one that kvroute did not make."""
+    """Return the connector's host tier; None if the connector has none that kvroute configured."""
     if not isinstance(connector, OffloadingConnector):
         return None
     policy = getattr(connector.scheduler.manager, "_policy", None)
@@ -37,7 +38,7 @@ def host_tier_of(connector: Any) -> "SchedulerHostTier | None":
 
 
 class SchedulerHostTier:
-    """The host tier of one scheduler; made before the first request."""
+    """The host tier of one scheduler. Create it before the first request."""
 
     def __init__(self, connector: OffloadingConnector, policy: RetentionPolicy) -> None:
         self.meter = Meter(connector.scheduler)
@@ -46,29 +47,30 @@ class SchedulerHostTier:
         connector.__class__ = HostTierConnector
         connector.kvroute_meter = self.meter
         connector.scheduler.manager.__class__ = Manager
-        connector.scheduler.manager.kvroute_stored = self.stored
+        connector.scheduler.manager.kvroute_on_stored = self.record_stored
 
     def begin(self, space: Space, division: Division) -> Division:
-        """Start events with fingerprints and prices of reloads.
+        """Start events with fingerprints, and the comparison of reloads with computing.
 
-        Returns the division with this tier.
+        Returns:
+            The division, with this tier's blocks.
         """
         scheduler = self._connector.scheduler
         hash_tokens, groups = scheduler.config.tokens_per_hash, len(division.groups)
         self._events = scheduler._events_tracker = HostEvents(groups, space, hash_tokens)
-        whole = msgspec.structs.replace(
+        with_tier = msgspec.structs.replace(
             division,
             host_blocks=self._policy.cache_capacity,
             host_block_bytes=_block_bytes(self._connector),
         )
-        if tier := whole.host_tier(reload_claim()):
+        if tier := with_tier.host_tier(reload_claim()):
             copies, token_bytes = CopySpeed(tier.bytes_per_s), tier.block_bytes / division.unit
             self.meter.price = ReloadPrice(prefill_claim(), copies, token_bytes)
-            scheduler.manager.kvroute_most_tokens = tier.blocks * division.unit
-        return whole
+            scheduler.manager.kvroute_max_tokens = tier.blocks * division.unit
+        return with_tier
 
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:
-        """Return, for each group, the number of blocks that can be reloaded under each hash."""
+        """Return, for each group, the number of reloadable blocks under each hash."""
         chunks = self._policy.chunks.items()
         return self._events.copies_of(key for key, chunk in chunks if chunk.is_ready)
 
@@ -76,11 +78,14 @@ class SchedulerHostTier:
         return list(self._connector.take_events())
 
     def clear(self) -> None:
-        """Clear the tier without events: the engine's memory is cleared too, with one event.
+        """Clear the tier without events.
 
-        vLLM cannot clear the tier twice between two steps: it asserts that its workers have been
-        informed of the copies that the first call stopped. So the list of these copies is empty
-        during the second call.
+        No event is needed, because the engine's memory is cleared at the same time, and one event
+        reports both.
+
+        vLLM cannot clear the tier twice between two steps: it asserts that its workers know of the
+        copies that the first call stopped. To avoid that, the list of these copies is set aside
+        during the call.
         """
         scheduler = self._connector.scheduler
         stopped = scheduler._current_batch_jobs_to_flush
@@ -91,7 +96,7 @@ class SchedulerHostTier:
             pass
 
     def pin(self, name: str, request: Request) -> None:
-        """Pin the full blocks of the request's prompt; some may still have to be copied."""
+        """Pin the full blocks of the request's prompt. Some may not be copied to the tier yet."""
         if status := self._connector.scheduler._req_status.get(request.request_id):
             ends = status.req_context._offload_key_positions
             keys = (key for key, end in ends.items() if end <= request.num_prompt_tokens)
@@ -100,33 +105,36 @@ class SchedulerHostTier:
     def unpin(self, name: str) -> None:
         self._policy.pin(name, ())
 
-    # Retention hints of requests, as in Keeping.
+    # Retention of blocks, as in class RetentionHints.
 
-    def ended(self, request: Request) -> None:
-        """Record that a request used its blocks until now, and set their retention."""
+    def record_end(self, request: Request) -> None:
+        """Record the end of a request, and set the retention of its blocks."""
         status = self._connector.scheduler._req_status.get(request.request_id)
         if status is None:
             return
         positions = status.req_context._offload_key_positions
-        ended = EndedRequest(sorted(positions, key=positions.__getitem__), keep_of(request))
+        ended = EndedRequest(sorted(positions, key=positions.__getitem__), hint_of(request))
         status.req_context.set_state(ended)
-        self._policy.used(ended.keys, ended.keep)
+        self._policy.record_use(ended.keys, ended.hint)
 
-    def stored(self, ended: EndedRequest) -> None:
-        """Set the retention of blocks whose copies were made after their request's end."""
-        self._policy.used(ended.keys, ended.keep)
+    def record_stored(self, ended: EndedRequest) -> None:
+        """Set the retention of an ended request's blocks again, after some of them were copied."""
+        self._policy.record_use(ended.keys, ended.hint)
 
     def end(self, session: int) -> None:
-        """End a session: its blocks are evicted first, also those that are still being copied."""
+        """End a session. The blocks that only it uses are then evicted first.
+
+        This includes blocks that are not copied yet.
+        """
         self._policy.end(session)
         for status in self._connector.scheduler._req_status.values():
             ended = status.req_context.get_state(EndedRequest)
-            if ended and ended.keep.session == session:
-                ended.keep = RetentionHint(Order.ENDED, session)
+            if ended and ended.hint.session == session:
+                ended.hint = RetentionHint(Order.ENDED, session)
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:
-    """Return the size of a block of all workers together."""
+    """Return the size of a block: the sum of its parts in all workers, in bytes."""
     config = build_offloading_config(connector._vllm_config, connector._kv_cache_config)
     block_bytes: int = config.worker_kv_bytes_per_block * config.parallel.world_size
     return block_bytes

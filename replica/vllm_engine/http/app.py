@@ -1,8 +1,9 @@
 """vLLM's own HTTP application on a replica's engine, without a port.
 
-All routes have vLLM's formats, validation, defaults and errors. The router sends each request with
-its prompt's token ids; the application uses these instead of rendering the prompt again. This
-module uses private API of vLLM; tests/slow/engines/test_http_app.py checks what it relies on.
+All routes have vLLM's formats, validation, defaults and errors. The router sends the token ids of
+the prompt with each request, and the application uses these instead of rendering the prompt again.
+This module uses private API of vLLM. tests/slow/engines/test_http_app.py checks the behaviour that
+it relies on.
 """
 
 import asyncio
@@ -55,20 +56,22 @@ from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, RequestRun
 
 log = logging.getLogger("kvroute.replica")
 
+# Tools of a chat for which the content format is determined: without tools, and with one tool.
 NO_AND_SOME_TOOLS: tuple[list[Any] | None, ...] = (None, [{}])
-# Loggers whose tracebacks are shortened to one line: those of vLLM's handlers of requests.
+# Prefixes of the names of loggers whose tracebacks are shortened to one line.
 HANDLERS = ("vllm.entrypoints", "vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
 MAX_LOGGED = 300  # maximum number of characters of such a line
-ALWAYS = {"enable_prompt_tokens_details": True}  # responses show the number of cached tokens
+# Defaults of vLLM's server that kvroute changes: responses contain the number of cached tokens.
+DEFAULTS = {"enable_prompt_tokens_details": True}
 
 
 class HttpApp:
-    """Answers requests with vLLM's application; `adapters` has an item for each rank."""
+    """Answers requests with vLLM's application."""
 
     def __init__(
         self,
         app: Any,
-        given: "GivenPrompts",
+        router_prompts: "RouterPrompts",
         adapters: Sequence[Adapters],
         *,
         content_format: str,
@@ -77,9 +80,9 @@ class HttpApp:
     ) -> None:
         self.content_format = content_format  # for EngineFacts
         self.tool_parser = tool_parser  # for EngineFacts
-        self._given = given
+        self._router_prompts = router_prompts
         self._app = app
-        self._adapters = adapters
+        self._adapters = adapters  # one item for each rank
         self._grammars = grammars
 
     @classmethod
@@ -99,13 +102,14 @@ class HttpApp:
             front_args: Arguments of vLLM's server, by name.
             adapters: The adapters of each rank.
             max_compile_s: The limit of CPU seconds to compile a grammar.
-            merges_system: Whether inline system messages of /v1/messages move to the front.
+            merges_system: Whether vLLM moves system messages in the middle of a conversation of
+                /v1/messages to the front. False: inline_system.py keeps them in place.
         """
         repeatable.install()
         media.install()
         media.process_once(llm.renderer)
         _shorten_logs()
-        given = GivenPrompts(llm.renderer)
+        router_prompts = RouterPrompts(llm.renderer)
         args = await asyncio.to_thread(_arguments, llm, front_args)
         grammar_check.install()
         bad_words.install()
@@ -120,20 +124,20 @@ class HttpApp:
         response_object.install()
         if messages := getattr(app.state, "anthropic_serving_messages", None):
             inline_system.install(messages, merges=merges_system)
-            # vLLM computes this once, by rendering. That must not happen during a request that
-            # comes with its prompt, because nothing is rendered then.
+            # vLLM computes this once, by rendering a prompt. It must not happen during a request
+            # that contains its prompt's tokens, because the renderer then returns these tokens.
             await messages._get_disabled_thinking_effort()
-        # The router has the middlewares. Here, a middleware that buffers would separate the bytes
-        # of a response from their tokens.
+        # The router has its own middlewares. Here, a middleware that buffers the response would
+        # separate its bytes from the tokens that they belong to.
         app.user_middleware.clear()
         app.middleware_stack = app.build_middleware_stack()
         models = app.state.openai_serving_models
-        for name, adapter in adapters[0].known.items():
+        for name, adapter in adapters[0].lora_requests.items():
             models.lora_requests[name] = adapter
             models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
         return cls(
             app,
-            given,
+            router_prompts,
             adapters,
             content_format=_content_format(llm, args),
             tool_parser=args.tool_call_parser or "",
@@ -157,16 +161,16 @@ class HttpApp:
         self._grammars.close()
 
     def rendering_differences(self, rank: int) -> int:
-        """Return how many prompts for the rank a router rendered to other tokens than vLLM."""
-        return self._given.differences[rank]
+        """Return for how many of the rank's prompts a router's tokens differed from vLLM's."""
+        return self._router_prompts.differences[rank]
 
     async def render(self, call: HttpCall) -> Rendered:
-        """Return the prompts of an HTTP request, without running the engine."""
+        """Return the prompts of an HTTP request. The engine does not run the request."""
         return await Rendering(call).rendered(self._app)
 
 
 class _Client:
-    """The engine client that vLLM's handlers get."""
+    """The client of the engine that vLLM's handlers of requests use."""
 
     def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapters], grammars: GrammarCheck) -> None:
         self._llm = llm
@@ -175,7 +179,7 @@ class _Client:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """Return the engine client's class, for handlers of vLLM that check it."""
+        """Return the class of vLLM's client, because some of vLLM's handlers check it."""
         return type(self._llm)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +195,7 @@ class _Client:
     async def encode(
         self, prompt: Any, *args: Any, lora_request: LoRARequest | None = None, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Yield embeddings, scores or classes."""
+        """Yield the embeddings, scores or classes of a prompt."""
         run = CURRENT.get()
         assert run is not None, "only HTTP requests call this"
         rank = run.request.rank
@@ -204,15 +208,15 @@ class _Client:
                 yield output
 
 
-class GivenPrompts:
-    """Makes vLLM's renderer use the token ids of a request instead of rendering its prompt again.
+class RouterPrompts:
+    """Makes vLLM's renderer return the token ids that the router has rendered.
 
-    This replaces two methods of the renderer and not the renderer itself, because vLLM checks the
-    renderer's class, for example to find the chat template.
+    This replaces two methods of the renderer. The renderer itself is not replaced, because vLLM
+    checks its class, for example to find the chat template.
     """
 
     def __init__(self, renderer: Any) -> None:
-        # rank -> number of prompts that routers rendered to other tokens than vLLM
+        # Rank -> number of prompts for which a router's tokens differed from vLLM's.
         self.differences = Counter[int]()
         self._renderer = renderer
         self._render_chat = renderer.render_chat_async
@@ -224,14 +228,14 @@ class GivenPrompts:
         self, conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
     ) -> Any:
         """Replace the renderer's render_chat_async."""
-        run = _rendered()
+        run = _run_with_tokens()
         if run is None:
             return await self._render_chat(conversations, chat_params, tok_params, **options)
         prompt = await self._prompt(run, tok_params or self._renderer.default_chat_tok_params)
         if run.call.is_checked:
             rendered = await self._render_chat(conversations, chat_params, tok_params, **options)
             prompt = self._compared(prompt, rendered[1][0], run)
-        # Only `echo` reads the conversation, and only its last message.
+        # Of the conversation, vLLM reads only the last message, and only for `echo`.
         last_messages = [
             [_with_text(message) for message in conversation[-1:]] for conversation in conversations
         ]
@@ -241,7 +245,7 @@ class GivenPrompts:
         self, prompts: Sequence[Any], tok_params: Any = None, **options: Any
     ) -> Any:
         """Replace the renderer's render_cmpl_async."""
-        run = _rendered()
+        run = _run_with_tokens()
         if run is None:
             rendered = await self._render_completion(prompts, tok_params, **options)
             if isinstance(current := CURRENT.get(), Rendering):
@@ -253,27 +257,28 @@ class GivenPrompts:
             prompt = self._compared(prompt, rendered, run)
         return [prompt]
 
-    def _compared(self, given: Any, rendered: Any, run: RequestRun) -> Any:
-        """Return the prompt as vLLM renders it; count it if the router's prompt is different."""
-        if given["prompt_token_ids"] == rendered["prompt_token_ids"]:
-            return given
+    def _compared(self, routed: Any, rendered: Any, run: RequestRun) -> Any:
+        """Return vLLM's prompt, and count a difference if the router's prompt is not the same."""
+        if routed["prompt_token_ids"] == rendered["prompt_token_ids"]:
+            return routed
         self.differences[run.request.rank] += 1
         log.error(
-            "the router rendered request %s to other tokens than vLLM: %d tokens in the router, "
-            "%d in vLLM; vLLM's tokens are used",
+            "the router's tokens of request %s differ from vLLM's: %d tokens in the router, %d in "
+            "vLLM; vLLM's tokens are used",
             run.request.request_id,
-            len(given["prompt_token_ids"]),
+            len(routed["prompt_token_ids"]),
             len(rendered["prompt_token_ids"]),
         )
-        return {**rendered, "cache_salt": given.get("cache_salt")}
+        return {**rendered, "cache_salt": routed.get("cache_salt")}
 
     async def _prompt(self, run: RequestRun, tok_params: Any) -> Any:
-        """Return the prompt that the renderer makes from the given token ids.
+        """Return vLLM's prompt for the token ids of the request.
 
-        The renderer checks the length and truncates, and decodes if the response needs the text.
+        The renderer checks the length and truncates the prompt. It also decodes the tokens if the
+        response needs the prompt's text.
         """
-        given = TokensPrompt(prompt_token_ids=run.request.prompt_ids.tolist())
-        made = await self._renderer.tokenize_prompt_async(given, tok_params)
+        tokens = TokensPrompt(prompt_token_ids=run.request.prompt_ids.tolist())
+        made = await self._renderer.tokenize_prompt_async(tokens, tok_params)
         salt = cache_salt(run.request)
         prompt: Any = tokens_input(
             made["prompt_token_ids"], prompt=made.get("prompt"), cache_salt=salt
@@ -283,7 +288,7 @@ class GivenPrompts:
 
 
 def _with_text(message: Any) -> Any:
-    """Return a message whose content is one text, like in conversations that vLLM has parsed."""
+    """Return the message with its content as one text, as in conversations that vLLM has parsed."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
@@ -294,8 +299,8 @@ def _with_text(message: Any) -> Any:
 def _content_format(llm: AsyncLLM, args: Any) -> str:
     """Return the format in which the chat template expects the content of messages.
 
-    It is empty if there is no chat template, if vLLM renders chats without it, or if the formats
-    with and without tools differ.
+    The result is empty in these cases: there is no chat template, vLLM renders chats without it, or
+    the formats for chats with and without tools differ.
     """
     is_harmony = llm.model_config.hf_config.model_type == "gpt_oss"
     if is_harmony or not isinstance(llm.renderer, HfRenderer):
@@ -315,7 +320,7 @@ def _content_format(llm: AsyncLLM, args: Any) -> str:
 
 @contextmanager
 def _root_logger_kept() -> Iterator[None]:
-    """Restore the root logger: vLLM's application imports a package that changes it."""
+    """Restore the root logger at the end. vLLM's application imports a package that changes it."""
     root = logging.getLogger()
     level, handlers = root.level, [*root.handlers]
     try:
@@ -326,7 +331,7 @@ def _root_logger_kept() -> Iterator[None]:
 
 
 def _shorten_logs() -> None:
-    """Shorten tracebacks that vLLM's handlers log for clients' errors to one line."""
+    """Shorten the tracebacks that vLLM's handlers log for clients' errors to one line."""
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_short)
 
@@ -338,14 +343,18 @@ def _short(record: logging.LogRecord) -> bool:
     return True
 
 
-def _rendered() -> RequestRun | None:
-    """Return the current request if it comes with its prompt's token ids."""
+def _run_with_tokens() -> RequestRun | None:
+    """Return the current request if it contains its prompt's token ids, else None."""
     run = CURRENT.get()
     return run if run is not None and run.call.is_rendered else None
 
 
 def _arguments(llm: AsyncLLM, front_args: Mapping[str, Any]) -> Any:
-    """Return the arguments of vLLM's server. Raises ValueError if they are wrong."""
+    """Return the arguments of vLLM's server.
+
+    Raises:
+        ValueError: The arguments are wrong.
+    """
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
     config = llm.vllm_config
     served = config.model_config.served_model_name
@@ -354,7 +363,7 @@ def _arguments(llm: AsyncLLM, front_args: Mapping[str, Any]) -> Any:
         served_model_name=[served] if isinstance(served, str) else served,
         structured_outputs_config=config.structured_outputs_config,
         reasoning_parser=config.structured_outputs_config.reasoning_parser or None,
-        **{**ALWAYS, **front_args},
+        **{**DEFAULTS, **front_args},
     )
     if args.tool_parser_plugin:
         ToolParserManager.import_tool_parser(args.tool_parser_plugin)

@@ -1,7 +1,7 @@
-"""Limits the total number of tokens in `bad_words` before the engine gets them.
+"""Checks the total number of tokens of `bad_words` before the engine gets them.
 
-vLLM limits the number of words when it tokenises them. Its engine on GPUs also limits the tokens of
-all words together, and crashes at a request with more.
+vLLM's engine on GPUs has a limit on the tokens of all words together, and crashes at a request that
+exceeds it. Before that, vLLM only checks the number of words.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def _update_from_tokenizer(self: SamplingParams, tokenizer: Any) -> None:
     max_tokens = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS
     if tokens > max_tokens:
         raise VLLMValidationError(
-            f"bad_words has {tokens} tokens in all; send fewer or shorter words, with at most "
-            f"{max_tokens} tokens together",
+            f"the words in bad_words have {tokens} tokens together, but the limit is {max_tokens}; "
+            "send fewer or shorter words",
             parameter="bad_words",
         )

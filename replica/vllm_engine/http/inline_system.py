@@ -1,9 +1,9 @@
 """Keeps system messages in the middle of a conversation of /v1/messages in their places.
 
 Claude Code sends reminders as system messages, some of them after every tool result. Many chat
-templates accept a system message at the front only, so vLLM moves all system messages there. Each
-new message then changes the beginning of the prompt, so that the rest of the prompt is no longer a
-cache hit. Here, such a message keeps its place (system_places.py).
+templates accept a system message only at the front, so vLLM moves all system messages there. A new
+system message then changes the beginning of the prompt, and the rest of the prompt is no longer a
+cache hit. Here, such a message stays in its place (system_places.py).
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from vllm.renderers.hf import HfRenderer, resolve_chat_template
 
 from kvroute.replica.vllm_engine.http.system_places import Message, Render, place_for, put_in_place
 
+# A tool for the example conversations.
 _F = {"name": "f", "description": "Does nothing"}
 _TOOLS = [{"type": "function", "function": {**_F, "parameters": {"type": "object"}}}]
 
@@ -24,8 +25,8 @@ def install(serving: AnthropicServingMessages, *, merges: bool) -> None:
 
     Args:
         serving: vLLM's handler.
-        merges: Whether to change nothing: vLLM then moves the messages to the front if the
-            template requires that.
+        merges: True to change nothing, so that vLLM moves the messages to the front if the
+            template requires it.
     """
     if merges:
         return
@@ -42,7 +43,7 @@ def install(serving: AnthropicServingMessages, *, merges: bool) -> None:
 
 
 def _render_of(serving: AnthropicServingMessages) -> Render | None:
-    """Return a function that renders chats; None if vLLM uses no chat template for this model."""
+    """Return a function that renders chats; None if vLLM renders them without a chat template."""
     online = serving.online_renderer
     renderer = online.renderer
     if not isinstance(renderer, HfRenderer) or renderer.tokenizer is None:

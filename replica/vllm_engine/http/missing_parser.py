@@ -1,7 +1,8 @@
 """Rejects requests with tools if the replica has no parser for the model's tool calls.
 
-For chats and messages, vLLM itself rejects them, but its error names options of vLLM's server. For
-responses it does not: the calls would be plain text, which no client recognises as a call.
+vLLM itself rejects chats and messages with tools, but its error names options of vLLM's server. It
+does not reject requests of the Responses API: their tool calls would be sent as plain text, which
+no client recognises as a call.
 """
 
 from typing import Any
@@ -16,10 +17,10 @@ VLLM_MESSAGE_END = "--tool-call-parser to be set"  # the end of vLLM's own error
 
 
 def install(app: FastAPI, tool_call_parser: str | None) -> None:
-    """Install the checks; call this when vLLM's application has its state."""
+    """Install the checks. Call this after vLLM has set the application's state."""
     if (chats := getattr(app.state, "openai_serving_chat", None)) and not tool_call_parser:
         _replace_message(chats.online_renderer)
-    serving = getattr(app.state, "openai_serving_responses", None)  # pooling models have none
+    serving = getattr(app.state, "openai_serving_responses", None)  # None for pooling models
     if serving is None or serving.use_harmony or tool_call_parser:
         return
     vllm_check = serving._validate_create_responses_input

@@ -1,16 +1,16 @@
 """Finds vLLM's parsers for a model's tool calls and its reasoning, from its chat template.
 
-A template writes the model's earlier answers in the form in which the model writes new ones. So the
-markers of that form in the template identify the parser.
+A chat template writes the model's earlier answers in the same format in which the model writes new
+answers. So the markers of that format in the template identify the parser.
 """
 
 import re
 from collections.abc import Sequence
 
-NONE = "none"  # a user's value for a parser's name that turns the automatic choice off
+NONE = "none"  # users set this as the name of a parser if none is to be used or chosen
 Forms = Sequence[tuple[tuple[str, ...], str]]
-# Each item has patterns and a parser. The first item of which all patterns are in the template
-# gives the parser.
+# Each item has patterns and a parser. The parser is used if all patterns are in the template. If
+# this is true for several items, the first one counts.
 TOOL_FORMS: Forms = (
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "<arg_key>"), "glm45"),
@@ -28,8 +28,8 @@ TOOL_FORMS: Forms = (
     ((r"<\|python_start\|>",), "llama4_pythonic"),
     ((r"<\|start_header_id\|>", r'"name": <?function', '"parameters":'), "llama3_json"),
 )
-# Models that reason only if the prompt's text tells them to are left out: for an answer without
-# reasoning, such a parser would take the whole answer for reasoning.
+# Models that reason only if the text of the prompt asks for it are not in this table. If such a
+# model answers without reasoning, the parser would treat all of the answer as reasoning.
 REASONING_FORMS: Forms = (
     (("<seed:think>",), "seed_oss"),
     ((r"\[THINK\]",), "mistral"),
@@ -43,13 +43,13 @@ REASONING_FORMS: Forms = (
 # Model type in the configuration -> parser, for models whose template does not identify it.
 TOOL_TYPES = {"gpt_oss": "openai"}
 REASONING_TYPES = {"gpt_oss": "openai_gptoss"}
-# Part of a model's name -> parser. The built-in model's template has no tools; a grammar makes it
-# write forced calls as JSON.
+# Part of a model's name -> parser. The template of the built-in model has no tools. If a tool call
+# is forced, a grammar makes the model write it as JSON.
 NAMES = {"SmolLM2-135M-Instruct": "hermes"}
 
 
 def tool_parser(template: str | None, model_type: str, name: str) -> str | None:
-    """Return the parser's name; None if neither template nor model identify it.
+    """Return the name of the parser of tool calls; None if it cannot be identified.
 
     Args:
         template: The chat template for requests with tools.
@@ -61,7 +61,7 @@ def tool_parser(template: str | None, model_type: str, name: str) -> str | None:
 
 
 def reasoning_parser(template: str | None, model_type: str) -> str | None:
-    """Return the parser's name; None if neither template nor model identify it."""
+    """Return the name of the parser of reasoning; None if it cannot be identified."""
     return REASONING_TYPES.get(model_type) or _by_form(template, REASONING_FORMS)
 
 

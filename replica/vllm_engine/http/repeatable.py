@@ -1,7 +1,8 @@
 """Makes the random ids and the times in a response the same on every replica.
 
-Some routes repeat ids and times in several events, so a replica that continues a response must use
-the same values. Here, the names `uuid` and `time` in vLLM's modules get other objects.
+Some routes repeat ids and times in several events of a response, so a replica that continues a
+response must use the same values. For this, the names `uuid` and `time` in vLLM's modules are bound
+to the objects of this module.
 """
 
 import importlib
@@ -47,7 +48,7 @@ class _Time:
 
 
 def install() -> None:
-    """Replace the names; call this once in each process."""
+    """Replace the names in vLLM's modules. Call this once in each process."""
     ours = {"time": _Time(), "uuid": _Uuid()}
     for name, attributes in REPLACED.items():
         module = importlib.import_module(name)

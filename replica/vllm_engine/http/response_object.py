@@ -1,6 +1,6 @@
-"""Adds the members to objects of the Responses API that the Open Responses specification requires.
+"""Adds fields to the Responses API's objects that the Open Responses specification requires.
 
-vLLM leaves some members out, and sets others to null that must not be null. Clients with strict
+vLLM leaves some fields out, and sets others to null that must not be null. Clients with strict
 types reject such an object.
 """
 
@@ -17,7 +17,7 @@ from vllm.entrypoints.openai.responses.protocol import (
 
 from kvroute.replica.vllm_engine.http.run import CURRENT
 
-# The default of the member `text`.
+# The default of the field `text`.
 TEXT = ResponseTextConfig.model_validate({"format": {"type": "text"}, "verbosity": "medium"})
 
 
@@ -25,7 +25,7 @@ vllm_from_request = ResponsesResponse.from_request
 
 
 def install() -> None:
-    """Complete the response objects that vLLM's handler makes; a second call changes nothing."""
+    """Complete all response objects that vLLM's handler makes. A second call changes nothing."""
 
     def from_request(request: ResponsesRequest, *args: Any, **options: Any) -> ResponsesResponse:
         return complete(vllm_from_request(request, *args, **options), request)
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def complete(response: ResponsesResponse, request: ResponsesRequest) -> ResponsesResponse:
-    """Set the members of a response that vLLM has not set, and return the response."""
+    """Set the fields of a response that vLLM has not set, and return the response."""
     run = CURRENT.get()
     defaults = {"metadata": {}, "text": TEXT, "top_logprobs": 0}
     values = {name: value for name, value in defaults.items() if getattr(response, name) is None}
@@ -52,6 +52,9 @@ def complete(response: ResponsesResponse, request: ResponsesRequest) -> Response
 
 
 def with_bytes(logprobs: Sequence[Any]) -> list[Any]:
-    """Return log-probabilities for an event, with each token's bytes, which vLLM leaves out."""
+    """Return the log-probabilities for an event, with the bytes of each token.
+
+    vLLM itself leaves out the bytes.
+    """
     event = streaming_events.response_text_delta_event.Logprob
     return [event.model_validate(logprob.model_dump()) for logprob in logprobs]

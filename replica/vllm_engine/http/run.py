@@ -1,9 +1,9 @@
 """Runs one HTTP request in vLLM's application, and converts its response to chunks.
 
-The application runs over ASGI in its own task and reads the engine's outputs through `outputs`. A
-chunk is one output of the engine with all bytes that the application sends before it requests the
-next output. So the tokens and the bytes that a router has received always belong together, and
-another replica can continue after them. The application's task itself emits each chunk.
+The application runs over ASGI in its own task, and reads the engine's outputs through
+`RequestRun.outputs`. A chunk contains the tokens of one output, and all bytes that the application
+sends before it reads the next output. So the tokens and the bytes that a router has received always
+belong together, and another replica can continue after them.
 """
 
 import asyncio
@@ -38,56 +38,64 @@ from kvroute.contract.generation import (
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.contract.preparation import prepared
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
-from kvroute.replica.vllm_engine.blocks.keeping import keep_args
-from kvroute.replica.vllm_engine.core.continued import can_continue, repeated, rest
+from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
+from kvroute.replica.vllm_engine.core.continued import (
+    can_continue,
+    remaining_params,
+    repeated_outputs,
+)
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 
 log = logging.getLogger("kvroute.replica")
 
-# Tokens in a chunk of a response without streaming. If the replica is lost, at most this many
-# tokens have to be generated again.
-WHOLE_TOKENS = 32
-# Maximum number of log-probabilities of a prompt. The event loop computes all of them in one piece;
-# each takes 6 us of CPU time.
+# Number of tokens in a chunk of a response that is not streamed. If the replica is lost, at most
+# this many tokens have to be generated again.
+UNSTREAMED_CHUNK_TOKENS = 32
+# Maximum number of log-probabilities of a prompt. The event loop computes all of them without a
+# pause, and each takes 6 us of CPU time.
 MAX_PROMPT_LOGPROBS = 131_072
-END_S = 5.0  # seconds for the application to end after the client has left; then it is cancelled
-OURS = "kvroute_"  # prefix of the keys of extra_args that clients may not set
+# Seconds that the application gets to end after the client has left. Then it is cancelled.
+END_S = 5.0
+RESERVED = "kvroute_"  # prefix of the keys in extra_args that clients may not set
 RESPONSES = "/v1/responses"
 ERROR_EVENT = b"event: error"
-STARTED = "response already started"  # part of the message of Starlette's RuntimeError
+# Part of the message of the RuntimeError that Starlette raises in place of an application's error.
+STARTED = "response already started"
 
-Message = Mapping[str, Any]  # a message of ASGI
+Message = Mapping[str, Any]  # an ASGI message
 
 
 class RequestRun:
-    """One request; `lora` is vLLM's argument for its LoRA adapter."""
+    """One request in vLLM's application. `lora` is vLLM's argument for its LoRA adapter."""
 
     def __init__(
         self, request: GenerateRequest, call: HttpCall, emit: Emit, lora: Any = None
     ) -> None:
         self.call = call
-        self.random = random.Random(request.request_id)  # the same numbers on every replica
+        self.random = random.Random(request.request_id)  # yields the same numbers on every replica
         self.request = request
-        self.priority = priority_of(request)  # replaces a priority in the body
+        self.priority = priority_of(request)  # vLLM's priority; a priority in the body is ignored
         self._lora = lora
-        self._body: bytes | None = call.body  # None after it was read
+        self._body: bytes | None = call.body  # None after the application has read it
         self._has_left = asyncio.Event()  # set when the client has left
         self._emit = emit
         self._failure: Exception | None = None
-        self._token_ids: list[int] = []  # tokens that were generated since the last chunk
-        self._data: list[bytes] = []  # bytes that were sent since the last chunk
-        self._has_emitted = False  # True once a chunk was emitted
-        self._status = 0  # status that the next chunk has to contain; 0: none
+        self._token_ids: list[int] = []  # tokens that the engine generated since the last chunk
+        self._data: list[bytes] = []  # bytes that the application sent since the last chunk
+        self._has_emitted = False  # whether a chunk was emitted
+        self._status = 0  # HTTP status for the next chunk; 0: it was emitted already
         self._content_type = ""
         self._prompts = 0  # number of prompts that the application passed to the engine
         self._can_continue = True
-        self._counts: tuple[int, int] | None = None  # cached and written tokens of the prompt
+        # Numbers of the prompt's tokens that were read from the cache and written to it, once
+        # known.
+        self._counts: tuple[int, int] | None = None
         if call.deltas:
             self._counts = call.cached_tokens, call.written_tokens
 
     async def respond(self, app: Any) -> None:
-        """Run the application. Cancelling this call aborts the request at the engine."""
+        """Run the application and emit its response. Cancelling this call aborts the request."""
         task = asyncio.create_task(self._run(app))
         try:
             await asyncio.wait([task])
@@ -96,9 +104,10 @@ class RequestRun:
         if self._failure is not None:
             raise self._failure
 
-    # The application's side of ASGI.
+    # ASGI: the application calls `receive` and `send`.
 
     async def receive(self) -> Message:
+        """Return the request's body; at the next call, wait until the client has left."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -106,11 +115,12 @@ class RequestRun:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
+        """Collect the status and the bytes of the response."""
         if message["type"] == "http.response.start":
             self._status = int(message["status"])
             self._content_type = content_type(message)
         elif body := message.get("body"):
-            if body.startswith(ERROR_EVENT):  # an event of /v1/messages, with Anthropic's type
+            if body.startswith(ERROR_EVENT):  # an event of /v1/messages; set Anthropic's type
                 body = body.replace(b'"type":"internal_error"', b'"type":"api_error"')
             self._data.append(body)
 
@@ -120,33 +130,40 @@ class RequestRun:
             headers = {"x-request-id": client_id(self.request.request_id)}
             headers |= self.request.trace or {}
             await app(scope(self.call.path, headers), self.receive, self.send)
-            self._put(is_last=True)
+            self._emit_chunk(is_last=True)
         except Exception as error:  # the application can raise any exception
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """End with an error response if the client has received nothing; else fail with `error`."""
+        """Emit an error response if the client has received nothing; else fail with `error`."""
         if self._failure is not None or self._has_emitted or self.call.deltas:
             self._failure = self._failure or error
             return
         log.warning("vLLM's application failed for %s", self.call.path, exc_info=error)
         is_body = _is_of_validation(error)
-        if is_body or self._status < 400:  # else the application itself has made an error response
+        # If the status is an error and the body is valid, the application has made the response.
+        if is_body or self._status < 400:
             message = f"a field of the body has a value of a wrong type: {error}"
             response = create_error_response(message if is_body else _unwrapped(error))
             self._status, self._content_type = response.error.code, "application/json"
             self._data = [response.model_dump_json().encode()]
-        self._put(is_last=True)
+        self._emit_chunk(is_last=True)
 
     async def _leave(self, task: "asyncio.Task[None]") -> None:
-        """Report to vLLM's handlers that the client has left, so that they abort the request."""
+        """Let vLLM's handlers know that the client has left, so that they abort the request.
+
+        Returns when the application has ended.
+        """
         self._has_left.set()
         while not task.done():
             await asyncio.wait([task], timeout=END_S)
             task.cancel()
 
-    def _put(self, *, is_last: bool = False) -> None:
-        """Emit a chunk with all tokens and bytes since the last one, unless the client has left."""
+    def _emit_chunk(self, *, is_last: bool = False) -> None:
+        """Emit a chunk with all tokens and bytes since the last chunk.
+
+        This does nothing if the client has left or the request has failed.
+        """
         if self._failure is not None or self._has_left.is_set():
             return
         tokens, data = tuple(self._token_ids), b"".join(self._data)
@@ -162,7 +179,7 @@ class RequestRun:
         self._token_ids, self._data, self._status, self._has_emitted = [], [], 0, True
         self._emit(Chunk(tokens, cached_tokens, is_last, part))
 
-    # The engine's side for vLLM's handlers.
+    # The engine, as vLLM's handlers use it.
 
     def outputs(
         self,
@@ -172,22 +189,22 @@ class RequestRun:
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Replace AsyncLLM.generate."""
+        """Return the engine's outputs for one prompt, in place of AsyncLLM.generate."""
         self._prompts += 1
-        is_whole = params.output_kind is RequestOutputKind.FINAL_ONLY
+        is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         has_ids = prompt["type"] in ("token", "multimodal")
-        # The end of a response of /v1/responses contains the log-probabilities of all its tokens.
+        # A stream of /v1/responses ends with the log-probabilities of all its tokens.
         repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None
-        is_kept = not repeats_logprobs and can_continue(params)
-        self._can_continue = self._prompts == 1 and has_ids and is_kept
-        deltas = _delta_params(params, keep_args(self.request))
-        if is_whole:
-            deltas.stream_interval = WHOLE_TOKENS
+        allows_continuing = not repeats_logprobs and can_continue(params)
+        self._can_continue = self._prompts == 1 and has_ids and allows_continuing
+        deltas = _delta_params(params, hint_args(self.request))
+        if is_final_only:
+            deltas.stream_interval = UNSTREAMED_CHUNK_TOKENS
         outputs = self._outputs(llm, grammars, self.salted(prompt), deltas, options)
-        return _whole(outputs) if is_whole else outputs
+        return _merged(outputs) if is_final_only else outputs
 
     def salted(self, prompt: Any) -> Any:
-        """Return the prompt with the router's salt, which replaces a salt in the body."""
+        """Return the prompt with the router's cache salt. A salt in the body is ignored."""
         salt = cache_salt(self.request)
         return {**prompt, "cache_salt": salt} if salt else prompt
 
@@ -199,7 +216,7 @@ class RequestRun:
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        prepared()  # the preparation ends here, because another process checks the grammar
+        prepared()  # the request's preparation ends here; another process checks the grammar
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]
@@ -207,18 +224,20 @@ class RequestRun:
         if self.call.deltas and self._prompts == 1:
             answered = self.request.answered_ids.tolist()
             tokenizer = llm.get_tokenizer()
-            for output in repeated(answered, self.call.deltas, prompt, params, id_, tokenizer):
+            for output in repeated_outputs(
+                answered, self.call.deltas, prompt, params, id_, tokenizer
+            ):
                 yield self._counted(output)
-            self._data, self._status = [], 0  # the client has received these bytes already
-            # Offsets of images stay valid, because all images are in the prompt.
+            self._data, self._status = [], 0  # the client has already received these bytes
+            # The offsets of images stay valid, because all images are before these tokens.
             prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}
-            params = rest(params, answered)
+            params = remaining_params(params, answered)
         ours = {
             "lora_request": self._lora,
             "data_parallel_rank": self.request.rank,
             "priority": self.priority,
         }
-        prompt_logprobs = None  # log-probabilities of the prompt's tokens, once there are any
+        prompt_logprobs = None  # log-probabilities of the prompt's tokens, once an output has them
         outputs = llm.generate(prompt, params, id_, **{**options, **ours})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
             with _outside():
@@ -227,23 +246,23 @@ class RequestRun:
                 output.prompt_token_ids = ids
                 _check_tokens_fit_grammar(output, params)
                 if params.n > 1:
-                    # With `echo`, each choice begins with the prompt's log-probabilities. But if
-                    # vLLM merges a choice's first output into a later output of another choice, it
-                    # loses them.
+                    # With `echo`, each choice begins with the prompt's log-probabilities. vLLM
+                    # loses them if it merges a choice's first output into a later output of another
+                    # choice.
                     prompt_logprobs = output.prompt_logprobs or prompt_logprobs
                     output.prompt_logprobs = prompt_logprobs
                 for choice in output.outputs:
                     self._token_ids += choice.token_ids
                 yield self._counted(output)
-                if not output.finished:  # the last tokens are in one chunk with the response's end
-                    self._put()
+                if not output.finished:  # the last tokens and the response's end are in one chunk
+                    self._emit_chunk()
                 output = await anext(outputs, None)
 
     @asynccontextmanager
     async def reporting_a_dead_engine(self) -> AsyncIterator[None]:
-        """Report the engine's death to the router, which continues at another replica.
+        """Report the engine's death to the router, which continues the response at another replica.
 
-        Otherwise the application would answer with an error.
+        Otherwise the application would send an error to the client.
         """
         try:
             yield
@@ -252,7 +271,7 @@ class RequestRun:
             raise
 
     def _counted(self, output: RequestOutput) -> RequestOutput:
-        """Return the output with the numbers of cached tokens from the request's first replica."""
+        """Set the output's numbers of cached tokens to those of the request's first replica."""
         if self._counts is None:
             self._counts = output.num_cached_tokens or 0, output.num_cache_creation_tokens or 0
         output.num_cached_tokens, output.num_cache_creation_tokens = self._counts
@@ -260,17 +279,20 @@ class RequestRun:
 
 
 class Rendering(RequestRun):
-    """A request that only renders prompts: the application is stopped when it calls the engine."""
+    """A request whose prompts are only rendered.
+
+    The application is cancelled when it passes the first prompt to the engine.
+    """
 
     def __init__(self, call: HttpCall) -> None:
         request, self._chunks = GenerateRequest("render-0", NO_TOKENS), list[Chunk]()
         call = msgspec.structs.replace(call, is_rendered=False)
         super().__init__(request, call, self._chunks.append)
-        self.prompts: Sequence[Any] = ()  # all prompts of a completion, once vLLM rendered them
+        self.prompts: Sequence[Any] = ()  # all prompts of a completion, once vLLM has rendered them
         self._first: Any = None  # the first prompt that the application passed to the engine
 
     async def rendered(self, app: Any) -> Rendered:
-        """Run the application until it calls the engine; return the prompts, or its error."""
+        """Run the application until it calls the engine; return the prompts or its error."""
         await self.respond(app)
         if self._first is None:
             return Rendered(refusal=self._chunks[-1].http)
@@ -291,10 +313,10 @@ class Rendering(RequestRun):
 
 
 def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
-    """Return the parts of one of vLLM's prompts that a router needs."""
+    """Return the parts of a prompt of vLLM that a router needs."""
     if prompt["type"] == "embeds":
         ids = [0] * len(prompt["prompt_embeds"])
-        # A random feature, so that the prompt's fingerprints match no other prompt.
+        # The feature is random, so that the prompt's fingerprints match no other prompt.
         features = [Feature(secrets.token_hex(16), 0, len(ids))]
     else:
         ids, features = prompt["prompt_token_ids"], _features(prompt)
@@ -314,7 +336,10 @@ def _features(prompt: Mapping[str, Any]) -> list[Feature]:
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """Return the original of an error that Starlette wrapped: the response had begun before it."""
+    """Return the error of the application if Starlette has wrapped it in another error.
+
+    Starlette does this for errors after the response's start.
+    """
     cause, is_wrapper = error.__cause__, STARTED in str(error)
     return cause if is_wrapper and isinstance(cause, Exception) else error
 
@@ -322,7 +347,7 @@ def _unwrapped(error: Exception) -> Exception:
 def _is_of_validation(error: Exception) -> bool:
     """Return whether the error was raised during the validation of the body.
 
-    Some of vLLM's validators expect an object or a list, and raise an error for any other value.
+    Some of vLLM's validators expect an object or a list, and crash with any other value.
     """
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code is request_body_to_args.__code__ for frame, _ in frames)
@@ -353,7 +378,7 @@ def scope(path: str, headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 def content_type(message: Message) -> str:
-    """Return the content type in a message http.response.start."""
+    """Return the content type in an ASGI message http.response.start."""
     for name, value in message["headers"]:
         if name.lower() == b"content-type":
             return str(value, "latin-1")
@@ -362,7 +387,7 @@ def content_type(message: Message) -> str:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """Run code outside the request: the engine's own random ids must not use the request's."""
+    """Run code outside the request, so that the engine's random ids do not use the request's."""
     token = CURRENT.set(None)
     try:
         yield
@@ -371,6 +396,7 @@ def _outside() -> Iterator[None]:
 
 
 def _check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
+    """Reject a request with too many log-probabilities of the prompt."""
     if params.prompt_logprobs is None:
         return
     values = tokens * (params.prompt_logprobs + 1)
@@ -384,47 +410,50 @@ def _check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
 
 
 def _check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> None:
-    """Reject a request whose limits on tokens exclude all tokens that its grammar allows.
+    """Reject a request whose fields exclude all tokens that its grammar allows.
 
-    The engine ends such a request with an error that names no cause.
+    The engine ends such a request with an error that does not name the cause.
     """
     limits = {
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": params.bad_words,
         "logit_bias": params.logit_bias,
     }
-    given = [name for name, value in limits.items() if value]
-    if not given or params.structured_outputs is None:
+    names = [name for name, value in limits.items() if value]
+    if not names or params.structured_outputs is None:
         return
     if any(choice.finish_reason == "error" for choice in output.outputs):
         raise VLLMValidationError(
-            f"{' and '.join(given)}: the allowed tokens do not fit the schema or grammar of the "
-            "answer; allow more tokens, or leave one of these fields out",
-            parameter=given[0],
+            f"{' and '.join(names)}: the allowed tokens do not fit the schema or grammar of the "
+            "answer; allow more tokens, or leave out one of these fields",
+            parameter=names[0],
         )
 
 
 def _delta_params(params: SamplingParams, ours: Mapping[str, Any]) -> SamplingParams:
-    """Return a copy of the parameters for streaming; `ours` replaces kvroute's own extra_args."""
+    """Return a copy of the parameters for streaming.
+
+    `ours` replaces all reserved keys in extra_args.
+    """
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
     extra_args = params.extra_args or {}
-    theirs = {key: value for key, value in extra_args.items() if not key.startswith(OURS)}
+    theirs = {key: value for key, value in extra_args.items() if not key.startswith(RESERVED)}
     params.extra_args = {**theirs, **ours} or None
     return params
 
 
-async def _whole(
+async def _merged(
     outputs: AsyncGenerator[RequestOutput, None],
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield all outputs as one output, like vLLM does with FINAL_ONLY."""
-    whole: RequestOutput | None = None
+    """Merge all outputs into one, as vLLM does with FINAL_ONLY."""
+    merged: RequestOutput | None = None
     async with aclosing(outputs):
         async for output in outputs:
-            if whole is None:
-                whole = output
+            if merged is None:
+                merged = output
             else:
-                whole.add(output, aggregate=True)
-    if whole is not None:
-        whole.outputs.sort(key=lambda choice: choice.index)
-        yield whole
+                merged.add(output, aggregate=True)
+    if merged is not None:
+        merged.outputs.sort(key=lambda choice: choice.index)
+        yield merged

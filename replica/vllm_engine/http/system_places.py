@@ -1,25 +1,26 @@
 """Places system messages in the middle of a conversation where a chat template accepts them.
 
 Such a message stays a system message if the template accepts one there. Otherwise it becomes a user
-message. If the template accepts that neither, its text is joined to the message before it. Example
-conversations are rendered to find out which of these works.
+message. If the template does not accept that either, its text is joined to the message before it.
+To find out which of these works, example conversations are rendered.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 Message = dict[str, Any]
-Render = Callable[[Sequence[Message]], str]  # renders a chat; raises if the template rejects it
+# Renders a chat. Raises any exception if the template rejects it.
+Render = Callable[[Sequence[Message]], str]
 Place = Literal["system", "user", "joined"]  # how an inline system message is placed
 
-INLINE = "Inline reminder 7351."
+INLINE = "Inline reminder 7351."  # text of the inline message in the examples
 _CALL = {"id": "a23456789", "type": "function", "function": {"name": "f", "arguments": {}}}
 _OPENING: list[Message] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hello"},
 ]
 _ANSWER: Message = {"role": "assistant", "content": "Hi."}
-# Conversations that an inline message may follow: a question, and the result of a tool.
+# Conversations that an inline message may follow: they end with a question or a tool's result.
 EXAMPLES: tuple[list[Message], ...] = (
     _OPENING,
     [*_OPENING, _ANSWER, {"role": "user", "content": "And now?"}],
@@ -32,28 +33,31 @@ EXAMPLES: tuple[list[Message], ...] = (
 
 
 def place_for(render: Render) -> Place:
-    """Return the first place with which all examples render correctly.
+    """Return the first place with which all examples are rendered correctly.
 
-    This means: the conversation before the inline message renders as it does without the message.
-    After it, the message's text occurs once, also if the conversation continues.
+    An example is rendered correctly if the text before the inline message is the same as without
+    the message, and if the message's text occurs once after it. Both must also be true if the
+    conversation continues.
     """
     beginnings = [(before, text) for before in EXAMPLES if (text := _rendered(render, before))]
     roles: tuple[Place, ...] = ("system", "user") if beginnings else ()
     for role in roles:
-        if all(_keeps(render, before, text, role) for before, text in beginnings):
+        if all(_renders_correctly(render, before, text, role) for before, text in beginnings):
             return role
     return "joined"
 
 
 def _rendered(render: Render, messages: Sequence[Message]) -> str:
-    """Return the rendered messages; an empty text if the template rejects them."""
+    """Return the text of the messages, or an empty text if the template rejects them."""
     try:
         return render(messages)
-    except Exception:  # an exception of Jinja, or of the template's own code
+    except Exception:  # Jinja and the template's own code can raise any exception
         return ""
 
 
-def _keeps(render: Render, before: Sequence[Message], beginning: str, role: str) -> bool:
+def _renders_correctly(
+    render: Render, before: Sequence[Message], beginning: str, role: str
+) -> bool:
     inline = {"role": role, "content": INLINE}
     endings: tuple[list[Message], ...] = (
         [],
@@ -67,7 +71,10 @@ def _keeps(render: Render, before: Sequence[Message], beginning: str, role: str)
 
 
 def put_in_place(messages: Sequence[Any], place: Place) -> list[Message]:
-    """Return a chat's messages with all system messages placed, except one at the front."""
+    """Return a chat's messages with all inline system messages put in place.
+
+    A system message at the front does not change.
+    """
     if place == "system":
         return list(messages)
     return list(_joined(messages) if place == "joined" else _as_users(messages))
@@ -80,19 +87,19 @@ def _as_users(messages: Sequence[Any]) -> Iterator[Message]:
 
 
 def _joined(messages: Sequence[Any]) -> list[Message]:
-    """Join each inline message to the user's or tool's message directly before it.
+    """Join each inline message to the message directly before it, from the user or a tool.
 
-    If the message before it has another role, the inline message becomes a user message, and a
+    If the message before it has another role, the inline message becomes a user message, and the
     user message that follows is joined to it.
     """
     placed: list[Message] = []
-    is_opened = False  # True if the last message is an inline message that became a user message
+    is_opened = False  # whether the last message is an inline message that became a user message
     for message in messages:
         role = message["role"]
         is_inline = bool(placed) and role == "system"
         if is_inline and placed[-1]["role"] in ("user", "tool"):
             placed[-1] = _with_more(placed[-1], message["content"])
-            continue  # is_opened does not change
+            continue
         if is_inline:
             placed.append({**message, "role": "user"})
             is_opened = True
@@ -106,7 +113,7 @@ def _joined(messages: Sequence[Any]) -> list[Message]:
 
 
 def _with_more(message: Mapping[str, Any], more: Any) -> Message:
-    """Return a message with further content at its end: a text, or a list of parts."""
+    """Return the message with `more`, a text or a list of parts, appended to its content."""
     content = message.get("content") or ""
     if isinstance(content, str) and isinstance(more, str):
         return {**message, "content": f"{content}\n\n{more}" if content else more}

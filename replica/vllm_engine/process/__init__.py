@@ -1,1 +1,1 @@
-"""The processes of vLLM: their start, their CPU cores, and the detection of their end."""
+"""The processes of vLLM: their start, their CPU cores, and the detection of a dead engine."""

@@ -1,4 +1,4 @@
-"""Claims separate CPU cores for each engine on a machine, without a central allocator."""
+"""Claims separate CPU cores for each engine on a machine. Lock files coordinate the processes."""
 
 import fcntl
 import os
@@ -9,7 +9,10 @@ from typing import IO
 
 
 class Cores:
-    """CPU cores that this process has claimed until it ends; empty: any core."""
+    """CPU cores that this process has claimed until it ends.
+
+    If there are none, the process may use any core.
+    """
 
     def __init__(self, numbers: tuple[int, ...] = (), lock: IO[bytes] | None = None) -> None:
         self.numbers = numbers
@@ -24,7 +27,10 @@ class Cores:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Bind the calling thread, and the processes that it starts meanwhile, to these cores."""
+        """Bind the calling thread to these cores until the end of the context.
+
+        Processes that the thread starts meanwhile stay bound to them.
+        """
         before = os.sched_getaffinity(0)
         if self.numbers:
             os.sched_setaffinity(0, self.numbers)
@@ -35,7 +41,10 @@ class Cores:
 
 
 def claim_cores(count: int) -> Cores:
-    """Claim the first `count` free neighbouring cores; claim none if all are in use."""
+    """Claim the first `count` neighbouring cores that no other engine has claimed.
+
+    If there are none, claim no core.
+    """
     usable = sorted(os.sched_getaffinity(0))
     for first in range(0, len(usable) - count + 1, count):
         lock = _lock(f"{count}-{usable[first]}")

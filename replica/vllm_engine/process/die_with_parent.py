@@ -1,4 +1,4 @@
-"""Ends vLLM's processes when their replica ends; otherwise they would run for ever."""
+"""Ends vLLM's processes when their replica ends. Otherwise they would run for ever."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ from vllm.v1.engine.coordinator import DPCoordinatorProc
 
 
 def die_with_parent() -> None:
-    """Kill this process when its parent process dies."""
+    """Start a thread that kills this process when its parent process dies."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
@@ -26,14 +26,17 @@ _run_coordinator = DPCoordinatorProc.run_coordinator
 
 
 def run_coordinator(*args: Any, **kwargs: Any) -> None:
-    """Run the coordinator of several data parallel ranks, which has a process of its own."""
+    """Run vLLM's coordinator of data parallel ranks, and end it with its parent.
+
+    The coordinator is a separate process.
+    """
     die_with_parent()
     _run_coordinator(*args, **kwargs)
 
 
 def install() -> None:
-    """Make the coordinator end with its parent; call this before vLLM starts the coordinator.
+    """Make the coordinator end with its parent. Call this before vLLM starts the coordinator.
 
-    For engines, core/scheduler.py does the same.
+    For engines, core/scheduler.py calls die_with_parent.
     """
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

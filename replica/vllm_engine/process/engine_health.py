@@ -1,24 +1,25 @@
-"""Declares an engine dead if its process is stopped or if its step does not end.
+"""Declares an engine dead if its process is stopped, or if a step does not end.
 
-This counts checks and not seconds. With seconds, a replica that was stopped together with its
-engine would declare the engine dead as soon as both continue.
+Time is counted in checks, not in seconds. If replica and engine are stopped together and continue
+later, many seconds have passed but no checks, so the engine is not declared dead.
 """
 
 from dataclasses import dataclass
 
-STOPPED_CHECKS = 3  # consecutive checks with a stopped process after which the engine is dead
-# Consecutive checks within one step after which the engine is dead. This is five minutes, which is
-# also vLLM's limit for its workers.
+# Number of consecutive checks with a stopped process (SIGSTOP) after which the engine is dead.
+STOPPED_CHECKS = 3
+# Number of consecutive checks during one step after which the engine is dead. They take five
+# minutes, which is also vLLM's limit for its workers.
 STUCK_CHECKS = 600
 
 
 @dataclass(slots=True)
 class EngineHealth:
-    """The results of consecutive checks of the engine."""
+    """Counts consecutive failed checks of an engine."""
 
-    steps: int = 0
-    stopped_checks: int = 0
-    stuck_checks: int = 0
+    steps: int = 0  # number of steps that the engine had done at the last check
+    stopped_checks: int = 0  # consecutive checks at which the process was stopped
+    stuck_checks: int = 0  # consecutive checks without progress
 
     def check(self, *, is_stopped: bool, has_work: bool, steps: int) -> str | None:
         """Record a check; return why the engine is declared dead, or None if it is not.

@@ -1,8 +1,8 @@
-"""Forks vLLM's processes on CPUs from a server that has imported vLLM.
+"""Forks vLLM's processes on CPUs from a server process that has already imported vLLM.
 
-The server imports vLLM at the same time as the replica. Each import takes seven seconds of a core;
-without the server, the second import would begin after the first. On GPUs, vLLM spawns its
-processes as usual.
+Importing vLLM takes seven seconds on one core. The server does it at the same time as the replica.
+Without the server, the engine's process would begin to import vLLM after the replica has finished.
+On GPUs, vLLM spawns its processes as usual.
 """
 
 import gc
@@ -15,25 +15,29 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 IMPORTED = "kvroute.replica.vllm_engine.process.imported"
-THREADS = "OMP_NUM_THREADS"  # OpenMP reads it when it is loaded
+THREADS = "OMP_NUM_THREADS"  # environment variable that OpenMP reads when it is loaded
 
 
-def begin(threads: int) -> None:
-    """Start the server without waiting for it; `threads` is the number of an engine's threads."""
+def start(threads: int) -> None:
+    """Start the server without waiting for its imports.
+
+    Args:
+        threads: The number of threads that each engine computes with.
+    """
     before = os.environ.get(THREADS)
     os.environ[THREADS] = f"{threads}"
     multiprocessing.set_forkserver_preload([IMPORTED])
     forkserver.ensure_running()
-    _set(THREADS, before)  # this process may use all cores
+    _set(THREADS, before)  # the limit is for engines, not for this process
 
 
 def install() -> None:
-    """Make vLLM fork its processes from the server; call this before vLLM starts a process."""
+    """Make vLLM fork its processes from the server. Call this before vLLM starts a process."""
     from vllm.utils.system_utils import get_mp_context
     from vllm.v1.engine import coordinator, utils
 
     def context() -> Context:
-        get_mp_context()  # this also prepares the environment
+        get_mp_context()  # vLLM also sets environment variables there
         return Context()
 
     for module in (coordinator, utils):
@@ -54,7 +58,7 @@ class Context(ForkServerContext):
 def _run(
     target: Callable[..., None], env: Mapping[str, str], cores: set[int], *args: Any, **kwargs: Any
 ) -> None:
-    """Run `target` with the environment and the cores that a spawned process would inherit."""
+    """Run `target` with the environment and the CPU cores that a spawned process would inherit."""
     gc.enable()
     for name in os.environ.keys() | env.keys():
         _set(name, env.get(name))
@@ -66,6 +70,6 @@ def _set(name: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(name, None)
     elif value != os.environ.get(name):
-        # Only changed variables are set: setproctitle needs the other variables at their original
-        # place in memory, which is next to argv.
+        # Only changed variables are set. setproctitle needs all others at their original place in
+        # memory, which is next to argv.
         os.environ[name] = value

@@ -1,7 +1,7 @@
 """The modules that the fork server imports, without garbage collection.
 
-Collections would take a quarter of the time of the imports. Later, in each forked process, they
-would copy the memory pages of all objects that they visit.
+Garbage collections would take a quarter of the time of the imports. In each forked process, later
+collections would copy the memory pages of all objects that they visit; freezing prevents that.
 """
 
 import gc

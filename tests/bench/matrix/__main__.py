@@ -1,6 +1,7 @@
-"""kvroute against the best rival in every cell: `make bench-policies`; options as in ARGS="--help".
+"""Compares kvroute with the best rival in each cell: `make bench-policies`, options in
+ARGS="--help".
 
-Times are modelled, so that results depend on nothing but the code and the seed.
+Times are modelled, so that results depend only on the code and the seed.
 """
 
 import json
@@ -21,8 +22,10 @@ from tests.bench.matrix.table import compared, compared_sessions
 from tests.bench.matrix.workloads import FILES, Files
 from tests.bench.report import Section
 
-RIVALS = "llm-d,llm-d-spec,sglang,dynamo-wspt,lmetric"  # the best of all is nearly always of these
-RIVALS_OF_SLOW = ["least-loaded"]  # besides, where replicas are slow: it needs no estimates
+RIVALS = (
+    "llm-d,llm-d-spec,sglang,dynamo-wspt,lmetric"  # nearly always, the best rival is one of these
+)
+RIVALS_OF_SLOW = ["least-loaded"]  # additional rivals in cells with slow replicas
 
 Run = tuple[str, str, int]  # cell, policy and seed
 
@@ -32,7 +35,7 @@ def main(
         list[str] | None,
         typer.Option(
             metavar="NAME=FILE",
-            help=f"A recorded trace instead of a made one: {', '.join(FILES)}.",
+            help=f"A recorded trace instead of a generated one: {', '.join(FILES)}.",
         ),
     ] = None,
     only: Annotated[
@@ -41,12 +44,16 @@ def main(
             help="Cells whose name has all of these words, such as 'agents 95%'; may be repeated."
         ),
     ] = None,
-    policy: Annotated[str, typer.Option(help="Ours, comma-separated.")] = "kvroute",
-    rivals: Annotated[str, typer.Option(help="Theirs, comma-separated.")] = RIVALS,
-    seeds: Annotated[int | None, typer.Option(min=1, help="At most so many in a cell.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    policy: Annotated[str, typer.Option(help="Policies of kvroute, comma-separated.")] = "kvroute",
+    rivals: Annotated[
+        str, typer.Option(help="Policies to compare with, comma-separated.")
+    ] = RIVALS,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of seeds in a cell.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 2,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Where to write all results.")
+        Path | None, typer.Option("--json", help="Write all results to this file.")
     ] = None,
     earlier: Annotated[
         Path | None,
@@ -73,13 +80,13 @@ def main(
         for name, found_rps in _saturations(pool, cells, files, saturations):
             saturations[name] = found_rps
         runs = _runs(cells, ours, theirs, seeds)
-        results += [each for each in known if _run_of(each) in runs]
+        results += [result for result in known if _run_of(result) in runs]
         results += _measured(pool, runs, known, files, saturations)
-    finally:  # so that --earlier can go on where a run was stopped
+    finally:  # so that --earlier can continue a run that was stopped
         pool.shutdown(cancel_futures=True)
         if json_file:
-            found = {"saturations": saturations, "results": [result.row() for result in results]}
-            json_file.write_text(json.dumps(found, indent=1) + "\n")
+            report = {"saturations": saturations, "results": [result.row() for result in results]}
+            json_file.write_text(json.dumps(report, indent=1) + "\n")
     for title, rows in (
         ("First tokens", compared(results, ours)),
         ("Sessions", compared_sessions(results, ours)),
@@ -90,15 +97,15 @@ def main(
 
 
 def matches(name: str, only: Sequence[str]) -> bool:
-    """Whether a cell is asked for: its name has every word of one of the filters."""
+    """Return whether a cell is selected: its name has all words of one of the filters."""
     words = name.split()
-    return not only or any(set(each.split()) <= {*words} for each in only)
+    return not only or any(set(filter_.split()) <= {*words} for filter_ in only)
 
 
 def _saturations(
     pool: ProcessPoolExecutor, cells: Sequence[Cell], files: Files, known: Collection[str]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the saturation of each cell that has a load, by its name at saturation."""
+    """Yield the saturation of each cell that has a load, with the cell's name at saturation."""
     needed = {str(cell.at_saturation): cell.at_saturation for cell in cells if cell.load}
     running = {
         pool.submit(saturation, cell, files): name
@@ -112,7 +119,7 @@ def _saturations(
 def _runs(
     cells: Sequence[Cell], ours: Sequence[str], theirs: Sequence[str], seeds: int | None
 ) -> dict[Run, Cell]:
-    """Return the cell of each run, cell by cell."""
+    """Return the cell of each run, sorted by cell."""
     return {
         (str(cell), policy, seed): cell
         for cell in cells
@@ -132,8 +139,8 @@ def _measured(
     files: Files,
     saturations: Mapping[str, float],
 ) -> Iterator[Result]:
-    """Yield the result of each run that is not known, as it is done."""
-    done = {_run_of(each) for each in known}
+    """Yield the results of the runs that are not known yet, as soon as they are done."""
+    done = {_run_of(result) for result in known}
     futures = [
         pool.submit(measure, cell, policy, seed, files, saturations)
         for (name, policy, seed), cell in runs.items()
@@ -147,7 +154,7 @@ def _watched(
     futures: Sequence[Future[Any]] | Mapping[Future[Any], str],
     described: Callable[[Future[Any]], str],
 ) -> Iterator[Future[Any]]:
-    """Yield what is done as it is done, and print it."""
+    """Yield the results as soon as they are done, and print them."""
     begun_s = time.monotonic()
     for done, future in enumerate(as_completed(futures), 1):
         after = f"{time.monotonic() - begun_s:4.0f} s, {done} of {len(futures)}"
@@ -157,26 +164,28 @@ def _watched(
 
 def _line(result: Result) -> str:
     times = " / ".join(
-        f"{each:.2f}" for each in (result.ttft_p50_s, result.ttft_p90_s, result.ttft_p99_s)
+        f"{time_s:.2f}" for time_s in (result.ttft_p50_s, result.ttft_p90_s, result.ttft_p99_s)
     )
     return f"{result.cell}, {result.policy}, seed {result.seed}: {times} s, {result.hit_share:.3f}"
 
 
 def _policies(names: str) -> list[str]:
-    found = [name.strip() for name in names.split(",")]
-    if unknown := [name for name in found if name not in POLICIES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is no policy; known are {', '.join(POLICIES)}")
-    return found
+    policies = [name.strip() for name in names.split(",")]
+    if unknown := [name for name in policies if name not in POLICIES]:
+        raise typer.BadParameter(
+            f"{unknown[0]!r} is not a policy; choose among {', '.join(POLICIES)}"
+        )
+    return policies
 
 
 def _files(given: Sequence[str]) -> dict[str, Path]:
     files = {}
-    for each in given:
-        name, _, file = each.partition("=")
+    for option in given:
+        name, _, file = option.partition("=")
         if name not in FILES or not Path(file).is_file():
             raise typer.BadParameter(
-                f"--trace is {each!r}; expected NAME=FILE, with a name of {', '.join(FILES)}, and "
-                "a file in Mooncake's format"
+                f"--trace is {option!r}; expected NAME=FILE, with a name of {', '.join(FILES)}, "
+                "and a file in Mooncake's format"
             )
         files[name] = Path(file)
     return files

@@ -1,40 +1,45 @@
-"""The cells of the policy benchmark: a trace on an engine, at a load, with a cache.
+"""The cells of the policy benchmark: combinations of a trace, an engine, a load and a cache.
 
-The product of all values has 640 cells. `COVER` has 20 of them, in which every two values of two
-columns meet at least once. `KNOWN` has cells in which a version of kvroute was behind others, in
-the size in which that was measured. `SESSIONS` has so many sessions at once, whose contexts fit the
-caches or do not. `FAN_OUTS` has sub-agents that start together.
+There are 640 combinations. `COVER` contains 20 of them, in which each two values of two columns
+occur together at least once. `KNOWN` contains cells in which a version of kvroute was worse than
+others, with the size in which this was measured. `SESSIONS` contains cells with a fixed number of
+sessions at the same time, whose contexts fit into the caches or do not. `FAN_OUTS` contains cells
+with sub-agents that start together.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 REPLICAS = 8
-REQUESTS = 3000  # the first ones of a trace; more take longer and show the same
+REQUESTS = 3000  # number of requests of a trace that are used; more give the same results
 CACHES = {
     "tight": 0.2,
     "ample": 0.6,
-}  # the fleet's cache, as a share of the trace's distinct blocks
-SLOW_SHARE, SLOW_SPEED = 0.25, 0.5  # of the replicas, where some are slow
-NEAR_SATURATION = 0.95  # from this load on, results depend on the seed
-SEEDS = 3  # that are run there
+}  # size of the fleet's cache as a share of the trace's distinct blocks
+# Share of the replicas that are slow, and their speed relative to the others.
+SLOW_SHARE, SLOW_SPEED = 0.25, 0.5
+NEAR_SATURATION = 0.95  # load from which results depend on the seed
+SEEDS = 3  # number of seeds for such loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A setting in which all policies are compared. It has a load, a rate or sessions."""
+    """A setting in which all policies are compared.
+
+    It has one of `load`, `rate` and `sessions`.
+    """
 
     trace: str
     engine: str
-    load: float | None = None  # share of saturation
-    rate: float | None = None  # requests a second; in a closed loop, sessions started
-    sessions: int | None = None  # that run at once, in a closed loop
-    cache: str | int  # a name in CACHES, or tokens of each replica
-    is_closed: bool = False  # a session's turn waits for the answer before it
-    is_slow: bool = False  # some replicas are
+    load: float | None = None  # share of the saturation
+    rate: float | None = None  # requests per second; in a closed loop, session starts per second
+    sessions: int | None = None  # number of sessions at the same time, in a closed loop
+    cache: str | int  # a name in CACHES, or the number of tokens of each replica's cache
+    is_closed: bool = False  # whether a session's turn waits for the answer to the turn before
+    is_slow: bool = False  # whether some replicas are slow
     routers: int = 1
     replicas: int = REPLICAS
-    limit: int | None = REQUESTS  # of the trace; None: all of it
+    limit: int | None = REQUESTS  # maximum number of requests of the trace; None: all
 
     def __str__(self) -> str:
         words = [
@@ -60,8 +65,10 @@ class Cell:
 
     @property
     def at_saturation(self) -> "Cell":
-        """The cell of which this one's load is a share: healthy replicas that serve as many
-        requests as they can, whoever waits for an answer."""
+        """Return the cell that defines the saturation, to which `load` is relative.
+
+        In it, all replicas have full speed, and requests do not wait for earlier answers.
+        """
         return replace(self, load=1.0, is_closed=False, is_slow=False, routers=1)
 
 

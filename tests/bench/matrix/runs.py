@@ -1,4 +1,4 @@
-"""A cell of the policy benchmark is run: one policy, one seed, in one process."""
+"""Runs a cell of the policy benchmark with one policy and one seed."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,7 +20,7 @@ from tests.bench.matrix.workloads import Files, workload
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one policy did in a cell, with one seed."""
+    """The result of one policy in a cell, with one seed."""
 
     cell: str
     policy: str
@@ -30,7 +30,8 @@ class Result:
     ttft_p99_s: float
     hit_share: float
     throughput_rps: float
-    turns_per_min: float | None  # these four only where so many sessions run at once
+    # The next four are None unless the cell has a fixed number of sessions.
+    turns_per_min: float | None
     slowdown_p50: float | None
     slowdown_p90: float | None
     slowdown_p99: float | None
@@ -40,7 +41,7 @@ class Result:
 
 
 def saturation(cell: Cell, files: Files) -> float:
-    """Return the requests a second that the cell's healthy replicas can just serve."""
+    """Return the maximum requests per second of the cell's replicas at full speed."""
     requests = list(workload(cell.trace, files, limit=cell.limit, seed=0))
     with Progress(disable=True) as progress:
         return saturation_rps(requests, cluster(cell, requests), seed=0, progress=progress)
@@ -49,9 +50,9 @@ def saturation(cell: Cell, files: Files) -> float:
 def measure(
     cell: Cell, policy: str, seed: int, files: Files, saturations: Mapping[str, float]
 ) -> Result:
-    """Replay the cell's trace under one policy. Equal arguments give equal results.
+    """Replay the cell's trace with one policy. Equal arguments give equal results.
 
-    saturations: by the name of the cell at saturation.
+    `saturations` has the saturations by the name of the cell at saturation.
     """
     recorded = list(workload(cell.trace, files, limit=cell.limit, seed=seed))
     replicas = cluster(cell, recorded)
@@ -86,7 +87,7 @@ def measure(
 
 
 def cluster(cell: Cell, requests: list[Request]) -> Cluster:
-    """Return the cell's replicas, with caches that hold any two requests of the trace."""
+    """Return the cell's replicas. Each cache is large enough for any two requests."""
     block_tokens = requests[0].block_tokens
     if isinstance(cell.cache, int):
         kv_tokens = cell.cache
@@ -108,10 +109,10 @@ def cluster(cell: Cell, requests: list[Request]) -> Cluster:
 def _rate(
     cell: Cell, recorded: list[Request], replicas: Cluster, saturations: Mapping[str, float]
 ) -> float:
-    """Return the rate of the cell's load; slow replicas lower what the fleet can serve."""
+    """Return the rate for the cell's load. Slow replicas reduce the fleet's saturation."""
     assert cell.load is not None
     health = sum(replicas.speeds) / len(replicas.speeds)
     requests_per_s = cell.load * health * saturations[str(cell.at_saturation)]
     if not cell.is_closed:
         return requests_per_s
-    return requests_per_s * len({each.session for each in recorded}) / len(recorded)
+    return requests_per_s * len({request.session for request in recorded}) / len(recorded)

@@ -1,4 +1,4 @@
-"""Ours against the best rival in each cell, the worst cell first."""
+"""Compares kvroute's policies with the best rival in each cell. The worst cell is first."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -10,12 +10,14 @@ from tests.bench.report import Row
 TIMES = {"p50": "ttft_p50_s", "p90": "ttft_p90_s", "p99": "ttft_p99_s"}
 SLOWDOWNS = {"p50": "slowdown_p50", "p90": "slowdown_p90", "p99": "slowdown_p99"}
 
-Means = Mapping[str, float]  # a policy's figures in a cell, over all seeds
+Means = Mapping[str, float]  # means of a policy's figures in a cell over all seeds
 
 
 def compared(results: Iterable[Result], ours: Collection[str]) -> list[Row]:
-    """Return a row for each cell and each policy of ours, in which first tokens count. Every figure
-    is compared with that of the rival which is best in it."""
+    """Return a row for each cell and each policy of kvroute, with times to first token.
+
+    Each figure is compared with the figure of the rival that is best in it.
+    """
     rows = []
     for cell, policy, own, rivals in _pairs(results, ours):
         if "turns_per_min" in own:
@@ -30,7 +32,7 @@ def compared(results: Iterable[Result], ours: Collection[str]) -> list[Row]:
 
 
 def compared_sessions(results: Iterable[Result], ours: Collection[str]) -> list[Row]:
-    """Return the same for cells in which so many sessions run at once: there, turns count."""
+    """Return the rows for cells with a fixed number of sessions, with figures of turns."""
     rows = []
     for cell, policy, own, rivals in _pairs(results, ours):
         if "turns_per_min" not in own:
@@ -50,7 +52,7 @@ def compared_sessions(results: Iterable[Result], ours: Collection[str]) -> list[
 def _pairs(
     results: Iterable[Result], ours: Collection[str]
 ) -> Iterable[tuple[str, str, Means, Mapping[str, Means]]]:
-    """Yield each cell, each policy of ours that was run there, and its figures and its rivals'."""
+    """Yield cell, policy of kvroute, its figures and its rivals' figures, for all combinations."""
     cells: dict[str, dict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         cells[result.cell][result.policy].append(result)
@@ -63,7 +65,7 @@ def _pairs(
 
 
 def _means(results: Sequence[Result]) -> Means:
-    """Return the mean over the seeds of every figure that was measured."""
+    """Return the mean over all seeds for each measured figure."""
     rows = [result.row() for result in results]
     return {
         name: mean(float(row[name] or 0.0) for row in rows)
@@ -73,7 +75,7 @@ def _means(results: Sequence[Result]) -> Means:
 
 
 def _ratio(own: Means, rivals: Mapping[str, Means], field: str) -> float:
-    """Return ours over the least of theirs; less is better."""
+    """Return kvroute's figure divided by the rivals' lowest one. Less is better."""
     return own[field] / min(rival[field] for rival in rivals.values())
 
 

@@ -1,4 +1,4 @@
-"""The traces of the policy benchmark: recorded ones where files are given, made ones elsewhere."""
+"""The traces of the policy benchmark: recorded ones if files are given, else generated ones."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -10,18 +10,19 @@ from pathlib import Path
 from kvroute.replay.workload.trace import Request, TraceError, read
 from tests.support.traces import agents, chats, documents, fan_outs, mix
 
-JITTER_S = 60.0  # seeds after the first move each session's start: about as far as the next one's
+# Maximum shift of a session's start for seeds after the first one, in seconds.
+JITTER_S = 60.0
 
-Files = Mapping[str, Path]  # of the traces that are recorded
-FILES = ("conversation", "agents", "agents-busy")  # those that can be
+Files = Mapping[str, Path]  # name of a trace -> file with a recorded trace
+FILES = ("conversation", "agents", "agents-busy")  # traces that can be recorded ones
 
 
 def workload(name: str, files: Files, *, limit: int | None, seed: int) -> Sequence[Request]:
-    """Return the first requests of a trace, at its own speed."""
+    """Return the first requests of a trace, with their original times."""
     return _workload(name, tuple(sorted(files.items())), seed)[:limit]
 
 
-@lru_cache(maxsize=4)  # a process runs one cell after another, mostly of the same trace
+@lru_cache(maxsize=4)  # consecutive cells of a process mostly have the same trace
 def _workload(name: str, files: Sequence[tuple[str, Path]], seed: int) -> Sequence[Request]:
     recorded = dict(files)
     if name in recorded:
@@ -41,12 +42,15 @@ def _workload(name: str, files: Sequence[tuple[str, Path]], seed: int) -> Sequen
             return fan_outs(seed, families=40, width=(16, 16), least=100_000)
         case "mixed":
             return mix(seed, recorded.get("conversation"))
-    raise TraceError(f"there is no trace {name!r}")
+    raise TraceError(f"there is no trace {name!r}; --list prints the cells, which name the traces")
 
 
 def moved(requests: Sequence[Request], seed: int) -> Sequence[Request]:
-    """Return the same sessions with other starts, so that seeds differ by more than the policy's
-    own random numbers. Seed 0 is the trace as it is."""
+    """Return the same sessions with other start times.
+
+    So runs with different seeds differ by more than the policy's random numbers. Seed 0 changes
+    nothing.
+    """
     if not seed:
         return requests
     rng = random.Random(seed)

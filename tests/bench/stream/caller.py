@@ -1,4 +1,4 @@
-"""One client, which asks for the next answer as soon as it has one."""
+"""A client that sends the next request as soon as it has an answer."""
 
 import asyncio
 import json
@@ -15,19 +15,20 @@ CONTENT = re.compile(rb'"content":\s*"([^"]*)"')
 
 @dataclass
 class Tally:
-    """What has come, over all connections. A token is one word."""
+    """The counts of all connections together. A token is one word."""
 
     tokens: int = 0
-    events: int = 0  # with text; several tokens may be joined in one
+    events: int = 0  # number of events with text; an event may have several tokens
     answers: int = 0
     ttft_s: list[float] = field(default_factory=list)
-    gaps_s: list[float] = field(default_factory=list)  # from one event of a stream to the next
+    gaps_s: list[float] = field(default_factory=list)  # times between two events of a stream
 
 
 class Caller(asyncio.Protocol):
-    """first: tokens of its first answer, so that not all clients' streams end at once.
+    """A client with one connection.
 
-    failed: gets what went wrong.
+    `first` is the number of tokens of its first answer. It differs between clients, so that their
+    streams do not end at the same time. `failed` receives the error if something fails.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class Caller(asyncio.Protocol):
         self._failed = failed
         self._again: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
-        self._before_s = 0.0  # when it was asked, or the last event came
-        self._got = 0  # tokens
-        self._rest = b""  # of an event
+        self._before_s = 0.0  # time of the request, or of the last event
+        self._got = 0  # number of tokens received
+        self._rest = b""  # the beginning of an incomplete event
 
     async def connect(self) -> None:
         self._again = None
@@ -92,7 +93,7 @@ class Caller(asyncio.Protocol):
             self._ask(self._tokens)
 
     def close(self) -> None:
-        """Also amid an answer."""
+        """Close the connection, even during an answer."""
         if self._transport:
             self._transport.abort()
 
@@ -103,8 +104,8 @@ class Caller(asyncio.Protocol):
         self._transport.write(request(self._model, self._asked, self._streamed))
 
     def _take(self, events: list[bytes]) -> None:
-        found = (len(text[1].split()) for event in events if (text := CONTENT.search(event)))
-        for tokens in filter(None, found):
+        token_counts = (len(text[1].split()) for event in events if (text := CONTENT.search(event)))
+        for tokens in filter(None, token_counts):
             now_s = time.perf_counter()
             times_s = self.tally.gaps_s if self._got else self.tally.ttft_s
             times_s.append(now_s - self._before_s)
@@ -119,7 +120,7 @@ class Caller(asyncio.Protocol):
 
 
 def request(model: str, tokens: int, streamed: bool) -> bytes:
-    """A chat of its own: the time is its prompt."""
+    """Return a chat request. Its prompt contains the time, so that it is new."""
     message = {"role": "user", "content": f"It is {time.time_ns()}. What can I do?"}
     body = {"model": model, "messages": [message], "max_tokens": tokens}
     payload = json.dumps(body | {"stream": streamed, "ignore_eos": True}).encode()

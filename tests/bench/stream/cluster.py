@@ -1,4 +1,4 @@
-"""The processes of a cluster that a token passes through, and where to ask."""
+"""A cluster, the processes that a token passes through, and the ports for requests."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class Serving:
 
     @property
     def router_port(self) -> int | None:
-        """The only router's own, as HAProxy's configuration names it; None: it does not."""
+        """Return the router's port in HAProxy's configuration; None if it has none."""
         for process in self._of("HAProxy"):
             with suppress(psutil.Error, ValueError, OSError):
                 args = process.cmdline()
@@ -47,7 +47,7 @@ class Serving:
 
 @contextmanager
 def serving(*, replicas: int, decode_ms: float) -> Iterator[Serving]:
-    """One router, and simulated replicas that prefill at once."""
+    """Run a cluster with one router, and with simulated replicas without prefill time."""
     with start_cluster(
         *("--engine", "simulated", "--routers", "1", "--replicas", str(replicas), "--no-ui"),
         *("--simulated-prefill-tokens-per-s", "0", "--simulated-decode-ms", str(decode_ms)),

@@ -1,4 +1,4 @@
-"""What a simulated engine costs by itself, without any transport."""
+"""The CPU time of a simulated engine without any transport."""
 
 import asyncio
 import time
@@ -18,12 +18,12 @@ from tests.bench.stream.load import RAMP_S, SETTLE_S, Cost, Load, cost, first_to
 from tests.support.answers import completion
 from tests.support.chunks import streamed
 
-PROMPT_TOKENS = 50  # about as many as a chat of the load has
-ENGINE = "replica"  # the role whose cost is its own
+PROMPT_TOKENS = 50  # length of a prompt, about as in the chats of the load
+ENGINE = "replica"  # role to which the engine's cost is assigned
 
 
 def alone(load: Load, *, decode_ms: float) -> Cost:
-    """The CPU time is all of this process."""
+    """Measure the engine. The CPU time is that of this process."""
     return uvloop.run(_measure(load, decode_ms))
 
 
@@ -48,16 +48,16 @@ async def _measure(load: Load, decode_ms: float) -> Cost:
     begun_s, before_s = time.perf_counter(), time.process_time()
     await asyncio.sleep(load.window_s)
     spent_s = {ENGINE: time.process_time() - before_s}
-    found = cost(shown[0], time.perf_counter() - begun_s, spent_s)
+    measured = cost(shown[0], time.perf_counter() - begun_s, spent_s)
     for reader in readers:
         reader.cancel()
     await asyncio.wait(readers)
     await engine.close()
-    return found
+    return measured
 
 
 async def _read(engine: Engine, shown: list[Tally], first: int, tokens: int) -> None:
-    """One answer after the other. shown: the tally that counts now."""
+    """Read one answer after the other, and count in the tally `shown[0]`."""
     call = completion(max_tokens=first)
     while True:
         request = GenerateRequest(uuid4().hex, _prompt(), call=call)

@@ -1,4 +1,4 @@
-"""SGLang's gateway, in Rust, and OpenAI servers without a model."""
+"""SGLang's gateway, and OpenAI-compatible servers without a model."""
 
 import contextlib
 import importlib.util
@@ -24,28 +24,29 @@ def is_installed() -> bool:
 
 @contextmanager
 def mock_engines(count: int, *, step_s: float) -> Iterator[dict[int, int]]:
-    """Their process ids, by port."""
+    """Run servers; yield their process ids by port."""
     spawn, ports = multiprocessing.get_context("spawn"), [free_port() for _ in range(count)]
     started = [spawn.Process(target=serve, args=(port, step_s), daemon=True) for port in ports]
     try:
-        for each in started:
-            each.start()
+        for process in started:
+            process.start()
         for port in ports:
             wait_for(
-                f"http://{HOST}:{port}/health", lambda: all(each.is_alive() for each in started)
+                f"http://{HOST}:{port}/health",
+                lambda: all(process.is_alive() for process in started),
             )
-        yield {port: each.pid or 0 for port, each in zip(ports, started, strict=True)}
+        yield {port: process.pid or 0 for port, process in zip(ports, started, strict=True)}
     finally:
-        for each in started:
-            each.kill()
-            each.join()
+        for process in started:
+            process.kill()
+            process.join()
 
 
 @contextmanager
 def gateway(
     engine_ports: Sequence[int], *, policy: str = "round_robin"
 ) -> Iterator[tuple[int, int]]:
-    """Its port and its process id."""
+    """Run the gateway; yield its port and its process id."""
     port = free_port()
     command = [
         *("nice", "-n", str(NICENESS), sys.executable, "-m", "sglang_router.launch_router"),
@@ -63,11 +64,13 @@ def gateway(
 
 
 def wait_for(url: str, runs: Callable[[], bool], *, within_s: float = READY_S) -> None:
-    """Until it answers well; not after its process has ended."""
+    """Wait until the URL answers without an error. Fails at once if its process has ended."""
     deadline = time.monotonic() + within_s
     while runs() and time.monotonic() < deadline:
         with contextlib.suppress(requests.RequestException):
             if requests.get(url, timeout=2).ok:
                 return
         time.sleep(0.1)
-    raise TimeoutError(f"{url} has not answered; its process {'runs' if runs() else 'ended'}")
+    raise TimeoutError(
+        f"{url} did not answer; its process {'is running' if runs() else 'has ended'}"
+    )

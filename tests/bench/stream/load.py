@@ -1,4 +1,4 @@
-"""Chats over raw sockets, and what they cost other processes."""
+"""A load of chats over raw sockets, and the CPU time that it costs other processes."""
 
 import asyncio
 import statistics
@@ -10,8 +10,8 @@ import uvloop
 
 from tests.bench.stream.caller import Caller, Tally
 
-RAMP_S = 1.0  # in which all connections begin
-SETTLE_S = 1.5  # from then on until it counts
+RAMP_S = 1.0  # seconds in which all connections begin
+SETTLE_S = 1.5  # seconds between then and the start of the measurement
 
 Processes = Mapping[str, Sequence[int]]  # role -> process ids
 
@@ -20,33 +20,33 @@ Processes = Mapping[str, Sequence[int]]  # role -> process ids
 class Load:
     model: str
     concurrent: int
-    tokens: int  # of each answer
+    tokens: int  # number of tokens of each answer
     streamed: bool = True
     window_s: float = 5.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a window amid a steady load."""
+    """The costs in a time window during a steady load."""
 
     seconds: float
     tokens: int
     events: int
     answers: int
-    ttft_p50_ms: float | None  # None: no answer began
+    ttft_p50_ms: float | None  # None: no answer began in the window
     ttft_p99_ms: float | None
     gap_p50_ms: float | None
     gap_p99_ms: float | None
-    cpu_s: Mapping[str, float]  # of each role
+    cpu_s: Mapping[str, float]  # role -> CPU seconds
 
 
 def measure(port: int, load: Load, processes: Processes) -> Cost:
-    """At that port of this machine."""
+    """Send the load to this port of this machine, and return the costs."""
     return uvloop.run(_amid(port, load, processes))
 
 
 def idle_cpu_s(processes: Processes, *, seconds: float) -> dict[str, float]:
-    """CPU seconds in each second, of each role, while nobody asks."""
+    """Return the CPU seconds per second of each role without any requests."""
     before = cpu_so_far(processes)
     time.sleep(seconds)
     return {role: cpu_s / seconds for role, cpu_s in cpu_since(before, processes).items()}
@@ -69,7 +69,10 @@ def cost(tally: Tally, seconds: float, cpu_s: Mapping[str, float]) -> Cost:
 
 
 def first_tokens(load: Load) -> list[int]:
-    """Of the first answer of each stream, so that later ones begin and end evenly in time."""
+    """Return the number of tokens of each stream's first answer.
+
+    They differ, so that later answers are distributed evenly in time.
+    """
     return [-(-number * load.tokens // load.concurrent) for number in range(1, load.concurrent + 1)]
 
 
@@ -83,11 +86,11 @@ async def _amid(port: int, load: Load, processes: Processes) -> Cost:
     before, begun_s = cpu_so_far(processes), time.perf_counter()
     await _unless(failed, load.window_s)
     spent_s = cpu_since(before, processes)
-    found = cost(tally, time.perf_counter() - begun_s, spent_s)
+    measured = cost(tally, time.perf_counter() - begun_s, spent_s)
     failed.cancel()
     for caller in callers:
         caller.close()
-    return found
+    return measured
 
 
 async def _connect(port: int, load: Load, failed: asyncio.Future[None]) -> list[Caller]:
@@ -103,14 +106,17 @@ async def _connect(port: int, load: Load, failed: asyncio.Future[None]) -> list[
 
 
 async def _unless(failed: asyncio.Future[None], seconds: float) -> None:
-    """Waits; raises what goes wrong meanwhile."""
+    """Wait; if something fails meanwhile, raise the error at once."""
     done, _ = await asyncio.wait([failed], timeout=seconds)
-    for each in done:
-        each.result()
+    for future in done:
+        future.result()
 
 
 def cpu_so_far(processes: Processes) -> dict[str, float]:
-    """So far, of each role; to the nanosecond, as clock_getcpuclockid(3) finds a clock."""
+    """Return the CPU seconds of each role so far, from the processes' CPU clocks.
+
+    clock_getcpuclockid(3) describes how a process's clock is found.
+    """
     return {
         role: sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
         for role, pids in processes.items()
@@ -118,12 +124,12 @@ def cpu_so_far(processes: Processes) -> dict[str, float]:
 
 
 def cpu_since(before: Mapping[str, float], processes: Processes) -> dict[str, float]:
-    """What each role has taken since cpu_so_far() said that."""
+    """Return the CPU seconds of each role since `before`, a result of cpu_so_far()."""
     return {role: after - before[role] for role, after in cpu_so_far(processes).items()}
 
 
 def _quantiles_ms(times_s: Sequence[float]) -> tuple[float | None, float | None]:
-    """The median and the 99th percentile."""
+    """Return the median and the 99th percentile in milliseconds."""
     if not times_s:
         return None, None
     if len(times_s) == 1:

@@ -1,4 +1,4 @@
-"""An OpenAI server without a model: all streams get their next token in one step."""
+"""An OpenAI-compatible server without a model. In each step, all streams get their next token."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import httptools
 import uvloop
 
 HOST = "127.0.0.1"
-NICENESS = 15  # as Ray's workers have
+NICENESS = 15  # niceness of the process, as of Ray's workers
 WORD = " word"
 ID = {"id": "chatcmpl-0123456789abcdef0123456789abcdef", "created": 1_700_000_000, "model": "m"}
 USAGE = {"prompt_tokens": 50, "completion_tokens": 1, "total_tokens": 51}
@@ -19,7 +19,7 @@ STREAM_HEAD = (
 
 
 def serve(port: int, step_s: float) -> None:
-    """Until the process is ended."""
+    """Serve until the process is killed."""
     os.nice(NICENESS)
     uvloop.run(_serve(port, step_s))
 
@@ -31,10 +31,10 @@ async def _serve(port: int, step_s: float) -> None:
 
 
 class Steps:
-    """One after the other while anybody waits for a token."""
+    """Runs steps while a connection waits for tokens."""
 
     def __init__(self, step_s: float) -> None:
-        self.waiting: dict[Connection, int] = {}  # -> tokens to come
+        self.waiting: dict[Connection, int] = {}  # connection -> remaining tokens
         self.has_work = asyncio.Event()
         self._step_s = step_s
 
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(data)
 
     def finish(self) -> None:
-        """With the last token."""
+        """Send the end of an answer, together with its last token."""
         self.write(END if self._streamed else ANSWER)
 
 
@@ -112,7 +112,7 @@ def whole(document: dict[str, Any]) -> bytes:
 
 
 def event(data: str) -> bytes:
-    """In an HTTP chunk of its own."""
+    """Return an event as an HTTP chunk."""
     text = f"data: {data}\n\n".encode()
     return b"%x\r\n%s\r\n" % (len(text), text)
 

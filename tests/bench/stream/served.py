@@ -1,7 +1,7 @@
-"""What each route and kind of body costs a router and a vLLM replica, beside `vllm serve`.
+"""The cost of each route and kind of body in a router and a vLLM replica, and in `vllm serve`.
 
-A cluster of one replica and vLLM's own server have a shallow model each and answer in turn. Clients
-and engines are processes of their own, on the same cores.
+A cluster with one replica and vLLM's own server both have a shallow model, and get requests
+alternately. Clients and engines are separate processes on the same cores.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.support.engines import TOOL_PARSER, shallow_model
 from tests.support.serving import start_cluster
 
 AT_ONCE = 8
-ROUNDS = 3  # each server in turn; the median counts
+ROUNDS = 3  # number of rounds for each server; the result is the median
 CACHE_MB = 64
 MODEL = "m"
 IDLE_S = 5.0
@@ -68,14 +68,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 class Server:
     port: int
     processes: Processes
-    idle_cpu_s: Mapping[str, float]  # in a second, of each role
+    idle_cpu_s: Mapping[str, float]  # role -> CPU seconds per second without requests
 
 
 @dataclass
 class Spent:
-    """By the answers of a round."""
+    """The costs of the answers of a round."""
 
-    cpu_s: dict[str, float]  # of each role, beyond what it takes idle
+    cpu_s: dict[str, float]  # role -> CPU seconds, without those of an idle process
     tokens: int
     events: int
 
@@ -95,19 +95,19 @@ def served() -> Section:
 
 @contextmanager
 def cluster(model: str) -> Iterator[Server]:
-    """Of one router and one replica."""
+    """Run a cluster with one router and one replica."""
     with start_cluster(
         *("--model", model, "--served-model-name", MODEL, "--replicas", "1", "--no-ui"),
         *("--kv-cache-memory-mb", str(CACHE_MB)),
         *("--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
     ) as started:
-        found = Serving(started)
-        yield _server(found.port, found.processes())
+        started_cluster = Serving(started)
+        yield _server(started_cluster.port, started_cluster.processes())
 
 
 @contextmanager
 def stock(model: str) -> Iterator[Server]:
-    """vLLM's own server."""
+    """Run vLLM's own server."""
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER)
     with stock_server(model, *tools, name=MODEL, cache_mb=CACHE_MB) as (port, pid):
         yield _server(port, {STOCK: [pid]})
@@ -125,7 +125,7 @@ async def _row(ours: Server, theirs: Server, name: str, kind: tuple[str, dict[st
     replica, server = _us(mine, "replica"), _us(others, STOCK)
     return {
         "kind": name,
-        "tokens": median(each.tokens for each in mine) / AT_ONCE,
+        "tokens": median(spent.tokens for spent in mine) / AT_ONCE,
         "router": _us(mine, "router"),
         "replica": replica,
         "HAProxy": _us(mine, "HAProxy"),
@@ -156,7 +156,7 @@ async def _round(server: Server, path: str, body: dict[str, Any]) -> Spent:
 
 
 async def _answer(http: httpx.AsyncClient, path: str, raw: bytes) -> tuple[int, int]:
-    """Its tokens and events."""
+    """Send a request; return the number of tokens and of events of the answer."""
     headers = {"content-type": "application/json"}
     response = await http.post(path, content=raw, headers=headers)
     if response.status_code != 200:

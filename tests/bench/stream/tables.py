@@ -1,7 +1,7 @@
-"""What a streamed token and a short request cost, in CPU time and in waiting, beside a peer.
+"""The cost of a streamed token and of a short request, in CPU time and in latency.
 
-A steady load of chats meets a cluster of simulated engines, and SGLang's gateway before servers
-that answer at once. The load is on the same cores as what it measures.
+A steady load of chats is sent to a cluster with simulated engines, and to SGLang's gateway with
+servers that answer at once. The load runs on the same cores as the measured processes.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ SHORT = [
 ]
 PAST_HAPROXY = (STREAMED[2], *SHORT)
 WARM_UP = replace(STREAMED[1], window_s=3.0)
-SHORT_WINDOW_S = 3.0  # where costs vary less
+SHORT_WINDOW_S = 3.0  # length of the window if the costs vary less
 IDLE_S = 3.0
 
 FULL_REPLICAS = 4
@@ -45,7 +45,7 @@ NAGLE = (
     "sends ACKs at once does not wait."
 )
 
-Costs = dict[tuple[str, Load], Cost]  # of each way, under each load
+Costs = dict[tuple[str, Load], Cost]  # costs of each way with each load
 
 
 def tables() -> list[Section]:
@@ -72,14 +72,14 @@ def tables() -> list[Section]:
 
 
 def _cluster(costs: Costs) -> str:
-    """Adds its costs; what its processes take when nobody asks."""
-    with serving(replicas=REPLICAS, decode_ms=DECODE_MS) as found:
-        measure(found.port, WARM_UP, {})
-        idle = idle_cpu_s(found.processes(), seconds=IDLE_S)
+    """Measure the cluster and add its costs; return a text about its idle processes."""
+    with serving(replicas=REPLICAS, decode_ms=DECODE_MS) as cluster:
+        measure(cluster.port, WARM_UP, {})
+        idle = idle_cpu_s(cluster.processes(), seconds=IDLE_S)
         for load in STREAMED + SHORT:
-            costs[OURS, load] = measure(found.port, load, found.processes())
-        if port := found.router_port:
-            processes = {role: found.processes()[role] for role in ("router", "replica")}
+            costs[OURS, load] = measure(cluster.port, load, cluster.processes())
+        if port := cluster.router_port:
+            processes = {role: cluster.processes()[role] for role in ("router", "replica")}
             for load in PAST_HAPROXY:
                 costs[PAST, load] = measure(port, load, processes)
     took = ", ".join(f"{role} {1000 * cpu_s:.1f}" for role, cpu_s in idle.items())
@@ -100,10 +100,10 @@ def _peer(costs: Costs) -> None:
 
 
 def _full() -> Section:
-    """More tokens are generated than one router can pass on."""
-    with serving(replicas=FULL_REPLICAS, decode_ms=FULL_DECODE_MS) as found:
-        measure(found.port, WARM_UP, {})
-        rows = [_most(OURS, measure(found.port, FULL, found.processes()))]
+    """Measure a router while engines generate more tokens than it can forward."""
+    with serving(replicas=FULL_REPLICAS, decode_ms=FULL_DECODE_MS) as cluster:
+        measure(cluster.port, WARM_UP, {})
+        rows = [_most(OURS, measure(cluster.port, FULL, cluster.processes()))]
     if is_installed():
         with (
             mock_engines(FULL_REPLICAS, step_s=FULL_DECODE_MS / 1000) as engines,
@@ -124,7 +124,7 @@ def _full() -> Section:
 
 
 def _share(load: Load) -> Load:
-    """One replica's."""
+    """Return the part of the load for one replica."""
     return replace(load, concurrent=max(1, load.concurrent // REPLICAS))
 
 
@@ -190,7 +190,10 @@ def _most(way: str, cost: Cost) -> Row:
 
 
 def _ratio(costs: Costs, way: str, load: Load, role: str, other: str) -> float | None:
-    """The CPU time of a token, over the other way's, where both are ours and have that role."""
+    """Return the CPU time of a token divided by that of the other way.
+
+    Returns None unless both ways are kvroute's and have this role.
+    """
     if way not in (OURS, PAST) or (other, load) not in costs:
         return None
     ours, theirs = costs[way, load], costs[other, load]
@@ -198,7 +201,7 @@ def _ratio(costs: Costs, way: str, load: Load, role: str, other: str) -> float |
 
 
 def _added_ms(costs: Costs, way: str, load: Load) -> float | None:
-    """To what the engine behind it takes for the first token."""
+    """Return the milliseconds to first token in addition to those of the engine alone."""
     if way not in BEHIND:
         return None
     through, behind = costs[way, load].ttft_p50_ms, costs[BEHIND[way], load].ttft_p50_ms

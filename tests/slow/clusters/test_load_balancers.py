@@ -20,7 +20,7 @@ from openai import AsyncOpenAI
 from kvroute.local.ports import free_port
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.api.call_limits import MAX_CHOICES
-from tests.support.audience import Audience, Heard
+from tests.support.audience import Audience, Received
 from tests.support.certificates import certificate
 from tests.support.clients import async_openai_client
 from tests.support.load_balancers import LoadBalancer, haproxy, nginx, with_tls
@@ -328,5 +328,5 @@ async def test_a_node_that_is_killed_breaks_its_own_streams_and_no_later_request
         assert all(
             each == whole
             for each, whole in zip(heard, wholes, strict=True)
-            if isinstance(each, Heard)
+            if isinstance(each, Received)
         )

@@ -29,7 +29,7 @@ def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in COLLECTORS:
         monkeypatch.setattr(module, "RequestOutputCollector", Unmerged)
-    monkeypatch.setattr(http_run, "WHOLE_TOKENS", 1)
+    monkeypatch.setattr(http_run, "UNSTREAMED_CHUNK_TOKENS", 1)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session", params=["simulated", "vllm"])

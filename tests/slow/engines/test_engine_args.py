@@ -55,8 +55,8 @@ def test_what_vllm_takes_is_not_complained_of() -> None:
     ("engine_args", "complaint"),
     [
         ({"gpu_memory_utilizaton": 0.5}, "did you mean gpu_memory_utilization"),
-        ({"swap_space": 4}, "swap_space is no engine argument of vLLM 0.32"),
-        ({"_api_process_count": 4}, "no engine argument of vLLM"),
+        ({"swap_space": 4}, "swap_space is not an engine argument of vLLM 0.32"),
+        ({"_api_process_count": 4}, "not an engine argument of vLLM"),
         ({"seed": "a"}, "seed is 'a': Input should be a valid integer"),
         ({"gpu_memory_utilization": 7}, "is 7: Input should be less than or equal to 1"),
         ({"kv_cache_dtype": "fp9"}, "kv_cache_dtype is 'fp9': Input should be 'auto', "),

@@ -32,7 +32,7 @@ def test_vllms_processes_are_forked_with_the_environment_and_cores_of_their_star
     monkeypatch: pytest.MonkeyPatch, one_core: int
 ) -> None:
     monkeypatch.setenv(GONE, "1")
-    fork_server.begin(threads=1)
+    fork_server.start(threads=1)
     monkeypatch.delenv(GONE)
     monkeypatch.setenv(LATER, "2")
     fork_server.install()
@@ -68,5 +68,5 @@ def tell(pipe: Connection) -> None:
 
 def test_the_fork_server_begins_without_a_change_of_the_environment() -> None:
     before = dict(os.environ)
-    fork_server.begin(threads=3)
+    fork_server.start(threads=3)
     assert dict(os.environ) == before

@@ -134,41 +134,41 @@ def test_an_offloading_connector_hears_of_what_goes_next_wherever_its_cursor_was
         assert after == [*second[::-1], *first[::-1]]
 
 
-def keeping_of(*sides: Side) -> Any:
+def hints_of(*sides: Side) -> Any:
     """As a scheduler has it; each pool has a group with all requests' blocks."""
-    from kvroute.replica.vllm_engine.blocks.keeping import Keeping
+    from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 
     managers = [SimpleNamespace(block_pool=side.pool, req_to_blocks={}) for side in sides]
     manager: Any = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
-    return Keeping(manager, [side.pool for side in sides])
+    return RetentionHints(manager, [side.pool for side in sides])
 
 
 def request_of(name: str, keep: RetentionHint) -> Any:
     from kvroute.contract.generation import NO_TOKENS, GenerateRequest
-    from kvroute.replica.vllm_engine.blocks.keeping import keep_args
+    from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 
-    args = keep_args(GenerateRequest(name, NO_TOKENS, keep=keep))
+    args = hint_args(GenerateRequest(name, NO_TOKENS, keep=keep))
     return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=args))
 
 
 def test_the_end_of_a_session_reaches_all_pools_and_requests_that_run() -> None:
     sides = Side(ours=False), Side(ours=False)
-    keeping = keeping_of(*sides)
+    hints = hints_of(*sides)
     left, stays, running = (
         request_of(name, RetentionHint(session=n)) for n, name in enumerate("abc", 1)
     )
     held = []
-    for side, manager in zip(sides, keeping._managers, strict=True):
+    for side, manager in zip(sides, hints._managers, strict=True):
         held.append([side.get(99) for _ in "abc"])
         manager.req_to_blocks |= dict(zip("abc", side.requests, strict=True))
     for request in (stays, left):
-        keeping.label(request)
-        for side, manager in zip(sides, keeping._managers, strict=True):
+        hints.label(request)
+        for side, manager in zip(sides, hints._managers, strict=True):
             side.pool.free_blocks(reversed(manager.req_to_blocks[request.request_id]))
     for session in (1, 3):
-        keeping.end(session, [running])
-    keeping.label(running)
-    for side, manager in zip(sides, keeping._managers, strict=True):
+        hints.end(session, [running])
+    hints.label(running)
+    for side, manager in zip(sides, hints._managers, strict=True):
         side.pool.free_blocks(reversed(manager.req_to_blocks["c"]))
     for side, (of_left, of_stays, of_running) in zip(sides, held, strict=True):
         assert [side.get(99) for _ in "abc"] == [of_left[::-1], of_running[::-1], of_stays[::-1]]

@@ -38,7 +38,7 @@ class Side:
     def __init__(self, name: str, blocks: int = 60) -> None:
         self.cache = cache_of(name, blocks=blocks)
         division = self.cache.division
-        self.table = BlockTable(division.members)
+        self.table = BlockTable(division.group_entries)
         self.fleet = Fleet(model="m", revision="", block_size=UNIT, rng=random.Random(0))
         self.fleet.mirror.join("a")
         self.fleet.update([record("a", block_size=UNIT, layout=division.layout)])

@@ -31,7 +31,7 @@ def test_what_remains_is_in_the_order_it_was(
     keys = [OffloadKey(bytes([number])) for number in range(BLOCKS)]
     for number, key in enumerate(keys):
         policy.insert(key, ChunkStatus(number))
-        policy.used([key], RetentionHint(orders[number], session=1 + number // 4))
+        policy.record_use([key], RetentionHint(orders[number], session=1 + number // 4))
         policy.chunks[key].ref_cnt = int(number in busy)
         if number not in busy:
             policy.mark_evictable(key)
@@ -43,7 +43,7 @@ def test_what_remains_is_in_the_order_it_was(
     assert not gone & (protected | busy | pinned)
     assert gone == set([each for each in before if each not in protected][: len(gone)])
     assert list(policy._idle) == [n for n in before if n not in gone]
-    policy.used(keys, RetentionHint())
+    policy.record_use(keys, RetentionHint())
     policy.touch(keys, None)
     for number in busy:  # its copy is over
         policy.chunks[keys[number]].ref_cnt = 0

@@ -43,7 +43,7 @@ def flood(engine: "Tiered", prompts: int = 8, keep: RetentionHint | None = None)
 
 def test_what_left_the_engines_memory_is_found_in_host_memory() -> None:
     engine = tiered(host_blocks=128)
-    assert engine.division.members == (0, HOST_GROUPS)
+    assert engine.division.group_entries == (0, HOST_GROUPS)
     assert engine.ask(0, PROMPT) == 0
     alone = set(engine.table.held())
     assert {HOST.member(each) for each in alone} == alone  # each is in both
@@ -86,7 +86,7 @@ def test_steps_for_answers_say_nothing_about_the_speed_of_prompts(prompt: int, t
     names = [engine.add(100 * number, 1, answer=8) for number in range(80)]
     engine.step()
     heard: list[float] = []
-    engine.scheduler.host.meter.price.computed = lambda predicted_s, _: heard.append(predicted_s)
+    engine.scheduler.host.meter.price.record_step = lambda predicted_s, _: heard.append(predicted_s)
     if prompt:
         engine.add(20_000, prompt)
     engine.step()
@@ -212,7 +212,7 @@ def test_without_the_option_there_is_no_connector() -> None:
     ("fields", "words"),
     [
         ({"engine_args": {"kv_offloading_size": 1}}, "--engine-args has kv_offloading_size"),
-        ({"host_cache_gb": "2000"}, "choose less, for example 30%"),
+        ({"host_cache_gb": "2000"}, "set a lower value, for example 30%"),
     ],
 )
 def test_what_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
@@ -315,7 +315,7 @@ def test_the_window_of_a_prompt_is_reloaded_with_it() -> None:
     engine.ask(0, PROMPT)
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
-    assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
+    assert engine.division.group_entries == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
 
 
 def test_the_last_state_of_a_prompt_is_reloaded_with_it() -> None:
@@ -326,7 +326,7 @@ def test_the_last_state_of_a_prompt_is_reloaded_with_it() -> None:
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert engine.ask(0, PROMPT - BLOCK) == 0  # its state is not kept
-    assert engine.division.members == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
+    assert engine.division.group_entries == (0, 1, HOST_GROUPS, HOST_GROUPS + 1)
 
 
 @pytest.mark.parametrize("kind", ["full", "window", "chunk", "state"])

@@ -248,11 +248,11 @@ def test_a_layout_has_full_attention_first_and_equal_groups_once() -> None:
     assert cache_of("plain").division.layout is None
     windows = cache_of("windows").division
     assert windows.layout == Layout((FULL, WINDOW), hit_tokens=16)
-    assert windows.members == (1, 0, 1)
+    assert windows.group_entries == (1, 0, 1)
     states = cache_of("states").division
     both = CacheGroup("full_attention", 32), CacheGroup("mamba", 32)
     assert states.layout == Layout(both, hit_tokens=32)
-    assert states.members == (0, 1, 1)
+    assert states.group_entries == (0, 1, 1)
     assert cache_of("one window").division.layout == Layout((WINDOW,), hit_tokens=16)
     parts = cache_of("parts of states").division.layout
     assert parts is not None
@@ -282,7 +282,7 @@ def test_a_group_without_prefix_caching_takes_no_part() -> None:
     from kvroute.replica.vllm_engine.blocks.division import Division
 
     division = Division(16, 16, (None, FULL))
-    assert division.members == (None, 0)
+    assert division.group_entries == (None, 0)
     assert not division.is_plain
     assert division.layout == Layout((FULL,), hit_tokens=16)
     assert Division(16, 16, ()).layout is None

@@ -12,47 +12,50 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
-KEEP_ARG = "kvroute_keep"  # in a request's extra_args: its retention hint, a Keep as a list
+HINT_ARG = "kvroute_keep"  # key in extra_args for the request's RetentionHint, as a list
 
 
-def keep_args(request: GenerateRequest) -> dict[str, Any]:
-    """Return the entries for the request's extra_args."""
-    return {} if request.keep is None else {KEEP_ARG: msgspec.to_builtins(request.keep)}
+def hint_args(request: GenerateRequest) -> dict[str, Any]:
+    """Return the entries of vLLM's extra_args for the request's retention hint."""
+    return {} if request.keep is None else {HINT_ARG: msgspec.to_builtins(request.keep)}
 
 
-def keep_of(request: Request) -> RetentionHint:
-    """Return the request's retention hint."""
-    return msgspec.convert(_args(request).get(KEEP_ARG, ()), RetentionHint)
+def hint_of(request: Request) -> RetentionHint:
+    """Return the retention hint in a request's extra_args."""
+    return msgspec.convert(_args(request).get(HINT_ARG, ()), RetentionHint)
 
 
 def _args(request: Request) -> dict[str, Any]:
     return (request.sampling_params and request.sampling_params.extra_args) or {}
 
 
-class Keeping:
-    """The retention hints for one scheduler's blocks; made before the first request."""
+class RetentionHints:
+    """The retention hints for the blocks of one scheduler. Create it before the first request."""
 
     def __init__(self, manager: KVCacheManager, pools: Iterable[BlockPool]) -> None:
         self._managers = manager.coordinator.single_type_managers
         self._queues = {pool: FreeQueue(pool) for pool in pools if pool.enable_caching}
 
     def label(self, request: Request) -> None:
-        """Set the retention of the blocks of a request that ends; it still holds them."""
-        keep = keep_of(request)
+        """Set the retention of a request's blocks. Call this when it ends but still holds them."""
+        hint = hint_of(request)
         for manager in self._managers:
             if queue := self._queues.get(manager.block_pool):
                 blocks = manager.req_to_blocks.get(request.request_id, ())
-                queue.label([block for block in blocks if not block.is_null], keep)
+                queue.label([block for block in blocks if not block.is_null], hint)
 
     def end(self, session: int, running: Iterable[Request]) -> None:
-        """End a session: its blocks are evicted first, also those of its running requests."""
+        """End a session. The blocks that only it uses are then evicted first.
+
+        This includes the blocks of its running requests, once these end.
+        """
         for args in map(_args, running):
-            if msgspec.convert(args.get(KEEP_ARG, ()), RetentionHint).session == session:
-                args[KEEP_ARG] = msgspec.to_builtins(RetentionHint(Order.ENDED, session))
+            if msgspec.convert(args.get(HINT_ARG, ()), RetentionHint).session == session:
+                args[HINT_ARG] = msgspec.to_builtins(RetentionHint(Order.ENDED, session))
         for queue in self._queues.values():
             queue.end(session)
 
     def clear(self) -> None:
-        """Forget all hints; the pools have cleared their caches."""
+        """Forget all hints, because the pools have cleared their caches."""
         for queue in self._queues.values():
             queue.clear()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.contract.generation import CannotRunError
-from kvroute.replica.vllm_engine.process.last_words import CrashLog, described, last_words
+from kvroute.replica.vllm_engine.process.crash_log import CrashLog, in_one_line, last_error
 
 CORE = "(EngineCore pid=7) ERROR 11-22 23:27:33 [core.py:1512] "
 WORKER = "(Worker_TP0 pid=8) ERROR 11-22 23:27:33 [multiproc_executor.py:953] "
@@ -29,7 +29,7 @@ REFUSED = f"""\
 
 
 @pytest.mark.parametrize(
-    ("log", "words"),
+    ("log", "message"),
     [
         (DEAD, "RuntimeError: Unsupported: head_dim=20"),
         (REFUSED, "ValueError: too large"),
@@ -37,8 +37,8 @@ REFUSED = f"""\
         ("", ""),
     ],
 )
-def test_the_last_error_of_a_dead_process_is_its_cause(log: str, words: str) -> None:
-    assert last_words(log) == words
+def test_the_last_error_of_a_dead_process_is_its_cause(log: str, message: str) -> None:
+    assert last_error(log) == message
 
 
 def test_output_before_the_start_is_ignored(tmp_path: Path) -> None:
@@ -47,18 +47,18 @@ def test_output_before_the_start_is_ignored(tmp_path: Path) -> None:
         os.dup2(stream.fileno(), 1)
         try:
             os.write(1, DEAD.encode())
-            words = CrashLog()
-            before = words.message()
+            crash_log = CrashLog()
+            before = crash_log.message()
             os.write(1, REFUSED.encode())
-            after = words.message()
+            after = crash_log.message()
         finally:
             os.dup2(kept, 1)
             os.close(kept)
     assert (before, after) == ("", "ValueError: too large")
 
 
-def test_only_errors_that_every_start_would_repeat_are_final() -> None:
-    words = CrashLog()
-    assert isinstance(words.of_start(ValueError("no such model\n\nat all")), CannotRunError)
-    assert not isinstance(words.of_start(OSError("the port is taken")), CannotRunError)
-    assert described(ValueError("no such model\n\nat all")) == "ValueError: no such model"
+def test_only_errors_that_would_occur_at_every_start_are_final() -> None:
+    crash_log = CrashLog()
+    assert isinstance(crash_log.start_error(ValueError("no such model\n\nat all")), CannotRunError)
+    assert not isinstance(crash_log.start_error(OSError("the port is taken")), CannotRunError)
+    assert in_one_line(ValueError("no such model\n\nat all")) == "ValueError: no such model"
