@@ -4,13 +4,14 @@ from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
 from kvroute.router.api.errors import ApiError
 from kvroute.router.page.live import Live
 from kvroute.router.serving.models import Models, Served
 
 PAGE = "index.html"
+OFF = "the live page is off (--no-ui); start with --ui or KVROUTE_UI=1"
 TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -28,6 +29,13 @@ HEADERS = {
 }
 
 routes = APIRouter()
+
+
+@routes.get("/")
+async def root(models: Served) -> Response:
+    """Lead a browser that was given the cluster's address to the live page."""
+    _live(models, None)
+    return RedirectResponse("ui")
 
 
 @routes.get("/ui")
@@ -51,10 +59,19 @@ async def live(models: Served, model: str | None = None) -> Response:
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 
+@routes.get("/v1/cluster/history")
+async def history(models: Served, model: str | None = None, replica: str | None = None) -> Response:
+    """Return the samples of the last hour for the live page's charts, of the fleet or a replica."""
+    recorder = (models.named(model) if model else models.first).recorder
+    if recorder is None:
+        raise ApiError(404, OFF)
+    return JSONResponse({"router": models.router_id} | recorder.as_json(replica))
+
+
 def _live(models: Models, model: str | None) -> Live:
     live = (models.named(model) if model else models.first).live
     if live is None:
-        raise ApiError(404, "the live page is off (--no-ui); start with --ui or KVROUTE_UI=1")
+        raise ApiError(404, OFF)
     return live
 
 

@@ -28,6 +28,7 @@ from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
 from kvroute.router.observability.neighbours import Neighbours
 from kvroute.router.observability.telemetry import Telemetry
+from kvroute.router.page.recorder import Recorder
 from kvroute.router.placement.attempts import RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
@@ -158,6 +159,7 @@ class Parts:
             blamed=self.blamed,
         )
         # What watches them.
+        self.recorder = _recorder(self)
         read_audit = audit_reader(self.links, self.unreadable)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, read_audit)
         self.canaries = Canaries(
@@ -229,6 +231,15 @@ def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
     if most == "off" or (most == "auto" and settings.policy != "kvroute"):
         return None
     return Seats(lambda: parts.fleet.cache_tokens, None if most == "auto" else most)
+
+
+def _recorder(parts: Parts) -> Recorder | None:
+    """Return the recorder of the live page's charts; None: the page is off."""
+    if parts.telemetry.traffic is None:
+        return None
+    return Recorder(
+        parts.telemetry.traffic, fleet=parts.fleet, queue=parts.queue, seats=parts.seats
+    )
 
 
 def _seating(settings: RouterSettings, parts: Parts) -> Seating | None:

@@ -65,6 +65,8 @@ class Lifecycle:
             "neighbours": parts.neighbours.run(),
             "ended sessions": parts.ended_sessions.run(parts.links),
         }
+        if parts.recorder is not None:
+            works["recorder"] = parts.recorder.run()
         if parts.seating is not None:
             works["seating"] = parts.seating.run()
         return works
