@@ -17,7 +17,7 @@ LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup serve check unit test test-all test-cluster lint docs wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
+.PHONY: help setup serve check unit test test-all test-cluster lint docs ui-picture wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -71,6 +71,9 @@ bench-tenants: $(DEV) ## Whether a tenant's first tokens tell what others have a
 docs: $(DEV) ## The generated tables and dashboards, written anew
 	@$(BIN)/python -m tests.support.tables
 	@$(BIN)/python -m dashboards.build
+
+ui-picture: $(DEV) ## docs/ui.png, from a running cluster; takes six minutes
+	@$(BIN)/python -W ignore -m tests.picture $(ARGS)
 
 lint: $(DEV) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .

@@ -7,7 +7,9 @@ from fastapi import APIRouter, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.page.live import Live
+from kvroute.router.page.live import Live, State
+from kvroute.router.page.recorder import Recorder
+from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models, Served
 
 PAGE = "index.html"
@@ -52,9 +54,18 @@ async def file(name: str, models: Served) -> Response:
 
 
 @routes.get("/v1/cluster/live")
-async def live(models: Served, model: str | None = None) -> Response:
-    """Return the live page's events for a model, or the first model, as server-sent events."""
-    events = await _live(models, model).listen()
+async def live(models: Served, model: str | None = None, replica: str | None = None) -> Response:
+    """Return the live page's events for a model, or the first model, as server-sent events.
+
+    The samples of the charts are among them, of the replica or else of the fleet. They come from
+    the same router as all else: another request might get an answer of another router.
+    """
+    recorder = _recorder(models, model)
+
+    def samples() -> State:
+        return {"history": recorder.encoded(replica)}
+
+    events = await _live(models, model).listen(samples)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
@@ -62,17 +73,26 @@ async def live(models: Served, model: str | None = None) -> Response:
 @routes.get("/v1/cluster/history")
 async def history(models: Served, model: str | None = None, replica: str | None = None) -> Response:
     """Return the samples of the last hour for the live page's charts, of the fleet or a replica."""
-    recorder = (models.named(model) if model else models.first).recorder
-    if recorder is None:
-        raise ApiError(404, OFF)
-    return JSONResponse({"router": models.router_id} | recorder.as_json(replica))
+    found = _recorder(models, model).as_json(replica)
+    return JSONResponse({"router": models.router_id} | found)
 
 
 def _live(models: Models, model: str | None) -> Live:
-    live = (models.named(model) if model else models.first).live
+    live = _selected(models, model).live
     if live is None:
         raise ApiError(404, OFF)
     return live
+
+
+def _recorder(models: Models, model: str | None) -> Recorder:
+    recorder = _selected(models, model).recorder
+    if recorder is None:
+        raise ApiError(404, OFF)
+    return recorder
+
+
+def _selected(models: Models, model: str | None) -> ModelRouter:
+    return models.named(model) if model else models.first
 
 
 @cache

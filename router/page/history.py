@@ -59,7 +59,7 @@ def quantile(ordered: list[float], share: float) -> float | None:
 
 
 class History:
-    """The samples of the fleet and of its replicas. The oldest sample is dropped when it is full."""
+    """The samples of the fleet and of its replicas; a new sample replaces the oldest."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=SAMPLES)

@@ -4,9 +4,11 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
+
 from kvroute.router.admission.seats import Seats
 from kvroute.router.page import waiting
-from kvroute.router.page.history import PERIOD_S, History, Load, sample
+from kvroute.router.page.history import PERIOD_S, REPLICAS, History, Load, sample
 from kvroute.router.page.traffic import Counts, Traffic, added
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
@@ -23,6 +25,7 @@ class Recorder:
         self._fleet = fleet
         self._queue = queue
         self._seats = seats
+        self._encoded: dict[str | None, bytes] = {}  # by replica; None: of the fleet
 
     async def run(self) -> None:
         """Add samples until cancelled."""
@@ -50,6 +53,7 @@ class Recorder:
         }
         fleet = sample(added(counts.values()), self._total(loads), elapsed_s=elapsed_s)
         self.history.add(at_s, fleet, replicas)
+        self._encoded.clear()
 
     def as_json(self, replica_id: str | None) -> dict[str, Any]:
         """Return the samples of a replica, or of the fleet, for the live page."""
@@ -60,6 +64,15 @@ class Recorder:
             "replicas": history.replicas(),
             "samples": history.of_replica(replica_id) if replica_id else history.of_fleet(),
         }
+
+    def encoded(self, replica_id: str | None) -> bytes:
+        """Return the same as JSON text, which is encoded once for all pages."""
+        found = self._encoded.get(replica_id)
+        if found is None:
+            found = msgspec.json.encode(self.as_json(replica_id))
+            if len(self._encoded) <= REPLICAS:
+                self._encoded[replica_id] = found
+        return found
 
     def _total(self, loads: dict[str, Load]) -> Load:
         """Return the load of the fleet, with the requests that all routers hold back."""

@@ -13,6 +13,7 @@ from kvroute.router.prompts.tokenizer import Prompts
 SHOWN = 20  # prefixes
 SHOWN_TOKENS = 32  # tokens of each prefix that are shown as text
 LEAST_TOKENS = 8  # a prefix that differs only at its end is shown from this many tokens before it
+LEFT_OVER = " .,;:!?·"  # ends of the text before the part that is shown
 
 
 class Hottest:
@@ -67,7 +68,8 @@ class Hottest:
         """Return a part of the text, without the chat template's tokens."""
         begin = max(0, min(begin, len(token_ids) - LEAST_TOKENS))
         before = int(token_ids[begin - 1]) if begin else None
-        return self._prompts.plain_text(token_ids[begin : begin + SHOWN_TOKENS], before)
+        text = self._prompts.plain_text(token_ids[begin : begin + SHOWN_TOKENS], before)
+        return text.lstrip(LEFT_OVER) if begin else text
 
 
 HIDDEN = {"prefix_id": None, "text": None, "differs_at": None, "differing_text": None}

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,15 @@ class Page:
         told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
+
+    def picture(self, *, height: int) -> bytes:
+        """A PNG of the page's upper part, as wide as the window."""
+        width = self.tell("document.documentElement.clientWidth")
+        part = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        told = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=part
+        )
+        return b64decode(told["data"])
 
     def wait_for(self, expression: str) -> None:
         """Fails when it does not become true."""
