@@ -22,7 +22,7 @@ export function arrange(parent, elements) {
   });
 }
 
-/** How many columns a grid gets, so that its rows are even and the last has more than one tile. */
+/** How many columns a grid gets, so that its rows are even and the last has more than one tile if possible. */
 export function columns(tiles, most) {
   const rows = Math.ceil(tiles / Math.max(1, most));
   let even = Math.max(1, Math.ceil(tiles / rows));

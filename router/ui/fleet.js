@@ -66,7 +66,9 @@ function draw() {
 
 function layOut() {
   const most = Math.max(1, Math.floor(list.clientWidth / WIDTH));
-  list.style.setProperty("--columns", columns(list.children.length, most));
+  const even = columns(list.children.length, most);
+  list.style.setProperty("--columns", even);
+  list.classList.toggle("odd", even > 1 && list.children.length % even === 1);
 }
 
 function tile(replica) {

@@ -18,7 +18,8 @@ export function explain(button, words) {
   button.setAttribute("aria-describedby", text.id);
   document.body.append(text);
   for (const name of ["mouseenter", "focus", "click"]) button.addEventListener(name, () => open(button, text));
-  for (const name of ["mouseleave", "blur"]) button.addEventListener(name, close);
+  button.addEventListener("mouseleave", close);
+  button.addEventListener("blur", hide);
   text.addEventListener("mouseenter", () => clearTimeout(closing));
   text.addEventListener("mouseleave", close);
 }

@@ -10,7 +10,7 @@ from tests.support.browser import Page, page
 from tests.support.repository import ROOT
 from tests.support.serving import start_cluster
 
-CLUSTER = ("--engine", "simulated", "--replicas", "3")
+CLUSTER = ("--engine", "simulated", "--replicas", "2")
 WIDTH, HEIGHT = 1280, 1500  # pixels of the picture
 READY = "document.querySelectorAll('#decisions details').length > 0"
 

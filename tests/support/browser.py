@@ -21,6 +21,7 @@ CHROMIUM = find("chromium")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 START_S = 60.0
 WAIT_S = 30.0
+CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "Home": 36, "ArrowLeft": 37}
 
 
 class Page:
@@ -45,6 +46,11 @@ class Page:
             self._note(said)
 
     def open(self, url: str, *, width: int, height: int = 900) -> None:
+        self.resize(width, height)
+        self.call("Page.navigate", url=url)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Give the window this size, in pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -52,13 +58,26 @@ class Page:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.call("Page.navigate", url=url)
 
     def tell(self, expression: str) -> Any:
         """The value of a JavaScript expression."""
-        told = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        told = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in told, told
         return told["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """Press and release a key that is named as in JavaScript's events."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        codes = {"windowsVirtualKeyCode": CODES[key], "key": key, "code": key}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **codes, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **codes)
+
+    def colours(self, scheme: str) -> None:
+        """Prefer this scheme of colours, light or dark."""
+        preferred = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[preferred])
 
     def picture(self, *, height: int) -> bytes:
         """A PNG of the page's upper part, as wide as the window."""
