@@ -5,7 +5,7 @@ import { PLACES } from "./ledger.js";
 
 const OUTCOMES = {
   ok: "answered",
-  cancelled: "cancelled by the client",
+  cancelled: "cancelled",
   refused: "refused",
   failed: "lost with its replica",
 };

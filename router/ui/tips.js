@@ -37,12 +37,20 @@ function open(button, text) {
   hide();
   shown = { button, text };
   text.hidden = false;
+  place();
+}
+
+// Below the button, or above it where the window ends; also while the page scrolls to the focus.
+function place() {
+  if (!shown) return;
+  const { button, text } = shown;
+  text.style.left = "0"; // it is measured with all the width that it may have
   const at = button.getBoundingClientRect();
   const box = text.getBoundingClientRect();
-  const left = Math.min(at.left, document.documentElement.clientWidth - box.width - EDGE);
-  const below = at.bottom + EDGE + box.height <= document.documentElement.clientHeight;
-  text.style.left = `${Math.max(EDGE, left)}px`;
-  text.style.top = `${below ? at.bottom + 4 : at.top - box.height - 4}px`;
+  const { clientWidth, clientHeight } = document.documentElement;
+  const isBelow = at.bottom + EDGE + box.height <= clientHeight;
+  text.style.left = `${Math.max(EDGE, Math.min(at.left, clientWidth - box.width - EDGE))}px`;
+  text.style.top = `${isBelow ? at.bottom + 4 : at.top - box.height - 4}px`;
 }
 
 function close() {
@@ -56,4 +64,4 @@ function hide() {
 }
 
 document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
-addEventListener("scroll", hide, { passive: true });
+for (const name of ["scroll", "resize"]) addEventListener(name, place, { passive: true });

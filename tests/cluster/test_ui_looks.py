@@ -92,10 +92,11 @@ def test_causes_without_tokens_are_folded(browser: Page, fleet: PageServer) -> N
     assert shown.tell(rows) == 11
 
 
+@pytest.mark.parametrize("width", [400, 1280])
 def test_the_keyboard_alone_reaches_everything_and_explains_it(
-    browser: Page, fleet: PageServer
+    browser: Page, fleet: PageServer, width: int
 ) -> None:
-    shown = look(browser, fleet)
+    shown = look(browser, fleet, width=width)
     reached = dict[str, list[str]]()
     for _ in range(MOST_TABS):
         shown.press("Tab")
@@ -103,6 +104,7 @@ def test_the_keyboard_alone_reaches_everything_and_explains_it(
         if focused["name"].startswith("body"):
             break
         assert focused["isSeen"], focused
+        assert shown.tell("tipsFit()"), focused
         reached[focused["name"]] = shown.tell("openTips()")
     assert {"select charted", "button pause", "button zeros", "button more-prefixes"} <= {*reached}
     assert reached["button Queued"][0].startswith("Requests that all routers hold back")

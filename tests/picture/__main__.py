@@ -11,7 +11,7 @@ from tests.support.repository import ROOT
 from tests.support.serving import start_cluster
 
 CLUSTER = ("--engine", "simulated", "--replicas", "2")
-WIDTH, HEIGHT = 1280, 1500  # pixels of the picture
+WIDTH = 1280  # pixels of the picture
 READY = "document.querySelectorAll('#decisions details').length > 0"
 
 
@@ -48,7 +48,8 @@ async def _talk_and_look(url: str, seconds: float, look: Callable[[], None]) -> 
 def _take(shown: Page, url: str, file: Path) -> None:
     shown.open(f"{url}/ui", width=WIDTH)
     shown.wait_for(READY)
-    file.write_bytes(shown.picture(height=HEIGHT))
+    height = shown.tell("document.querySelector('.decisions').offsetTop")
+    file.write_bytes(shown.picture(height=height))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ class Page:
 
     def picture(self, *, height: int) -> bytes:
         """A PNG of the page's upper part, as wide as the window."""
-        width = self.tell("document.documentElement.clientWidth")
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
+        width = self.tell("window.innerWidth")
         part = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         told = self.call(
             "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=part

@@ -65,6 +65,13 @@ function focused() {
   return { name: `${element.tagName.toLowerCase()} ${name}`, isSeen: getComputedStyle(element).outlineStyle !== "none" };
 }
 
+/** Whether the open explanations are inside the window and wide enough to read. */
+const tipsFit = () =>
+  [...document.querySelectorAll(".tooltip:not([hidden])")].every((tip) => {
+    const { left, right, top, bottom, width, height } = tip.getBoundingClientRect();
+    return left >= 0 && right <= innerWidth && top >= 0 && bottom <= innerHeight && width > height / 2;
+  });
+
 const openTips = () => [...document.querySelectorAll(".tooltip:not([hidden])")].map((tip) => tip.textContent);
 
 /** The labels of each chart's axes, by its title. */
