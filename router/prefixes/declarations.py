@@ -102,8 +102,12 @@ class Declarations:
         latest = {each.id: each for each in self._catalogue.all()}
         visible = [each for each in latest.values() if not each.namespace]
         best = nlargest(most, visible, key=lambda each: uses.get(each.id, (0, 0))[1])
+        shown = []
+        for prefix in best:
+            shown.append(self._as_json(prefix, records, uses))
+            await asyncio.sleep(0)  # a long prefix takes milliseconds to be looked up
         return {
-            "prefixes": [self._as_json(prefix, records, uses) for prefix in best],
+            "prefixes": shown,
             "others": len(visible) - len(best),
             "of_tenants": len(latest) - len(visible),
         }
