@@ -17,7 +17,7 @@ LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup serve check unit test test-all test-cluster lint docs site wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
+.PHONY: help setup serve check unit test test-all test-cluster lint docs site ui-picture wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -76,6 +76,9 @@ site: | .venv/bin/uv ## The documents as a website with search, in site/; fails 
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/uvx --quiet --from mkdocs --with-requirements requirements/site.lock \
 		mkdocs build --strict
 	@echo "site: in site/; to read it: python3 -m http.server --directory site"
+
+ui-picture: $(DEV) ## docs/ui.png, from a running cluster; takes six minutes
+	@$(BIN)/python -W ignore -m tests.picture $(ARGS)
 
 lint: $(DEV) ## Formatting, lint and types
 	@$(BIN)/ruff format --check .

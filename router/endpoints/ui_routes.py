@@ -4,13 +4,16 @@ from functools import cache
 from importlib.resources import files
 
 from fastapi import APIRouter, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.page.live import Live
+from kvroute.router.page.live import Live, State
+from kvroute.router.page.recorder import Recorder
+from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models, Served
 
 PAGE = "index.html"
+OFF = "the live page is off (--no-ui); start with --ui or KVROUTE_UI=1"
 TYPES = {  # extension of a file -> its content type
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -30,6 +33,13 @@ HEADERS = {
 routes = APIRouter()
 
 
+@routes.get("/")
+async def root(models: Served) -> Response:
+    """Lead a browser that was given the cluster's address to the live page."""
+    _live(models, None)
+    return RedirectResponse("ui")
+
+
 @routes.get("/ui")
 async def page(models: Served) -> Response:
     """Return the live page."""
@@ -46,27 +56,45 @@ async def file(name: str, models: Served) -> Response:
 
 
 @routes.get("/v1/cluster/live")
-async def live(models: Served, model: str | None = None) -> Response:
-    """Return the live page's data as server-sent events.
+async def live(models: Served, model: str | None = None, replica: str | None = None) -> Response:
+    """Return the live page's events for a model, or the first model, as server-sent events.
 
-    Args:
-        model: the model to show; None: the first model.
+    The samples of the charts are among them, of the replica or else of the fleet. They come from
+    the same router as all else: another request might get an answer of another router.
     """
-    events = await _live(models, model).listen()
+    recorder = _recorder(models, model)
+
+    def samples() -> State:
+        return {"history": recorder.encoded(replica)}
+
+    events = await _live(models, model).listen(samples)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 
 
-def _live(models: Models, model: str | None) -> Live:
-    """Return the live view of a model; of the first model if `model` is None.
+@routes.get("/v1/cluster/history")
+async def history(models: Served, model: str | None = None, replica: str | None = None) -> Response:
+    """Return the samples of the last hour for the live page's charts, of the fleet or a replica."""
+    found = _recorder(models, model).as_json(replica)
+    return JSONResponse({"router": models.router_id} | found)
 
-    Raises:
-        ApiError: the live page is off.
-    """
-    live = (models.select(model) if model else models.first).live
+
+def _live(models: Models, model: str | None) -> Live:
+    live = _selected(models, model).live
     if live is None:
-        raise ApiError(404, "the live page is off (--no-ui); start with --ui or KVROUTE_UI=1")
+        raise ApiError(404, OFF)
     return live
+
+
+def _recorder(models: Models, model: str | None) -> Recorder:
+    recorder = _selected(models, model).recorder
+    if recorder is None:
+        raise ApiError(404, OFF)
+    return recorder
+
+
+def _selected(models: Models, model: str | None) -> ModelRouter:
+    return models.select(model) if model else models.first
 
 
 @cache

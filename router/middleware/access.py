@@ -134,7 +134,7 @@ def roles_for(method: str, path: str) -> Sequence[Role]:
 
     A route that is not in one of the lists above needs the role manage.
     """
-    if _is_in(path, OPEN):
+    if path == "/" or _is_in(path, OPEN):  # "/" leads to the page
         return ()
     if _is_in(path, ANY):
         return ROLES

@@ -27,6 +27,7 @@ from kvroute.router.page.places import Places
 from kvroute.router.page.recent import Recent
 from kvroute.router.page.recent_answers import RecentAnswers
 from kvroute.router.page.recent_waits import RecentWaits
+from kvroute.router.page.traffic import Traffic
 from kvroute.router.placement.attempts import RequestObserver, RequestObservers
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
@@ -59,6 +60,7 @@ class Telemetry:
         self.recent_waits = RecentWaits()
         self.recent_answers = RecentAnswers()
         self.places = Places()
+        self.traffic = Traffic() if settings.ui else None  # None: there is no live page
         self._router_id = router_id
         self._settings = settings
         self._log = _request_log(router_id, settings)
@@ -67,8 +69,15 @@ class Telemetry:
         self._announcer: Announcer | None = None
         self._lasting = lasting
         self._accounts = _accounts(settings, lasting)
-        observers = (additional, self._log, self._metrics, self.recent, self.recent_waits)
-        others = (self.places, self.recent_answers, self._accounts, request_spans.dispatches())
+        observers = (
+            additional,
+            self._log,
+            self._metrics,
+            self.recent,
+            self.recent_waits,
+            self.places,
+        )
+        others = (self.recent_answers, self.traffic, self._accounts, request_spans.dispatches())
         self.observer = RequestObservers(*filter(None, (*observers, *others)))
 
     async def start(

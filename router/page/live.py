@@ -34,8 +34,11 @@ class Live:
         self._state: State = {}
         self._made_s = -FRESH_S
 
-    async def listen(self) -> AsyncIterator[bytes]:
+    async def listen(self, more: Callable[[], State] = dict) -> AsyncIterator[bytes]:
         """Return server-sent events: the whole state first, then changes.
+
+        Args:
+            more: returns values that only this listener gets, such as the samples of one replica.
 
         Raises:
             ApiError: too many pages are open.
@@ -47,15 +50,15 @@ class Live:
                 "and try again",
                 type="server_error",
             )
-        events = self._events()
+        events = self._events(more)
         return _chain(await anext(events), events)  # a started generator also runs its cleanup
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self, more: Callable[[], State]) -> AsyncIterator[bytes]:
         self.listeners += 1
         try:
             sent: State = {}
             while True:
-                state = await self._current()
+                state = {**await self._current(), **more()}
                 yield event(sent, state)
                 sent = state
                 if await self._is_over(within_s=PERIOD_S):

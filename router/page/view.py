@@ -6,13 +6,14 @@ seats           how many sessions hold a seat or wait for one; null if seats are
 ledger          prompt tokens by cause, for the requests in recent.Window, and the places where
                 chats' prompts changed
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
+named           the named prefixes that saved most, and how many others there are
 replica/ID      a replica's record, and the sums of its requests
 decision/N      where a request went, its result and its receipt, without any text of the request
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +34,8 @@ from kvroute.store.index import Index
 
 COUNTED = 100  # replicas whose blocks are counted in one snapshot; others keep their last counts
 HOT_S = 5.0  # time between two updates of the hot prefixes, which have to be decoded
+NAMED_S = 5.0  # time between two updates of the named prefixes, whose counts are in Redis
+NAMED = 20  # named prefixes that the page shows
 RECEIPT_REPLICAS = 8  # best-ranked replicas that a receipt shows
 STEP = 50  # replicas that are described before other tasks get the event loop
 
@@ -53,6 +56,7 @@ class View:
         feed: Feed,
         liveness: Liveness,
         hottest: Callable[[], list[dict[str, Any]]],
+        named: Callable[[int], Awaitable[dict[str, Any]]],
         queue: Callable[[], dict[str, Any]],
         seats: Callable[[], list[dict[str, Any]]],
         peers: PeerSubscriber,
@@ -65,6 +69,7 @@ class View:
         self._feed = feed
         self._liveness = liveness
         self._hottest = hottest
+        self._read_named = named
         self._queue = queue
         self._seats = seats
         self._peers = peers
@@ -72,6 +77,8 @@ class View:
         self._counted = 0  # index of the replica at which the next count starts
         self._prefixes = b"[]"
         self._prefixes_at_s = -HOT_S
+        self._named = b""
+        self._named_at_s = -NAMED_S
 
     async def snapshot(self) -> State:
         """Return the current state."""
@@ -84,6 +91,7 @@ class View:
             "seats": encode(next(iter(self._seats()), None)),
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
             "prefixes": self._hot_prefixes(),
+            "named": await self._named_prefixes(),
         }
         states = self._states(records)
         by_id = {record.id: record for record in records}
@@ -193,6 +201,12 @@ class View:
             self._prefixes = encode(self._hottest())
             self._prefixes_at_s = time.monotonic()
         return self._prefixes
+
+    async def _named_prefixes(self) -> bytes:
+        if time.monotonic() - self._named_at_s >= NAMED_S:
+            self._named = encode(await self._read_named(NAMED))
+            self._named_at_s = time.monotonic()
+        return self._named
 
     async def _count_blocks(self, records: Sequence[ReplicaRecord]) -> None:
         """Count the blocks of the next COUNTED replicas in rotation; forget all without Redis."""

@@ -1,15 +1,19 @@
-"""The hottest prefixes of a router's own requests as JSON, each with the start of its text."""
+"""The hottest prefixes of a router's own requests as JSON, with a part of their text."""
 
 import time
 from typing import Any
 
+from kvroute.contract.generation import TokenIds
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.prefixes.differences import differences
 from kvroute.router.prefixes.hot import HotPrefix, HotPrefixes
 from kvroute.router.prompts.tokenizer import Prompts
 
-SHOWN = 20  # number of prefixes that are returned
-SHOWN_TOKENS = 32  # leading tokens of each prefix that are returned as text
+SHOWN = 20  # prefixes
+SHOWN_TOKENS = 32  # tokens of each prefix that are shown as text
+LEAST_TOKENS = 8  # a prefix that differs only at its end is shown from this many tokens before it
+LEFT_OVER = " .,;:!?·"  # ends of the text before the part that is shown
 
 
 class Hottest:
@@ -26,22 +30,46 @@ class Hottest:
     def top(self, tenant: str = "") -> list[dict[str, Any]]:
         """Return the prefixes that save the most tokens, in descending order.
 
-        Only prefixes of this tenant and shared prefixes have their text and name.
+        Only prefixes of this tenant and shared ones are returned with their text, and compared with
+        each other: where one differs from another tenant's would tell about the other's.
         """
         now_s = time.monotonic()
-        return [self._as_json(hot, tenant, now_s) for hot in self._hot.top(SHOWN, now_s)]
+        found = self._hot.top(SHOWN, now_s)
+        visible = [hot for hot in found if hot.owner.tenant in ("", tenant)]
+        differ_at = differences([hot.token_ids for hot in visible])
+        texts = {
+            hot.end: self._texts(hot, shared)
+            for hot, shared in zip(visible, differ_at, strict=True)
+        }
+        return [self._as_json(hot, now_s) | texts.get(hot.end, HIDDEN) for hot in found]
 
-    def _as_json(self, hot: HotPrefix, tenant: str, now_s: float) -> dict[str, Any]:
-        owner = hot.owner
-        is_visible = owner.tenant in ("", tenant)
-        prefix = self._catalogue.declared_as(hot.token_ids, owner.namespace) if is_visible else None
+    def _as_json(self, hot: HotPrefix, now_s: float) -> dict[str, Any]:
+        holders = self._catalogue.holders(hot.token_ids, hot.owner.namespace)
         return {
             "object": "hot_prefix",
             "tokens": len(hot.token_ids),
             "tokens_saved_per_s": round(hot.tokens_saved_per_s(now_s), 3),
             "requests_per_s": round(hot.requests_per_s(now_s), 3),
-            "replicas": sorted(self._catalogue.holders(hot.token_ids, owner.namespace)),
-            "tenant": owner.tenant or None,
-            "prefix_id": prefix and prefix.label,
-            "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]) if is_visible else None,
+            "replicas": sorted(holders),
+            "tenant": hot.owner.tenant or None,
         }
+
+    def _texts(self, hot: HotPrefix, shared: int) -> dict[str, Any]:
+        """Return the prefix's name, its first words, and its words where it differs from others."""
+        prefix = self._catalogue.declared_as(hot.token_ids, hot.owner.namespace)
+        return {
+            "prefix_id": prefix and prefix.label,
+            "text": self._prompts.decode(hot.token_ids[:SHOWN_TOKENS]),
+            "differs_at": shared,
+            "differing_text": self._plain(hot.token_ids, shared),
+        }
+
+    def _plain(self, token_ids: TokenIds, begin: int) -> str:
+        """Return a part of the text, without the chat template's tokens."""
+        begin = max(0, min(begin, len(token_ids) - LEAST_TOKENS))
+        before = int(token_ids[begin - 1]) if begin else None
+        text = self._prompts.plain_text(token_ids[begin : begin + SHOWN_TOKENS], before)
+        return text.lstrip(LEFT_OVER) if begin else text
+
+
+HIDDEN = {"prefix_id": None, "text": None, "differs_at": None, "differing_text": None}

@@ -28,6 +28,7 @@ from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
 from kvroute.router.observability.neighbours import Neighbours
 from kvroute.router.observability.telemetry import Telemetry
+from kvroute.router.page.recorder import Recorder
 from kvroute.router.placement.attempts import RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
@@ -158,7 +159,8 @@ class Parts:
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self.blamed,
         )
-        # Checks of the index and of the replicas.
+        # What watches them.
+        self.recorder = _recorder(self)
         read_audit = audit_reader(self.links, self.unreadable)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, read_audit)
         self.canaries = Canaries(
@@ -231,6 +233,15 @@ def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
     if limit == "off" or (limit == "auto" and settings.policy != "kvroute"):
         return None
     return Seats(lambda: parts.fleet.cache_tokens, None if limit == "auto" else limit)
+
+
+def _recorder(parts: Parts) -> Recorder | None:
+    """Return the recorder of the live page's charts; None: the page is off."""
+    if parts.telemetry.traffic is None:
+        return None
+    return Recorder(
+        parts.telemetry.traffic, fleet=parts.fleet, queue=parts.queue, seats=parts.seats
+    )
 
 
 def _seating(settings: RouterSettings, parts: Parts) -> Seating | None:

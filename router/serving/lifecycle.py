@@ -66,6 +66,8 @@ class Lifecycle:
             "neighbours": parts.neighbours.run(),
             "ended sessions": parts.ended_sessions.run(parts.links),
         }
+        if parts.recorder is not None:
+            coroutines["recorder"] = parts.recorder.run()
         if parts.seating is not None:
             coroutines["seating"] = parts.seating.run()
         return coroutines

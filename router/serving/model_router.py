@@ -26,7 +26,8 @@ class ModelRouter:
         self.telemetry = parts.telemetry
         self.audit = parts.audit
         self.canaries = parts.canaries
-        self.live = _live(parts, self.status) if settings.ui else None  # None: no live page
+        self.live = _live(parts, self.status) if settings.ui else None  # None: the page is off
+        self.recorder = parts.recorder  # None: the page is off
 
     def adapter(self, model: str | None) -> str | None:
         """Return the LoRA adapter that a client requests as `adapter` or as `model:adapter`.
@@ -54,6 +55,7 @@ def _live(parts: Parts, status: Status) -> Live:
         feed=parts.feed,
         liveness=parts.liveness,
         hottest=parts.prefixes.hottest.top,
+        named=parts.prefixes.declarations.most_useful,
         queue=status.queue,
         seats=status.seats,
         peers=parts.subscriber,

@@ -5,7 +5,7 @@ import { PLACES } from "./ledger.js";
 
 const OUTCOMES = {
   ok: "answered",
-  cancelled: "cancelled by its client",
+  cancelled: "cancelled",
   refused: "refused",
   failed: "lost with its replica",
 };
@@ -26,18 +26,26 @@ const TERMS = {
   rotation: "rotation of new conversations",
   decode: "slowing running answers",
 };
+const AT_FIRST = 10;
 
 const list = document.getElementById("decisions");
 const pause = document.getElementById("pause");
+const more = document.getElementById("more-decisions");
 const items = new Map(); // by number: the decision as it is shown, and its elements
 let latest = [];
 let shown = []; // those, or the ones of when the list came to stand still
 let isHeld = false; // by the button
+let isShort = true;
 let policy = "";
 
 pause.addEventListener("click", () => {
   isHeld = !isStill();
   if (!isHeld) for (const details of list.querySelectorAll("details[open]")) details.open = false;
+  draw();
+});
+
+more.addEventListener("click", () => {
+  isShort = !isShort;
   draw();
 });
 
@@ -54,15 +62,17 @@ function draw() {
   shown = isStill() ? shown.map((decision) => now.get(decision.number) ?? decision) : latest;
   const numbers = new Set(shown.map((decision) => decision.number));
   for (const number of items.keys()) if (!numbers.has(number)) items.delete(number);
-  const drawn = shown.map(item);
-  arrange(list, drawn.length ? drawn : [el("li", "none", "No request yet.")]);
+  const drawn = (isShort ? shown.slice(0, AT_FIRST) : shown).map(item);
+  arrange(list, drawn.length ? drawn : [list.querySelector(".none") ?? el("li", "none", "No request yet.")]);
+  more.hidden = shown.length <= AT_FIRST;
+  setText(more, isShort ? `Show all ${shown.length}` : "Show fewer");
   showPause();
 }
 
 function showPause() {
   const behind = latest.filter((decision) => decision.number > (shown[0]?.number ?? 0)).length;
   pause.setAttribute("aria-pressed", String(isStill()));
-  setText(pause, isStill() ? `Go on: ${behind} new` : "Pause");
+  setText(pause, isStill() ? `Resume: ${behind} new` : "Pause");
 }
 
 function item(decision) {
@@ -106,7 +116,7 @@ function showSummary(decision, summary) {
   setText(hits, `${count(cached)} of ${plural(decision.prompt_tokens, "token")} ${word}`);
   const parts = [
     decision.host_tokens ? `${count(decision.host_tokens)} from host memory` : null,
-    decision.queued_s ? `held back ${seconds(decision.queued_s)}` : null,
+    decision.queued_s ? `queued ${seconds(decision.queued_s)}` : null,
     decision.ttft_s === null ? null : `first token ${seconds(decision.ttft_s)}`,
     `predicted ${seconds(decision.predicted_ttft_s)}`,
   ];
@@ -128,7 +138,7 @@ function receipt(decision) {
     decision.replica === receipt.choice
       ? null
       : el("p", "", `${receipt.choice} was full or gone when the request came, so ${decision.replica} got it.`),
-    decision.is_resumed ? el("p", "", "A replica was lost in the midst of this answer; this one goes on with it.") : null,
+    decision.is_resumed ? el("p", "", "A replica was lost during this answer, and this one continues it.") : null,
     outcomeOf(decision),
     replicasOf(decision),
   );

@@ -22,6 +22,14 @@ export function arrange(parent, elements) {
   });
 }
 
+/** How many columns a grid gets, so that its rows are even and the last has more than one tile if possible. */
+export function columns(tiles, most) {
+  const rows = Math.ceil(tiles / Math.max(1, most));
+  let even = Math.max(1, Math.ceil(tiles / rows));
+  while (even > 2 && tiles % even === 1) even -= 1;
+  return even;
+}
+
 /** A bar of parts: [class, share of the whole]. */
 export function setBar(bar, parts) {
   parts.forEach(([className, share], i) => {
@@ -35,7 +43,7 @@ const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignific
 
 export const count = (n) => whole.format(n);
 export const compact = (n) => (n < 10000 ? whole.format(n) : short.format(n));
-export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+export const plural = (n, noun, many = `${noun}s`) => `${count(n)} ${n === 1 ? noun : many}`;
 
 export function percent(part, total) {
   if (!total) return "–";

@@ -1,14 +1,15 @@
 // Replicas as tiles.
 
-import { arrange, compact, count, el, percent, setBar, setText } from "./dom.js";
+import { arrange, columns, compact, count, el, percent, setBar, setText } from "./dom.js";
 
 const AT_ONCE = 24; // tiles
+const WIDTH = 200; // pixels that a tile needs
 const SIFTED = 9; // from so many replicas on there is a filter
 
 const STATES = {
   ready: "ready",
-  degraded: "differs from the routers; its cache counts for nothing",
-  silent: "does not answer; nothing new is sent there",
+  degraded: "degraded: it differs from the routers, so its cache is ignored",
+  silent: "does not answer, and gets no new requests",
   away: "starting, or leaving",
 };
 
@@ -33,6 +34,7 @@ let replicas = [];
 let most = AT_ONCE;
 let isFirst = true;
 
+new ResizeObserver(layOut).observe(list);
 sift.addEventListener("input", draw);
 sift.addEventListener("submit", (event) => event.preventDefault());
 more.addEventListener("click", () => {
@@ -57,8 +59,16 @@ function draw() {
   const ids = new Set(shown.map((replica) => replica.id));
   for (const id of tiles.keys()) if (!ids.has(id)) tiles.delete(id);
   arrange(list, shown.map(tile));
+  layOut();
   more.hidden = shown.length === found.length;
   setText(more, `Show more: ${count(found.length - shown.length)} are not shown`);
+}
+
+function layOut() {
+  const most = Math.max(1, Math.floor(list.clientWidth / WIDTH));
+  const even = columns(list.children.length, most);
+  list.style.setProperty("--columns", even);
+  list.classList.toggle("odd", even > 1 && list.children.length % even === 1);
 }
 
 function tile(replica) {
@@ -81,7 +91,7 @@ function tile(replica) {
 function showCache(replica, bar, cache) {
   const capacity = room(replica);
   if (!capacity) {
-    setText(cache, "not announced to the index yet");
+    setText(cache, "its cache is not known yet");
     return;
   }
   const pinned = Math.min(replica.pinned_blocks, replica.used_blocks);
@@ -90,14 +100,13 @@ function showCache(replica, bar, cache) {
   const own = replica.capacity_blocks; // requests and pins are in the GPU's memory only
   setBar(bar, [["pinned", pinned / capacity], ["used", used / capacity], ["cached", kept / capacity]]);
   const words = [
-    replica.cached_blocks === null ? "cached: not known now" : `${percent(replica.cached_blocks, capacity)} cached`,
+    replica.cached_blocks === null ? "cached: unknown" : `${percent(replica.cached_blocks, capacity)} cached`,
     `${percent(used, own)} in use`,
     pinned ? `${percent(pinned, own)} pinned` : null,
   ].filter(Boolean);
   setText(cache, words.join(" · "));
   const where = replica.host_blocks ? `, ${count(replica.host_blocks)} of them in host memory` : "";
   bar.setAttribute("aria-label", `KV cache of ${count(capacity)} blocks${where}: ${words.join(", ")}`);
-  bar.title = `${count(capacity)} blocks${where}; ${count(replica.cached_blocks ?? 0)} cached, ${count(used)} in use by requests, ${count(pinned)} pinned`;
 }
 
 function showFigures(replica, list) {

@@ -1,6 +1,7 @@
 // The ledger: every token of every prompt, by where it came from.
 
 import { compact, count, el, percent, plural, setText } from "./dom.js";
+import { explain } from "./tips.js";
 
 // What changed where a chat's prefix broke, by its role.
 export const PLACES = {
@@ -33,12 +34,22 @@ const LETTER = 9; // pixels in the bar
 const bar = document.getElementById("bar");
 const about = document.getElementById("ledger-about");
 const rows = document.querySelector("#causes tbody");
+const zeros = document.getElementById("zeros");
+let areZerosShown = false;
+
+zeros.addEventListener("click", () => {
+  areZerosShown = !areZerosShown;
+  fold();
+});
 
 for (const [cause, meaning, remedy] of CAUSES) {
   bar.append(el("span", cause));
-  const name = el("th", "", el("span", `key ${cause}`), cause);
+  const button = el("button", "term", cause);
+  button.type = "button";
+  const name = el("th", "", el("span", `key ${cause}`), button);
   name.scope = "row";
-  rows.append(el("tr", "", name, el("td", "number"), el("td", "number"), el("td", "", meaning), el("td", "", remedy)));
+  rows.append(el("tr", "", name, el("td", "number"), el("td", "number")));
+  explain(button, `Tokens that ${meaning}.${remedy && ` When there are many: ${remedy}.`}`);
 }
 
 export const totalTokens = (ledger) => Object.values(ledger.tokens).reduce((a, b) => a + b, 0);
@@ -51,15 +62,26 @@ export function showLedger(ledger) {
     const share = total ? ledger.tokens[cause] / total : 0;
     const part = bar.children[i];
     part.style.width = `${(100 * share).toFixed(2)}%`;
-    part.title = `${cause}: ${count(ledger.tokens[cause])} tokens`;
     setText(part, share * bar.clientWidth > LETTER * (cause.length + 1) ? cause : "");
     const [, portion, tokens] = rows.children[i].children;
     setText(portion, percent(ledger.tokens[cause], total));
     setText(tokens, compact(ledger.tokens[cause]));
+    rows.children[i].dataset.isZero = String(!ledger.tokens[cause]);
   });
   bar.setAttribute("aria-label", total ? words : "no tokens yet");
   bar.classList.toggle("nothing", !total);
   setText(about, sentence(ledger, total));
+  fold();
+}
+
+// Hides the causes that have no tokens, unless they are asked for.
+function fold() {
+  const empty = [...rows.children].filter((row) => row.dataset.isZero === "true");
+  for (const row of rows.children) row.hidden = row.dataset.isZero === "true" && !areZerosShown;
+  rows.parentElement.tHead.hidden = !areZerosShown && empty.length === CAUSES.length;
+  zeros.hidden = !empty.length;
+  zeros.setAttribute("aria-expanded", String(areZerosShown));
+  setText(zeros, areZerosShown ? "Hide causes without tokens" : `Show ${plural(empty.length, "cause")} without tokens`);
 }
 
 function sentence(ledger, total) {
@@ -68,8 +90,7 @@ function sentence(ledger, total) {
   const computed = total - hitTokens(ledger);
   return (
     `${plural(ledger.requests, "request")} in the last ${minutes} minutes had ${plural(total, "prompt token")}: ` +
-    `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed. ` +
-    `Each of them has one cause.${changes(ledger.broken[0], total)}`
+    `${percent(hitTokens(ledger), total)} came from a KV cache, and ${plural(computed, "token")} had to be computed.${changes(ledger.broken[0], total)}`
   );
 }
 

@@ -1,4 +1,4 @@
-// The hottest prefixes.
+// The hottest prefixes, with their text from where they differ from each other.
 
 import { arrange, compact, count, el, plural, setText } from "./dom.js";
 
@@ -21,7 +21,7 @@ export function showPrefixes(prefixes) {
   more.hidden = all.length <= AT_FIRST;
   setText(more, isShort ? `Show all ${all.length}` : "Show fewer");
   if (!prefixes.length) {
-    arrange(list, [el("li", "none", "None yet: no prompt has begun like one before it.")]);
+    arrange(list, [list.querySelector(".none") ?? el("li", "none", "None in the last minute: no two prompts began alike.")]);
     return;
   }
   const most = prefixes[0].tokens_saved_per_s;
@@ -37,10 +37,19 @@ function row(prefix, most, before) {
   const [saved, words, facts] = item.children;
   setText(saved.children[0], `${rate(prefix.tokens_saved_per_s)} tokens/s saved`);
   saved.children[1].children[0].style.width = `${(100 * prefix.tokens_saved_per_s) / (most || 1)}%`;
-  setText(words, prefix.text ?? `of tenant ${prefix.tenant}`);
-  const held = plural(prefix.replicas.length, "replica");
+  setText(words, text(prefix));
   const named = prefix.prefix_id === null ? "" : ` · named ${prefix.prefix_id}`;
-  setText(facts, `${count(prefix.tokens)} tokens · ${rate(prefix.requests_per_s)} requests/s · held by ${held}${named}`);
-  facts.title = prefix.replicas.join(", ");
+  const from = prefix.differs_at ? ` · differs from token ${count(prefix.differs_at)}` : "";
+  setText(facts, `${plural(prefix.tokens, "token")}${from} · ${rate(prefix.requests_per_s)} requests/s · ${held(prefix.replicas)}${named}`);
   return item;
+}
+
+function text(prefix) {
+  if (prefix.text === null) return `of tenant ${prefix.tenant}`;
+  return `${prefix.differs_at ? "… " : ""}${prefix.differing_text || prefix.text}`;
+}
+
+function held(replicas) {
+  if (!replicas.length) return "evicted everywhere";
+  return `held by ${replicas.length > 3 ? `${count(replicas.length)} replicas` : replicas.join(", ")}`;
 }

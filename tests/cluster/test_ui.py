@@ -78,7 +78,7 @@ def test_a_request_appears_as_a_decision_with_its_receipt(shown: Page, client: O
     shown.tell("document.querySelector('#decisions summary').click()")
     shown.wait_for("document.querySelectorAll('.receipt tr:not(.terms)').length === 1 + 4")
     assert "Why: " in shown.tell("document.querySelector('.receipt .reason').textContent")
-    assert "Go on" in shown.tell("document.querySelector('#pause').textContent")
+    assert "Resume" in shown.tell("document.querySelector('#pause').textContent")
     shown.tell("document.querySelector('#pause').click()")
     shown.wait_for("document.querySelector('#pause').textContent === 'Pause'")
 

@@ -317,6 +317,18 @@ async def test_tenants_give_equal_names_to_different_prefixes(
     assert [each["id"] for each in await declarations.list(B)] == ["law", "tax"]
 
 
+async def test_the_live_page_shows_what_saved_most_and_counts_what_is_a_tenants_own(
+    declarations: Declarations, catalogue: Catalogue
+) -> None:
+    for id_ in ("law", "tax", "old"):
+        await declare(declarations, id_, 10)
+    await declare_as(declarations, A, "own", " a" * 10)
+    catalogue.count(await catalogue.named("prefix_id", "tax"), 4)
+    found = await declarations.most_useful(1)
+    assert [each["id"] for each in found["prefixes"]] == ["tax"]
+    assert (found["others"], found["of_tenants"]) == (2, 1)
+
+
 async def test_nobody_learns_of_a_name_that_another_tenant_has_given(
     declarations: Declarations, catalogue: Catalogue
 ) -> None:

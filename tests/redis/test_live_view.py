@@ -43,6 +43,10 @@ def ledger(tokens: int, delivered: int = 0) -> Ledger:
     return account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=delivered)
 
 
+async def no_named(_: int) -> dict[str, Any]:
+    return {"prefixes": [], "others": 0, "of_tenants": 0}
+
+
 class Serving:
     """What Serve runs, and can do to it, as replicas.Replicas."""
 
@@ -85,6 +89,7 @@ class Seen:
             feed=Feed(index, self.fleet),
             liveness=Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0),
             hottest=hot.top,
+            named=no_named,
             queue=lambda: waiting.as_json(self.queue, 3.0),
             seats=list,
             peers=PeerSubscriber(self.fleet, own="me"),

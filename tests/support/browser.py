@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import time
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +19,9 @@ from tests.support.untested import find
 
 CHROMIUM = find("chromium")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-START_S = 60.0  # seconds that the browser has to start
-WAIT_S = 30.0  # timeout of `call` and `wait_for` in seconds
+START_S = 60.0
+WAIT_S = 30.0
+CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "Home": 36, "ArrowLeft": 37}
 
 
 class Page:
@@ -44,6 +46,11 @@ class Page:
             self._record_error(message)
 
     def open(self, url: str, *, width: int, height: int = 900) -> None:
+        self.resize(width, height)
+        self.call("Page.navigate", url=url)
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Give the window this size, in pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -51,13 +58,36 @@ class Page:
             deviceScaleFactor=1,
             mobile=False,
         )
-        self.call("Page.navigate", url=url)
 
     def tell(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
+        """The value of a JavaScript expression."""
+        told = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in told, told
+        return told["result"].get("value")
+
+    def press(self, key: str) -> None:
+        """Press and release a key that is named as in JavaScript's events."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        codes = {"windowsVirtualKeyCode": CODES[key], "key": key, "code": key}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **codes, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **codes)
+
+    def colours(self, scheme: str) -> None:
+        """Prefer this scheme of colours, light or dark."""
+        preferred = {"name": "prefers-color-scheme", "value": scheme}
+        self.call("Emulation.setEmulatedMedia", features=[preferred])
+
+    def picture(self, *, height: int) -> bytes:
+        """A PNG of the page's upper part, as wide as the window."""
+        self.call("Emulation.setScrollbarsHidden", hidden=True)
+        width = self.tell("window.innerWidth")
+        part = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        told = self.call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=part
+        )
+        return b64decode(told["data"])
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true. Fails after WAIT_S."""

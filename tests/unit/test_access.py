@@ -16,7 +16,7 @@ from kvroute.router.middleware.access import Access, Failures, roles_for
 from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
-    "none": ["GET /health", "GET /ping", "GET /ui", "GET /ui/{name}", "POST /ping"],
+    "none": ["GET /", "GET /health", "GET /ping", "GET /ui", "GET /ui/{name}", "POST /ping"],
     "any": [
         "GET /v1/models",
         "GET /v1/models/",
@@ -53,6 +53,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "GET /metrics",
         "GET /v1/cluster",
         "GET /v1/cluster/diagnosis",
+        "GET /v1/cluster/history",
         "GET /v1/cluster/hot",
         "GET /v1/cluster/live",
         "GET /v1/cluster/tenants",
@@ -80,7 +81,7 @@ def test_each_route_has_its_role() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1", "/", "", "/v1/prefixesx", "//v1/models", "/v1/modelsx", "/V1/models", "/healthz"],
+    ["/v1", "", "/v1/prefixesx", "//v1/models", "/v1/modelsx", "/V1/models", "/healthz"],
 )
 def test_an_unknown_route_needs_the_role_manage(path: str) -> None:
     assert roles_for("GET", path) == ("manage",)

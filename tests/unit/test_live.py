@@ -116,6 +116,19 @@ async def test_a_listener_gets_the_whole_state_and_then_the_changes(
     assert (kind, changed, sorted(gone)) == ("change", {}, ["a", "b"])
 
 
+async def test_a_listener_gets_the_values_that_it_alone_asked_for(
+    live: tuple[Source, Live],
+) -> None:
+    source, page = live
+    source.state = {"a": b"1"}
+    charts = {"history": b"[1]"}
+    one, other = await page.listen(lambda: charts), await page.listen()
+    assert read(await anext(one)) == ("whole", {"a": 1, "history": [1]}, [])
+    assert read(await anext(other)) == ("whole", {"a": 1}, [])
+    charts["history"] = b"[1,2]"
+    assert read(await anext(one)) == ("change", {"history": [1, 2]}, [])
+
+
 async def test_a_slow_listener_misses_no_change(live: tuple[Source, Live]) -> None:
     source, page = live
     source.state = {"first": b"0"}

@@ -28,7 +28,9 @@ def test_without_metrics_there_are_no_targets(cluster: Cluster, client: OpenAI) 
     assert requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json() == []
 
 
-@pytest.mark.parametrize("path", ["/ui", "/ui/app.js", "/v1/cluster/live"])
+@pytest.mark.parametrize(
+    "path", ["/ui", "/ui/app.js", "/v1/cluster/live", "/v1/cluster/history", "/"]
+)
 def test_without_the_page_it_is_said_how_to_have_it(cluster: Cluster, path: str) -> None:
     answer = requests.get(cluster.url + path, timeout=10)
     assert answer.status_code == 404

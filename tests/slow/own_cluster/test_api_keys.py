@@ -43,6 +43,7 @@ ROUTES = (
     ("GET", "/v1/models"),
     ("GET", "/v1/cluster"),
     ("GET", "/v1/cluster/hot"),
+    ("GET", "/v1/cluster/history"),
     ("GET", "/v1/cluster/live"),
     ("GET", "/v1/cluster/tenants"),
     ("GET", "/v1/cluster/audit"),

@@ -18,9 +18,9 @@ from tests.support.waiting import wait_until
 LONG = 3000  # tokens; the replica computes 2,000 a second
 REQUESTS = 12
 CROWD = 6  # clients
-HELD_BACK = (
+QUEUED = (
     "[...document.querySelectorAll('#figures > div')]"
-    ".find((one) => one.textContent.startsWith('Held back'))?.textContent"
+    ".find((one) => one.textContent.startsWith('Queued'))?.textContent"
 )
 
 numbers = itertools.count(1000)
@@ -93,7 +93,7 @@ def test_the_page_shows_what_is_held_back(cluster: Cluster) -> None:
     with page() as shown:
         with crowd(CROWD, lambda: ask(cluster)) as answers:
             shown.open(f"{cluster.url}/ui", width=1200)
-            shown.wait_for(f"/back by routers[1-9].* of prefill; here for up to/.test({HELD_BACK})")
+            shown.wait_for(f"/Queued[1-9].* of prefill; here for up to/.test({QUEUED})")
         assert shown.errors == []
         assert {answer.status_code for answer in answers} == {200}
-        shown.wait_for(f"/back by routers0none has to wait/.test({HELD_BACK})")
+        shown.wait_for(f"/Queued0none waits/.test({QUEUED})")

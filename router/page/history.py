@@ -1,0 +1,94 @@
+"""The last hour of a model in one router, as samples of ten seconds, for the live page's charts."""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any
+
+from msgspec import Struct
+
+from kvroute.router.page.traffic import Counts
+
+PERIOD_S = 10.0  # time between two samples
+SAMPLES = 360  # samples in memory, which is one hour
+REPLICAS = 200  # replicas with samples of their own; each takes up to 100 kB
+
+
+class Load(Struct, frozen=True):
+    """How many requests are where at the time of a sample."""
+
+    running: int = 0  # requests that run in engines
+    waiting: int = 0  # requests that wait in engines
+    queued: int | None = None  # requests that wait in all routers; None: counted for fleets only
+    seats: int | None = None  # sessions with a seat; None: sessions need no seats
+    seat_waiting: int | None = None  # requests that wait for a seat in all routers
+
+
+class Sample(Struct, frozen=True):
+    """The requests of one period, of one replica or of the fleet."""
+
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens that came from a cache
+    ttft_p50_s: float | None  # None: no request got its first token in this period
+    ttft_p90_s: float | None
+    load: Load
+
+
+def sample(counts: Counts, load: Load, *, elapsed_s: float) -> Sample:
+    """Return the sample of a period that lasted `elapsed_s`."""
+    times_s = sorted(counts.ttfts_s)
+    return Sample(
+        requests_per_s=round(counts.requests / elapsed_s, 3),
+        output_tokens_per_s=round(counts.output_tokens / elapsed_s, 1),
+        prompt_tokens=counts.prompt_tokens,
+        cached_tokens=counts.cached_tokens,
+        ttft_p50_s=quantile(times_s, 0.5),
+        ttft_p90_s=quantile(times_s, 0.9),
+        load=load,
+    )
+
+
+def quantile(ordered: list[float], share: float) -> float | None:
+    """Return the smallest value that this share of the values does not exceed."""
+    if not ordered:
+        return None
+    return round(ordered[math.ceil(share * len(ordered)) - 1], 4)
+
+
+class History:
+    """The samples of the fleet and of its replicas; a new sample replaces the oldest."""
+
+    def __init__(self) -> None:
+        self._times_s: deque[float] = deque(maxlen=SAMPLES)
+        self._fleet: deque[Sample] = deque(maxlen=SAMPLES)
+        self._replicas: deque[dict[str, Sample]] = deque(maxlen=SAMPLES)
+
+    def add(self, at_s: float, fleet: Sample, replicas: Mapping[str, Sample]) -> None:
+        """Add the samples of a period that ended at `at_s`, in seconds since 1970."""
+        self._times_s.append(at_s)
+        self._fleet.append(fleet)
+        self._replicas.append(dict(islice(sorted(replicas.items()), REPLICAS)))
+
+    def replicas(self) -> list[str]:
+        """Return the ids of all replicas that have a sample, also of those that are gone."""
+        return sorted({replica_id for samples in self._replicas for replica_id in samples})
+
+    def of_fleet(self) -> dict[str, list[Any]]:
+        """Return a list of values by name, oldest first, and the list of their times."""
+        return self._columns(self._fleet)
+
+    def of_replica(self, replica_id: str) -> dict[str, list[Any]]:
+        """Return the replica's values as `of_fleet` does; None where it was not in the fleet."""
+        return self._columns(samples.get(replica_id) for samples in self._replicas)
+
+    def _columns(self, samples: Iterable[Sample | None]) -> dict[str, list[Any]]:
+        rows = list(samples)
+        columns: dict[str, list[Any]] = {"at_s": [round(at_s, 1) for at_s in self._times_s]}
+        for name in Sample.__struct_fields__[:-1]:
+            columns[name] = [row and getattr(row, name) for row in rows]
+        for name in Load.__struct_fields__:
+            columns[name] = [row and getattr(row.load, name) for row in rows]
+        return columns

@@ -1,0 +1,88 @@
+// The eight figures at the top: the fleet now.
+
+import { count, el, percent, plural, seconds, setText } from "./dom.js";
+import { hitTokens, totalTokens } from "./ledger.js";
+import { explain } from "./tips.js";
+
+const ABOUT = {
+  "Tokens from cache": "The share of this router’s prompt tokens that came from a KV cache and were not computed.",
+  "First token": "Time from a request’s arrival to its first token, with the time in the queue.",
+  "In flight": "Requests that this router has sent to replicas and that have not ended. Below: the engines’ own counts, for all routers.",
+  Queued: "Requests that all routers hold back while every replica is busy.",
+  "Sessions with a seat": "While the contexts of all sessions exceed the caches, sessions need a seat to send requests.",
+  Answered: "Requests that this router answered.",
+  "Replicas ready": "Replicas that get requests.",
+  Index: "The routers’ knowledge of the caches’ contents, which they read from Redis.",
+};
+
+const list = document.getElementById("figures");
+const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
+
+export function showFigures(router, ledger, replicas, decisions, queue, seats) {
+  const minutes = `last ${Math.round(ledger.window_s / 60)} minutes`;
+  const ready = processes(replicas.filter((replica) => replica.state === "ready"));
+  const known = processes(replicas);
+  const figures = [
+    ["Tokens from cache", percent(hitTokens(ledger), totalTokens(ledger)), minutes],
+    ["First token", ...firstToken(decisions)],
+    ["In flight", count(router.in_flight), engines(replicas)],
+    ["Queued", count(queue.all_routers.requests), queueNote(queue), sum(queue.recent.refused) > 0],
+    ["Sessions with a seat", ...seatFigure(seats)],
+    ["Answered", count(ledger.requests), minutes],
+    ["Replicas ready", `${count(ready)} of ${count(known)}`, ready === known ? "all of them" : "see below", ready < known],
+    ["Index", router.index.reachable ? "Up to date" : "Not reachable", indexNote(router.index), !router.index.reachable],
+  ];
+  figures.forEach(([name, value, note, isBad], i) => {
+    const box = list.children[i] ?? list.appendChild(figure(name));
+    setText(box.querySelector(".value"), value);
+    setText(box.querySelector(".note"), note);
+    box.classList.toggle("bad", Boolean(isBad));
+  });
+}
+
+function figure(name) {
+  const button = el("button", "term", name);
+  button.type = "button";
+  const box = el("div", "", el("dt", "", button), el("dd", "value"), el("dd", "note"));
+  explain(button, ABOUT[name]);
+  return box;
+}
+
+function firstToken(decisions) {
+  const answered = decisions.filter((one) => one.ttft_s !== null);
+  const waits = answered.map((one) => one.queued_s + one.ttft_s).sort((a, b) => a - b);
+  return [seconds(waits[waits.length >> 1]), waits.length ? `median of the last ${waits.length}` : "no request yet"];
+}
+
+function engines(replicas) {
+  const total = (name) => replicas.reduce((all, replica) => all + (replica[name] ?? 0), 0);
+  return `in engines: ${count(total("running"))} run, ${count(total("waiting"))} wait`;
+}
+
+function queueNote(queue) {
+  const refused = sum(queue.recent.refused);
+  const notes = [
+    queue.all_routers.requests ? `${seconds(queue.all_routers.prefill_s)} of prefill` : "none waits",
+    queue.requests ? `here for up to ${seconds(queue.oldest_s)}` : null,
+    refused ? `${count(refused)} refused in ${Math.round(queue.recent.window_s / 60)} minutes` : null,
+  ];
+  return notes.filter(Boolean).join("; ");
+}
+
+function seatFigure(seats) {
+  if (!seats) return ["all", "seats are off"];
+  if (!seats.is_limited) return ["all", `${plural(seats.sessions, "session")} active; none needs one`];
+  const why = seats.most ? `--max-sessions ${count(seats.most)}` : `${count(seats.tokens)} tokens for ${count(seats.limit_tokens)}`;
+  const { waiting, oldest_s: oldest } = seats.all_routers;
+  return [count(seats.seats), `${plural(waiting, "request waits", "requests wait")} for one${waiting ? ` for up to ${seconds(oldest)}` : ""}: ${why}`, waiting > 0];
+}
+
+// Each rank of a replica has an entry: "replica.rank", or "replica" if there is one.
+function processes(replicas) {
+  return new Set(replicas.map((replica) => replica.id.split(".")[0])).size;
+}
+
+function indexNote(index) {
+  if (!index.reachable) return `Redis does not answer; last read ${seconds(index.age_s)} ago`;
+  return `${plural(index.blocks, "block")}, read ${index.age_s < 2 ? "just now" : `${seconds(index.age_s)} ago`}`;
+}

@@ -1,0 +1,172 @@
+"""A made-up state of a fleet, as the live page is told it."""
+
+import math
+from typing import Any
+
+from kvroute.router.page.history import PERIOD_S, SAMPLES, History, Load, sample
+from kvroute.router.page.traffic import Counts
+from kvroute.router.placement.ledger import CAUSES
+from kvroute.router.sessions.returns import WHYS
+
+NOW_S = 1_800_000_000.0
+TOKENS = {"hit": 8_000, "spilled": 300, "new": 1_500, "tail": 200}
+
+
+def page_state(replicas: int, *, samples: int = SAMPLES) -> dict[str, Any]:
+    """The whole state, with an hour of samples and ten requests."""
+    ids = [f"r{number:07}" for number in range(replicas)]
+    return (
+        {
+            "router": _router(),
+            "queue": _queue(),
+            "seats": _seats(),
+            "ledger": {
+                "window_s": 300.0,
+                "requests": 40,
+                "tokens": dict.fromkeys(CAUSES, 0) | TOKENS,
+                "evicted": dict.fromkeys(WHYS, 0),
+                "broken": [],
+            },
+            "prefixes": [_hot(number, ids) for number in range(8)],
+            "named": {"prefixes": [_named(ids)], "others": 3, "of_tenants": 1},
+            "history": _history(ids, samples),
+        }
+        | {f"replica/{id_}": _replica(id_, number) for number, id_ in enumerate(ids)}
+        | {f"decision/{number}": _decision(number, ids) for number in range(12)}
+    )
+
+
+def _router() -> dict[str, Any]:
+    return {
+        "id": "5f3027aa25a1",
+        "routers": 2,
+        "model": "SmolLM2-135M-Instruct",
+        "policy": "kvroute",
+        "block_size": 32,
+        "in_flight": 7,
+        "index": {"reachable": True, "age_s": 0.2, "blocks": 2_261},
+    }
+
+
+def _queue() -> dict[str, Any]:
+    return {
+        "requests": 2,
+        "prefill_s": 1.5,
+        "oldest_s": 0.4,
+        "all_routers": {"requests": 3, "prefill_s": 2.0},
+        "recent": {"window_s": 300.0, "refused": {"deadline": 1}},
+    }
+
+
+def _seats() -> dict[str, Any]:
+    return {
+        "is_limited": True,
+        "most": None,
+        "sessions": 30,
+        "tokens": 90_000,
+        "seats": 12,
+        "limit_tokens": 80_000,
+        "all_routers": {"waiting": 2, "oldest_s": 3.0},
+    }
+
+
+def _history(ids: list[str], samples: int) -> dict[str, Any]:
+    history = History()
+    for number in range(samples):
+        wave = 1 + math.sin(number / 20)
+        counts = Counts(round(20 * wave), 10_000, round(4_000 * wave), 900, [0.02, 0.05 * wave])
+        of_fleet = Load(round(4 * wave), round(wave), queued=round(3 * wave), seats=12)
+        fleet = sample(counts, of_fleet, elapsed_s=PERIOD_S)
+        each = sample(counts, Load(round(4 * wave), 0), elapsed_s=PERIOD_S)
+        history.add(NOW_S - PERIOD_S * (samples - number), fleet, dict.fromkeys(ids, each))
+    return {"replica": None, "replicas": history.replicas(), "samples": history.of_fleet()}
+
+
+def _replica(id_: str, number: int) -> dict[str, Any]:
+    return {
+        "id": id_,
+        "state": ("ready", "silent", "degraded", "away")[number % 4],
+        "node": "192.0.2.2",
+        "requests": 100 + number,
+        "prompt_tokens": 1_000,
+        "hit_tokens": 850,
+        "capacity_blocks": 400,
+        "host_blocks": 0,
+        "cached_blocks": 300,
+        "used_blocks": 60,
+        "pinned_blocks": 20,
+        "running": 3,
+        "waiting": 1,
+    }
+
+
+def _hot(number: int, ids: list[str]) -> dict[str, Any]:
+    return {
+        "tokens": 224 + 32 * number,
+        "tokens_saved_per_s": 300.0 / (1 + number),
+        "requests_per_s": 0.8,
+        "replicas": ids[: 1 + number],
+        "tenant": None,
+        "prefix_id": "booking" if number == 1 else None,
+        "text": "You work for Northwind Travel. " * 4,
+        "differs_at": 21,
+        "differing_text": f"Help customer {number} to book trains and hotels. " * 4,
+    }
+
+
+def _named(ids: list[str]) -> dict[str, Any]:
+    return {
+        "id": "booking",
+        "tokens": 228,
+        "full_blocks": 7,
+        "partial_tokens": 4,
+        "assigned_to": ids,
+        "warm_on": ids[:1],
+        "computed_tokens": 224,
+        "pinned": True,
+        "hits": 138,
+        "tokens_saved": 30_900,
+    }
+
+
+def _decision(number: int, ids: list[str]) -> dict[str, Any]:
+    outcomes = ("ok", "cancelled", "refused", "failed", None)
+    return {
+        "number": number,
+        "at_ms": 1000 * NOW_S,
+        "replica": ids[0],
+        "of_replicas": len(ids),
+        "prompt_tokens": 1_381,
+        "expected_tokens": 1_248,
+        "cached_tokens": 1_248,
+        "host_tokens": 0,
+        "output_tokens": 20,
+        "predicted_ttft_s": 0.02,
+        "ttft_s": 0.023,
+        "queued_s": 0.4,
+        "outcome": outcomes[number % len(outcomes)],
+        "is_resumed": False,
+        "ledger": dict.fromkeys(CAUSES, 0) | {"hit": 1_248, "new": 133},
+        "evicted_why": None,
+        "receipt": {
+            "reason": "it has the most of the prompt cached",
+            "choice": ids[0],
+            "best_hit_tokens": 1_248,
+            "congestion_price": 1.2,
+            "broken": None,
+            "replicas": [
+                {
+                    "id": id_,
+                    "hit_tokens": 1_248,
+                    "backlog_s": 0.1,
+                    "prefill_s": 0.02,
+                    "unanswered": 2,
+                    "cost_s": 0.12,
+                    "host_tokens": 0,
+                    "reload_s": 0.0,
+                    "terms_s": {"waiting": 0.1, "own": 0.02, "rotation": 0.0},
+                }
+                for id_ in ids[:8]
+            ],
+        },
+    }
