@@ -35,7 +35,7 @@ def build(args: dict[str, Any]) -> Application:
         SettingsError: A setting is invalid.
     """
     settings = load(args)
-    return application(settings, settings.decided())
+    return application(settings, settings.resolve())
 
 
 def application(settings: ServeSettings, models: Sequence[ModelSettings]) -> Application:

@@ -13,7 +13,7 @@ from kvroute.client import fail
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.keys_limit import NONE, changed, check_tenant, shown
 from kvroute.command.tables import Column, print_table
-from kvroute.contract.priority import PRIORITIES, Priority, named
+from kvroute.contract.priority import PRIORITIES, Priority, parse_priority
 from kvroute.keys.key_file import (
     ROLES,
     KeyFileError,
@@ -181,7 +181,9 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def _priority(given: str) -> Priority:
-    return named(given) or fail(f"--priority is {given[:80]!r}; expected {', '.join(PRIORITIES)}")
+    return parse_priority(given) or fail(
+        f"--priority is {given[:80]!r}; expected {', '.join(PRIORITIES)}"
+    )
 
 
 def _roles(given: list[str]) -> list[Role]:

@@ -22,9 +22,9 @@ from kvroute.contract.unreadable import UnreadableError
 
 VERSION = 1
 
-MAX_COUNT = 2**48
+MAX_COUNT = 2**48  # highest count that a record may have; every float64 holds it exactly
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-AtLeastOne = Annotated[int, Meta(ge=1, le=2**48)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(gt=0, le=1e15)]
 Name = Annotated[str, Meta(max_length=1024)]
@@ -48,7 +48,7 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class TierFacts(Struct, frozen=True):
-    """A slower tier of one engine: it keeps blocks that GPU memory evicts."""
+    """A slower tier of one engine, which keeps blocks that were evicted from GPU memory."""
 
     blocks: Count  # capacity, in blocks of the engine's block_size tokens
     block_bytes: AtLeastOne  # bytes of one such block
@@ -67,8 +67,8 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     capacity_blocks: Count  # size of the KV cache, in blocks of block_size tokens
     max_model_len: AtLeastOne  # tokens, prompt and output together
     prefill_tokens_per_s: Rate  # estimate for a prompt's start; the router learns the real speed
-    attention_tokens: Rate = 32_768.0  # context at which a token's prefill costs twice as much
-    prefix_caching: bool = True
+    attention_tokens: Rate = 32_768.0  # context length at which a token's prefill costs double
+    prefix_caching: bool = True  # whether the engine reuses cached prefixes
     pin_blocks: Count = 0  # KV blocks of the engine's own memory that pins may take
     max_num_seqs: Count = 0  # requests in one batch; 0: unknown
     step_tokens: AtLeastOne = 8192  # most tokens of a step: vLLM's max_num_batched_tokens
@@ -77,8 +77,8 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     content_format: Name = ""  # vLLM's content format of the chat template; empty: no template
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
-    layout: Layout | None = None  # None: full attention in blocks of block_size tokens
-    host: TierFacts | None = None  # None: no copies of blocks in host memory
+    layout: Layout | None = None  # KV cache groups; None: one group with full attention
+    host: TierFacts | None = None  # the host memory tier; None: no copies of blocks in host memory
 
     @property
     def tiers(self) -> Mapping[Tier, TierFacts]:
@@ -102,7 +102,7 @@ class ProcessLocation(Struct, frozen=True):
 
 
 class Warm(Struct, frozen=True, array_like=True):
-    """How a replica keeps a named prefix warm."""
+    """The state of a named prefix that a replica keeps warm, that is, in its cache."""
 
     blocks: Count  # full blocks of the prefix, all of which this replica has computed
     is_pinned: bool  # whether the blocks cannot be evicted
@@ -119,7 +119,7 @@ class Warm(Struct, frozen=True, array_like=True):
         return self.blocks if self.is_pinned and self.tier == GPU else 0
 
 
-Pins = Mapping[str, Warm]  # by Prefix.name
+Pins = Mapping[str, Warm]  # Prefix.name -> its state
 NO_PINS: Pins = MappingProxyType({})
 
 
@@ -127,14 +127,14 @@ class Description(Struct, frozen=True):
     """Properties of a replica that do not change during one incarnation."""
 
     facts: EngineFacts
-    identity: Identity | None = None  # None: unknown, and treated as equal to the router's
+    identity: Identity | None = None  # None: unknown, and assumed to be equal to the router's
     whereabouts: ProcessLocation = ProcessLocation()
     model: Name = ""  # name of the model, as clients send it
     version: int = VERSION
 
 
 class RouterDescription(Struct, frozen=True):
-    """A router's entry in the index."""
+    """Properties of a router, which it publishes in the index."""
 
     whereabouts: ProcessLocation
     version: int = VERSION
@@ -145,7 +145,7 @@ class ReplicaRecord(Struct, frozen=True):
 
     id: str
     incarnation: str  # new at every registration
-    seq: int  # changes since the registration
+    seq: int  # number of changes since the registration
     facts: EngineFacts
     load: Load
     pins: Pins = NO_PINS
@@ -201,7 +201,7 @@ def _decode(decoder: "msgspec.json.Decoder[T]", packed: bytes) -> T:
 
 
 def check_version(decoder: Any, packed: bytes) -> None:
-    """Raise UnreadableError for another version, or one of DECODE_ERRORS without a version."""
+    """Raise UnreadableError if the version is another one, or DECODE_ERRORS if there is none."""
     version = decoder.decode(packed).version
     if version != VERSION:
         raise UnreadableError(f"its version is {version}; this process reads version {VERSION}")

@@ -1,4 +1,4 @@
-"""Counts data of other processes that cannot be decoded. It is skipped and reported to users."""
+"""Counts data of other processes that cannot be decoded. Readers skip it and tell the user."""
 
 import time
 from collections import Counter
@@ -41,7 +41,7 @@ class Example:
 
 
 class Unreadable:
-    """The number of skipped items of each kind, and the latest one, for one process and model."""
+    """The unreadable items that one process has skipped for one model: counts and examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
@@ -56,7 +56,7 @@ class Unreadable:
         return reason
 
     def report(self) -> Mapping[str, dict[str, Any]]:
-        """Return the count and the latest item of each kind with skipped items, for users."""
+        """Return the count and the latest example of each kind that has unreadable items."""
         now_s = time.monotonic()
         return {
             kind: {

@@ -93,17 +93,17 @@ def _start(
     check_tls(settings.tls_cert, settings.tls_key)
     check_metrics_token(settings.metrics_token_file)
     check_request_log(settings.request_log)
-    check_engine_installed(settings.each)
-    check_engine_args(settings.each, progress)
+    check_engine_installed(settings.per_model)
+    check_engine_args(settings.per_model, progress)
     redis_url = _redis(settings, progress, running)
-    paths = [_model(options, progress) for options in settings.each]
+    paths = [_model(options, progress) for options in settings.per_model]
     progress.step("starting Ray")
     with progress.waiting("Ray"):
         running.enter_context(local_ray(settings, folder))
     signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
-    gpus = gpus_per_replica(settings.each, gpu_count())
-    models = settings.decided(
+    gpus = gpus_per_replica(settings.per_model, gpu_count())
+    models = settings.resolve(
         [Detected(path, count) for path, count in zip(paths, gpus, strict=True)],
         redis_url=redis_url,
         cluster=cluster_id(socket.gethostname(), settings.port),
@@ -236,10 +236,10 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
     """
     default = min(1, available)
     gpus = [_gpus_wanted(model, default) for model in models]
-    needed = sum(model.most_replicas * count for model, count in zip(models, gpus, strict=True))
+    needed = sum(model.max_fleet_size * count for model, count in zip(models, gpus, strict=True))
     if needed > available:
         replicas = " and ".join(
-            f"{model.most_replicas} replicas of {count} GPUs"
+            f"{model.max_fleet_size} replicas of {count} GPUs"
             for model, count in zip(models, gpus, strict=True)
         )
         option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
@@ -318,9 +318,9 @@ def _report(models: Sequence[ModelSettings], health: Mapping[str, Any], progress
 
 def _routers() -> Any:
     """Return Serve's handle of all routers."""
-    from kvroute.process.ray_internals import handle_without_a_loop
+    from kvroute.process.ray_internals import thread_safe_handle
 
-    return handle_without_a_loop(APPLICATION, ROUTERS)
+    return thread_safe_handle(APPLICATION, ROUTERS)
 
 
 def _application(settings: ServeSettings, models: Sequence[ModelSettings]) -> Any:

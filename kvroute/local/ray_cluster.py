@@ -88,10 +88,10 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     from ray import serve
 
     from kvroute.process.logs import logging_config
-    from kvroute.process.ray_internals import start_less
+    from kvroute.process.ray_internals import omit_unused_parts
 
     try:
-        start_less()
+        omit_unused_parts()
         _start_node(folder)
         _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -92,7 +92,7 @@ class TierMemory(Generic[T]):
         """Return the index entries that were added and dropped since the last call."""
         added, self._added = self._added, {}
         dropped, self._dropped = self._dropped, {}
-        return [*map(self._tier.member, added)], [*map(self._tier.member, dropped)]
+        return [*map(self._tier.fingerprint, added)], [*map(self._tier.fingerprint, dropped)]
 
 
 def _change(

@@ -1,4 +1,4 @@
-"""Parsers of the text that a user gives for an option."""
+"""Parsers for the values of options. They get text from the command line or the environment."""
 
 import json
 import re
@@ -7,22 +7,22 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-MAX_SESSIONS = 1_000_000  # highest number for --max-sessions
+MAX_SESSIONS = 1_000_000  # highest number that --max-sessions accepts
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 
 
 def absolute(path: Path | None) -> Path | None:
-    """Make a path absolute, since routers run in other folders."""
+    """Make a path absolute, since routers have other working folders."""
     return path and path.absolute()
 
 
 def listed(given: object) -> object:
-    """Split the comma-separated string of an environment variable."""
+    """Split a comma-separated string; return any other value unchanged."""
     return given.split(",") if isinstance(given, str) else given
 
 
 def origins(given: list[str]) -> list[str]:
-    """Normalise origins to the form that browsers send; `*` stays."""
+    """Normalise origins to the form that browsers send; keep `*` unchanged."""
     cleaned = [origin.strip().lower().removesuffix("/") for origin in given]
     for origin in cleaned:
         if origin != "*" and not ORIGIN.fullmatch(origin):
@@ -36,12 +36,13 @@ def _without_default_port(origin: str) -> str:
 
 
 def absolute_folders(adapters: list[str]) -> list[str]:
+    """Make the path in each NAME=PATH absolute."""
     pairs = (adapter.partition("=") for adapter in adapters)
     return [f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs]
 
 
 def joined(names: object) -> object:
-    """Join the values of a repeated `--model`."""
+    """Join the values of a repeated `--model` with commas; return a string unchanged."""
     return ",".join(names) if isinstance(names, list) else names
 
 
@@ -56,7 +57,7 @@ def from_json(given: object) -> object:
 
 
 def engine_args(given: object) -> object:
-    """Merge JSON objects and name=value pairs to one mapping; a pair wins over an object."""
+    """Merge JSON objects and name=value pairs into one mapping; pairs have priority."""
     objects, pairs = dict[str, Any](), dict[str, Any]()
     for argument in given if isinstance(given, list) else [given]:
         if isinstance(argument, str) and not argument.lstrip().startswith("{"):
@@ -65,23 +66,23 @@ def engine_args(given: object) -> object:
             continue
         parsed = from_json(argument)
         if not isinstance(parsed, dict):
-            raise _no_engine_arg()
+            raise _engine_arg_error()
         objects |= parsed
     return {str(name).replace("-", "_"): value for name, value in (objects | pairs).items()}
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """Parse name=value. A value that is not JSON is a string."""
+    """Parse name=value; a value that is not JSON is used as a string."""
     name, equals, value = text.partition("=")
     if not (name.strip() and equals):
-        raise _no_engine_arg()
+        raise _engine_arg_error()
     try:
         return name.strip(), json.loads(value)
     except ValueError:
         return name.strip(), value
 
 
-def _no_engine_arg() -> PydanticCustomError:
+def _engine_arg_error() -> PydanticCustomError:
     return PydanticCustomError("engine_args", "expected a JSON object or name=value")
 
 
@@ -105,7 +106,7 @@ def size_bytes(given: str, *, of_bytes: int) -> int:
 
 
 def session_limit(given: object) -> object:
-    """Parse "auto", "off", or a number of sessions from 1 on."""
+    """Parse "auto", "off", or a number of sessions from 1 to MAX_SESSIONS."""
     if given in ("auto", "off"):
         return given
     text = str(given)
@@ -128,7 +129,7 @@ def checked_ports(given: str) -> str:
 
 
 def ports(given: str) -> range:
-    """Parse FIRST-LAST or one port. The empty string is port 0, which stands for any free port.
+    """Parse FIRST-LAST or one port. The empty string means port 0, that is, any free port.
 
     Raises ValueError for any other text.
     """

@@ -123,7 +123,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         if sent is None:
             return
         is_alone = not self.unknown_s  # else its time was partly that of others
-        self.served(request_id, now_s, teaches=is_alone and not sent.loads_first)
+        self.finish_prefill(request_id, now_s, learn=is_alone and not sent.loads_first)
         self.reloads.end(request_id)
         self.pending_tokens -= sent.new_tokens
         self.prefilled_s += sent.prefill_s
@@ -145,7 +145,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
     def unanswered(self) -> int:
         return len(self.waiting) + len(self.decoding)
 
-    def _begun_s(self) -> float:
+    def _start_s(self) -> float:
         """Return when the engine began to compute the first prompt that waits for its token.
 
         Blocks that are being copied from slower tiers delay no other prompt.
@@ -191,7 +191,7 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
     fleet = _fleet_slowness(speeds)
     for speed in speeds:
         if speed.is_new and speed.prior != fleet:
-            speed.assume(fleet)
+            speed.set_prior(fleet)
     own = [speed.slowness for speed in speeds]
     median = sorted(own)[len(own) // 2]
     near = [abs(slowness - median) <= NEAR * median for slowness in own]

@@ -87,7 +87,7 @@ class Parts:
         self.accounts = _accounts(settings, redis, self.unreadable, router_id)
         self.responses = _responses(settings, redis, self.unreadable)
         self.conversations = (
-            Conversations(self.responses, most_bytes=settings.max_body_mb << 20)
+            Conversations(self.responses, max_bytes=settings.max_body_mb << 20)
             if self.responses
             else None
         )
@@ -191,7 +191,7 @@ def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -
         settings.served_model_name,
         limit_bytes=settings.response_store_mb << 20,
         ttl_s=settings.response_ttl_s,
-        most_bytes=settings.max_body_mb << 20,
+        max_bytes=settings.max_body_mb << 20,
         cluster=settings.cluster,
         unreadable=unreadable,
     )

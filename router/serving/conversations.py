@@ -79,15 +79,15 @@ async def continued(call: Call, conversations: "Conversations | None") -> Expand
 class Conversations:
     """The stored conversations of one model, as one router reads and writes them."""
 
-    def __init__(self, store: Responses, *, most_bytes: int) -> None:
+    def __init__(self, store: Responses, *, max_bytes: int) -> None:
         """Create the service.
 
         Args:
             store: the responses in Redis.
-            most_bytes: most bytes of a body together with its conversation.
+            max_bytes: most bytes of a body together with its conversation.
         """
         self._store = store
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
         self._outage = Outage(log, "responses are not stored")
 
     async def continued(self, call: Call) -> Expanded:

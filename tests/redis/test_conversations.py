@@ -29,13 +29,13 @@ def message(text: str) -> dict[str, Any]:
     return {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
 
 
-def responses(client: Redis, *, most_bytes: int = MB) -> Responses:
-    return Responses(client, "m", limit_bytes=16 * MB, ttl_s=60, most_bytes=most_bytes)
+def responses(client: Redis, *, max_bytes: int = MB) -> Responses:
+    return Responses(client, "m", limit_bytes=16 * MB, ttl_s=60, max_bytes=max_bytes)
 
 
 @pytest.fixture
 def conversations(empty_redis: Redis) -> Conversations:
-    return Conversations(responses(empty_redis), most_bytes=MB)
+    return Conversations(responses(empty_redis), max_bytes=MB)
 
 
 async def ask(conversations: Conversations | None, path: str = RESPONSES, **body: Any) -> Expanded:
@@ -132,7 +132,7 @@ async def test_other_routes_have_no_conversations(conversations: Conversations) 
 
 
 async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis: Redis) -> None:
-    conversations = Conversations(responses(empty_redis), most_bytes=50_000)
+    conversations = Conversations(responses(empty_redis), max_bytes=50_000)
     many = [USER] * (MAX_ITEMS["input"] - 1)
     values = [{"role": "user", "content": [[0] * (MAX_VALUES - 100)]}]
     long = [{"role": "user", "content": "a" * 49_000}]
@@ -146,7 +146,7 @@ async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis:
 async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for_none() -> None:
     client = connect(NOWHERE)
     store = responses(client)
-    conversations = Conversations(store, most_bytes=MB)
+    conversations = Conversations(store, max_bytes=MB)
     began_s = time.monotonic()
     assert (await answer(await ask(conversations, input="Hi"), "resp_1"))["id"] == "resp_1"
     assert time.monotonic() - began_s < SHORT_S
@@ -158,7 +158,7 @@ async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for
 
 async def test_a_redis_that_hangs_holds_up_the_end_for_a_second(empty_redis: Redis) -> None:
     store = responses(empty_redis)
-    turn = await ask(Conversations(store, most_bytes=MB), input="Hi")
+    turn = await ask(Conversations(store, max_bytes=MB), input="Hi")
     await empty_redis.client_pause(5000)
     began_s = time.monotonic()
     assert (await answer(turn, "resp_1"))["id"] == "resp_1"

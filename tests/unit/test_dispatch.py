@@ -298,7 +298,7 @@ async def test_a_request_waits_for_a_replica_with_room_and_too_many_are_refused(
             await client.asked()
         assert refused.value.status == 429
         for server in client.wired.servers.values():
-            server._most = 1
+            server._max_requests = 1
         answers = await asyncio.gather(*waiting)
     assert [said(chunks)[3] for chunks in answers] == ["length"] * 2
 

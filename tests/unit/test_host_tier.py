@@ -55,7 +55,7 @@ def fleet_of(*records: ReplicaRecord, observer: RequestObserver = NO_OBSERVER) -
 
 def hold(fleet: Fleet, replica_id: str, *, gpu: int = 0, host: int = 0) -> None:
     fleet.mirror.add(replica_id, CHAIN[:gpu])
-    fleet.mirror.add(replica_id, map(HOST.member, CHAIN[:host]))
+    fleet.mirror.add(replica_id, map(HOST.fingerprint, CHAIN[:host]))
 
 
 def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN) -> Placement:
@@ -226,7 +226,7 @@ def test_a_long_line_of_copies_is_no_reason_to_compute() -> None:
     fleet = fleet_of(with_tier("a"))
     chains = [[Fingerprint(1000 * n + i) for i in range(200)] for n in range(1, 7)]
     for chain in chains:
-        fleet.mirror.add("a", map(HOST.member, chain))
+        fleet.mirror.add("a", map(HOST.fingerprint, chain))
     for number, chain in enumerate(chains[:-1]):
         fleet.sent(place(fleet, 0.0, chain), "a", str(number), 0.0)
     last = place(fleet, 0.0, chains[-1]).at("a")
@@ -249,7 +249,7 @@ def test_a_block_that_left_the_gpu_alone_is_a_hit_and_one_that_left_both_is_evic
     hold(fleet, "a", gpu=200, host=200)
     fleet.mirror.remove("a", CHAIN[50:])
     assert place(fleet).evicted_tokens == 0
-    fleet.mirror.remove("a", map(HOST.member, CHAIN[120:]))
+    fleet.mirror.remove("a", map(HOST.fingerprint, CHAIN[120:]))
     assert place(fleet).evicted_tokens == 80 * BLOCK
 
 
@@ -265,7 +265,7 @@ def test_caches_are_not_tight_while_host_memory_has_what_the_gpus_evict() -> Non
         return place(fleet).pressure
 
     assert pressure(CHAIN) == 0.0
-    assert pressure([*CHAIN, *map(HOST.member, CHAIN)]) > 0.0
+    assert pressure([*CHAIN, *map(HOST.fingerprint, CHAIN)]) > 0.0
 
 
 def test_engines_with_several_cache_groups_reload_too() -> None:
@@ -273,7 +273,7 @@ def test_engines_with_several_cache_groups_reload_too() -> None:
     fleet = fleet_of(with_tier("a", layout=layout), with_tier("plain"))
     members = fleet.caches.added("a", CHAIN)
     fleet.mirror.add("a", members[:60])
-    fleet.mirror.add("a", map(HOST.member, members))
+    fleet.mirror.add("a", map(HOST.fingerprint, members))
     there = at(fleet, "a")
     assert (there.hit_blocks, reloaded(there)) == (200, 200)  # the state is in host memory only
     assert at(fleet, "plain").hit_blocks == 0

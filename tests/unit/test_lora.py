@@ -151,7 +151,7 @@ def test_the_least_recently_used_adapter_leaves_a_full_memory() -> None:
 
 def test_adapters_are_named_with_their_folders(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "one", seed=1)
-    (settings,) = load({"lora": [f"sql={folder}"], "redis_url": "redis://r"}).decided()
+    (settings,) = load({"lora": [f"sql={folder}"], "redis_url": "redis://r"}).resolve()
     assert settings.adapters == (Adapter(name="sql", path=str(folder)),)
     assert settings.for_routers()["adapters"] == settings.for_replicas()["adapters"]
 
@@ -199,7 +199,7 @@ def test_an_adapter_that_cannot_be_used_stops_the_start(
 def test_several_models_have_adapters_of_their_own(tmp_path: Path) -> None:
     sql = [f"sql={write_adapter(tmp_path / 'sql', seed=1)}"]
     models = [{"model": "a", "lora": sql}, {"model": "b"}]
-    assert [len(each.adapters) for each in load({"models": models}).each] == [1, 0]
+    assert [len(each.adapters) for each in load({"models": models}).per_model] == [1, 0]
     with pytest.raises(SettingsError, match="there are several models; move it to"):
         load({"models": models, "lora": sql})
     with pytest.raises(SettingsError, match="are both served as 'sql'"):

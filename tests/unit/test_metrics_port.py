@@ -20,7 +20,7 @@ from kvroute.process.metrics_port import (
     Exposition,
     NoMetricsError,
     _guarded,
-    exposed,
+    expose,
     read_token,
 )
 
@@ -76,7 +76,7 @@ def test_a_full_range_is_a_warning_with_the_count_and_the_remedy(
 ) -> None:
     ports = free_ports(2)
     with serving(ports=ports), serving(ports=ports), caplog.at_level(logging.WARNING):
-        assert exposed(LOOPBACK, CollectorRegistry(), ports=ports, token_file=None) is None
+        assert expose(LOOPBACK, CollectorRegistry(), ports=ports, token_file=None) is None
     (line,) = caplog.messages
     assert "this process serves no metrics: cannot listen on" in line
     assert "on any of the 2 ports of metrics_port_range" in line
@@ -86,7 +86,7 @@ def test_a_full_range_is_a_warning_with_the_count_and_the_remedy(
 def test_an_address_that_is_not_this_computers_is_a_warning_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert exposed("192.0.2.1", CollectorRegistry(), ports=(0,), token_file=None) is None
+    assert expose("192.0.2.1", CollectorRegistry(), ports=(0,), token_file=None) is None
     (line,) = caplog.messages
     assert "cannot listen on 192.0.2.1" in line
     assert "set KVROUTE_METRICS_HOST" in line
@@ -143,7 +143,7 @@ def test_a_file_without_a_token_never_means_that_none_is_asked_for(
 ) -> None:
     file = tmp_path / "token"
     file.write_bytes(content)
-    assert exposed(LOOPBACK, CollectorRegistry(), ports=(0,), token_file=file) is None
+    assert expose(LOOPBACK, CollectorRegistry(), ports=(0,), token_file=file) is None
     with pytest.raises(StartError, match="has no token; write one word"):
         check_metrics_token(file)
 

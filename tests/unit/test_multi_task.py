@@ -38,7 +38,7 @@ def test_the_file_is_found_by_rtp_llms_name(monkeypatch: pytest.MonkeyPatch, fil
 def test_the_json_itself_does_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTI_TASK_PROMPT_STR", json.dumps(TASKS))
     settings = load({"redis_url": "redis://r"})
-    (decided,) = settings.decided()
+    (decided,) = settings.resolve()
     assert decided.tasks == settings.tasks
     assert decided.for_replicas()["declared"] == ["1", "法律"]
 

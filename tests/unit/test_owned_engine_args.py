@@ -53,7 +53,7 @@ def test_the_environment_has_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_models_own_arguments_are_added_to_those_of_all() -> None:
     models = [{"model": "a", "engine_args": {"seed": 2}}, {"model": "b"}]
-    each = load({"models": models, "engine_args": {"seed": 1, "enforce_eager": True}}).each
+    each = load({"models": models, "engine_args": {"seed": 1, "enforce_eager": True}}).per_model
     assert [one.engine_args["seed"] for one in each] == [2, 1]
     assert all(one.engine_args["enforce_eager"] for one in each)
 

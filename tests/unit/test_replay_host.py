@@ -136,7 +136,7 @@ def test_changes_list_the_blocks_that_each_tier_gains_or_loses(blocks: int) -> N
             held = held - set(result.removed) | set(result.added)
     assert replica.memory is not None
     gpu = {hash_ for hash_, _ in replica.cache.copies() if hash_ > 0}
-    host = {HOST.member(hash_) for hash_ in replica.memory.held() if hash_ > 0}
+    host = {HOST.fingerprint(hash_) for hash_ in replica.memory.held() if hash_ > 0}
     assert held == gpu | host
 
 

@@ -117,7 +117,7 @@ def test_llm_ds_speculation_ends_after_two_seconds() -> None:
 def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], credit: float) -> None:
     policy = kind(replace(SETUP, tiers={HOST: TierFacts(100, 1, 1.0)}), random.Random(0))
     chain = [Fingerprint(block) for block in range(1, 5)]
-    policy.index_changed(0, [*chain[:1], *map(HOST.member, chain)], [])
+    policy.index_changed(0, [*chain[:1], *map(HOST.fingerprint, chain)], [])
     assert policy.hits(prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))) == [1 + 3 * credit, 0]
 
 

@@ -219,7 +219,7 @@ async def test_a_line_has_the_tokens_from_host_memory(router: Router) -> None:
     await router.answer(400)
     chain = router.fleet.caches.chain(np.arange(400, dtype=np.uint32))
     router.fleet.mirror.forget_computed(math.inf)
-    router.fleet.mirror.add("a", [*chain[:2], *map(HOST.member, chain)])
+    router.fleet.mirror.add("a", [*chain[:2], *map(HOST.fingerprint, chain)])
     await router.answer(400)
     first, second = await logged(router)
     assert "host_tokens" not in first

@@ -42,7 +42,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_without_a_name_is_called_default_where_serve_deploys_it() -> None:
     for given, name in (({}, "default"), ({"cluster": "mine"}, "mine")):
-        (settings,) = load({"redis_url": "redis://r", **given}).decided()
+        (settings,) = load({"redis_url": "redis://r", **given}).resolve()
         assert settings.cluster == name
 
 
@@ -146,7 +146,7 @@ def test_every_setting_has_a_flag_and_a_help_text_that_names_its_variable() -> N
 
 def only(**given: Any) -> ModelSettings:
     """What the cluster's one model is served with."""
-    (settings,) = load({"redis_url": "redis://r", **given}).decided()
+    (settings,) = load({"redis_url": "redis://r", **given}).resolve()
     return settings
 
 
@@ -156,7 +156,7 @@ def test_blocks_are_larger_on_cpus() -> None:
 
 
 def test_the_machine_completes_what_a_user_leaves_open() -> None:
-    (settings,) = load({"model": "~/m"}).decided(
+    (settings,) = load({"model": "~/m"}).resolve(
         [Detected("/home/m", gpus_per_replica=2)], redis_url="redis://r", cluster="host-8000"
     )
     assert (settings.model, settings.served_model_name) == ("/home/m", "~/m")
@@ -251,13 +251,13 @@ def test_models_that_are_only_named_have_everything_in_common(
 ) -> None:
     monkeypatch.setenv("KVROUTE_MODEL", "a, b")
     for settings in (load({"replicas": 3}), load({"replicas": 3, "model": ["a", "b"]})):
-        assert [(one.model, one.replicas) for one in settings.each] == [("a", 3), ("b", 3)]
+        assert [(one.model, one.replicas) for one in settings.per_model] == [("a", 3), ("b", 3)]
 
 
 def test_each_of_several_models_may_have_settings_of_its_own() -> None:
     models = '[{"model": "a", "served_model_name": "fast", "block_size": 64}, {"replicas": 1}]'
     common = {"pin_share": 0.1, "redis_url": "redis://r", "drain_timeout_s": 30.0}
-    first, second = load({"models": models, **common}).decided()
+    first, second = load({"models": models, **common}).resolve()
     assert (first.drain_timeout_s, second.drain_timeout_s) == (30.0, 30.0)
     assert (first.served_model_name, first.model, first.replicas) == ("fast", "a", 2)
     assert (second.served_model_name, second.replicas) == ("SmolLM2-135M-Instruct", 1)
@@ -268,7 +268,7 @@ def test_each_of_several_models_may_have_settings_of_its_own() -> None:
 def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     models = [{"model": "a"}, {"model": "b", "replicas": 4}]
-    together = load({"redis_url": "redis://r", "replicas": 2, "models": models}).decided()
+    together = load({"redis_url": "redis://r", "replicas": 2, "models": models}).resolve()
     assert only(replicas=2).cores == 6
     assert [one.cores for one in together] == [2, 2]
 
@@ -296,11 +296,11 @@ def test_models_that_cannot_be_served_are_refused_by_name(
 
 def test_what_is_found_about_a_model_stays_with_it() -> None:
     settings = load({"model": ["a", "b"], "redis_url": "redis://r"})
-    each = settings.decided([Detected("/a", 0), Detected("/b", 1)])
+    each = settings.resolve([Detected("/a", 0), Detected("/b", 1)])
     assert [(one.served_model_name, one.model) for one in each] == [("a", "/a"), ("b", "/b")]
     assert [one.gpus_per_replica for one in each] == [0, 1]
 
 
 def test_there_is_nothing_to_decide_without_an_index() -> None:
     with pytest.raises(SettingsError, match="redis_url is missing; set it, such as redis://"):
-        load({}).decided()
+        load({}).resolve()

@@ -74,17 +74,17 @@ def test_a_stall_is_forgotten_when_the_prompts_behind_it_are_answered() -> None:
             queue.join(name, Sent(0.1, 2500, 2500, now_s))
         for name in names:
             now_s += 0.1
-            queue.served(name, now_s)
+            queue.finish_prefill(name, now_s)
     for name in names:
         queue.join(name, Sent(0.1, 2500, 2500, now_s))
     now_s += 60.0  # nothing for a minute; then all of them at once
     for name in names:
-        queue.served(name, now_s)
+        queue.finish_prefill(name, now_s)
     assert queue.speed.slowness < 3.0
     for _ in range(10):
         queue.join("a", Sent(1.0, 25_000, 25_000, now_s))
         now_s += 1.0
-        queue.served("a", now_s)
+        queue.finish_prefill("a", now_s)
     assert queue.speed.slowness < 1.5
 
 

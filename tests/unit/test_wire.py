@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, Emit, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import (
+    BYTES_PER_TOKEN,
+    Chunk,
+    Emit,
+    EngineDeadError,
+    GenerateRequest,
+)
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.messages import Dispatch, Fingerprints, RouterMessage
@@ -107,7 +113,7 @@ async def hang(_: bytes, rank: int) -> bytes:
 async def served(
     engine: Engine, *, most: int = 1000, links: int = 1
 ) -> AsyncIterator[tuple[Server, list[Link]]]:
-    server = Server(engine.generate, {"echo": echo}, most=most)
+    server = Server(engine.generate, {"echo": echo}, max_requests=most)
     await server.start(LOOPBACK)
     connected = [await linked(server) for _ in range(links)]
     yield server, connected
@@ -246,7 +252,7 @@ def test_a_wait_crosses_if_a_replica_can_count_with_it(given_s: float, got_s: fl
 async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
     engine = Engine(tokens=20)
     async with served(engine, links=2) as (_, links):
-        streams = [link.open(request(), most_waiting=MOST) for link in links for _ in range(50)]
+        streams = [link.open(request(), max_waiting=MOST) for link in links for _ in range(50)]
         await until(lambda: engine.running == 100)
         await until(lambda: all(stream.is_preparing for stream in streams))  # both ends know it
         before = [link.received_messages for link in links]
@@ -264,7 +270,7 @@ async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
 async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         await engine.steps(5)
         await until(lambda: not link.streams)
@@ -277,7 +283,7 @@ async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
 async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
     engine = Engine(tokens=100_000)
     async with served(engine) as (server, (link,)):
-        stream = link.open(request(), most_waiting=50)
+        stream = link.open(request(), max_waiting=50)
         await until(lambda: engine.running == 1)
         await engine.steps(60)
         with pytest.raises(SlowReaderError, match="has not read 51 tokens"):
@@ -290,7 +296,7 @@ async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
 async def test_bytes_count_as_what_a_slow_reader_costs() -> None:
     stream = Stream(Link("a", b""), 0, 50)
     for number in range(3):
-        stream.push(Chunk((number,), 0, http=HttpPart(b"x" * 20 * BYTES_A_TOKEN)))
+        stream.push(Chunk((number,), 0, http=HttpPart(b"x" * 20 * BYTES_PER_TOKEN)))
     with pytest.raises(SlowReaderError):
         await stream.next()
 
@@ -308,7 +314,7 @@ async def test_an_error_of_the_engine_comes_after_what_it_generated(
 ) -> None:
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         await engine.steps(2)
         engine.error = error
@@ -323,21 +329,21 @@ async def test_a_replica_whose_engine_is_dead_refuses_what_comes() -> None:
     """Whoever asks it now has lost nothing."""
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         engine.error = EngineDeadError("it died")
         engine.step()
         with pytest.raises(EngineDeadError):
             await stream.next()
         with pytest.raises(RefusedError):
-            await link.open(request(), most_waiting=MOST).next()
+            await link.open(request(), max_waiting=MOST).next()
 
 
 @pytest.mark.parametrize("how", ["cancel", "the link", "the server"])
 async def test_who_leaves_ends_the_request(how: str) -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         if how == "cancel":
             stream.cancel()
@@ -354,7 +360,7 @@ async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
         server.methods = {"hang": hang}
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         call = asyncio.create_task(link.call("hang"))
         await until(lambda: server.running == 2)
         (peer,) = server.peers
@@ -364,13 +370,13 @@ async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
         with pytest.raises(LostError):
             await call
         with pytest.raises(LostError):
-            link.open(request(), most_waiting=MOST)
+            link.open(request(), max_waiting=MOST)
 
 
 async def test_a_million_tokens_pass() -> None:
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        link.open(request(1_000_000), most_waiting=MOST)
+        link.open(request(1_000_000), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         assert len(engine.requests[0].token_ids) == 1_000_000
 
@@ -389,12 +395,12 @@ async def test_a_call_is_answered_or_says_why_not() -> None:
 async def test_a_replica_without_room_refuses_at_once(stops: bool) -> None:
     engine = Engine()
     async with served(engine, most=1) as (server, (link,)):
-        first = link.open(request(), most_waiting=MOST)
+        first = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         if stops:
             server.stop()
         with pytest.raises(RefusedError, match="is stopping" if stops else "runs 1 requests"):
-            await link.open(request(), most_waiting=MOST).next()
+            await link.open(request(), max_waiting=MOST).next()
         idle = asyncio.create_task(server.idle())
         await engine.steps(5)
         assert ids(await read(first)) == [1, 2, 3, 4, 5]
@@ -407,8 +413,8 @@ async def test_a_router_that_does_not_read_is_given_up_and_the_others_go_on(
     monkeypatch.setattr(replicas_end, "MAX_UNSENT", 50)
     engine = Engine(tokens=1_000_000)
     async with served(engine, links=2) as (server, (deaf, fine)):
-        deaf.open(request(), most_waiting=1 << 40)
-        good = fine.open(request(), most_waiting=1 << 40)
+        deaf.open(request(), max_waiting=1 << 40)
+        good = fine.open(request(), max_waiting=1 << 40)
         await until(lambda: engine.running == 2)
         assert deaf.transport is not None
         deaf.transport.pause_reading()
@@ -432,7 +438,7 @@ def is_over(engine: Engine) -> bool:
 async def test_what_waited_for_a_router_goes_out_when_it_reads_again() -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         (peer,) = server.peers
         peer.pause_writing()
@@ -450,9 +456,9 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
         peer.transport.pause_reading()
         for _ in range(20):
             with contextlib.suppress(RefusedError):
-                link.open(request(500_000), most_waiting=MOST)
-        with pytest.raises(RefusedError, match="has not read"):
-            link.open(request(), most_waiting=MOST)
+                link.open(request(500_000), max_waiting=MOST)
+        with pytest.raises(RefusedError, match="bytes to read first"):
+            link.open(request(), max_waiting=MOST)
 
 
 # Strangers.
@@ -492,7 +498,7 @@ async def test_both_ends_must_know_the_secret() -> None:
 
 async def test_another_version_is_told_apart() -> None:
     async with impostor((MessageKind.CHALLENGE, Challenge(0, b"n" * 16))) as port:
-        with pytest.raises(LostError, match=f"version is 0; this router has {VERSION}"):
+        with pytest.raises(LostError, match=f"version is 0, and this router's is {VERSION}"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 
@@ -581,7 +587,7 @@ def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
     async def run() -> None:
         engine = Engine()
         async with served(engine, links=2) as (server, (link, other)):
-            stream = link.open(request(), most_waiting=MOST)
+            stream = link.open(request(), max_waiting=MOST)
             await until(lambda: engine.running == 1)
             (peer,) = (peer for peer in server.peers if is_to(peer, link))
             assert peer.transport is not None
@@ -617,7 +623,7 @@ async def test_a_frame_of_many_chunks_lets_others_have_their_turns() -> None:
 async def test_a_port_is_taken_from_the_range_or_the_error_says_which() -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-        server = Server(Engine().generate, {}, most=1)
+        server = Server(Engine().generate, {}, max_requests=1)
         with pytest.raises(PortsTakenError, match=f"no port of {port}-{port} is free on"):
             await server.start(LOOPBACK, range(port, port + 1))
         await server.start(LOOPBACK, range(port, port + 50))

@@ -153,7 +153,7 @@ class Indexed(Counting):
         gpu = [hits.get(str(replica), 0) for replica in self.replicas]
         counts: list[float] = [*gpu]
         for tier in self.setup.tiers:
-            hits = self.mirror.hits([*map(tier.member, request.reusable)])
+            hits = self.mirror.hits([*map(tier.fingerprint, request.reusable)])
             for replica, near in enumerate(gpu):
                 counts[replica] += self.tier_credit * max(0, hits.get(str(replica), 0) - near)
         return counts
