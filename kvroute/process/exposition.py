@@ -22,11 +22,10 @@ class Readings(Collector):
     """Metrics whose values are read at scrape time, in the scrape's thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._gauges: list[tuple[str, str, Read]] = []  # name, documentation, read
+        # The fields of each tuple: name, documentation, and label if there is one, read.
+        self._gauges: list[tuple[str, str, Read]] = []
         self._counters: list[tuple[str, str, Read]] = []
-        self._labelled_gauges: list[
-            tuple[str, str, str, ReadEach]
-        ] = []  # name, documentation, label, read
+        self._labelled_gauges: list[tuple[str, str, str, ReadEach]] = []
         self._labelled_counters: list[tuple[str, str, str, ReadEach]] = []
         registry.register(self)
 

@@ -54,8 +54,8 @@ class CheckedOptions(ModelOptions):
                 raise SettingsError(f"--lora is {argument!r}: {error}") from None
             if adapter.name in (*adapters, self.name):
                 raise SettingsError(
-                    f"--lora is {argument!r}, but the name {adapter.name!r} is in use; choose "
-                    "another name"
+                    f"--lora is {argument!r}, but the name {adapter.name!r} is already used; "
+                    "choose another name"
                 )
             adapters[adapter.name] = adapter
         return tuple(adapters.values())
@@ -86,7 +86,7 @@ class CheckedOptions(ModelOptions):
     def _check_engine_args(self) -> None:
         if self.engine_args and self.engine == "simulated":
             raise SettingsError(
-                f"--engine-args is {self.engine_args!r}, which needs --engine vllm; leave it out, "
+                f"--engine-args is {self.engine_args!r}, which only works with vLLM; leave it out, "
                 "or set --engine vllm"
             )
         if refusal := owned_engine_args.refusal(self.engine_args):

@@ -78,9 +78,9 @@ def test_a_full_range_is_a_warning_with_the_count_and_the_remedy(
     with serving(ports=ports), serving(ports=ports), caplog.at_level(logging.WARNING):
         assert expose(LOOPBACK, CollectorRegistry(), ports=ports, token_file=None) is None
     (line,) = caplog.messages
-    assert "this process serves no metrics: cannot listen on" in line
+    assert "this process does not serve metrics: cannot listen on" in line
     assert "on any of the 2 ports of metrics_port_range" in line
-    assert "give a wider range" in line
+    assert "set a wider range" in line
 
 
 def test_an_address_that_is_not_this_computers_is_a_warning_too(

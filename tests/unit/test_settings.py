@@ -276,7 +276,10 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": ["a", "a"]}, r"models\[0\] and models\[1\] are both served as 'a'; give each"),
+        (
+            {"model": ["a", "a"]},
+            r"models\[0\] and models\[1\] are both served as 'a'; set a different",
+        ),
         ({"model": ["a", "b"], "served_model_name": "c"}, "are both served as 'c'"),
         ({"models": '[{"replicas": 0}]'}, r"models\[0\]: --replicas is 0; expected at least 1"),
         (
@@ -284,7 +287,7 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
             r"models\[1\]: port is not a setting of one model; .* model,",
         ),
         ({"models": "{"}, r"--models is '\{'; expected JSON .* such as \[\{\"model\": "),
-        ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set too"),
+        ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set as well"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused_by_name(
