@@ -58,7 +58,7 @@ def judge(
     finding += _hit_shares(model, replicas, gains)
     best = max(gains.values())
     if best < MIN_GAIN:
-        neither = ": neither more memory nor one more replica would help"
+        neither = ": neither more memory nor one more replica helps"
         yield Check("cache", "ok", finding + (neither if evicted >= MUCH_EVICTED else ""))
     elif is_busy:
         remedy = f"one more replica, since requests wait: {_one_more(len(replicas), gains)}"

@@ -107,7 +107,10 @@ def blamed(requests: Sequence[Facts]) -> Check:
 def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
     """Compare the deployments' actual states in Serve with their target states."""
     if states is None:
-        remedy = "requests are served, but failed processes are not replaced; see Serve's log on the head"
+        remedy = (
+            "requests are served, but failed processes are not replaced; see Serve's log on the "
+            "head node"
+        )
         yield Check("serve", "wrong", "Serve's controller does not answer", remedy)
         return
     counts = {name: _count(deployment["replicas"]) for name, deployment in states.items()}

@@ -192,7 +192,7 @@ def _waiting(queue: Facts) -> Iterator[Check]:
     finding = (
         f"{_plural(here['requests'], 'request')} for {queue['model']} in the queue, since every "
     )
-    finding += f"replica is busy: {here['prefill_s']:.0f} s of prefill, oldest request waiting for "
+    finding += f"replica is busy: {here['prefill_s']:.0f} s of prefill, the oldest for "
     finding += f"{here['oldest_s']:.0f} s"
     if everywhere > queue["requests"]:
         finding += f"; {everywhere:,} requests in the queues of all routers"

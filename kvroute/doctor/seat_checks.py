@@ -46,7 +46,7 @@ def _why(seats: Facts) -> str:
     if seats["most"] is not None:
         return f"--max-sessions is {seats['most']:,}"
     return (
-        f"the contexts of active sessions have {seats['tokens']:,} tokens and the caches space for "
+        f"the contexts of active sessions have {seats['tokens']:,} tokens, and the caches hold "
         f"{seats['limit_tokens']:,}"
     )
 

@@ -78,7 +78,7 @@ def test_it_dies_with_a_killed_parent() -> None:
 @pytest.mark.parametrize(
     ("refusing", "said"),
     [
-        ("REPLICAOF 127.0.0.1 1", "refuses a write .*; name its primary"),
+        ("REPLICAOF 127.0.0.1 1", "refuses a write .*; set --redis-url to its primary"),
         ("CONFIG SET maxmemory 1", "refuses a write .* has memory left"),
         (
             "ACL SETUSER default on nopass ~* +@all -@write",

@@ -173,13 +173,13 @@ def test_a_key_can_be_less_urgent_than_others(tmp_path: Path) -> None:
     [
         (("add", "--tenant", "a b"), "--tenant is 'a b'"),
         (("add", "--tenant", "a", "--priority", "high"), "--priority is 'high'; expected inter"),
-        (("add", "--tenant", "other"), "--tenant is 'other', which accounts and metrics use"),
+        (("add", "--tenant", "other"), "--tenant is 'other', a name that accounts and metrics use"),
         (("add", "--tenant", "a", "--role", "root"), "--role is 'root'; expected use"),
-        (("revoke", "0"), "ID is '0', which is no key of"),
+        (("revoke", "0"), "ID is '0', which "),
         (("limit", "a b", "--max-requests", "1"), "TENANT is 'a b'; expected a tenant's name"),
         (("limit", "a", "--max-requests", "x"), "--max-requests is 'x'; expected a whole number"),
         (("limit", "a", "--max-requests", "0"), "--max-requests: Expected `int` >= 1"),
-        (("limit", "a"), "no limit was given; expected one of --max-requests"),
+        (("limit", "a"), "no limit is set; set one of --max-requests"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path: Path, args: tuple[str, ...], why: str) -> None:

@@ -103,7 +103,7 @@ def test_with_two_clusters_a_command_wants_the_url() -> None:
         file.with_stem(f"{file.stem}0").write_text(copied)
         result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 1
-    assert "http://127.0.0.1:8123, http://127.0.0.1:8124; name one with --url" in result.output
+    assert "http://127.0.0.1:8123, http://127.0.0.1:8124; choose one with --url" in result.output
 
 
 def test_the_first_steps_work_with_any_port() -> None:
