@@ -27,9 +27,9 @@ NOW = Row(
         ),
         Panel(
             "Redis",
-            "1 while every router reaches Redis. At 0, requests are still served: routers use "
-            "what they know and the messages of replicas. Repair Redis; `GET /health` shows since "
-            "when it has been unreachable.",
+            "1 while every router reaches Redis. At 0, requests are still served: routers use what "
+            "they knew before, and their own requests. Repair Redis; `GET /health` shows since when "
+            "it has been unreachable.",
             grafana.NUMBER,
             (Query(f"min by (model) ({router('kvroute_index_reachable')})", "{{model}}"),),
             kind="stat",

@@ -30,7 +30,7 @@ UNKNOWN_LAYOUT = "hits cannot be predicted for its engine: "
 HOST_GROUPS = GROUPS * HOST.number  # copies of group g in host memory are group HOST_GROUPS + g
 
 _MASK = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples differ in many bits
+_STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples are far from each other
 
 Tokens = Annotated[int, Meta(ge=1, le=2**48)]
 

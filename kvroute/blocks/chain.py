@@ -12,7 +12,7 @@ from kvroute.blocks.fingerprint import Feature, Fingerprint, fingerprints, names
 
 
 class Scope(Struct, frozen=True):
-    """The conditions under which requests share cached blocks: their scopes must be equal."""
+    """Decides who shares cached blocks: only requests with equal scopes do."""
 
     lora: str = ""  # name of the LoRA adapter; empty: the base model
     namespace: str = ""  # cache salt; empty: all requests without a salt share the blocks

@@ -50,7 +50,7 @@ class Feature(Struct, frozen=True, array_like=True):
 def root(
     *, model: str, revision: str = "", block_size: int, lora: str = "", namespace: str = ""
 ) -> Fingerprint:
-    """Return the parent of a prompt's first block; it depends on all that makes caches differ."""
+    """Return the parent of a prompt's first block; it differs where caches cannot be shared."""
     name = f"{FINGERPRINT_VERSION}|{model}|{revision}|{block_size}|{lora}|{namespace}"
     return Fingerprint(xxh3_64_intdigest(name.encode()))
 
@@ -127,5 +127,5 @@ def _mixed(parent: Fingerprint, begin: int, end: int, left: deque[Feature]) -> F
 
 
 def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
-    """Return the maximum number of cached blocks for a prompt: its last token is not cached."""
+    """Return the maximum number of hits of a prompt: its last token is always computed."""
     return max(0, (prompt_tokens - 1) // block_size)

@@ -48,7 +48,7 @@ TIERS: Sequence[Tier] = (GPU, *SLOWER)  # all tiers; the index is the tier's num
 
 
 def up_to(tier: Tier) -> Sequence[Tier]:
-    """Return the slower tiers up to and with this one."""
+    """Return this tier and all faster ones, without GPU memory."""
     return SLOWER[: tier.number]
 
 

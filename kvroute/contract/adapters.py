@@ -100,7 +100,7 @@ def _config(file: Path) -> dict[str, Any]:
     return config
 
 
-class Residents:
+class AdapterCache:
     """The adapters in an engine's memory, at most `capacity`: an LRU cache."""
 
     def __init__(self, capacity: int, names: Iterable[str] = ()) -> None:

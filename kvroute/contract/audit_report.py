@@ -48,7 +48,7 @@ class ReplicaAudit(Struct, frozen=True):
     known: Comparison  # the replica's table, compared with its engine
     index: Comparison  # Redis, compared with the replica's table
     version: int = VERSION
-    # The part of `known` that counts copies in host memory only; unset: no copies there.
+    # The part of `known` that counts copies in host memory only; unset: there are none.
     in_host: Comparison | msgspec.UnsetType = msgspec.UNSET
 
 

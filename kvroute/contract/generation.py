@@ -31,13 +31,13 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
     call: HttpCall | None = None  # the HTTP request to answer; None: no client reads the tokens
     max_tokens: int = 1  # tokens to generate if there is no call
-    rank: int = 0  # the data parallel rank of the replica that runs the request
+    rank: int = 0  # number of the replica's data parallel rank that runs the request
     shared_tokens: int = 0  # tokens of the first blocks, which all namespaces share
     # Position in the engine's queue: the lowest is first. It is relative to the arrival at the
     # engine, since hosts' clocks differ. Negative: the request has waited elsewhere.
     order_s: float = 0.0
     waited_s: float = 0.0  # seconds in the router's queue because no replica had capacity
-    keep: RetentionHint | None = None  # which blocks are evicted first; None: the oldest
+    keep: RetentionHint | None = None  # retention hint for the blocks; None: evict by age only
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps them in host memory, not in the engine's own
 

@@ -36,7 +36,7 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
     known_prefix: Fingerprints  # the prompt's last block that any replica has; empty: none has one
     expected: Fingerprints  # the blocks that the prompt will add to the replica's cache
     lora: Name = ""
-    loads_first: bool = False  # whether an adapter, or blocks from slower tiers, are loaded first
+    loads_first: bool = False  # whether an adapter or blocks from slower tiers must be loaded first
     turn: SessionTurn | None = None
 
     @property
@@ -85,7 +85,7 @@ class TenantCounts(Struct, array_like=True):
     requests: Count  # running or waiting requests
     prompt_tokens: Count  # prompt tokens of these requests
     spent: Count  # uncached prompt tokens computed since the router began to count
-    debt: Count  # uncached tokens at all routers that the rate limit has not yet restored
+    debt: Count  # uncached tokens of all routers that still count against the rate limit
 
 
 class Waiting(Struct, array_like=True):

@@ -22,7 +22,7 @@ from kvroute.contract.unreadable import UnreadableError
 
 VERSION = 1
 
-MAX_COUNT = 2**48  # highest count that a record may have; every float64 holds it exactly
+MAX_COUNT = 2**48  # highest count that a record may have
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
@@ -70,14 +70,14 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     attention_tokens: Rate = 32_768.0  # context length at which a token's prefill costs double
     prefix_caching: bool = True  # whether the engine reuses cached prefixes
     pin_blocks: Count = 0  # KV blocks of the engine's own memory that pins may take
-    max_num_seqs: Count = 0  # requests in one batch; 0: unknown
-    step_tokens: AtLeastOne = 8192  # most tokens of a step: vLLM's max_num_batched_tokens
-    max_cpu_loras: Count = 0  # most LoRA adapters in memory
+    max_num_seqs: Count = 0  # maximum number of requests in one batch; 0: unknown
+    step_tokens: AtLeastOne = 8192  # maximum tokens in a step: vLLM's max_num_batched_tokens
+    max_cpu_loras: Count = 0  # maximum number of LoRA adapters in memory
     engine: Name = "vllm"  # "vllm" | "simulated"
     content_format: Name = ""  # vLLM's content format of the chat template; empty: no template
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
-    layout: Layout | None = None  # KV cache groups; None: one group with full attention
+    layout: Layout | None = None  # None: full attention, with blocks of block_size tokens
     host: TierFacts | None = None  # the host memory tier; None: no copies of blocks in host memory
 
     @property
@@ -201,7 +201,7 @@ def _decode(decoder: "msgspec.json.Decoder[T]", packed: bytes) -> T:
 
 
 def check_version(decoder: Any, packed: bytes) -> None:
-    """Raise UnreadableError if the version is another one, or DECODE_ERRORS if there is none."""
+    """Raise UnreadableError for another version, or a DECODE_ERROR if the version is missing."""
     version = decoder.decode(packed).version
     if version != VERSION:
         raise UnreadableError(f"its version is {version}; this process reads version {VERSION}")

@@ -37,7 +37,7 @@ class Example:
 
     name: str  # name of the item; empty: it has none
     reason: str
-    at_s: float  # time on the monotonic clock
+    at_s: float  # time at which the item was skipped, on the monotonic clock
 
 
 class Unreadable:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.adapters import Residents
+from kvroute.contract.adapters import AdapterCache
 from kvroute.prefill.queue import PrefillQueue
 from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.kv_use import KvUse
@@ -61,7 +61,9 @@ class ReplicaLoad(PrefillQueue[Sent]):
     decode_step_s: float = 0.0  # seconds that its decoding requests add to each step
     mean_prefill_s: float = 0.0  # mean prefill time of recent requests
     prefilled_s: float = 0.0  # predicted prefill of all requests that have had their first token
-    loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # loaded, as we know
+    loras: AdapterCache = field(
+        default_factory=lambda: AdapterCache(UNLIMITED)
+    )  # loaded, as we know
     loras_sent: tuple[list[str], list[str]] = field(
         default_factory=lambda: ([], [])
     )  # since the last report, and between the two last reports
@@ -96,7 +98,7 @@ class ReplicaLoad(PrefillQueue[Sent]):
         since then count as loaded, too.
         """
         since, before = self.loras_sent
-        self.loras = Residents(capacity, names)
+        self.loras = AdapterCache(capacity, names)
         for name in (*before, *since):
             self.loras.use(name)
         self.loras_sent = ([], since)

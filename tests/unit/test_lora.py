@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvroute.blocks.chain import Scope
-from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, sufficient_rank
+from kvroute.contract.adapters import Adapter, AdapterCache, digests, read_adapter, sufficient_rank
 from kvroute.contract.identity import Identity
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
@@ -144,7 +144,7 @@ def test_a_receipt_shows_the_adapter_and_what_loading_it_would_cost() -> None:
 
 
 def test_the_least_recently_used_adapter_leaves_a_full_memory() -> None:
-    residents = Residents(2)
+    residents = AdapterCache(2)
     assert [residents.use(name) for name in "abacab"] == [True, True, False, True, False, True]
     assert residents.names == ("a", "b")
 
