@@ -28,8 +28,8 @@ NOW = Row(
         Panel(
             "Redis",
             "1 while every router reaches Redis. At 0, requests are still served: routers use what "
-            "they knew before, and their own requests. Repair Redis; `GET /health` shows since when "
-            "it has been unreachable.",
+            "they knew before, and their own requests. Repair Redis; `GET /health` shows since "
+            "when it has been unreachable.",
             grafana.NUMBER,
             (Query(f"min by (model) ({router('kvroute_index_reachable')})", "{{model}}"),),
             kind="stat",

@@ -3,13 +3,13 @@
 Only this module knows the keys, and only index_values.py decodes the values.
 
 All keys of one model of one cluster share a hash tag, so they are on one node of a Redis Cluster.
-TAG is CLUSTER/MODEL, with %, { and } escaped as in a URL, and also / in the cluster's part:
+TAG is CLUSTER/MODEL. The characters %, { and } are escaped as in a URL; in CLUSTER, / is as well.
 
-    kvroute:{TAG}:replicas              set     ids of registered replicas, until pruned
+    kvroute:{TAG}:replicas              set     ids of replicas; pruned if not leased
     kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load, pins; leased. facts,
                                                 load, pins: JSON of records.Description, Load, Pins
     kvroute:{TAG}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
-    kvroute:{TAG}:router-ids            set     ids of announced routers, until pruned
+    kvroute:{TAG}:router-ids            set     ids of routers; pruned if not leased
     kvroute:{TAG}:router:ID             string  JSON of records.RouterDescription; leased
     kvroute:{TAG}:routers               channel msgpack of messages.RouterMessage
     kvroute:{TAG}:changes               stream  r (replica), i (incarnation), s (seq); j (joined), l
@@ -79,7 +79,7 @@ READ_RECORDS = 100  # maximum number of records in one read, which takes a route
 
 
 class FencedError(Exception):
-    """Redis has lost the writer's state or has another one: the writer must register again."""
+    """Redis has another state than the writer expects: the writer must register again."""
 
 
 class Index:
@@ -98,7 +98,7 @@ class Index:
         unreadable: Unreadable | None = None,
     ) -> None:
         self.unreadable = unreadable or Unreadable()
-        self._redis: Any = client  # its own types include the replies of all protocol versions
+        self._redis: Any = client  # redis-py's types are unions of all protocol versions' replies
         self._model = model
         self._prefix = key_prefix(cluster, model)
         self._changes = f"{self._prefix}:changes"
@@ -182,7 +182,7 @@ class Index:
     async def check_writes(self) -> None:
         """Raise RedisError if Redis accepts no writes.
 
-        It accepts none if it is a replica of another Redis, if its memory is full, or if it cannot
+        Redis accepts none if it is a replica of another one, if its memory is full, or if it cannot
         save to its disk. The check is a write that changes nothing.
         """
         await self._redis.setrange(f"{self._prefix}:probe", 0, "")

@@ -22,7 +22,7 @@ MAX_TENANT = 256  # maximum number of characters in a tenant's name or salt
 class Prefix:
     """One version of a named prefix. Its token ids never change."""
 
-    id: str  # the id that clients send (task_id 1 is "1"); own_id() of it for a tenant's own prefix
+    id: str  # the id that clients send (task_id 1 is "1"), or own_id() for a tenant's own prefix
     version: int  # starts at 1; each new declaration of the id adds 1
     token_ids: NDArray[np.uint32] = field(compare=False, repr=False)  # shape (n,)
     source: Mapping[str, Any] = field(repr=False)  # {"prompt": str} or {"messages": [...]}
@@ -139,7 +139,7 @@ def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
     """Return which of the live replicas keep the prefix warm, by rendezvous hashing.
 
     Every process that knows the same replicas gets the same result. If a replica joins or leaves,
-    other replicas keep nearly all of their prefixes. A new version stays on the same replicas.
+    the other replicas keep nearly all of their prefixes. A new version stays on the same replicas.
     """
     ranked = sorted(replica_ids, key=lambda replica_id: _rank(prefix.id, replica_id), reverse=True)
     if prefix.replicas is None:
@@ -151,7 +151,7 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
     return xxh3_64_intdigest(f"{prefix_id}\0{replica_id}".encode()), replica_id
 
 
-# The fields that two equal declarations have in common, in addition to the token ids.
+# In two equal declarations, these fields are equal, and so are the token ids.
 DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespace", "is_shared")
 
 

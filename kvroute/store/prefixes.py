@@ -4,7 +4,7 @@ Their keys have the same hash tag as the index (index.py), but no lease:
 
     kvroute:{TAG}:prefixes           hash    ID@VERSION -> JSON of PrefixTerms
     kvroute:{TAG}:prefixes:tokens    hash    ID@VERSION -> token ids, little-endian u32
-    kvroute:{TAG}:prefixes:versions  hash    id -> its last version, even if it was dropped
+    kvroute:{TAG}:prefixes:versions  hash    id -> its last version; kept after a drop
     kvroute:{TAG}:prefixes:hits      hash    id -> number of requests with a cache hit on it
     kvroute:{TAG}:prefixes:saved     hash    id -> tokens that these requests reused
     kvroute:{TAG}:prefixes:revision  string  a number that changes with the first three keys

@@ -11,8 +11,8 @@ from kvroute.wire.framing import MessageKind, Reader, frames
 
 log = logging.getLogger("kvroute.wire")
 
-HIGH_WATER = 1_000_000  # bytes in the write buffer above which the transport pauses the writer
-LOST_MS = 5_000  # after this time without a TCP acknowledgement, the kernel disconnects
+HIGH_WATER = 1_000_000  # with more bytes in its write buffer, the transport pauses the writer
+LOST_MS = 5_000  # after so many ms without a TCP acknowledgement, the kernel disconnects
 
 
 class Connection(asyncio.Protocol):

@@ -70,7 +70,7 @@ class Stream:
         self._link = link
         self._number = number
         self._max_waiting = max_waiting
-        self.is_preparing = False  # whether the replica prepares the request before its engine runs
+        self.is_preparing = False  # whether the replica is preparing the request (preparation.py)
         # If the replica was lost while it prepared this request: how many requests it prepared at
         # that time, each of which may be the cause. Otherwise 0.
         self.suspects = 0
