@@ -131,9 +131,9 @@ def limit(
         ),
     ] = False,
 ) -> None:
-    """Set limits of a tenant; its other limits stay.
+    """Set limits of a tenant, and keep its other limits.
 
-    The limits of '*' then no longer apply to it.
+    The limits of '*' do not apply to a tenant with limits of its own.
     """
     options = {
         "max_requests": max_requests,

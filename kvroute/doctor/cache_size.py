@@ -11,7 +11,7 @@ from kvroute.doctor.load_checks import FEW_REQUESTS
 
 # Both numbers are shares of all prompt tokens.
 MIN_GAIN = 0.03  # a larger cache is recommended if it would add at least this share of hits
-MUCH_EVICTED = 0.05  # with so many misses after eviction, the finding explains why no memory helps
+MUCH_EVICTED = 0.05  # if eviction costs this share and no memory helps, the finding says so
 ENGINE = "kvroute_engine_"  # prefix of the names of an engine's metrics
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvroute.doctor.checks import Check
 
-AGREED_S = 1.0  # clocks are reported if they certainly differ by more seconds
+AGREED_S = 1.0  # two clocks are reported if their difference is certainly larger
 REMEDY = "synchronise the clocks of all nodes, with chrony or another NTP client"
 
 
@@ -22,7 +22,7 @@ class Offset(NamedTuple):
         return max(self.low_s, 0.0) + min(self.high_s, 0.0)
 
     def relative_to(self, other: "Offset") -> "Offset":
-        """Return the offset to another clock, if both offsets refer to the same third clock."""
+        """Return the offset to another clock; both offsets must refer to the same third clock."""
         return Offset(self.low_s - other.high_s, self.high_s - other.low_s)
 
 

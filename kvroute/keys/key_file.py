@@ -58,7 +58,7 @@ class Key(Struct, frozen=True):
 class KeyFile(Struct, frozen=True):
     """The content of the file."""
 
-    # The tenants' salts are derived from the secret. If it changes, all that they cached is lost.
+    # The tenants' salts are derived from the secret. If it changes, their cached blocks are lost.
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
     keys: tuple[Key, ...] = ()
     version: int = VERSION

@@ -9,7 +9,8 @@ from kvroute.contract.priority import Priority
 from kvroute.keys.key_file import PREFIX, Key, KeyFile, hash_of
 from kvroute.keys.limits import ANY, TenantLimits
 
-# An entry for comparison with unknown ids, so that these take as long. No secret has its hash.
+# Unknown ids are compared with this entry, which takes as long as for known ids. No secret has
+# this hash.
 NOBODY = Key("", "", (), bytes(16), secrets.token_bytes(32))
 
 

@@ -38,7 +38,7 @@ class PrefillQueue(Generic[P]):
 
     waiting: dict[str, P] = field(default_factory=dict)  # prompts without a first token, by id
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)  # learned from first tokens
-    unknown_s: float = 0.0  # estimated prefill of routers whose messages do not arrive here
+    unknown_s: float = 0.0  # estimated prefill from routers whose messages do not arrive
     last_first_token_s: float = -math.inf  # time of the latest first token
     # Derived values, kept up to date because every placement reads them for all replicas.
     waiting_s: float = 0.0  # predicted prefill of all waiting requests

@@ -5,7 +5,7 @@ from functools import lru_cache
 
 # The unit of all weights is one observation of mean length: one whose predicted time is the mean.
 PRIOR_WEIGHT = 1.5  # weight of the engine's own estimate before the first observation
-FADE = 0.8  # factor on the weight of that estimate after each observation
+FADE = 0.8  # after each observation, that weight is multiplied by this factor
 MIN_PRIOR_WEIGHT = 0.05  # if that estimate's weight is lower, the speed counts as learned
 MIN_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
 MEMORY = 120.0  # an observation's weight falls to 1/e after observations of this total weight
@@ -15,8 +15,8 @@ CHANGED = 2.0  # the speed has changed if recent and learned slowness differ by 
 MAX_WEIGHT = 2.0  # maximum weight of one observation among the recent observations
 MEAN_OF = 500  # number of latest observations over which the mean length is taken
 MAX_OFF = 4.0  # limit of an observed time, as a multiple of the expected time
-LATEST_SHORTER = 1 / 4  # weight of a new step in their moving average, if it is shorter than that
-LATEST = 1 / 16  # weight of a new value in the moving averages of fixed parts and longer steps
+LATEST_SHORTER = 1 / 4  # weight of a new step in the moving average, if it is below the average
+LATEST = 1 / 16  # weight of any other new value in its moving average
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Speed:
     predicted_s: float = 0.0  # decayed sum of predicted times
     observed_s: float = 0.0  # decayed sum of observed times
     prior: float = 1.0  # slowness that is assumed before the first observation
-    typical_s: float = 0.0  # expected mean of the predicted times; 0: unknown
+    typical_s: float = 0.0  # expected mean of the predicted times, before the first; 0: unknown
     memory: float = MEMORY  # see the constant MEMORY
     slowness: float = field(init=False)  # observed seconds per predicted second
     _mean_s: float = field(init=False, default=0.0)  # mean of the latest predicted times

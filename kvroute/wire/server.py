@@ -58,7 +58,7 @@ class Server:
         self.refusals = 0  # number of refused requests since the start
         self.peers = set["Peer"]()
         self._max_requests = max_requests
-        self._idle_reports = 0  # number of reports without pending tokens since the last other one
+        self._idle_reports = 0  # number of latest reports in a row that had no pending tokens
         self.reported: list[int] = []  # the latest report: pending prompt tokens of each rank
         self._is_stopping = False
         self._is_idle = asyncio.Event()

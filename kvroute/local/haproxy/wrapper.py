@@ -1,6 +1,6 @@
 """The program that Ray Serve runs as HAProxy. It corrects Serve's configuration and runs HAProxy.
 
-Serve has no options for these corrections:
+The wrapper solves these problems, for which Serve has no options:
 - Serve enables splicing in the kernel. HAProxy 2.8 then ignores that a client disconnects if the
   client has sent the body separately from the headers, as most clients do. The request would run to
   its end, unless the response is a stream.
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = "") -> str:
-    """Return Serve's configuration with the corrections that the module's docstring lists.
+    """Return Serve's configuration, corrected as the module's docstring describes.
 
     Args:
         config: Serve's configuration of HAProxy.

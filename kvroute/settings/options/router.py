@@ -48,7 +48,7 @@ class RouterOptions(CommonOptions):
             kind=str,
         ),
     ] = "auto"
-    # The default is 10 minutes, since agents and the official clients give up after that time.
+    # The default is 10 minutes: after that time, agents and the official clients give up.
     max_seat_wait_s: Annotated[
         float,
         Field(ge=0, le=1e6),
