@@ -163,7 +163,7 @@ def is_busy(backlogs_s: Mapping[str, float], queues: Iterable[Facts]) -> bool:
 
     Args:
         backlogs_s: Replica -> seconds of prefill that are queued or running.
-        queues: The routers' queues, as for `queues`.
+        queues: For each model, one router's queue.
     """
     if backlogs_s and statistics.median(backlogs_s.values()) > LONG_S:
         return True

@@ -69,7 +69,7 @@ def _drop(handler: logging.Handler, record: logging.LogRecord) -> None:
 
 
 def _folders(handlers: list[logging.Handler]) -> set[str]:
-    """Return the folders of the handlers' log files; Serve's handlers may buffer another one."""
+    """Return the folders of the handlers' log files. Serve puts a buffer before each handler."""
     targets = (getattr(handler, "target", handler) for handler in handlers)
     return {
         os.path.dirname(target.baseFilename)

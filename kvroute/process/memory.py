@@ -5,7 +5,7 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")  # where Linux mounts the control groups of this container
-LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # the files with the limit: v2, v1
+LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # files of cgroups v2 and of v1
 
 
 def memory_bytes(cgroups: Path = CGROUPS) -> int:

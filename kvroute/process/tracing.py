@@ -27,13 +27,13 @@ TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE = "OTEL_SERVICE_NAME"
-FLUSH_S = 2.0  # a process that ends waits so many seconds at most for its last spans to be sent
+FLUSH_S = 2.0  # maximum seconds that a process waits at its end to send its last spans
 
 _w3c = TraceContextTextMapPropagator()
 
 
 def traces_endpoint() -> str | None:
-    """Return the collector's address, or None if there is no tracing. May raise ValueError."""
+    """Return the collector's address; None: no tracing. Raises ValueError like protocol()."""
     if endpoint := os.environ.get(TRACES_ENDPOINT):
         return endpoint
     if base := os.environ.get(ENDPOINT):

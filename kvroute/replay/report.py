@@ -84,7 +84,7 @@ class Summary:
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
-    tpot_p90_ms: float  # mean time between two tokens of an answer
+    tpot_p90_ms: float  # 90th percentile of an answer's mean time between two tokens
     throughput_rps: float  # first tokens per second, until the last request arrives
     prompt_tokens_per_s: float  # prompt tokens of these requests per second, cached tokens included
     imbalance: float  # prefill time of the busiest replica, as a multiple of the mean

@@ -292,7 +292,7 @@ async def test_a_disk_that_hangs_drops_lines_without_delaying_requests(
 
 def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StartError, match=r"--request-log is '.*/file'.*name another folder"):
+    with pytest.raises(StartError, match=r"--request-log is '.*/file'.*set it to another folder"):
         check_request_log(tmp_path / "file")
 
 
