@@ -73,7 +73,7 @@ def taken(share: float) -> Report:
 # What a replica reports.
 
 
-def test_who_comes_now_waits_for_all_prefill_that_is_pending() -> None:
+def test_a_new_request_waits_for_all_pending_prefill() -> None:
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     backlog.arrived("a", 1000, now_s=0.0)
     backlog.arrived("b", 500, now_s=0.0)
@@ -110,7 +110,7 @@ def test_a_first_token_that_does_not_come_counts_before_it_comes() -> None:
     assert backlog.wait_s(20.0) > 20.0
 
 
-def test_who_comes_now_waits_in_the_routers_too() -> None:
+def test_a_new_request_also_waits_in_the_routers() -> None:
     backlog = Backlog(prefill_tokens_per_s=1000.0)
     for number, waited_s in enumerate([0.0, 10.0, 20.0]):
         backlog.arrived(str(number), 0, now_s=100.0, waited_s=waited_s)
@@ -151,7 +151,7 @@ def idle_rank() -> Rank:
     )
 
 
-async def test_who_comes_now_goes_to_the_rank_where_nothing_is_pending() -> None:
+async def test_a_new_request_goes_to_the_rank_without_pending_prefill() -> None:
     ranks = [idle_rank() for _ in range(4)]
     ranks[0].backlog.arrived("a", 10_000, now_s=0.0)
     ranks[1].backlog.arrived("b", 30_000, now_s=0.0)
@@ -177,7 +177,7 @@ def test_a_replica_knows_how_much_it_computes_for_want_of_cache() -> None:
     assert missed.share(4.0 + HALF_LIFE_S) == pytest.approx(5 / 60, rel=0.02)
 
 
-def test_a_replica_is_as_full_as_what_is_scarcest() -> None:
+def test_the_occupancy_of_a_replica_is_that_of_its_scarcest_resource() -> None:
     assert occupancy(0.1, 64, 128, 10, 1000) == 0.5
     assert occupancy(0.1, 64, 128, 900, 1000) == 0.9
     assert occupancy(0.7, 64, 128, 10, 1000) == 0.7
@@ -199,29 +199,29 @@ def test_a_queue_that_cannot_move_calls_for_nobody_while_newcomers_find_empty_re
     assert desired(waiting(30.0), waiting(30.0), running=4) == 4
 
 
-def test_replicas_that_are_starting_are_not_asked_for_again() -> None:
+def test_starting_replicas_are_not_requested_again() -> None:
     assert desired(waiting(60.0), waiting(60.0), target=4) == 4
 
 
-def test_requests_that_find_no_room_anywhere_call_for_one_more() -> None:
+def test_refusals_by_all_replicas_add_a_replica() -> None:
     assert desired(taken(0.1), taken(0.1), has_queue=True) == 3
 
 
-def test_one_goes_at_a_time_and_only_where_the_others_have_room() -> None:
+def test_replicas_are_removed_one_at_a_time_and_only_if_the_others_have_capacity() -> None:
     assert desired(*[taken(0.1)] * 4) == 3
     assert desired(*[taken(0.4)] * 4) == 3
     assert desired(*[taken(0.5)] * 4) == 4
     assert desired(IDLE) == 1
 
 
-def test_nobody_goes_where_the_rest_would_keep_newcomers_waiting() -> None:
+def test_no_replica_is_removed_if_new_requests_would_then_wait() -> None:
     """One replica that computes long prompts for half of its time has a queue."""
     slow = Report(0.0, service_s=4.0, occupancy=0.25)
     assert desired(slow, slow) == 2
     assert desired(*[slow] * 8) == 7
 
 
-def test_nobody_goes_whose_cache_the_others_would_miss() -> None:
+def test_no_replica_is_removed_if_the_loss_of_its_cache_costs_too_much() -> None:
     """A quarter more cache would save 30% of the work: a fourth less costs as much."""
     tight = Report(0.0, service_s=0.1, occupancy=0.4, missed=0.3)
     assert desired(*[taken(0.4)] * 4) == 3
@@ -229,7 +229,7 @@ def test_nobody_goes_whose_cache_the_others_would_miss() -> None:
     assert desired(*[tight] * 32) == 31
 
 
-def test_nobody_goes_before_all_have_reported() -> None:
+def test_no_replica_is_removed_before_all_have_reported() -> None:
     assert desired(IDLE, IDLE, running=3) == 3
 
 
@@ -239,7 +239,7 @@ def test_nobody_goes_before_all_have_reported() -> None:
     st.integers(1, 32),
     st.booleans(),
 )
-def test_the_answer_is_near_what_runs_or_is_starting(
+def test_the_new_target_is_near_the_running_or_starting_replicas(
     reports: list[tuple[float, float, float]], silent: int, target: int, has_queue: bool
 ) -> None:
     running = len(reports) + silent

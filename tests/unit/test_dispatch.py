@@ -276,7 +276,7 @@ async def test_no_load_is_left_by_a_client_that_goes_before_all_its_prompts_have
 async def test_a_replica_that_refuses_is_passed_over(stops: bool) -> None:
     async with Client(IMMORTAL, IMMORTAL).serving() as client:
         for server in (first := [*client.wired.servers.values()][:1]):
-            server.stop() if stops else setattr(server, "_most", 0)
+            server.stop() if stops else setattr(server, "_max_requests", 0)
         for _ in range(20):
             client.engines.requests.clear()
             assert len(await client.asked()) > 0

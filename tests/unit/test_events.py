@@ -69,7 +69,7 @@ def test_a_block_that_is_stored_and_evicted_in_one_batch_is_not_held() -> None:
     assert blocks.held() == []
 
 
-def test_a_clear_forgets_what_came_before_it_and_not_what_comes_after() -> None:
+def test_a_clear_removes_earlier_blocks_and_keeps_later_blocks() -> None:
     blocks = BlockTable(WINDOWS)
     before = [stored(10, group=group) for group in range(3)]
     changes = applied(blocks, *before, AllBlocksCleared(), stored(11, group=2))
@@ -97,7 +97,7 @@ def test_the_engines_list_is_compared_with_the_table_before_it() -> None:
     assert blocks.apply([removed(10)], Changes()) is None
 
 
-def test_groups_are_compared_one_by_one_and_those_left_out_hold_nothing() -> None:
+def test_groups_are_compared_one_by_one_and_missing_groups_hold_no_blocks() -> None:
     blocks = BlockTable(PARTS)
     told = [stored(10, 11), stored(10, group=1), stored(10, group=2)]
     assert blocks.apply([*told, BlocksHeld([{10: 1, 11: 1}, {12: 1}])], Changes()) == Comparison(

@@ -27,7 +27,7 @@ def test_a_token_costs_twice_as_much_where_attention_doubles_it() -> None:
     assert MODEL.seconds(0, 500) + MODEL.seconds(500, 2000) == pytest.approx(MODEL.seconds(0, 2000))
 
 
-def test_the_backlog_is_what_was_sent_less_what_the_head_has_had() -> None:
+def test_the_backlog_is_all_waiting_prefill_minus_the_time_spent_on_the_oldest() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.send("b", sent(0.1))
@@ -35,7 +35,7 @@ def test_the_backlog_is_what_was_sent_less_what_the_head_has_had() -> None:
     assert load.backlog_s(2.0, now_s=0.5) == pytest.approx(3.5)
 
 
-def test_a_head_that_is_overdue_owes_nothing_and_hides_no_other() -> None:
+def test_an_overdue_oldest_request_counts_zero_and_the_others_count_fully() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.send("b", sent(0.0))
@@ -63,7 +63,7 @@ def test_the_real_speed_is_learned_from_first_tokens() -> None:
     assert load.speed.slowness == pytest.approx(3.0, rel=0.05)
 
 
-def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None:
+def test_a_queued_request_is_timed_from_its_own_start() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.send("b", sent(0.0))
@@ -73,7 +73,7 @@ def test_a_request_behind_another_is_timed_from_when_its_own_turn_came() -> None
     assert load.speed.observed_s == pytest.approx(2.0, rel=0.05)
 
 
-def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
+def test_first_tokens_of_one_step_lead_to_the_same_speed_in_any_order() -> None:
     def learned(*order: str) -> float:
         load = ReplicaLoad(MODEL)
         load.send("older", sent(0.0))
@@ -85,7 +85,7 @@ def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
     assert learned("older", "younger") == pytest.approx(learned("younger", "older"), rel=0.02)
 
 
-def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
+def test_a_request_that_fails_before_its_first_token_does_not_change_the_learned_speed() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.finish("a")
@@ -114,7 +114,7 @@ def test_a_replica_that_is_far_slower_than_the_others_is_named() -> None:
     assert slow_replicas(loads) == slow_replicas({}) == {}
 
 
-def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() -> None:
+def test_a_new_replica_is_assumed_to_be_as_fast_as_the_others_until_it_is_measured() -> None:
     slow = ReplicaLoad(MODEL, speed=PrefillSpeed(predicted_s=5.0, observed_s=20.0))
     load = new_replica_load(MODEL, 8192, [slow])
     assert new_replica_load(MODEL, 8192, []).speed.slowness == 1.0
@@ -125,7 +125,7 @@ def test_a_newcomer_is_as_slow_as_the_others_proved_until_it_proves_otherwise() 
     assert load.speed.slowness == pytest.approx(1.0, rel=0.1)
 
 
-def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_of_ours() -> None:
+def test_reported_requests_of_unknown_routers_count_as_the_mean_of_our_requests() -> None:
     load = ReplicaLoad(MODEL)
     for number in range(200):
         load.send(str(number), sent(0.0, prefill_s=0.5))
@@ -138,7 +138,7 @@ def test_requests_that_the_replica_has_and_nobody_told_us_of_count_as_the_mean_o
     assert load.backlog_s(1.0, 0.0) == 0.0
 
 
-def test_what_others_compute_teaches_nothing_about_the_speed() -> None:
+def test_first_tokens_during_unknown_prefill_do_not_change_the_learned_speed() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.report(pending_tokens=100 * TOKENS)
@@ -151,7 +151,7 @@ def test_what_others_compute_teaches_nothing_about_the_speed() -> None:
     assert load.speed.slowness > 1.0
 
 
-def test_a_report_that_is_late_adds_nothing_to_what_we_knew_then() -> None:
+def test_a_late_report_adds_no_requests_that_were_known_at_its_time() -> None:
     load = ReplicaLoad(MODEL)
     for name in "abc":
         load.send(name, sent(0.0))
@@ -163,7 +163,7 @@ def test_a_report_that_is_late_adds_nothing_to_what_we_knew_then() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["send", "first_token", "finish"]), st.integers(0, 5))))
-def test_the_sums_are_those_of_the_requests_that_are_there(steps: list[tuple[str, int]]) -> None:
+def test_the_sums_match_the_waiting_requests(steps: list[tuple[str, int]]) -> None:
     load = ReplicaLoad(MODEL)
     for at_s, (verb, number) in enumerate(steps):
         name = str(number)

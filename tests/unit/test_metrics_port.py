@@ -63,7 +63,7 @@ def test_processes_take_the_ports_of_the_range_one_by_one() -> None:
         assert all("answers_total 42.0" in get(one).text for one in each)
 
 
-def test_a_port_that_somebody_else_has_is_passed_over_and_one_that_is_free_again_is_used() -> None:
+def test_ports_of_other_processes_are_skipped_and_freed_ports_are_used_again() -> None:
     ports = free_ports(2)
     with socket.create_server((LOOPBACK, ports[0])), serving(ports=ports) as exposition:
         assert exposition.address == f"{LOOPBACK}:{ports[1]}"
@@ -110,7 +110,7 @@ def test_an_address_of_version_6_is_in_brackets() -> None:
         exposition.close()
 
 
-def test_only_who_sends_the_token_reads_metrics(tmp_path: Path) -> None:
+def test_only_clients_with_the_token_can_read_metrics(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("se-cret\n")
     with serving(token_file=file) as exposition:
@@ -122,7 +122,7 @@ def test_only_who_sends_the_token_reads_metrics(tmp_path: Path) -> None:
 
 
 @given(st.text(st.characters(max_codepoint=255)))
-def test_no_other_header_opens_it(header: str) -> None:
+def test_no_other_header_gives_access_to_metrics(header: str) -> None:
     said: list[str] = []
 
     def start(status: str, headers: Any) -> None:
@@ -138,7 +138,7 @@ def test_no_other_header_opens_it(header: str) -> None:
 
 
 @pytest.mark.parametrize("content", NO_TOKENS.values(), ids=NO_TOKENS)
-def test_a_file_without_a_token_never_means_that_none_is_asked_for(
+def test_an_empty_token_file_never_gives_access_without_a_token(
     tmp_path: Path, content: bytes
 ) -> None:
     file = tmp_path / "token"
@@ -148,7 +148,7 @@ def test_a_file_without_a_token_never_means_that_none_is_asked_for(
         check_metrics_token(file)
 
 
-def test_a_file_that_is_not_there_is_said_with_the_remedy(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_token_file_has_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(NoMetricsError, match=r"cannot be read .*; copy the file to every node"):
         read_token(tmp_path / "token")
     check_metrics_token(None)

@@ -60,7 +60,7 @@ def test_environment_beats_the_default_and_the_command_line_beats_both(
     assert load({"port": 9001}).port == 9001
 
 
-def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_environment_variable_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTE_REDIS_URL", "")
     assert load({}).redis_url is None
 
@@ -155,7 +155,7 @@ def test_blocks_are_larger_on_cpus() -> None:
     assert only(gpus_per_replica=1).block_size == 16
 
 
-def test_the_machine_completes_what_a_user_leaves_open() -> None:
+def test_options_that_a_user_omits_depend_on_the_machine() -> None:
     (settings,) = load({"model": "~/m"}).resolve(
         [Detected("/home/m", gpus_per_replica=2)], redis_url="redis://r", cluster="host-8000"
     )
@@ -297,13 +297,13 @@ def test_models_that_cannot_be_served_are_refused_by_name(
         load(given)
 
 
-def test_what_is_found_about_a_model_stays_with_it() -> None:
+def test_detected_facts_are_used_for_the_right_model() -> None:
     settings = load({"model": ["a", "b"], "redis_url": "redis://r"})
     each = settings.resolve([Detected("/a", 0), Detected("/b", 1)])
     assert [(one.served_model_name, one.model) for one in each] == [("a", "/a"), ("b", "/b")]
     assert [one.gpus_per_replica for one in each] == [0, 1]
 
 
-def test_there_is_nothing_to_decide_without_an_index() -> None:
+def test_settings_cannot_be_resolved_without_a_redis_url() -> None:
     with pytest.raises(SettingsError, match="redis_url is missing; set it, such as redis://"):
         load({}).resolve()

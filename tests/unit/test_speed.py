@@ -44,7 +44,7 @@ def test_short_prompts_teach_no_slowness() -> None:
     assert speed.slowness == pytest.approx(1.0, rel=0.2)
 
 
-def test_short_prompts_in_one_step_teach_no_slowness() -> None:
+def test_short_prompts_in_one_step_do_not_change_the_learned_slowness() -> None:
     speed = PrefillSpeed(step_s=FIXED_S / 3)
     for _ in range(2000):
         for left in range(8, 0, -1):
@@ -65,7 +65,7 @@ def test_no_single_first_token_makes_an_engine_much_slower(
     assert speed.slowness <= MAX_OFF * before
 
 
-def test_a_stall_is_forgotten_when_the_prompts_behind_it_are_answered() -> None:
+def test_a_stall_does_not_change_the_learned_speed_for_long() -> None:
     queue: PrefillQueue[Sent] = PrefillQueue()
     names = [str(number) for number in range(20)]
     now_s = 0.0
@@ -105,7 +105,7 @@ def test_a_change_of_speed_is_known_after_ten_prompts(times: float) -> None:
     assert times / 2 < speed.slowness < times * 2
 
 
-def test_an_engine_that_is_much_slower_than_it_claims_is_known_after_some_prompts() -> None:
+def test_a_much_slower_engine_than_reported_is_learned_after_some_prompts() -> None:
     speed = PrefillSpeed()
     for _ in range(40):
         alone(speed, 0.1, 2.0)

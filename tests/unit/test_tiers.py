@@ -41,7 +41,7 @@ def place(fleet: Fleet) -> Placement:
     return fleet.place_chain(CHAIN, BLOCK * len(CHAIN) + 1, ["a", "b"], 0.0)
 
 
-def test_a_hit_goes_on_in_each_slower_tier() -> None:
+def test_a_hit_continues_in_each_slower_tier() -> None:
     there = place(fleet_with(SLOW)).at("a")
     assert there.hit_blocks == 200
     assert there.reloads == (TierBlocks(HOST, 70), TierBlocks(DISK, 80))
@@ -68,7 +68,7 @@ def test_a_receipt_names_each_tier() -> None:
     assert (other["host_tokens"], other["disk_tokens"], other["reload_s"]) == (0, 0, 0.0)
 
 
-def test_a_block_is_gone_when_its_last_copy_is() -> None:
+def test_a_block_counts_as_evicted_when_its_last_copy_is_evicted() -> None:
     mirror = Mirror()
     mirror.join("a")
     mirror.set_tiers({"a": (HOST, DISK)})

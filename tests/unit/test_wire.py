@@ -164,7 +164,7 @@ def test_a_long_message_takes_several_frames(size: int) -> None:
     assert [*Reader().feed(b"".join(parts))] == [(MessageKind.BEGIN, payload)]
 
 
-def test_a_message_that_is_too_long_is_refused_before_it_is_there() -> None:
+def test_a_message_that_is_too_long_is_refused_before_it_has_arrived() -> None:
     reader = Reader()
     reader.largest = 100
     with pytest.raises(FramingError):
@@ -221,7 +221,7 @@ SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "lora", "e
 
 
 @given(st.floats())
-def test_an_order_crosses_as_it_is_or_as_one_that_an_engine_can_count_with(order_s: float) -> None:
+def test_an_order_is_sent_unchanged_or_limited_to_a_valid_number(order_s: float) -> None:
     got = crossed(request(order_s=order_s)).order_s
     if math.isfinite(order_s):
         assert got == min(max(order_s, -MAX_ORDER_S), MAX_ORDER_S)
@@ -242,7 +242,9 @@ def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
 @pytest.mark.parametrize(
     ("given_s", "got_s"), [(2.5, 2.5), (-1.0, 0.0), (math.inf, 0.0), (1e300, MAX_ORDER_S)]
 )
-def test_a_wait_crosses_if_a_replica_can_count_with_it(given_s: float, got_s: float) -> None:
+def test_a_wait_is_sent_unchanged_or_limited_to_a_valid_number(
+    given_s: float, got_s: float
+) -> None:
     assert crossed(request(waited_s=given_s)).waited_s == got_s
 
 
@@ -267,7 +269,7 @@ async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
         assert [await stream.next() for stream in streams] == [None] * 100
 
 
-async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
+async def test_chunks_that_arrive_before_a_read_are_joined() -> None:
     engine = Engine()
     async with served(engine) as (_, (link,)):
         stream = link.open(request(), max_waiting=MOST)
@@ -280,7 +282,7 @@ async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
         assert await stream.next() is None
 
 
-async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
+async def test_the_memory_for_a_slow_reader_is_limited() -> None:
     engine = Engine(tokens=100_000)
     async with served(engine) as (server, (link,)):
         stream = link.open(request(), max_waiting=50)
@@ -293,7 +295,7 @@ async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
         assert not server.running
 
 
-async def test_bytes_count_as_what_a_slow_reader_costs() -> None:
+async def test_http_bytes_count_towards_the_limit_of_a_slow_reader() -> None:
     stream = Stream(Link("a", b""), 0, 50)
     for number in range(3):
         stream.push(Chunk((number,), 0, http=HttpPart(b"x" * 20 * BYTES_PER_TOKEN)))
@@ -325,7 +327,7 @@ async def test_an_error_of_the_engine_comes_after_what_it_generated(
             await stream.next()
 
 
-async def test_a_replica_whose_engine_is_dead_refuses_what_comes() -> None:
+async def test_a_replica_with_a_dead_engine_refuses_further_requests() -> None:
     """Whoever asks it now has lost nothing."""
     engine = Engine()
     async with served(engine) as (_, (link,)):
@@ -340,7 +342,7 @@ async def test_a_replica_whose_engine_is_dead_refuses_what_comes() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "the link", "the server"])
-async def test_who_leaves_ends_the_request(how: str) -> None:
+async def test_a_cancel_a_lost_link_or_a_closed_server_ends_the_request(how: str) -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
         stream = link.open(request(), max_waiting=MOST)
@@ -381,7 +383,7 @@ async def test_a_million_tokens_pass() -> None:
         assert len(engine.requests[0].token_ids) == 1_000_000
 
 
-async def test_a_call_is_answered_or_says_why_not() -> None:
+async def test_a_call_returns_an_answer_or_raises_the_reason() -> None:
     async with served(Engine()) as (_, (link,)):
         assert await link.call("echo", b"x" * 3_000_000) == b"x" * 3_000_000
         with pytest.raises(ValueError, match="has no method 'what'"):
@@ -392,7 +394,7 @@ async def test_a_call_is_answered_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-async def test_a_replica_without_room_refuses_at_once(stops: bool) -> None:
+async def test_a_replica_at_its_maximum_refuses_requests_at_once(stops: bool) -> None:
     engine = Engine()
     async with served(engine, most=1) as (server, (link,)):
         first = link.open(request(), max_waiting=MOST)
@@ -435,7 +437,7 @@ def is_over(engine: Engine) -> bool:
     return engine.running == 1
 
 
-async def test_what_waited_for_a_router_goes_out_when_it_reads_again() -> None:
+async def test_waiting_chunks_are_sent_when_the_router_reads_again() -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
         stream = link.open(request(), max_waiting=MOST)
@@ -464,7 +466,7 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
 # Strangers.
 
 
-async def test_a_replica_tells_what_is_pending_until_that_is_nothing() -> None:
+async def test_a_replica_reports_pending_tokens_until_there_are_none() -> None:
     async with served(Engine(), links=0) as (server, _):
         heard: list[Sequence[int]] = []
         server.report_pending([1, 2])
@@ -496,7 +498,7 @@ async def test_both_ends_must_know_the_secret() -> None:
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 
-async def test_another_version_is_told_apart() -> None:
+async def test_another_protocol_version_is_refused_with_a_clear_error() -> None:
     async with impostor((MessageKind.CHALLENGE, Challenge(0, b"n" * 16))) as port:
         with pytest.raises(LostError, match=f"version is 0, and this router's is {VERSION}"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
@@ -521,7 +523,7 @@ async def impostor(*messages: tuple[MessageKind, Any]) -> AsyncIterator[int]:
         await asyncio.wait_for(gone.wait(), 5)
 
 
-async def test_who_proves_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_without_a_proof_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas_end, "PROOF_S", 0.05)
     async with served(Engine()) as (server, (link,)):
         reader, writer = await asyncio.open_connection(LOOPBACK, server.port)
