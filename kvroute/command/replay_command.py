@@ -318,6 +318,8 @@ def _names(policy: str) -> list[str]:
     names = [*POLICY_NAMES] if policy == "all" else [name.strip() for name in policy.split(",")]
     unknown = [name for name in names if name not in POLICY_NAMES]
     if unknown:
-        known = ", ".join(POLICY_NAMES)
-        raise typer.BadParameter(f"--policy names {unknown[0]!r}; expected all or some of {known}")
+        choices = ", ".join(POLICY_NAMES)
+        raise typer.BadParameter(
+            f"--policy names {unknown[0]!r}; expected all or some of {choices}"
+        )
     return names

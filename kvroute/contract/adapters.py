@@ -22,13 +22,13 @@ class Adapter(BaseModel):
     path: str  # absolute path of a folder in PEFT's format
 
 
-def read_adapter(given: str) -> Adapter:
+def read_adapter(text: str) -> Adapter:
     """Parse `NAME=PATH` and check the adapter's files.
 
     Raises:
         ValueError: the text has another form, or the adapter's files cannot be used.
     """
-    name, _, path = given.partition("=")
+    name, _, path = text.partition("=")
     if not (name and path):
         raise ValueError("expected NAME=PATH, such as sql=adapters/sql")
     adapter = Adapter(name=name, path=str(Path(path).expanduser().absolute()))

@@ -175,12 +175,18 @@ def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterat
     if left_s is None:
         return
     missing = sorted(set(running) - left_s.keys())
-    late = {replica_id: left for replica_id, left in left_s.items() if left < LATE_LEASE_S}
+    late = {
+        replica_id: remaining_s
+        for replica_id, remaining_s in left_s.items()
+        if remaining_s < LATE_LEASE_S
+    }
     for replica_id in missing:
         finding = f"replica {replica_id} runs without a lease, so routers ignore its cache"
         yield Check("leases", "wrong", finding, CANARY_REMEDIES["not in the index"])
-    for replica_id, left in late.items():
-        finding = f"the lease of replica {replica_id} ends in {left:.1f} s: its renewal is late"
+    for replica_id, remaining_s in late.items():
+        finding = (
+            f"the lease of replica {replica_id} ends in {remaining_s:.1f} s: its renewal is late"
+        )
         remedy = "give it or Redis more CPU; if it died, it disappears from this check in seconds"
         yield Check("leases", "warning", finding, remedy)
     if not missing and not late:

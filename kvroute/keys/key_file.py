@@ -139,9 +139,9 @@ def write(path: Path, file: KeyFile) -> None:
         try:
             with os.fdopen(handle, "wb") as written:
                 if path.exists():
-                    before = path.stat()
-                    os.fchown(handle, before.st_uid, before.st_gid)
-                    os.fchmod(handle, stat.S_IMODE(before.st_mode))
+                    existing = path.stat()
+                    os.fchown(handle, existing.st_uid, existing.st_gid)
+                    os.fchmod(handle, stat.S_IMODE(existing.st_mode))
                 written.write(data)
                 written.flush()
                 os.fsync(handle)

@@ -56,8 +56,10 @@ def embedded_redis() -> Iterator[str]:
 def without_password(url: str) -> str:
     """Return the URL without user and password, even if the password has no URL quoting."""
     address, _, options = re.sub(r"(?<=://).*@", "", url).partition("?")
-    kept = [option for option in options.split("&") if option and not SECRET_OPTION.match(option)]
-    return "?".join([address, "&".join(kept)]) if kept else address
+    public_options = [
+        option for option in options.split("&") if option and not SECRET_OPTION.match(option)
+    ]
+    return "?".join([address, "&".join(public_options)]) if public_options else address
 
 
 def check_redis(url: str) -> str:

@@ -26,8 +26,8 @@ def kept_logs(settings: ServeSettings) -> Path:
     return (settings.log_dir or state_folder()) / f"kvroute-logs-{cluster}"
 
 
-def keep_logs(logs: Path, kept: Path, progress: Progress) -> bool:
-    """Move the logs of a run to the folder `kept`, and delete the logs of the previous run there.
+def keep_logs(logs: Path, target: Path, progress: Progress) -> bool:
+    """Move the logs of a run to the folder `target`, and delete the logs of the previous run there.
 
     Returns:
         False if this is not possible. The logs then stay where they are.
@@ -35,12 +35,12 @@ def keep_logs(logs: Path, kept: Path, progress: Progress) -> bool:
     if not logs.exists():
         return True
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.move(logs.resolve(), kept)
-        kept.chmod(0o700)  # Ray makes its folders readable to all users
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.move(logs.resolve(), target)
+        target.chmod(0o700)  # Ray makes its folders readable to all users
     except OSError as error:
-        progress.fail(f"the logs of this run stay in {logs}: {kept} cannot be written ({error})")
+        progress.fail(f"the logs of this run stay in {logs}: {target} cannot be written ({error})")
         return False
-    progress.say(f"logs of this run: {kept}")
+    progress.say(f"logs of this run: {target}")
     return True

@@ -57,7 +57,7 @@ def ties(samples: Mapping[str, Sample]) -> dict[str, set[str]]:
     """
     count = len(next(iter(samples.values())).ttft_s)
     rounds = _rounds(count)
-    whole = {
+    figures_of_all = {
         name: policy_sample.figures(np.arange(count)[None])
         for name, policy_sample in samples.items()
     }
@@ -65,7 +65,7 @@ def ties(samples: Mapping[str, Sample]) -> dict[str, set[str]]:
     noise = {}
     for field in ("hit_share", *QUANTILES):
         sign = -1 if field == "hit_share" else 1  # a high hit share and a short time are good
-        best = min(samples, key=lambda name: sign * float(whole[name][field][0]))
+        best = min(samples, key=lambda name: sign * float(figures_of_all[name][field][0]))
         noise[field] = {
             name
             for name in samples

@@ -258,9 +258,9 @@ class _Simulation:
         """Deliver the requests that the router dispatches now."""
         policy = self._routers[router]
         for request, chosen, order_s, new_tokens, keep in policy.take_decisions(now_s):
-            before = self._replicas[chosen].plan
+            old_plan = self._replicas[chosen].plan
             self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep)
-            if self._replicas[chosen].plan is not before:
+            if self._replicas[chosen].plan is not old_plan:
                 self._await_step(chosen)
             self._await_reloads(chosen)
         self._share(router, now_s)
@@ -319,9 +319,9 @@ class _Simulation:
 
     def _end_reload(self, number: int, now_s: float) -> None:
         replica = self._replicas[number]
-        before = replica.plan
+        old_plan = replica.plan
         replica.end_reload(now_s)
-        if replica.plan is not before:
+        if replica.plan is not old_plan:
             self._await_step(number)
         self._await_reloads(number)
 

@@ -78,20 +78,22 @@ def from_environment(name: str, field: FieldInfo) -> dict[str, str]:
 
 
 def explain(
-    details: Mapping[str, Any], fields: Mapping[str, FieldInfo], given: Mapping[str, Any]
+    details: Mapping[str, Any], fields: Mapping[str, FieldInfo], command_line: Mapping[str, Any]
 ) -> str:
     """Explain an error to users: `KVROUTE_PORT is 'abc'; expected a valid integer, such as 8000`.
 
     Args:
         details: the error, as pydantic describes it.
         fields: the fields of all options.
-        given: the options on the command line; all other options are from the environment.
+        command_line: the options on the command line; all other options are from the environment.
     """
     name = str(details["loc"][0])
     if name not in fields:
         return f"{name} is not a setting; the settings are {', '.join(fields)}"
     field = fields[name]
-    source = flags(name, field)[0] if name in given else next(iter(from_environment(name, field)))
+    source = (
+        flags(name, field)[0] if name in command_line else next(iter(from_environment(name, field)))
+    )
     return (
         f"{source} is {details['input']!r}; {expectation(details['msg'])}, "
         f"such as {option(field).example or field.default}"
@@ -101,8 +103,8 @@ def explain(
 def expectation(message: str) -> str:
     """Reword pydantic's message about a wrong value, such as to `expected a valid integer`."""
     expected = message.split(", unable")[0]
-    for pydantics, own in WORDING.items():
-        expected = expected.replace(pydantics, own)
+    for pydantics, wording in WORDING.items():
+        expected = expected.replace(pydantics, wording)
     return expected
 
 

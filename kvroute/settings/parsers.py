@@ -16,14 +16,14 @@ def absolute(path: Path | None) -> Path | None:
     return path and path.absolute()
 
 
-def listed(given: object) -> object:
+def listed(value: object) -> object:
     """Split a comma-separated string; return any other value unchanged."""
-    return given.split(",") if isinstance(given, str) else given
+    return value.split(",") if isinstance(value, str) else value
 
 
-def origins(given: list[str]) -> list[str]:
+def origins(value: list[str]) -> list[str]:
     """Normalise origins to the form that browsers send; keep `*` unchanged."""
-    cleaned = [origin.strip().lower().removesuffix("/") for origin in given]
+    cleaned = [origin.strip().lower().removesuffix("/") for origin in value]
     for origin in cleaned:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             raise PydanticCustomError("origin", "expected SCHEME://HOST or SCHEME://HOST:PORT")
@@ -46,20 +46,20 @@ def joined(names: object) -> object:
     return ",".join(names) if isinstance(names, list) else names
 
 
-def from_json(given: object) -> object:
+def from_json(value: object) -> object:
     """Parse a JSON string; return any other value unchanged."""
-    if not isinstance(given, str):
-        return given
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(given)
+        return json.loads(value)
     except ValueError as error:
         raise PydanticCustomError("json", "expected JSON ({why})", {"why": str(error)}) from None
 
 
-def engine_args(given: object) -> object:
+def engine_args(arguments: object) -> object:
     """Merge JSON objects and name=value pairs into one mapping; pairs have priority."""
     objects, pairs = dict[str, Any](), dict[str, Any]()
-    for argument in given if isinstance(given, list) else [given]:
+    for argument in arguments if isinstance(arguments, list) else [arguments]:
         if isinstance(argument, str) and not argument.lstrip().startswith("{"):
             name, value = _pair(argument)
             pairs[name] = value
@@ -86,30 +86,30 @@ def _engine_arg_error() -> PydanticCustomError:
     return PydanticCustomError("engine_args", "expected a JSON object or name=value")
 
 
-def checked_size(given: str) -> str:
+def checked_size(value: str) -> str:
     """Check a size: a number of GB, or a percentage of the node's memory."""
     try:
-        size_bytes(given, of_bytes=0)
+        size_bytes(value, of_bytes=0)
     except ValueError:
         raise PydanticCustomError(
             "size", "expected GB, such as 64, or a share of the node's memory, such as 30%"
         ) from None
-    return given
+    return value
 
 
-def size_bytes(given: str, *, of_bytes: int) -> int:
+def size_bytes(value: str, *, of_bytes: int) -> int:
     """Convert a number of GB, or a percentage of `of_bytes`, to bytes. Raises ValueError."""
-    number, percent = float(given.removesuffix("%")), given.endswith("%")
+    number, percent = float(value.removesuffix("%")), value.endswith("%")
     if not 0 <= number <= (100 if percent else 1e6):
-        raise ValueError(given)
+        raise ValueError(value)
     return int(number / 100 * of_bytes) if percent else int(number * 1e9)
 
 
-def session_limit(given: object) -> object:
+def session_limit(value: object) -> object:
     """Parse "auto", "off", or a number of sessions from 1 to MAX_SESSIONS."""
-    if given in ("auto", "off"):
-        return given
-    text = str(given)
+    if value in ("auto", "off"):
+        return value
+    text = str(value)
     if text.isdecimal() and 1 <= int(text[:10]) <= MAX_SESSIONS:
         return int(text)
     raise PydanticCustomError(
@@ -117,24 +117,24 @@ def session_limit(given: object) -> object:
     )
 
 
-def checked_ports(given: str) -> str:
+def checked_ports(value: str) -> str:
     """Check a range of ports: FIRST-LAST, one port, or the empty string."""
     try:
-        ports(given)
+        ports(value)
     except ValueError:
         raise PydanticCustomError(
             "ports", "expected FIRST-LAST with ports from 1 to 65535, such as 20000-20999"
         ) from None
-    return given
+    return value
 
 
-def ports(given: str) -> range:
+def ports(value: str) -> range:
     """Parse FIRST-LAST or one port. The empty string means port 0, that is, any free port.
 
     Raises ValueError for any other text.
     """
-    first, _, last = (given or "0").partition("-")
+    first, _, last = (value or "0").partition("-")
     parsed = range(int(first), int(last or first) + 1)
-    if not parsed or (given and not 1 <= parsed[0] <= parsed[-1] <= 65535):
-        raise ValueError(given)
+    if not parsed or (value and not 1 <= parsed[0] <= parsed[-1] <= 65535):
+        raise ValueError(value)
     return parsed

@@ -123,15 +123,15 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
 OPTIONS = in_order(ServeSettings.model_fields)
 
 
-def load(given: Mapping[str, Any]) -> ServeSettings:
-    """Return the settings of a cluster. Options in `given` have priority over the environment.
+def load(command_line: Mapping[str, Any]) -> ServeSettings:
+    """Return a cluster's settings. Options in `command_line` have priority over the environment.
 
     Raises SettingsError, with one line for each value that cannot be used.
     """
     try:
-        settings = ServeSettings(**given)
+        settings = ServeSettings(**command_line)
     except ValidationError as error:
-        lines = [explain(details, OPTIONS, given) for details in error.errors()]
+        lines = [explain(details, OPTIONS, command_line) for details in error.errors()]
         raise SettingsError("\n".join(lines)) from None
     _ = settings.per_model
     return settings

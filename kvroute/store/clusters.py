@@ -49,16 +49,16 @@ class Clusters:
         self._decode = msgspec.json.Decoder(ClusterModel).decode
 
     @with_timeout
-    async def announce(self, own: ClusterModel) -> None:
+    async def announce(self, entry: ClusterModel) -> None:
         """Add or refresh this router's entry, which expires after SILENCE_S."""
         now_s = await self._now_s()
         limit_s, lease_s = f"({now_s - SILENCE_S}", round(SILENCE_S)
-        await self._announce(keys=[KEY], args=[encode(own), now_s, limit_s, lease_s])
+        await self._announce(keys=[KEY], args=[encode(entry), now_s, limit_s, lease_s])
 
     @with_timeout
-    async def withdraw(self, own: ClusterModel) -> None:
+    async def withdraw(self, entry: ClusterModel) -> None:
         """Remove this router's entry; another router of its cluster and model adds it again."""
-        await self._redis.zrem(KEY, encode(own))
+        await self._redis.zrem(KEY, encode(entry))
 
     @with_timeout
     async def all(self) -> list[ClusterModel]:

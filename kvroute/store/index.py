@@ -272,8 +272,8 @@ class Index:
         pipeline = self._redis.pipeline(transaction=False)
         for replica_id in ids:
             pipeline.pttl(self._record_key(replica_id))
-        left = zip(ids, await pipeline.execute(), strict=True)
-        return {replica_id: left_ms / 1000 for replica_id, left_ms in left if left_ms >= 0}
+        pairs = zip(ids, await pipeline.execute(), strict=True)
+        return {replica_id: left_ms / 1000 for replica_id, left_ms in pairs if left_ms >= 0}
 
     @with_timeout
     async def follow(

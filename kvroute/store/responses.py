@@ -131,8 +131,8 @@ class Responses:
             turn: the items that the response adds to the conversation.
             response: JSON of the response, as the client gets it.
         """
-        before = ROOT if previous_id is None else key(previous_id, salt)
-        value = before + await _packed(encode(turn))
+        previous_key = ROOT if previous_id is None else key(previous_id, salt)
+        value = previous_key + await _packed(encode(turn))
         outcome = await self._written(key(id, salt), value, await _packed(response))
         self.counts[outcome] += 1
         return outcome

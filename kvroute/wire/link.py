@@ -264,8 +264,8 @@ class Link(Connection):
                 )
             )
             return
-        own = proof(self._secret, b"router", challenge.nonce)
-        self.send(MessageKind.PROOF, encode(structs.Proof(VERSION, own, self._nonce)))
+        own_proof = proof(self._secret, b"router", challenge.nonce)
+        self.send(MessageKind.PROOF, encode(structs.Proof(VERSION, own_proof, self._nonce)))
 
     def _welcome(self, payload: bytes) -> None:
         received = structs.decode_welcome(payload).proof

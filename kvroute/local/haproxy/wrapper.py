@@ -93,7 +93,7 @@ def refusing(config: str, *, max_requests: int) -> str:
     proxy forwards the requests, and the limit is that of one router.
     """
     limit = max_requests * (len(ROUTER.findall(config)) or 1)
-    return BACKEND.sub(lambda found: _too_many(limit, backend=found[1]) + found[0], config)
+    return BACKEND.sub(lambda match: _too_many(limit, backend=match[1]) + match[0], config)
 
 
 def _too_many(limit: int, *, backend: str) -> str:

@@ -127,12 +127,12 @@ class SGLang(Counting):
         self.tree: dict[Fingerprint, int] = {}  # block -> replica to which it was last sent
 
     def pick(self, request: Request) -> int:
-        most, fewest = max(self.active), min(self.active)
-        if most - fewest > 64 and most > 1.5 * fewest:
+        highest, lowest = max(self.active), min(self.active)
+        if highest - lowest > 64 and highest > 1.5 * lowest:
             return self.cheapest(self.active)
-        known = list(takewhile(self.tree.__contains__, request.blocks))
-        if len(known) * request.block_tokens > 0.3 * request.input_tokens:
-            return self.tree[known[-1]]
+        matched = list(takewhile(self.tree.__contains__, request.blocks))
+        if len(matched) * request.block_tokens > 0.3 * request.input_tokens:
+            return self.tree[matched[-1]]
         return self.cheapest(self.active)
 
     def on_dispatch(self, request: Request, replica: int) -> None:

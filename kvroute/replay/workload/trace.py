@@ -113,8 +113,10 @@ def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
     hits = []
     for request in requests:
         reusable = request.reusable
-        known = next((i for i, block in enumerate(reusable) if block not in seen), len(reusable))
-        hits.append(known * request.block_tokens)
+        hit_blocks = next(
+            (i for i, block in enumerate(reusable) if block not in seen), len(reusable)
+        )
+        hits.append(hit_blocks * request.block_tokens)
         seen.update(request.blocks)
     return hits
 
