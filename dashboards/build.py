@@ -1,4 +1,4 @@
-"""Writes Grafana's dashboards, one file each: `python -m dashboards.build`."""
+"""Writes one file for each Grafana dashboard: `python -m dashboards.build`."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,13 @@ FOLDER = Path(__file__).parent
 
 
 def files() -> dict[Path, str]:
-    """Return the content of each file."""
+    """Return file -> its content, for all dashboards."""
     return {
-        FOLDER / f"{each.uid.removeprefix('kvroute-')}.json": json.dumps(each.to_json(), indent=1)
+        FOLDER / f"{dashboard.uid.removeprefix('kvroute-')}.json": json.dumps(
+            dashboard.to_json(), indent=1
+        )
         + "\n"
-        for each in DASHBOARDS
+        for dashboard in DASHBOARDS
     }
 
 

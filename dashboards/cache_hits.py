@@ -6,7 +6,7 @@ from dashboards.promql import in_range, on, per_second, replica, router, share
 
 PROMPTS = router("kvroute_prompt_tokens_total")
 SAVED = "kvroute_prefix_saved_tokens_total"
-LEDGER = (  # from the prompt's start to its end, as in router/placement/ledger.py
+LEDGER = (  # cause and colour, in the order of a prompt's tokens: router/placement/ledger.py
     ("hit", "green"),
     ("unexpected_hit", "light-green"),
     ("stale", "red"),
@@ -20,27 +20,33 @@ LEDGER = (  # from the prompt's start to its end, as in router/placement/ledger.
     ("tail", "gray"),
 )
 CAUSES = (
-    "hit: cached, as expected. unexpected_hit: cached, not expected; see the index's age in the "
-    "dashboard Routing. stale: expected, but evicted; see the publishers' lag. spilled: cached on "
-    "another replica, mostly a busy one; more replicas. unpinned: of a named prefix that no "
-    "replica kept; a larger `--pin-share`. partial: cached but for windows or states; "
-    "`prefix_cache_retention_interval`. evicted: cached before, but not now; more memory for "
-    "caches. broken: behind a place where a chat changed; `kvroute doctor` names it. new: never "
-    "cached; let prompts begin alike. isolated: new, of a prompt with a `cache_salt`; fewer salts, "
-    "if that is allowed. tail: not a full block; a smaller `--block-size`."
+    "hit: cached, as expected. unexpected_hit: cached, but not expected; see the age of the index "
+    "in the dashboard Routing. stale: expected, but evicted; see the publishing lag. spilled: "
+    "cached on another replica, which was usually busy; add replicas. unpinned: part of a named "
+    "prefix that no replica had; set a larger `--pin-share`. partial: cached, except for the "
+    "blocks of a sliding window or a state; set vLLM's `prefix_cache_retention_interval`. evicted: "
+    "cached earlier, but no longer; add memory for caches. broken: after a place at which a chat "
+    "has changed; `kvroute doctor` shows the place. new: never cached; let prompts start with the "
+    "same text. isolated: new, in a prompt with a `cache_salt`; use fewer salts if possible. tail: "
+    "less than a full block; set a smaller `--block-size`."
 )
 
 
 def of(*causes: str) -> str:
+    """Return the counter of prompt tokens with one of these causes."""
     return router("kvroute_prompt_tokens_total", f'cause=~"{"|".join(causes)}"')
 
 
 def share_of(*causes: str) -> str:
+    """Return the share of prompt tokens with one of these causes, in the whole time range."""
     return share(f"sum ({in_range(of(*causes))})", f"sum ({in_range(PROMPTS)})")
 
 
 def waterfall() -> tuple[Query, ...]:
-    """From all prompt tokens down to the cached ones; each bar stands on the shares below it."""
+    """Return the queries of the waterfall from all prompt tokens to the cached ones.
+
+    Each bar stands on the sum of the shares after it.
+    """
     names = [cause for cause, _ in LEDGER]
     steps = {cause: f"{len(names) - i:02} {cause}" for i, cause in enumerate(names)}
     floors = (on(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
@@ -59,8 +65,9 @@ SHARES = Row(
     "Shares of all prompt tokens",
     (
         Panel(
-            "Delivered",
-            "Share that came from a cache. The ledger below shows the causes of the rest.",
+            "Delivered hits",
+            "Share of prompt tokens that came from a cache. The ledger below shows why the other "
+            "tokens were computed.",
             grafana.FRACTION,
             (Query(share(per_second(CACHED), per_second(PROMPTS)), "delivered"),),
             kind="stat",
@@ -68,9 +75,9 @@ SHARES = Row(
         ),
         Panel(
             "Reusable",
-            "Were on the replica that had most of each prompt: the most that routing could "
-            "deliver. Far above Delivered: see spilled and stale. Low itself: see new and "
-            "evictions.",
+            "Share of prompt tokens that the replica with the longest cached prefix had: the "
+            "maximum that routing could deliver. If it is far above Delivered hits, see spilled "
+            "and stale in the ledger. If it is low itself, see new and evicted.",
             grafana.FRACTION,
             (
                 Query(
@@ -82,9 +89,10 @@ SHARES = Row(
             width=6,
         ),
         Panel(
-            "Not computed",
-            "Prompt tokens a second that a cache spared the engines. Should it fall while requests "
-            "do not, the ledger says why.",
+            "Saved prefill",
+            "Prompt tokens per second that came from a cache, so that no engine had to compute "
+            "them. If the number falls and the number of requests does not, the ledger shows the "
+            "cause.",
             grafana.TOKENS_PER_S,
             (Query(per_second(CACHED), "not computed"),),
             kind="stat",
@@ -92,9 +100,9 @@ SHARES = Row(
         ),
         Panel(
             "Copies of a block",
-            "How many replicas hold a block, on average. Near the number of replicas, their caches "
-            "hold the same things, as with few and hot prefixes. If much is new or stale then, "
-            "fewer prefixes should be pinned everywhere.",
+            "Mean number of replicas that have cached the same block. If it is near the number of "
+            "replicas, all caches have the same blocks, as with a few hot prefixes. If many "
+            "tokens are new or stale at the same time, pin fewer prefixes on all replicas.",
             grafana.NUMBER,
             (
                 Query(
@@ -109,11 +117,11 @@ SHARES = Row(
     ),
     height=4,
 )
-WHERE = Row(
+LEDGER_ROW = Row(
     "The ledger",
     (
         Panel(
-            "Where prompt tokens came from",
+            "Prompt tokens by cause",
             CAUSES,
             grafana.TOKENS_PER_S,
             tuple(Query(per_second(of(cause)), cause, color) for cause, color in LEDGER),
@@ -121,9 +129,9 @@ WHERE = Row(
             width=14,
         ),
         Panel(
-            "From all prompt tokens down to those from a cache",
-            "Shares in the whole time range; each step is a loss, and what is left was cached. The "
-            "tallest step is where to begin. " + CAUSES,
+            "From all prompt tokens to cache hits",
+            "Shares in the whole time range. Each step is one cause of misses, and the rest came "
+            "from a cache. Start with the largest step. " + CAUSES,
             grafana.FRACTION,
             waterfall(),
             kind="waterfall",
@@ -136,10 +144,10 @@ PREFIXES = Row(
     "Named prefixes",
     (
         Panel(
-            "What they saved",
-            "Tokens of each that requests took from a cache, in the whole time range; the ten with "
-            "most. One that should be here and is not: do requests name it, and is it warm? "
-            "`GET /v1/prefixes/ID` says where.",
+            "Saved tokens",
+            "Tokens of each named prefix that requests reused in the whole time range; the ten "
+            "prefixes with the most tokens. If a prefix is missing, check that requests name it "
+            "and that it is warm: `GET /v1/prefixes/ID` shows where it is.",
             grafana.TOKENS,
             (
                 Query(
@@ -150,10 +158,10 @@ PREFIXES = Row(
             kind="bargauge",
         ),
         Panel(
-            "Pinned",
-            "Share of what named prefixes may hold that they do hold. At 100% another declaration "
-            "is a 409: raise `--pin-share`, drop a prefix, or declare it with `pinned: false`. "
-            "`GET /v1/cluster/hot` says which ones earn their place.",
+            "Pin capacity in use",
+            "Share of the blocks for pins that named prefixes use. At 100%, a further declaration "
+            "gets a 409: raise `--pin-share`, drop a prefix, or declare it with `pinned: false`. "
+            "`GET /v1/cluster/hot` shows which prefixes are worth a pin.",
             grafana.FRACTION,
             (
                 Query(
@@ -170,42 +178,44 @@ PREFIXES = Row(
 
 
 def lost(why: str) -> str:
+    """Return the counter of evicted prompt tokens with this reason."""
     return router("kvroute_evicted_prompt_tokens_total", f'why="{why}"')
 
 
 def found_at(size: str) -> str:
-    """Prompt tokens a second that caches of that size would have found."""
+    """Return the prompt tokens per second that caches of this relative size would have had."""
     ghosts = replica("kvroute_engine_ghost_hit_tokens_total", f'cache="{size}"')
-    return f"({per_second(FOUND)} + {per_second(ghosts)})"
+    return f"({per_second(CACHED_TOKENS)} + {per_second(ghosts)})"
 
 
-FOUND = replica("kvroute_engine_cached_tokens_total")
-ASKED = replica("kvroute_engine_prompt_tokens_total")
-WHYS = ("ended", "unlikely", "usual")  # as in router/sessions/returns.py
+CACHED_TOKENS = replica("kvroute_engine_cached_tokens_total")
+PROMPT_TOKENS = replica("kvroute_engine_prompt_tokens_total")
+REASONS = ("ended", "unlikely", "usual")  # reasons of evictions: router/sessions/returns.py
 
 RETENTION = Row(
     "Retention",
     (
         Panel(
             "Lost to eviction",
-            "Share of prompt tokens that were cached once, by why they are gone. ended: their "
-            "session had, as its client said. unlikely: such turns seldom come back. usual: they "
-            "were the next in turn, or their replica is gone; the next panel says what more memory "
-            "would bring.",
+            "Share of prompt tokens that had been cached and were evicted, by reason. ended: the "
+            "client had ended the session. unlikely: such a turn is seldom continued. usual: the "
+            "blocks were the least recently used, or their replica was lost. The next panel shows "
+            "what more memory would change.",
             grafana.FRACTION,
-            tuple(Query(share(per_second(lost(why)), per_second(PROMPTS)), why) for why in WHYS),
+            tuple(Query(share(per_second(lost(why)), per_second(PROMPTS)), why) for why in REASONS),
             stacking="normal",
             width=12,
         ),
         Panel(
             "Hit share with larger caches",
-            "What caches found, and an estimate of what larger ones would have. Lines far above "
-            "`now`: more memory, or more replicas if requests wait. Lines together: neither helps.",
+            "Hit share of the real caches (`now`), and estimates for larger caches. If the "
+            "estimates are far above `now`, add memory, or add replicas if requests wait. If all "
+            "lines are close together, neither helps.",
             grafana.FRACTION,
             (
-                Query(share(per_second(FOUND), per_second(ASKED)), "now"),
+                Query(share(per_second(CACHED_TOKENS), per_second(PROMPT_TOKENS)), "now"),
                 *(
-                    Query(share(found_at(size), per_second(ASKED)), f"{size}x")
+                    Query(share(found_at(size), per_second(PROMPT_TOKENS)), f"{size}x")
                     for size in ("1.25", "1.5", "2")
                 ),
             ),
@@ -216,10 +226,12 @@ RETENTION = Row(
 
 
 def found_in(tier: str) -> str:
+    """Return the counter of prompt tokens that came from this tier."""
     return router("kvroute_hit_prompt_tokens_total", f'tier="{tier}"')
 
 
 def copied(metric: str, direction: str = "in|out") -> str:
+    """Return a counter of copies between GPU memory and host memory."""
     return replica(f"kvroute_engine_host_{metric}_total", f'direction=~"{direction}"')
 
 
@@ -228,9 +240,9 @@ TIERS = Row(
     (
         Panel(
             "Hits by tier",
-            "Share of prompt tokens that came from a cache, by where it was: in GPU memory, or "
-            "reloaded from host memory. Much evicted in the ledger beside a small share of host: a "
-            "larger `--host-cache-gb`.",
+            "Share of prompt tokens that came from a cache, by tier: from GPU memory, or reloaded "
+            "from host memory. If the ledger shows many evicted tokens and the share of host is "
+            "small, set a larger `--host-cache-gb`.",
             grafana.FRACTION,
             (
                 Query(share(per_second(found_in("gpu")), per_second(PROMPTS)), "gpu", "green"),
@@ -241,8 +253,9 @@ TIERS = Row(
         ),
         Panel(
             "Reloaded tokens",
-            "Prompt tokens a second that came from host memory, as the engines say it. Far above "
-            "what Hits by tier has of host: the index is behind.",
+            "Prompt tokens per second that came from host memory, as counted by the engines. If "
+            "they are far above the share of host in Hits by tier, the index is late: see its age "
+            "in the dashboard Routing.",
             grafana.TOKENS_PER_S,
             (
                 Query(
@@ -254,16 +267,17 @@ TIERS = Row(
         ),
         Panel(
             "Copied to and from host memory",
-            "Bytes a second. in: reloaded, which is what the tier is for. out: kept for later; "
-            "much out and little in: what is asked for seldom comes back.",
+            "Bytes per second. in: blocks that were reloaded, which is the purpose of the tier. "
+            "out: blocks that were stored for later. If much is stored and little reloaded, most "
+            "prompts are not repeated: the tier helps little.",
             grafana.BYTES,
             (Query(per_second(copied("bytes"), "direction"), "{{direction}}"),),
             width=6,
         ),
         Panel(
             "Time spent on copies",
-            "Share of the time in which a replica copied; near 100% of in, reloads wait for each "
-            "other: more replicas, or nodes with faster links.",
+            "Share of the time that a replica spends on copies. If `in` is near 100%, reloads "
+            "wait for each other: add replicas, or use nodes with faster links.",
             grafana.FRACTION,
             (
                 Query(
@@ -274,8 +288,8 @@ TIERS = Row(
         ),
         Panel(
             "Speed of reloads",
-            "Bytes that a second of copying brings back. One replica far below the others: its "
-            "node's memory or link is shared with something else.",
+            "Bytes copied back per second of copying. If one replica is far below the others, "
+            "something else uses its node's memory or link.",
             grafana.BYTES,
             (
                 Query(
@@ -290,16 +304,17 @@ TIERS = Row(
         ),
         Panel(
             "Time saved by host memory",
-            "Seconds of prefill that a second of all replicas together need not compute, less the "
-            "waits for copies, as routers predict both. Near 0: what comes back is in GPU memory.",
+            "Seconds of prefill that all replicas together save per second, minus the waits for "
+            "copies, as routers predict both. If it is near 0, most hits are in GPU memory: the "
+            "tier is not needed.",
             grafana.SECONDS,
             (Query(per_second(router("kvroute_host_saved_seconds_total")), "saved", "green"),),
             width=8,
         ),
         Panel(
             "Blocks in host memory",
-            "KV blocks there. Once it does not grow any more, the tier is full: each new block "
-            "pushes out another.",
+            "Number of KV blocks in host memory. When it stops growing, the tier is full: each "
+            "new block evicts another block.",
             grafana.NUMBER,
             (Query(replica("kvroute_engine_host_blocks"), "{{replica}}"),),
             width=8,
@@ -311,9 +326,9 @@ REPLICAS = Row(
     (
         Panel(
             "Hit share of each replica",
-            "Share of the prompt tokens sent there that were cached there. One far below the "
-            "others: its cache was cleared, it is new, or `kvroute doctor --audit` finds what it "
-            "holds to differ from what the routers believe.",
+            "Share of the prompt tokens sent to a replica that it had cached. If one replica is "
+            "far below the others, it is new, or its cache was cleared, or routers have wrong "
+            "information about it: run `kvroute doctor --audit`.",
             grafana.FRACTION,
             (
                 Query(
@@ -327,8 +342,9 @@ REPLICAS = Row(
         ),
         Panel(
             "Blocks evicted",
-            "Blocks a second that made room for others. Evictions are what a full cache does; "
-            "together with much stale or new, the cache is too small for what is asked again.",
+            "Blocks evicted per second to make space for new blocks. Evictions are normal for a "
+            "full cache. If many tokens are evicted or stale in the ledger as well, the cache is "
+            "too small for the prompts that are repeated.",
             grafana.BLOCKS_PER_S,
             (
                 Query(
@@ -338,10 +354,11 @@ REPLICAS = Row(
             ),
         ),
         Panel(
-            "How long a cache lasts",
-            "Capacity over what is stored in a second: about as long as an unused block stays. "
-            "Shorter than the pauses of your users' chats, these find nothing: more memory, more "
-            "replicas, or named prefixes for what must stay.",
+            "Lifetime of an unused block",
+            "Capacity divided by the blocks stored per second: about the time after which an "
+            "unused block is evicted. If it is shorter than the pauses in your users' chats, "
+            "their next turns find no cached blocks: add memory or replicas, or declare important "
+            "prompts as named prefixes.",
             grafana.SECONDS,
             (
                 Query(
@@ -354,17 +371,17 @@ REPLICAS = Row(
             ),
         ),
         Panel(
-            "Blocks known of",
-            "Different blocks in the whole fleet, as each router knows them. Routers that differ "
-            "for more than seconds: see the index's age and loads in the dashboard Routing.",
+            "Blocks in the index",
+            "Number of different blocks in the whole fleet that each router knows. If routers "
+            "differ for more than seconds, see the age of the index in the dashboard Routing.",
             grafana.NUMBER,
             (Query(router("kvroute_mirror_blocks"), "router {{router}}"),),
         ),
         Panel(
             "Caches cleared, events lost",
-            "Times a second that a cache was emptied, or that what happened in it did not reach "
-            "its replica. After a clearing its hits begin anew. Lost events: the replica's machine "
-            "has too few cores for what it does.",
+            "How often per second a cache was cleared, or an engine's events did not reach its "
+            "replica. After a clearing, hits start again from 0. If events are lost, the "
+            "replica's node has too few CPU cores.",
             grafana.NUMBER,
             (
                 Query(
@@ -383,6 +400,6 @@ REPLICAS = Row(
 CACHE_HITS = Dashboard(
     "kvroute-cache-hits",
     "kvroute / Cache hits",
-    "Where every prompt token came from, and if it was not the cache, why.",
-    (SHARES, WHERE, RETENTION, TIERS, PREFIXES, REPLICAS),
+    "Where each prompt token came from, and why tokens were not cached.",
+    (SHARES, LEDGER_ROW, RETENTION, TIERS, PREFIXES, REPLICAS),
 )

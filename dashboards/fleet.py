@@ -1,4 +1,4 @@
-"""The dashboard Fleet: its health and its clients' latencies."""
+"""The dashboard Fleet: the health of the fleet, and the latencies of its clients."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row, quantiles
@@ -16,8 +16,9 @@ NOW = Row(
     (
         Panel(
             "Replicas",
-            "Replicas that the routers know of. Fewer than there should be: `kvroute status`, and "
-            "the log of the one that is missing; it was lost, or its engine is still starting.",
+            "Number of replicas that the routers know. If it is lower than it should be, see "
+            "`kvroute status` and the log of the missing replica: it was lost, or its engine is "
+            "still starting.",
             grafana.NUMBER,
             (Query(f"max by (model) ({router('kvroute_replicas')})", "{{model}}"),),
             kind="stat",
@@ -26,8 +27,9 @@ NOW = Row(
         ),
         Panel(
             "Redis",
-            "1 while every router reaches Redis. At 0 requests go on, by what the routers know and "
-            "send: bring Redis back; `GET /health` says how long it has been away.",
+            "1 while every router reaches Redis. At 0, requests are still served: routers use what "
+            "they knew before, and their own requests. Repair Redis; `GET /health` shows since "
+            "when it has been unreachable.",
             grafana.NUMBER,
             (Query(f"min by (model) ({router('kvroute_index_reachable')})", "{{model}}"),),
             kind="stat",
@@ -36,8 +38,8 @@ NOW = Row(
         ),
         Panel(
             "Requests",
-            "Requests that ended, in a second. None while clients send some: look at the load "
-            "balancer, and at `GET /health`.",
+            "Requests that end per second. If there are none although clients send requests, "
+            "check the load balancer and `GET /health`.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(REQUESTS), "all"),),
             kind="stat",
@@ -45,9 +47,9 @@ NOW = Row(
         ),
         Panel(
             "First token, p90",
-            "Nine in ten requests had their first token within this time. When it is long, see "
-            "below whether requests wait in engines (more replicas) or prompts are computed that "
-            "were cached before (the dashboard Cache hits).",
+            "90% of requests get their first token within this time. If it is long, check below "
+            "whether requests wait in engines (add replicas), or whether prompts are computed "
+            "that were cached before (dashboard Cache hits).",
             grafana.SECONDS,
             (Query(quantile(0.9, TTFT), "p90"),),
             kind="stat",
@@ -55,8 +57,8 @@ NOW = Row(
         ),
         Panel(
             "Hit share",
-            "Share of prompt tokens that came from a cache. When it falls, the dashboard Cache "
-            "hits says where the others went.",
+            "Share of prompt tokens that came from a cache. If it falls, the dashboard Cache hits "
+            "shows the causes of the misses.",
             grafana.FRACTION,
             (
                 Query(
@@ -68,9 +70,10 @@ NOW = Row(
             width=4,
         ),
         Panel(
-            "Lost",
-            "Requests a second whose replica was lost under them; they go on elsewhere. More than "
-            "now and then: a replica keeps dying, and its log says why.",
+            "Lost requests",
+            "Requests per second whose replica was lost while it ran them. They continue on "
+            "another replica. If this happens often, a replica fails repeatedly: see its log for "
+            "the reason.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(router("kvroute_requests_total", 'outcome="failed"')), "lost"),),
             kind="stat",
@@ -81,38 +84,39 @@ NOW = Row(
     height=4,
 )
 CLIENTS = Row(
-    "What clients feel",
+    "Latencies of clients",
     (
         Panel(
             "Time to the first token",
-            "From a request's dispatch to its first token. When all of these rise, there is too "
-            "much to compute: more replicas, or more hits. When p99 alone does, long prompts are "
-            "behind long prompts, or a replica was lost.",
+            "Time from a request's dispatch to its first token. If all lines rise, there is too "
+            "much prefill: add replicas, or increase cache hits. If only p99 rises, long prompts "
+            "wait for other long prompts, or a replica was lost.",
             grafana.SECONDS,
             quantiles(TTFT, 0.5, 0.9, 0.99),
             width=6,
         ),
         Panel(
             "Time between tokens",
-            "From one chunk of an answer to its next. It grows with an engine's batch and with "
-            "long prompts among it: more replicas, or a smaller `--max-num-seqs`.",
+            "Time between two chunks of an answer. It grows with the size of an engine's batch, "
+            "and with long prompts in the batch: add replicas, or set a smaller `--max-num-seqs`.",
             grafana.SECONDS,
             quantiles(router("kvroute_inter_token_seconds_bucket"), 0.5, 0.9, 0.99),
             width=6,
         ),
         Panel(
             "Time per output token",
-            "Mean over the tokens after the first of each whole answer: how fast it reads. When it "
-            "rises and the time between tokens does not, few answers are slow throughout: look for "
-            "one slow replica.",
+            "Mean time per token of an answer, without its first token. If this time rises and "
+            "the time between tokens does not, only a few answers are slow: look for one slow "
+            "replica.",
             grafana.SECONDS,
             quantiles(router("kvroute_time_per_output_token_seconds_bucket"), 0.5, 0.9, 0.99),
             width=6,
         ),
         Panel(
             "Whole answers",
-            "From a request's dispatch to the end of its answer. Compare with the time to the "
-            "first token: what is left is decoding, and grows with the answers' lengths.",
+            "Time from a request's dispatch to the end of its answer. Compare it with the time to "
+            "the first token: the difference is decoding, which grows with the length of the "
+            "answers.",
             grafana.SECONDS,
             quantiles(router("kvroute_request_seconds_bucket"), 0.5, 0.9, 0.99),
             width=6,
@@ -124,10 +128,10 @@ QUEUE = Row(
     (
         Panel(
             "Requests that wait for a replica",
-            "In the routers, while every replica has enough to do. filling: batch requests, and "
-            "those of tenants that had more than their share; they are there to wait. default: if "
-            "these wait for more than moments, more replicas (`kvroute scale`, or a larger "
-            "`--max-replicas`).",
+            "Requests in the routers' queues while all replicas are busy. filling: batch "
+            "requests, and requests of tenants that have used more than their share; these are "
+            "meant to wait. default: if these requests wait for more than moments, add replicas "
+            "(`kvroute scale`, or a larger `--max-replicas`).",
             grafana.NUMBER,
             (
                 Query(
@@ -139,10 +143,10 @@ QUEUE = Row(
             width=6,
         ),
         Panel(
-            "Prefill that waits",
-            "Seconds of prefill of those requests. Over the number of replicas, it is about how "
-            "long it takes to begin with all of them. When it keeps growing, there is more to do "
-            "than the fleet can: requests are refused next.",
+            "Queued prefill",
+            "Seconds of prefill of the queued requests. Divided by the number of replicas, it is "
+            "about the time until all of them have started. If it keeps growing, the load exceeds "
+            "the capacity of the fleet, and requests will be refused: add replicas.",
             grafana.SECONDS,
             (
                 Query(
@@ -155,9 +159,9 @@ QUEUE = Row(
         ),
         Panel(
             "Wait in the queue",
-            "Of interactive and default requests that had to wait; the oldest is one that waits "
-            "now. When p99 alone is long, long prompts let short ones pass. When all are: more "
-            "replicas.",
+            "Wait of interactive and default requests that had to wait, and of the oldest request "
+            "in the queue now. If only p99 is long, short prompts overtake long prompts. If all "
+            "lines are long, add replicas.",
             grafana.SECONDS,
             (
                 *quantiles(WAITS, 0.5, 0.9, 0.99),
@@ -169,11 +173,12 @@ QUEUE = Row(
             width=6,
         ),
         Panel(
-            "Turned away",
-            "forecast: requests that would wait longer than they may. deadline: they did. full: "
-            "too many wait. no_replica: none is ready, see `kvroute status`. no_seat: sessions "
-            "waited too long for a seat, see `kvroute doctor`. For the others: more replicas, or a "
-            "larger `--max-wait-s` where clients have the patience.",
+            "Refused from the queue",
+            "Requests refused per second, by reason. forecast: the request would wait longer than "
+            "its limit. deadline: it did. full: the queue is full. no_replica: no replica is "
+            "ready, see `kvroute status`. no_seat: its session waited too long for a seat, see "
+            "`kvroute doctor`. For the other reasons, add replicas, or set a larger "
+            "`--max-wait-s` if clients can wait.",
             grafana.REQUESTS_PER_S,
             (
                 Query(
@@ -191,8 +196,9 @@ SEATS = Row(
     (
         Panel(
             "Sessions",
-            "Sessions need a seat to send while their contexts do not fit in the caches. While "
-            "requests wait for one: more replicas, or host memory (`--host-cache-gb`).",
+            "While the contexts of all sessions do not fit into the caches, a session needs a "
+            "seat to send requests. If requests wait for a seat, add replicas or host memory "
+            "(`--host-cache-gb`).",
             grafana.NUMBER,
             (
                 Query(f"max ({router('kvroute_sessions_active')})", "active"),
@@ -202,8 +208,9 @@ SEATS = Row(
         ),
         Panel(
             "Wait for a seat",
-            "Of requests that had to wait; the oldest is one that waits now. From "
-            "`--max-seat-wait-s` on, requests are refused.",
+            "Wait of requests that had to wait for a seat, and of the request that waits longest "
+            "now. Requests are refused after `--max-seat-wait-s`: add replicas or host memory "
+            "before that.",
             grafana.SECONDS,
             (
                 *quantiles(router("kvroute_seat_wait_seconds_bucket"), 0.5, 0.9),
@@ -217,20 +224,21 @@ WORK = Row(
     (
         Panel(
             "Requests by outcome",
-            "How requests ended at their replica. failed: it was lost, see its log. moved: it was "
-            "full or gone before they came; many of them with few replicas mean overload. refused: "
-            "the engine did not take them, see the log. cancelled: the client left, perhaps since "
-            "it waited too long.",
+            "How requests ended at their replica. failed: the replica was lost, see its log. "
+            "moved: the replica was full, or was lost before the request arrived; many such "
+            "requests with few replicas mean overload. refused: the engine did not accept the "
+            "request, see the replica's log. cancelled: the client disconnected, perhaps since it "
+            "waited too long.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(REQUESTS, "outcome"), "{{outcome}}"),),
             stacking="normal",
             width=6,
         ),
         Panel(
-            "Refused",
-            "Errors in place of answers, by code. server_error: see the routers' logs, and whether "
-            "a replica is ready. overloaded: more replicas. All others are for the clients to "
-            "mend: the error's message says how.",
+            "Errors",
+            "Errors sent instead of answers, by error code. server_error: see the routers' logs, "
+            "and check that a replica is ready. overloaded: add replicas. All other errors must "
+            "be corrected in the client: the error's message says how.",
             grafana.REQUESTS_PER_S,
             (
                 Query(
@@ -241,13 +249,13 @@ WORK = Row(
             width=6,
         ),
         Panel(
-            "Requests under way",
-            "Sent and not ended, and those of them that wait for room in an engine's batch. Many "
-            "that wait, for long: more replicas (`kvroute scale`), or a larger `--max-num-seqs` "
-            "where the KV caches have room.",
+            "Running requests",
+            "Requests that were dispatched and have not ended, and those of them that wait in an "
+            "engine for space in its batch. If many wait for long, add replicas (`kvroute "
+            "scale`), or set a larger `--max-num-seqs` if the KV caches have space.",
             grafana.NUMBER,
             (
-                Query(total(router("kvroute_requests_in_flight")), "under way"),
+                Query(total(router("kvroute_requests_in_flight")), "running"),
                 Query(total(replica("kvroute_engine_running_requests")), "in a batch"),
                 Query(total(replica("kvroute_engine_waiting_requests")), "waiting"),
             ),
@@ -255,9 +263,9 @@ WORK = Row(
         ),
         Panel(
             "Tokens",
-            "Prompt tokens that came from a cache, those that were computed, and tokens of "
-            "answers. Where computed ones are at what the fleet can do and first tokens are late, "
-            "it is full.",
+            "Prompt tokens from a cache, computed prompt tokens, and tokens of answers. If the "
+            "fleet computes as many tokens as it can, and first tokens come late, the fleet is at "
+            "its limit: add replicas.",
             grafana.TOKENS_PER_S,
             (
                 Query(per_second(CACHED), "prompts, cached", "green"),
@@ -279,23 +287,24 @@ PROCESSES = Row(
     (
         Panel(
             "KV blocks in use",
-            "Share of each replica's KV cache that running requests and pins hold. Near 100% "
-            "requests wait or are computed twice: more replicas, more memory for the cache, or a "
-            "smaller `--max-model-len`.",
+            "Share of each replica's KV cache that running requests and pins use. Near 100%, "
+            "requests wait or are preempted and computed again: add replicas or memory for the "
+            "cache, or set a smaller `--max-model-len`.",
             grafana.FRACTION,
             (BLOCKS_IN_USE,),
         ),
         Panel(
-            "Answering Prometheus",
-            "1 for each router and replica that Prometheus could read. 0: the process hangs, or a "
-            "firewall keeps Prometheus from its port.",
+            "Reached by Prometheus",
+            "1 for each router and replica whose metrics Prometheus can read. At 0, the process "
+            "hangs, or a firewall blocks its port.",
             grafana.NUMBER,
             (Query(router("up", 'role=~"router|replica"'), "{{role}} {{router}}{{replica}}"),),
         ),
         Panel(
             "Memory",
             "Resident memory of each router, and of each replica without its engine's processes. "
-            "It levels off; one that keeps growing for days is a bug to report.",
+            "It should become constant. If it keeps growing for days, that is a bug: please "
+            "report it.",
             grafana.BYTES,
             (
                 Query(
@@ -310,6 +319,6 @@ PROCESSES = Row(
 FLEET = Dashboard(
     "kvroute-fleet",
     "kvroute / Fleet",
-    "Is the fleet well, and do its clients feel well?",
+    "Is the fleet healthy, and do clients get fast answers?",
     (NOW, CLIENTS, QUEUE, SEATS, WORK, PROCESSES),
 )

@@ -1,7 +1,7 @@
-"""Grafana's dashboard format is generated from a short description of each dashboard.
+"""Generates Grafana's dashboard format from a short description of each dashboard.
 
-Grafana has no waterfall chart. Here it is a bar chart whose bars stand on invisible ones, of the
-colour `transparent`. Each query gives the numbers of one or several categories, from left to right.
+Grafana has no waterfall chart. A bar chart replaces it, whose bars stand on invisible bars with the
+colour `transparent`. Each query returns the values of one or several categories, left to right.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from dashboards.promql import quantile
 
 Json = dict[str, Any]
 
-SCHEMA_VERSION = 39  # Grafana 11's; newer ones migrate it
-COLUMNS = 24
+SCHEMA_VERSION = 39  # the version of Grafana 11; newer versions of Grafana migrate it
+COLUMNS = 24  # width of a dashboard in Grafana's grid
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 FRACTION, SECONDS, REQUESTS_PER_S, NUMBER, BYTES = "percentunit", "s", "reqps", "short", "bytes"
 TOKENS_PER_S, BLOCKS_PER_S, TOKENS = "count:tokens/s", "count:blocks/s", "count:tokens"
 
-Steps = Sequence[tuple[float | None, str]]  # from this value on, this colour
+Steps = Sequence[tuple[float | None, str]]  # pairs: a colour applies from this value on
 PLAIN: Steps = ((None, "blue"),)
 BAD_BELOW_1: Steps = ((None, "red"), (1, "green"))
 BAD_ABOVE_0: Steps = ((None, "green"), (1e-9, "red"))
@@ -27,21 +27,25 @@ BAD_ABOVE_0: Steps = ((None, "green"), (1e-9, "red"))
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    expr: str
-    legend: str
-    color: str = ""  # empty: Grafana picks one
+    """One query of a panel."""
+
+    expr: str  # in PromQL
+    legend: str  # name of the line
+    color: str = ""  # empty: Grafana chooses the colour
 
 
 def quantiles(buckets: str, *qs: float) -> tuple[Query, ...]:
-    """Return queries for quantiles of a histogram's `..._bucket`: p50 for 0.5, and so on."""
+    """Return queries for quantiles of a histogram's `..._bucket`; the legend of 0.5 is p50."""
     return tuple(Query(quantile(q, buckets), f"p{q * 100:.0f}") for q in qs)
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
+    """One panel of a dashboard."""
+
     title: str
-    description: str  # what it shows, and what to do about bad values
-    unit: str  # one of Grafana's
+    description: str  # what the panel shows, and what to do about bad values
+    unit: str  # name of a unit of Grafana
     queries: Sequence[Query]
     kind: Literal["timeseries", "stat", "bargauge", "waterfall"] = "timeseries"
     stacking: Literal["none", "normal", "percent"] = "none"
@@ -50,12 +54,14 @@ class Panel:
 
     @property
     def is_instant(self) -> bool:
-        """Whether it shows one moment, not a time range."""
+        """Return whether the panel shows one moment, not a time range."""
         return self.kind in ("bargauge", "waterfall")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """A row of panels with a heading."""
+
     title: str
     panels: Sequence[Panel]
     height: int = 8
@@ -63,17 +69,20 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
+    """One dashboard."""
+
     uid: str
     title: str
     description: str
     rows: Sequence[Row]
 
     def queries(self) -> list[str]:
-        """All Prometheus queries of its panels."""
+        """Return all Prometheus queries of the panels."""
         panels = (panel for row in self.rows for panel in row.panels)
         return [query.expr for panel in panels for query in panel.queries]
 
     def to_json(self) -> Json:
+        """Return the dashboard in Grafana's format."""
         return {
             "uid": self.uid,
             "title": self.title,
@@ -81,7 +90,7 @@ class Dashboard:
             "tags": ["kvroute"],
             "schemaVersion": SCHEMA_VERSION,
             "editable": True,
-            "graphTooltip": 1,  # the cursor is at the same time in all panels
+            "graphTooltip": 1,  # all panels show the cursor at the same time
             "refresh": "10s",
             "time": {"from": "now-1h", "to": "now"},
             "links": [_LINKS],
@@ -103,16 +112,18 @@ _LINKS = {
 def _variables() -> list[Json]:
     return [
         {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"},
-        _variable("model", "label_values(kvroute_replicas, model)", "What clients ask for."),
+        _variable(
+            "model", "label_values(kvroute_replicas, model)", "Model name that clients send."
+        ),
         _variable(
             "node",
             'label_values(kvroute_engine_block_tokens{model=~"$model"}, node)',
-            "Node of the replicas; routers' metrics are about the whole fleet.",
+            "Node of the replicas. Panels with routers' metrics always show the whole fleet.",
         ),
         _variable(
             "replica",
             'label_values(kvroute_engine_block_tokens{model=~"$model", node=~"$node"}, replica)',
-            "Panels with routers' metrics do not change: they are about the whole fleet.",
+            "Panels with routers' metrics always show the whole fleet.",
         ),
     ]
 
@@ -126,7 +137,7 @@ def _variable(name: str, query: str, description: str) -> Json:
         "datasource": SOURCE,
         "definition": query,
         "query": {"query": query, "refId": name},
-        "refresh": 2,  # when the time range changes
+        "refresh": 2,  # refresh when the time range changes
         "sort": 1,
         "multi": True,
         "includeAll": True,
@@ -136,7 +147,7 @@ def _variable(name: str, query: str, description: str) -> Json:
 
 
 def _laid_out(rows: Sequence[Row]) -> Iterator[Json]:
-    """Rows from top to bottom, each with its panels from left to right, wrapped at the edge."""
+    """Place the rows from top to bottom, and the panels of a row from left to right, with wraps."""
     y = 0
     for row in rows:
         place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
@@ -183,7 +194,7 @@ def _panel(panel: Panel) -> Json:
     }
 
 
-_JOINED = [  # one row for each category, with a column for each query
+_JOINED = [  # makes a table with a row for each category and a column for each query
     {"id": "joinByField", "options": {"byField": "category", "mode": "outer"}},
     {"id": "filterFieldsByName", "options": {"include": {"pattern": "^(category|Value.*)$"}}},
     {"id": "sortBy", "options": {"sort": [{"field": "category"}]}},
@@ -228,7 +239,7 @@ def _coloured(name: str, query: Query, *, is_waterfall: bool) -> Json:
     properties: list[Json] = [
         {"id": "color", "value": {"mode": "fixed", "fixedColor": query.color}}
     ]
-    if is_waterfall:  # its frames are joined: only the columns' names identify the queries
+    if is_waterfall:  # the results are joined in one table, so columns identify the queries
         matcher = {"id": "byName", "options": f"Value #{name}"}
         properties.append({"id": "displayName", "value": query.legend})
     if query.color == "transparent":

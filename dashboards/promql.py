@@ -1,10 +1,10 @@
-"""All queries use a few patterns. `$...` is a variable of the dashboard or of Grafana."""
+"""Patterns of Prometheus queries. `$...` is a variable of the dashboard or of Grafana."""
 
 MODEL, NODE, REPLICA = 'model=~"$model"', 'node=~"$node"', 'replica=~"$replica"'
 
 
 def router(metric: str, *conditions: str) -> str:
-    """Return a metric of the routers; each router's values are about the whole fleet."""
+    """Return a metric of the routers; the values of each router are about the whole fleet."""
     return _select(metric, MODEL, *conditions)
 
 
@@ -14,16 +14,17 @@ def replica(metric: str, *conditions: str) -> str:
 
 
 def per_second(counter: str, by: str = "") -> str:
-    """Growth per second; in total, or for each label value."""
+    """Return a counter's growth per second: the sum, or one value for each value of a label."""
     return f"{_sum(by)} (rate({counter}[$__rate_interval]))"
 
 
 def in_range(counter: str) -> str:
-    """Growth in the dashboard's whole time range."""
+    """Return a counter's growth in the dashboard's whole time range."""
     return f"increase({counter}[$__range])"
 
 
 def total(gauge: str, by: str = "") -> str:
+    """Return the sum of a gauge, or one sum for each value of a label."""
     return f"{_sum(by)} ({gauge})"
 
 
@@ -33,17 +34,17 @@ def quantile(q: float, buckets: str) -> str:
 
 
 def share(part: str, whole: str) -> str:
-    """Return a share from 0 to 1; no value while the total is 0."""
+    """Return a share from 0 to 1; there is no value while the whole is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def on(category: str, expr: str) -> str:
-    """Return the same query at that category of a waterfall."""
+    """Return the query as the value of one category of a waterfall."""
     return f'label_replace({expr}, "category", "{category}", "", "")'
 
 
 def filled_in(expr: str, *, rate_interval: str, time_range: str) -> str:
-    """Return the query as Grafana sends it when nothing is selected, which shows everything."""
+    """Return the query as Grafana sends it if all models, nodes and replicas are selected."""
     expr = expr.replace("$__rate_interval", rate_interval).replace("$__range", time_range)
     for name in ("$model", "$node", "$replica"):
         expr = expr.replace(name, ".*")

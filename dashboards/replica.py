@@ -1,16 +1,18 @@
-"""The dashboard Replica: one engine, or a few side by side."""
+"""The dashboard Replica: one engine, or several engines side by side."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row
 from dashboards.promql import per_second, replica, share
 
 
-def of_each(gauge: str, what: str = "") -> Query:
-    return Query(replica(gauge), f"{{{{replica}}}} {what}".strip())
+def of_each(gauge: str, label: str = "") -> Query:
+    """Return a query for a gauge of each replica."""
+    return Query(replica(gauge), f"{{{{replica}}}} {label}".strip())
 
 
-def rate_of_each(counter: str, what: str = "") -> Query:
-    return Query(per_second(replica(counter), "replica"), f"{{{{replica}}}} {what}".strip())
+def rate_of_each(counter: str, label: str = "") -> Query:
+    """Return a query for the growth per second of a counter of each replica."""
+    return Query(per_second(replica(counter), "replica"), f"{{{{replica}}}} {label}".strip())
 
 
 BLOCKS_IN_USE = Query(
@@ -23,8 +25,9 @@ WORK = Row(
     (
         Panel(
             "Requests in the engine",
-            "In its batch, and waiting for room in it. Waiting ones while the KV cache has room: a "
-            "larger `--max-num-seqs`; while it is full: more replicas.",
+            "Requests in the engine's batch, and requests that wait for it. If requests wait "
+            "although the KV cache has space, set a larger `--max-num-seqs`. If the KV cache is "
+            "full, add replicas.",
             grafana.NUMBER,
             (
                 of_each("kvroute_engine_running_requests", "in the batch"),
@@ -33,8 +36,8 @@ WORK = Row(
         ),
         Panel(
             "Prompt tokens",
-            "All of them, and those that were cached; the engine computes the difference. Little "
-            "cached: see the dashboard Cache hits.",
+            "All prompt tokens, and the cached tokens among them. The engine computes the "
+            "difference. If few tokens are cached, see the dashboard Cache hits.",
             grafana.TOKENS_PER_S,
             (
                 rate_of_each("kvroute_engine_prompt_tokens_total", "all"),
@@ -43,8 +46,9 @@ WORK = Row(
         ),
         Panel(
             "Tokens of answers",
-            "What decoding yields. If it falls while the batch does not, long prompts take the "
-            "engine's steps, or something else uses its GPU or cores.",
+            "Tokens per second that decoding generates. If they fall and the batch does not, long "
+            "prompts take the time of the engine's steps, or something else uses its GPU or CPU "
+            "cores.",
             grafana.TOKENS_PER_S,
             (rate_of_each("kvroute_engine_output_tokens_total"),),
         ),
@@ -55,16 +59,15 @@ CACHE = Row(
     (
         Panel(
             "Blocks in use",
-            "Share of the KV cache that running requests and pins hold; what is left keeps "
-            "prefixes. Near 100% there are no hits and requests wait: more replicas, or more "
-            "memory.",
+            "Share of the KV cache that running requests and pins use. The rest keeps prefixes. "
+            "Near 100%, there are no hits and requests wait: add replicas or memory.",
             grafana.FRACTION,
             (BLOCKS_IN_USE,),
         ),
         Panel(
             "Blocks stored and evicted",
-            "In a second. Equal rates are a full cache at work. Together with much stale in the "
-            "ledger, it is too small.",
+            "Blocks per second. Equal rates mean that the cache is full, which is normal. If many "
+            "tokens are stale or evicted in the ledger as well, the cache is too small.",
             grafana.BLOCKS_PER_S,
             (
                 rate_of_each("kvroute_engine_stored_blocks_total", "stored"),
@@ -72,9 +75,10 @@ CACHE = Row(
             ),
         ),
         Panel(
-            "Tokens cached and room for them",
-            "What the index should have of the replica, and its capacity. A fall to 0: the cache "
-            "was cleared, or the engine began anew.",
+            "Cached tokens and capacity",
+            "Cached tokens of the replica that the index should have, and the replica's capacity. "
+            "If they fall to 0, the cache was cleared, or the engine has restarted: see the "
+            "replica's log.",
             grafana.NUMBER,
             (
                 Query(
@@ -85,7 +89,7 @@ CACHE = Row(
                 Query(
                     f"{replica('kvroute_engine_capacity_blocks')}"
                     f" * {replica('kvroute_engine_block_tokens')}",
-                    "{{replica}} room",
+                    "{{replica}} capacity",
                 ),
             ),
         ),
@@ -95,24 +99,25 @@ INDEX = Row(
     "Publisher",
     (
         Panel(
-            "Lag of its announcements",
-            "Age of the oldest change of the cache that Redis does not have. Above some seconds: "
-            "Redis is away or slow, or the replica's process has no core.",
+            "Publishing lag",
+            "Age of the oldest change of the cache that Redis does not have yet. If it is more "
+            "than some seconds, Redis is unreachable or slow, or the replica's process has no "
+            "free CPU core.",
             grafana.SECONDS,
             (of_each("kvroute_publisher_lag_seconds"),),
         ),
         Panel(
-            "Age of its lease",
-            "Seconds since Redis took anything from it. Above 3 s the routers believe that it may "
-            "be gone: see whether Redis answers, then the replica's log.",
+            "Age of the lease",
+            "Seconds since Redis accepted a write of the replica. Above 3 s, routers assume that "
+            "the replica may be lost: check Redis first, then the replica's log.",
             grafana.SECONDS,
             (of_each("kvroute_publisher_lease_age_seconds"),),
         ),
         Panel(
-            "Announced anew",
-            "How often in the time range the started replica wrote all its blocks to Redis again. "
-            "0 is good. Often: Redis loses data; `kvroute doctor --audit` says what "
-            "differs.",
+            "Registrations",
+            "How often the replica wrote all its blocks to Redis again in the time range. It "
+            "should be 0. If it is high, Redis loses data: `kvroute doctor --audit` shows the "
+            "differences.",
             grafana.NUMBER,
             (
                 Query(
@@ -124,19 +129,20 @@ INDEX = Row(
     ),
 )
 PROCESS = Row(
-    "Its process (not its engine's)",
+    "Process of the replica (without the engine's processes)",
     (
         Panel(
-            "Cores",
-            "CPU seconds in a second. Near 1 the process is the bottleneck of its engine: fewer "
-            "requests on each replica, that is more replicas.",
+            "CPU",
+            "CPU seconds per second. Near 1, the replica's process limits its engine: add "
+            "replicas, so that each one gets fewer requests.",
             grafana.NUMBER,
             (rate_of_each("process_cpu_seconds_total"),),
             width=12,
         ),
         Panel(
             "Memory",
-            "Resident. It levels off; one that keeps growing for days is a bug to report.",
+            "Resident memory. It should become constant. If it keeps growing for days, that is a "
+            "bug: please report it.",
             grafana.BYTES,
             (of_each("process_resident_memory_bytes"),),
             width=12,
@@ -144,20 +150,20 @@ PROCESS = Row(
     ),
 )
 VLLM = Row(
-    "vLLM's own (empty with another engine)",
+    "vLLM's own metrics (empty with another engine)",
     (
         Panel(
             "Preemptions",
-            "Requests a second that lost their KV blocks to others and are computed again. More "
-            "than now and then: a smaller `--max-num-seqs`, more memory for the cache, more "
-            "replicas.",
+            "Requests per second that lost their KV blocks to other requests and are computed "
+            "again. If this happens often, set a smaller `--max-num-seqs`, or add memory for the "
+            "cache, or add replicas.",
             grafana.REQUESTS_PER_S,
             (rate_of_each("vllm:num_preemptions_total"),),
         ),
         Panel(
             "Time in the engine's queue, p90",
-            "From a request's arrival in the engine to its first step. Long: see whether the batch "
-            "or the KV cache is full.",
+            "Time from a request's arrival in the engine to its first step. If it is long, check "
+            "whether the batch or the KV cache is full.",
             grafana.SECONDS,
             (
                 Query(
@@ -170,8 +176,9 @@ VLLM = Row(
         ),
         Panel(
             "Prefill, p90",
-            "From a request's first step to its first token. Long with few tokens to compute: "
-            "other prompts share the steps, or something else uses the GPU.",
+            "Time from a request's first step to its first token. If it is long although few "
+            "tokens are computed, other prompts share the steps, or something else uses the GPU: "
+            "compare it with the other replicas.",
             grafana.SECONDS,
             (
                 Query(
@@ -188,6 +195,6 @@ VLLM = Row(
 REPLICA = Dashboard(
     "kvroute-replica",
     "kvroute / Replica",
-    "One engine, or a few side by side: its work, its KV cache, its publisher.",
+    "One engine, or several side by side: requests, KV cache, and publisher.",
     (WORK, CACHE, INDEX, PROCESS, VLLM),
 )

@@ -1,4 +1,4 @@
-"""The dashboard Routing: the routers' choices, the quality of predictions, and the index's age."""
+"""The dashboard Routing: the routers' decisions, their predictions, and the age of the index."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row, quantiles
@@ -15,21 +15,24 @@ DECISIONS = Row(
     (
         Panel(
             "Time to rank the replicas",
-            "For one prompt. Milliseconds mean that a router's core is too busy: more `--routers`.",
+            "Time of one placement decision. If it takes milliseconds, the router's CPU core is "
+            "too busy: set a larger `--routers`.",
             grafana.SECONDS,
             quantiles(router("kvroute_decision_seconds_bucket"), 0.5, 0.99),
         ),
         Panel(
             "Requests of each router",
-            "Decisions in a second. Routers that get very different numbers: clients keep few, "
-            "long connections; that costs nothing until a router's core is full.",
+            "Decisions per second. If routers get very different numbers, clients use few, long "
+            "connections. This is only a problem when the CPU core of one router is fully used: "
+            "then set a larger `--routers`.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(router("kvroute_decision_seconds_count"), "router"), "{{router}}"),),
         ),
         Panel(
             "Spilled",
-            "Share of requests that went where less of their prompt is cached than elsewhere, "
-            "since that is sooner. Rising with load is right; if it stays high, add replicas.",
+            "Share of requests that were sent to a replica with fewer cached tokens than another "
+            "one, since it can start sooner. It is right that this share rises with the load. If "
+            "it stays high, add replicas.",
             grafana.FRACTION,
             (
                 Query(
@@ -43,39 +46,42 @@ DECISIONS = Row(
         ),
     ),
 )
-FORESIGHT = Row(
-    "Foresight",
+PREDICTIONS = Row(
+    "Predictions",
     (
         Panel(
             "First token, real over predicted",
-            "1 is right. A median far above: something that the routers do not know takes the "
-            "engines' time, such as other users of the GPUs or of the cores. Far below: the "
-            "routers have not learned the replicas' speed yet.",
+            "Measured time to first token, divided by the predicted time; 1 is ideal. If the "
+            "median is far above 1, something that routers do not know uses the engines' GPUs or "
+            "CPU cores. If it is far below 1, routers have not learned the speed of the replicas "
+            "yet.",
             grafana.NUMBER,
             quantiles(RATIO, 0.1, 0.5, 0.9),
             width=6,
         ),
         Panel(
             "Wait in the queue, real over forecast",
-            "1 is right; requests are refused by this forecast. A median far above: replicas are "
-            "slower than the routers believe, or other routers are not heard. Far below: requests "
-            "are refused too early.",
+            "Measured wait in the queue, divided by the forecast that decides on refusals; 1 is "
+            "ideal. If the median is far above 1, replicas are slower than routers expect, or "
+            "routers do not receive each other's messages. If it is far below 1, requests are "
+            "refused too early.",
             grafana.NUMBER,
             quantiles(router("kvroute_queue_forecast_ratio_bucket"), 0.1, 0.5, 0.9),
             width=6,
         ),
         Panel(
-            "Backlog where requests went",
-            "Seconds of prefill queued there before them, as the router saw it. When the median is "
-            "above what your users may wait, add replicas.",
+            "Backlog of the chosen replica",
+            "Seconds of prefill that were queued at the chosen replica, as the router knew them. "
+            "If the median is longer than your users may wait, add replicas.",
             grafana.SECONDS,
             quantiles(router("kvroute_backlog_seconds_bucket"), 0.5, 0.9),
             width=6,
         ),
         Panel(
             "Sent again",
-            "Requests that a replica did not answer. moved: it was full or gone when they came. "
-            "failed: it was lost; see which, in the dashboard Fleet.",
+            "Requests per second that a replica did not answer, so that they were sent to another "
+            "replica. moved: the replica was full, or was lost before the request arrived. "
+            "failed: the replica was lost; the dashboard Fleet shows which one.",
             grafana.REQUESTS_PER_S,
             (
                 Query(
@@ -95,15 +101,15 @@ BALANCE = Row(
     (
         Panel(
             "Prompt tokens computed on each replica",
-            "The work that is shared out. One that has much less than the others in a busy fleet: "
-            "it is new, slower, or hangs.",
+            "The prefill of each replica. If one replica computes far less than the others in a "
+            "busy fleet, it is new, slower than the others, or hangs: see its log.",
             grafana.TOKENS_PER_S,
             (Query(COMPUTED, "{{replica}}"),),
         ),
         Panel(
             "Requests of each replica",
-            "First tokens in a second. One that has most of them holds what most requests begin "
-            "with; while they do not wait there that is as it should be.",
+            "First tokens per second. If one replica has most of them, it has cached the prefix "
+            "of most requests. This is right as long as requests do not wait there.",
             grafana.REQUESTS_PER_S,
             (
                 Query(
@@ -113,38 +119,41 @@ BALANCE = Row(
         ),
         Panel(
             "Busiest over average",
-            "Prompt tokens computed on the busiest replica, over the mean of all. Near 1 is even. "
-            "Above 2 for long while requests wait: declare what is hot as a named prefix, which "
-            "spreads over as many replicas as it needs.",
+            "Prompt tokens computed on the busiest replica, divided by the mean of all replicas. "
+            "Near 1, the load is even. If it is above 2 for long while requests wait, declare the "
+            "hot prompt as a named prefix, which is cached on as many replicas as needed.",
             grafana.NUMBER,
             (Query(share(f"max ({COMPUTED})", f"avg ({COMPUTED})"), "busiest / average"),),
         ),
     ),
 )
 INDEX = Row(
-    "What routers know",
+    "The index",
     (
         Panel(
             "Age of the index in each router",
-            "Seconds since what a router knows was last equal to Redis. Above some seconds: Redis "
-            "is away or slow, or the router's core is too busy.",
+            "Seconds since a router's copy of the index was last equal to Redis. If it is more "
+            "than some seconds, Redis is unreachable or slow, or the router's CPU core is too "
+            "busy.",
             grafana.SECONDS,
             (Query(router("kvroute_index_age_seconds"), "router {{router}}"),),
             width=6,
         ),
         Panel(
-            "Lag of each replica's announcements",
-            "Age of the oldest change of a cache that Redis does not have. Above some seconds: "
-            "Redis is away or slow, or the replica's process has no core.",
+            "Publishing lag of each replica",
+            "Age of the oldest change of a cache that Redis does not have yet. If it is more than "
+            "some seconds, Redis is unreachable or slow, or the replica's process has no free CPU "
+            "core.",
             grafana.SECONDS,
             (Query(replica("kvroute_publisher_lag_seconds"), "{{replica}}"),),
             width=6,
         ),
         Panel(
-            "Changes read, replicas loaded anew",
-            "In a second. A replica's whole set is read when it comes, and after trouble: loads "
-            "that go on mean that Redis loses data (its memory policy, its replication) "
-            "or that routers cannot keep up.",
+            "Changes and full loads",
+            "Changes of the index that routers read per second, and full loads of a replica's "
+            "blocks. A router loads all blocks of a new replica, and also after a problem. If "
+            "loads continue, Redis loses data (check its memory policy and replication), or "
+            "routers cannot keep up.",
             grafana.NUMBER,
             (
                 Query(
@@ -161,10 +170,9 @@ INDEX = Row(
         Panel(
             "Drift that audits found",
             "Wrong blocks per second: in a replica's table compared with its engine, in Redis "
-            "compared with the replica, in a router's mirror compared with Redis. Also 0 without "
-            "any audit: "
-            "`kvroute doctor --audit`. What is found is put right; drift that comes again is a bug "
-            "to report.",
+            "compared with the replica, and in a router's copy of the index compared with Redis. "
+            "It is also 0 without audits: run `kvroute doctor --audit`. Drift that was found is "
+            "repaired. If it returns, that is a bug: please report it.",
             grafana.BLOCKS_PER_S,
             (
                 Query(
@@ -180,6 +188,6 @@ INDEX = Row(
 ROUTING = Dashboard(
     "kvroute-routing",
     "kvroute / Routing",
-    "The routers' choices, the quality of their predictions, and the age of their index.",
-    (DECISIONS, FORESIGHT, BALANCE, INDEX),
+    "The routers' decisions, the quality of their predictions, and the age of their index.",
+    (DECISIONS, PREDICTIONS, BALANCE, INDEX),
 )

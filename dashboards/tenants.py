@@ -1,11 +1,11 @@
-"""The dashboard Tenants: what each tenant asks for, and what that costs and saves."""
+"""The dashboard Tenants: each tenant's requests and tokens, and what they cost and save."""
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row
 from dashboards.promql import in_range, per_second, router, share
 
 REQUESTS = router("kvroute_tenant_requests_total", 'outcome!="failed"')
-ENDED_BADLY = router("kvroute_tenant_requests_total", 'outcome!="ok"')
+INCOMPLETE = router("kvroute_tenant_requests_total", 'outcome!="ok"')
 PROMPTS = router("kvroute_tenant_prompt_tokens_total")
 CACHED = router("kvroute_tenant_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
 COMPUTED = router("kvroute_tenant_prompt_tokens_total", 'cause!~"hit|unexpected_hit"')
@@ -15,40 +15,43 @@ SAVED = router("kvroute_tenant_gpu_seconds_saved_total")
 TENANT = "{{tenant}}"
 
 
-def each(counter: str) -> tuple[Query, ...]:
+def per_tenant(counter: str) -> tuple[Query, ...]:
+    """Return the growth per second for each tenant."""
     return (Query(per_second(counter, "tenant"), TENANT),)
 
 
-def most(counter: str) -> tuple[Query, ...]:
-    """Return the twenty tenants with most in the time range."""
+def top_tenants(counter: str) -> tuple[Query, ...]:
+    """Return the twenty tenants with the largest growth in the time range."""
     return (Query(f"topk (20, sum by (tenant) ({in_range(counter)}))", TENANT),)
 
 
 COSTS = Row(
-    "What it costs",
+    "GPU time",
     (
         Panel(
             "GPU seconds spent",
-            "By each tenant in the whole time range; the twenty with most. For a bill, take "
-            "`kvroute tenants`: it loses nothing when a router or Prometheus starts again.",
+            "GPU seconds of each tenant in the whole time range; the twenty tenants with the "
+            "most. For invoices, use `kvroute tenants`: it loses no data when a router or "
+            "Prometheus restarts.",
             grafana.SECONDS,
-            most(SPENT),
+            top_tenants(SPENT),
             kind="bargauge",
         ),
         Panel(
             "GPU seconds saved",
-            "Prefill that the cache spared each tenant in the time range. Little for one that "
-            "asks much: see its hit share below.",
+            "Seconds of prefill that the cache saved for each tenant in the time range. If they "
+            "are few for a tenant with many requests, see its hit share below.",
             grafana.SECONDS,
-            most(SAVED),
+            top_tenants(SAVED),
             kind="bargauge",
         ),
         Panel(
-            "GPUs taken",
-            "GPU seconds spent in a second: how many GPUs each tenant keeps busy. One that takes "
-            "most of them makes the others wait: add replicas.",
+            "GPUs in use",
+            "GPU seconds spent per second, that is, how many GPUs each tenant keeps busy. If one "
+            "tenant takes most of them, others wait: add replicas, or limit the tenant with "
+            "`kvroute keys limit`.",
             grafana.NUMBER,
-            each(SPENT),
+            per_tenant(SPENT),
             stacking="normal",
         ),
     ),
@@ -58,54 +61,59 @@ TOKENS = Row(
     (
         Panel(
             "Prompt tokens from the cache",
-            "Of each tenant, in a second. They cost next to nothing: let prompts begin alike.",
+            "Cached prompt tokens of each tenant per second. These cost almost nothing: to get "
+            "more of them, let prompts start with the same text.",
             grafana.TOKENS_PER_S,
-            each(CACHED),
+            per_tenant(CACHED),
             stacking="normal",
         ),
         Panel(
             "Prompt tokens that were computed",
-            "Of each tenant, in a second. When one rises and its requests do not, its prompts "
-            "got longer, or begin otherwise: see its hit share.",
+            "Computed prompt tokens of each tenant per second. If they rise and the tenant's "
+            "requests do not, its prompts have become longer, or start with different text: see "
+            "its hit share.",
             grafana.TOKENS_PER_S,
-            each(COMPUTED),
+            per_tenant(COMPUTED),
             stacking="normal",
         ),
         Panel(
             "Tokens of answers",
-            "Of each tenant, in a second. These take most of a GPU's time: see what "
-            "`max_tokens` a tenant asks for.",
+            "Output tokens of each tenant per second. These take most of a GPU's time: check "
+            "which `max_tokens` the tenant sets.",
             grafana.TOKENS_PER_S,
-            each(OUTPUT),
+            per_tenant(OUTPUT),
             stacking="normal",
         ),
     ),
 )
-WELL = Row(
-    "How they are served",
+SERVICE = Row(
+    "Hits and outcomes",
     (
         Panel(
             "Hit share",
-            "Share of each tenant's prompt tokens that came from the cache. One far below the "
-            "others: its prompts begin with what changes; `kvroute doctor` may say where.",
+            "Share of each tenant's prompt tokens that came from the cache. If one tenant is far "
+            "below the others, its prompts start with text that changes: `kvroute doctor` may "
+            "show where.",
             grafana.FRACTION,
             (Query(share(per_second(CACHED, "tenant"), per_second(PROMPTS, "tenant")), TENANT),),
         ),
         Panel(
             "Requests",
-            "Of each tenant, in a second; prompts of a call with several count one by one. A "
-            "sudden rise of one may be a client that retries: see its log.",
+            "Requests of each tenant per second; each prompt of a call with several prompts "
+            "counts. If the requests of one tenant rise suddenly, its client may be retrying: see "
+            "the client's log.",
             grafana.REQUESTS_PER_S,
-            each(REQUESTS),
+            per_tenant(REQUESTS),
             stacking="normal",
         ),
         Panel(
-            "Not answered whole",
-            "cancelled: the client left, often since it waited for too long. refused: the engine "
-            "cannot run it; see the error that the client got. failed: the replica was lost, and "
-            "another one went on, where it could.",
+            "Incomplete answers",
+            "Requests per second without a complete answer, by reason. cancelled: the client "
+            "disconnected, often since it waited too long. refused: the engine cannot run the "
+            "request; see the error that the client got. failed: the replica was lost; another "
+            "replica has continued the answer if possible.",
             grafana.REQUESTS_PER_S,
-            (Query(per_second(ENDED_BADLY, "tenant, outcome"), "{{tenant}} {{outcome}}"),),
+            (Query(per_second(INCOMPLETE, "tenant, outcome"), "{{tenant}} {{outcome}}"),),
         ),
     ),
 )
@@ -113,6 +121,6 @@ WELL = Row(
 TENANTS = Dashboard(
     "kvroute-tenants",
     "kvroute / Tenants",
-    "What each tenant with an API key asks for, and what it costs.",
-    (COSTS, TOKENS, WELL),
+    "Requests and tokens of each tenant with an API key, and what they cost.",
+    (COSTS, TOKENS, SERVICE),
 )

@@ -16,30 +16,30 @@ from kvroute.router.ingress import Router
 from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
 
-# Serve's limit of running requests per router. It is larger than every router's own limit, so that
+# Serve's own limit of running requests per router. It is larger than the router's limit, so that
 # only routers refuse requests.
 REQUESTS_AT_ROUTER = 4096
 HEALTH_PERIOD_S = 2.0  # seconds between two health checks of a process by Serve
-DRAIN_CHECK_INTERVAL_S = 0.5  # seconds between two checks whether a stopping process is idle
-GROW_DELAY_S = 5.0  # seconds that replicas must be too few before autoscaling adds one
+DRAIN_CHECK_INTERVAL_S = 0.5  # seconds between two checks whether a draining process is idle
+GROW_DELAY_S = 5.0  # seconds for which there must be too few replicas before one is added
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application for a Serve config.
+    """Return the application for a Serve config file.
 
     Args:
-        args: ServeSettings as a dict, with a redis_url. Missing settings come from the environment
+        args: Options of ServeSettings, with a redis_url. Missing options come from the environment
             or have their defaults.
 
     Raises:
         SettingsError: A setting is invalid.
     """
     settings = load(args)
-    return application(settings, settings.decided())
+    return application(settings, settings.resolve())
 
 
 def application(settings: ServeSettings, models: Sequence[ModelSettings]) -> Application:
-    """Return the routers, bound to the replicas of each model."""
+    """Return the application: the routers, bound to the replicas of each model."""
     router = Router.options(  # type: ignore[attr-defined]
         num_replicas=settings.routers,
         max_ongoing_requests=REQUESTS_AT_ROUTER,
@@ -75,7 +75,7 @@ def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Appli
         ray_actor_options=_resources(model),
         request_router_config=RequestRouterConfig(
             request_router_class=KnownReplicas,
-            request_routing_stats_period_s=3600.0,  # rare, as routers read them when needed
+            request_routing_stats_period_s=3600.0,  # rare, since routers read the stats when needed
         ),
         **_size(model),
     )

@@ -1,9 +1,9 @@
 """The autoscaling policy: it keeps the wait of a new request short with few replicas.
 
 The fleet grows if the measured wait is too long. It shrinks if the predicted wait with one replica
-fewer is short. Serve calls the policy ten times a second, applies a change if the policy returns it
-for some time, and stays between --replicas and --max-replicas. Serve pickles this module by value,
-so it imports no other module of kvroute.
+fewer is short enough. Serve calls the policy ten times a second. It applies a change if the policy
+returns it for some time, and stays between --replicas and --max-replicas. Serve pickles this
+module by value, so it must not import other modules of kvroute.
 """
 
 import math
@@ -14,24 +14,24 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-SAMPLE_S = 2.0  # seconds between two reports of a replica
-LOOK_BACK_S = 60.0  # seconds for which reports are kept
-WAIT_SAMPLES = 5  # number of samples (10 s) in a mean wait: over a minute, growth would come late
-LARGER = 1.25  # size of the larger cache in Report.missed, as a multiple of the real cache
+SAMPLE_S = 2.0  # seconds between two samples that a replica reports
+LOOK_BACK_S = 60.0  # seconds for which samples are kept
+WAIT_SAMPLES = 5  # samples in a mean wait (10 s); with a minute of samples, growth would be late
+LARGER = 1.25  # size of the larger cache that Report.missed compares with, relative to the real one
 MAX_GROWTH = 2.0  # largest factor by which the fleet grows in one step
-ROOMY = 0.6  # highest occupancy that the fleet may have after the removal of a replica
-TARGET_SHARE = 0.5  # longest predicted wait after a removal, as a share of the target wait
+MAX_OCCUPANCY = 0.6  # a replica is only removed if the occupancy of the others stays below this
+TARGET_SHARE = 0.5  # maximum predicted wait after a removal, as a share of the target wait
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Means over one replica's recent samples."""
+    """The means of one replica's recent samples."""
 
     wait_s: float  # wait of a new request on this replica
-    service_s: float  # time by which one request delays the others
+    service_s: float  # time by which one request delays the requests behind it
     occupancy: float  # share of time in which the replica is busy, 0 to 1
     refusing: float = 0.0  # share of samples in which the replica was full and refused requests
-    missed: float = 0.0  # share of computed tokens that a LARGER cache would have contained
+    missed: float = 0.0  # share of computed tokens that a cache of LARGER times the size would have
 
 
 def desired_replicas(
@@ -39,16 +39,16 @@ def desired_replicas(
 ) -> int:
     """Return the new target number of replicas.
 
-    A new request goes to a replica with a short backlog, so its wait is the lower quartile of the
-    replicas' waits. Queued requests do not move: a long queue on an old replica needs no more
-    replicas once there are empty ones.
+    A new request goes to a replica with a short backlog. So its wait is taken as the lower quartile
+    of the replicas' waits. Queued requests do not move to new replicas. So a long queue on an old
+    replica is no reason for more replicas when there are empty ones.
 
     Args:
-        reports: Reports of running replicas, as far as they have arrived.
+        reports: Reports of the running replicas from which samples have arrived.
         running: Number of running replicas.
-        target: The present target.
-        target_wait_s: Longest wait of a new request that is acceptable.
-        has_queue: Whether requests wait in the routers.
+        target: The current target number of replicas.
+        target_wait_s: Maximum acceptable wait of a new request.
+        has_queue: Whether requests wait in the routers' queues.
     """
     waits_s = sorted([report.wait_s for report in reports] + [0.0] * (running - len(reports)))
     wait_s = waits_s[(running - 1) // 4] if waits_s else 0.0
@@ -62,22 +62,22 @@ def desired_replicas(
 
 
 def is_enough(reports: Sequence[Report], replicas: int, target_wait_s: float) -> bool:
-    """Return whether `replicas`, one fewer than now, can take the load with a reserve."""
+    """Return whether `replicas`, which is one fewer than now, can serve the load with a reserve."""
     if not reports:
         return False
     more_work = 1.0 + fmean(report.missed for report in reports) * cache_loss(replicas)
     share = more_work * sum(report.occupancy for report in reports) / replicas
-    if share >= ROOMY:
+    if share >= MAX_OCCUPANCY:
         return False
     service_s = fmean(report.service_s for report in reports)
     return queueing_s(replicas, share, service_s) < TARGET_SHARE * target_wait_s
 
 
 def cache_loss(replicas: int) -> float:
-    """Return the loss of the fleet's cache with one replica, in steps of the factor LARGER.
+    """Return how much smaller the fleet's cache is without one replica, in steps of factor LARGER.
 
-    Hits grow evenly with the logarithm of a cache's size, roughly. So a cache that is smaller by
-    one step loses about as many hits as a cache that is larger by one step would gain.
+    Hits are roughly linear in the logarithm of a cache's size. So a cache that is smaller by one
+    step loses about as many hits as a cache that is larger by one step would gain.
     """
     return math.log1p(1.0 / replicas) / math.log(LARGER)
 
@@ -110,14 +110,14 @@ class WaitPolicy:
 
 
 def _reports(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Report]:
-    """Return a report for each replica with samples.
+    """Return a report for each replica that has samples.
 
     Args:
         metrics: Name of a metric -> replica -> samples, oldest first.
     """
 
     def mean(name: str, replica: Any, count: int = 0) -> float:
-        samples = metrics.get(name, {}).get(replica, ())  # older replicas lack some metrics
+        samples = metrics.get(name, {}).get(replica, ())  # older versions lack some metrics
         return fmean(sample.value for sample in samples[-count:]) if samples else 0.0
 
     return [
@@ -134,9 +134,10 @@ def _reports(metrics: Mapping[str, Mapping[Any, Sequence[Any]]]) -> list[Report]
 
 
 def _has_queue(ctx: AutoscalingContext, reports: Sequence[Report]) -> bool:
-    """Return whether every replica has refused requests for most of a minute.
+    """Return whether requests wait in the routers' queues.
 
-    Then requests wait in the routers. Refusals before the last growth are ignored.
+    This is assumed if every replica has refused requests for most of a minute. Refusals before the
+    last growth are ignored.
     """
     grown_s: float = ctx.current_time - (ctx.last_scale_up_time or 0.0)
     are_full = bool(reports) and all(report.refusing > 0.5 for report in reports)

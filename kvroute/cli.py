@@ -16,6 +16,7 @@ from kvroute.command.serve_command import Attach, Serve
 from kvroute.command.status import status
 from kvroute.command.tenants_command import tenants
 
+# The headings of the groups of commands in --help.
 RUN = "Run a cluster"
 WATCH = "Watch a running cluster"
 PLAN = "Plan"

@@ -1,4 +1,4 @@
-"""HTTP calls of the commands to a running cluster."""
+"""HTTP calls from commands to a running cluster."""
 
 import os
 import shutil
@@ -13,22 +13,22 @@ import typer
 
 from kvroute.local.running import KEY, URL, running_urls
 
-WAIT_S = 60.0  # timeout of a call in seconds
+WAIT_S = 60.0  # timeout of a call
 LOCAL = "http://127.0.0.1:8000"  # address of a cluster with default options
-FIND = ""  # default of --url, for which `Url` finds the cluster on this machine
-TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # variable of --metrics-token-file
+FIND = ""  # default of --url: find_url() then looks for the cluster on this machine
+TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # environment variable for --metrics-token-file
 
 
-def find_url(given: str) -> str:
-    """Return the given URL, else that of the cluster on this machine, else the default one.
+def find_url(url: str) -> str:
+    """Return the URL of --url, else of the cluster on this machine, else the default URL.
 
     End the command if several clusters run on this machine.
     """
-    urls = [given] if given else running_urls()
+    urls = [url] if url else running_urls()
     if len(urls) > 1:
         fail(
-            f"several clusters run on this machine: {', '.join(urls)}; name one with --url or in "
-            f"the variable {URL}"
+            f"several clusters run on this machine: {', '.join(urls)}; choose one with --url or "
+            f"with the variable {URL}"
         )
     return urls[0].rstrip("/") if urls else LOCAL
 
@@ -49,7 +49,7 @@ Model = Annotated[
 
 
 def call(method: str, url: str, path: str, **body: Any) -> Any:
-    """Return the response's JSON. After an error, print the message and end the command."""
+    """Send a request and return the response's JSON. Print errors and end the command."""
     try:
         response = httpx.request(method, url + path, timeout=WAIT_S, headers=key_headers(), **body)
         content = response.json()
@@ -67,14 +67,12 @@ def key_headers() -> dict[str, str]:
     """Return the header with the user's API key, if KEY is set."""
     key = os.environ.get(KEY, "").strip()
     if not key.isascii():
-        fail(
-            f"{KEY} has characters that no API key has; set it to the output of `kvroute keys add`"
-        )
+        fail(f"{KEY} is not an API key; set it to the output of `kvroute keys add`")
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def metrics_headers() -> dict[str, str]:
-    """Return the header with the metrics' token, if TOKEN_FILE is set."""
+    """Return the header with the metrics token, if TOKEN_FILE is set."""
     if not (file := os.environ.get(TOKEN_FILE)):
         return {}
     from kvroute.process.metrics_port import NoMetricsError, read_token
@@ -94,12 +92,12 @@ def no_cluster(url: str, error: Exception) -> str:
 
 
 def has_several_models(rows: Iterable[dict[str, Any]]) -> bool:
-    """Return whether rows of a table belong to several models."""
+    """Return whether the rows of a table belong to more than one model."""
     return len({row["model"] for row in rows}) > 1
 
 
 def fail(message: str) -> Any:
-    """Print an error and end the command. On a terminal its lines end between words."""
+    """Print an error and end the command. On a terminal, break lines only between words."""
     if sys.stderr.isatty():
         columns = shutil.get_terminal_size().columns
         message = textwrap.fill(message, columns, break_long_words=False, break_on_hyphens=False)
@@ -108,7 +106,7 @@ def fail(message: str) -> Any:
 
 
 def error_message(content: Any) -> str | None:
-    """Return the message of an error in OpenAI's format; None if it has another format."""
+    """Return the message of an error in OpenAI's format, or None if the format is another one."""
     try:
         message = str(content["error"]["message"])
     except (KeyError, TypeError):

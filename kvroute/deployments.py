@@ -1,4 +1,4 @@
-"""Names of kvroute's application and deployments in Ray Serve, and readers of Serve's messages."""
+"""The names of kvroute's application and deployments in Ray Serve, and parsers of its messages."""
 
 from urllib.parse import quote, unquote
 
@@ -9,11 +9,11 @@ from kvroute.contract.generation import CannotRunError
 APPLICATION = "kvroute"
 
 ROUTERS = "Router"  # name of the routers' deployment
-REPLICAS = "Replica"  # name of the replicas' deployment; with several models, its prefix
+REPLICAS = "Replica"  # name of the replicas' deployment; its prefix if there are several models
 
 
 def deployment(model: str | None) -> str:
-    """Return the name of a model's deployment. The model is None if it is the only one.
+    """Return the name of the deployment of a model; None means the only model.
 
     Serve uses the name in file names and in log formats, so it contains no slash and no percent
     sign.
@@ -24,22 +24,22 @@ def deployment(model: str | None) -> str:
 
 
 def model_of(deployment: str) -> str | None:
-    """Return the model in a deployment's name; None if it is the only one."""
+    """Return the model in a deployment's name, or None if there is only one model."""
     _, _, quoted = deployment.partition(":")
     return unquote(quoted.replace("=", "%")) or None
 
 
 def plain(message: str) -> str:
-    """Return the message without the terminal colours of Ray's tracebacks."""
+    """Remove the terminal colours of Ray's tracebacks from a message."""
     return Text.from_ansi(message).plain
 
 
 def final_error(message: str) -> str:
-    """Return the engine's error if no replica can ever start, else ""."""
+    """Return the engine's error if it means that no replica can ever start, else ""."""
     last = last_line(message) if message else ""
     return last.partition(f"{CannotRunError.__name__}: ")[2]
 
 
 def last_line(message: str) -> str:
-    """Return the last line of Ray's message, which has the error itself."""
+    """Return the last line of a message from Ray, which has the error itself."""
     return plain(message).strip().splitlines()[-1]

@@ -60,7 +60,7 @@ class Backlog:
     def first_token(self, request_id: str, now_s: float) -> None:
         """Remove a request that got its first token, and learn the engine's speed from it."""
         self._advance(now_s)
-        self._queue.served(request_id, now_s)
+        self._queue.finish_prefill(request_id, now_s)
 
     def remove(self, request_id: str, now_s: float) -> None:
         """Remove a request that ended. This has no effect after its first token."""

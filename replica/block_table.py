@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
-from kvroute.blocks.cache_groups import HOST_GROUPS, member
+from kvroute.blocks.cache_groups import HOST_GROUPS, group_fingerprint
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import Comparison
 from kvroute.replica.engine.kv_events import (
@@ -70,7 +70,7 @@ class _CacheGroup:
             copies = self.copies.get(block_hash, 0)
             self.copies[block_hash] = copies + 1
             if copies == 0 and self._others_have(block_hash):
-                published = member(fingerprint, self.entry)
+                published = group_fingerprint(fingerprint, self.entry)
                 self.published[block_hash] = published
                 changes.add(published)
 

@@ -22,7 +22,7 @@ from kvroute.contract.records import Description, ProcessLocation
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
-from kvroute.process.metrics_port import Exposition, exposed
+from kvroute.process.metrics_port import Exposition, expose
 from kvroute.process.tracing import start_tracing
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
@@ -81,7 +81,7 @@ class Replica:
             "end_session": self._end_session,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
-        self._server = Server(self._generate, methods, most=max_requests)
+        self._server = Server(self._generate, methods, max_requests=max_requests)
         self._refusals = 0  # value of the server's counter at the last report for autoscaling
         self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
         await self._server.start(self._host, self._settings.ports)
@@ -173,7 +173,7 @@ class Replica:
 
     async def _expose(self) -> Exposition | None:
         return await asyncio.to_thread(
-            exposed,
+            expose,
             ray.util.get_node_ip_address(),
             ports=self._settings.metrics_ports,
             token_file=self._settings.metrics_token_file,

@@ -152,7 +152,7 @@ class ReplicaMetrics:
             lambda: sum(rank.pin_blocks for rank in facts),
         )
         gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts[0].block_size)
-        self._readings.counter_of(
+        self._readings.labelled_counter(
             "cache",
             "kvroute_engine_ghost_hit_tokens",
             "Additional prompt tokens that a cache of 1.25, 1.5 or 2 times the size would have "

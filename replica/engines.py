@@ -100,7 +100,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
         host=_simulated_host(settings, max_model_len),
         adapters=frozenset(adapter.name for adapter in settings.adapters),
         max_loras=settings.max_loras,
-        max_cpu_loras=settings.kept_loras,
+        max_cpu_loras=settings.loras_in_memory,
     )
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
 

@@ -133,7 +133,7 @@ async def _model_router(
 ) -> ModelRouter:
     """Load the model's tokenizer, and return its router."""
     folder = await asyncio.to_thread(resolve, settings.model)
-    load = partial(Prompts, escapes=settings.escapes)
+    load = partial(Prompts, escapes=settings.escapes_special_tokens)
     tokenizer = await asyncio.to_thread(load, folder, settings.revision, settings.engine_args)
     return ModelRouter(Parts(id_, settings, replicas, tokenizer, limits))
 

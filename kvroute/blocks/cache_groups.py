@@ -24,37 +24,42 @@ WINDOW = frozenset({"sliding_window", "sliding_window_mla"})  # the blocks in th
 CHUNK = frozenset({"chunked_local_attention"})  # the blocks from the start of L's chunk to L
 STATE = frozenset({"mamba"})  # only the block that ends at L
 
-UNKNOWN_LAYOUT = "hits cannot be predicted for its engine: "  # prefix of a reason to be DEGRADED
+# A DEGRADED replica's reason starts with this text if its engine's layout is unknown.
+UNKNOWN_LAYOUT = "hits cannot be predicted for its engine: "
 
-HOST_GROUPS = GROUPS * HOST.number  # group number HOST_GROUPS + g: copies in host memory
+HOST_GROUPS = GROUPS * HOST.number  # copies of group g in host memory are group HOST_GROUPS + g
 
 _MASK = (1 << 64) - 1
-_STEP = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: its multiples are far from each other
+_STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples are far from each other
 
 Tokens = Annotated[int, Meta(ge=1, le=2**48)]
 
 
 class CacheGroup(Struct, frozen=True, array_like=True):
-    """The engine's groups with the same kind and sizes, as one.
+    """All groups of an engine with the same kind of attention and the same sizes.
 
     A block counts as cached only if all of these groups have it.
     """
 
     kind: Annotated[str, Meta(max_length=100)]
-    block_tokens: Tokens
+    block_tokens: Tokens  # tokens of one block
     window_tokens: Annotated[int, Meta(ge=0, le=2**48)] = 0  # length of a sliding window or chunk
 
 
 class Layout(Struct, frozen=True):
-    """How an engine divides its cache."""
+    """The KV cache groups of an engine, and the lengths that its hits can have."""
 
-    groups: Annotated[
-        tuple[CacheGroup, ...], Meta(min_length=1, max_length=GROUPS)
-    ]  # a group of full attention comes first
-    hit_tokens: Tokens  # hit lengths are multiples of this number
+    # If there is a group with full attention, it is the first one.
+    groups: Annotated[tuple[CacheGroup, ...], Meta(min_length=1, max_length=GROUPS)]
+    hit_tokens: Tokens  # the length of every hit is a multiple of this number of tokens
 
 
-def member(fingerprint: Fingerprint, group: int) -> Fingerprint:
-    """Return what a replica publishes for the block of group `group` that ends at `fingerprint`."""
+def group_fingerprint(fingerprint: Fingerprint, group: int) -> Fingerprint:
+    """Return the fingerprint that a replica publishes for a block of a group.
+
+    Args:
+        fingerprint: the fingerprint at the block's end.
+        group: number of the group, which also tells the tier (HOST_GROUPS).
+    """
     tier, group = divmod(group, GROUPS)
-    return TIERS[tier].member(Fingerprint(fingerprint ^ (group * _STEP & _MASK)))
+    return TIERS[tier].fingerprint(Fingerprint(fingerprint ^ (group * _STEP & _MASK)))

@@ -1,4 +1,4 @@
-"""The chain of a prompt's fingerprints, from its tokens and from who may share its blocks."""
+"""The fingerprints of a prompt: they depend on its tokens and on who may share its blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,20 +12,20 @@ from kvroute.blocks.fingerprint import Feature, Fingerprint, fingerprints, names
 
 
 class Scope(Struct, frozen=True):
-    """Requests of equal scopes share cached blocks."""
+    """Decides who shares cached blocks: only requests with equal scopes do."""
 
-    lora: str = ""  # name of the LoRA adapter; empty: the model itself
-    namespace: str = ""  # cache salt; empty: everybody shares the blocks
-    # Tokens at the prompt's start, in whole blocks, that all namespaces share.
+    lora: str = ""  # name of the LoRA adapter; empty: the base model
+    namespace: str = ""  # cache salt; empty: all requests without a salt share the blocks
+    # Number of tokens at the start, a multiple of the block size, that all namespaces share.
     shared_tokens: int = 0
 
 
-EVERYBODY = Scope()
+EVERYBODY = Scope()  # the base model without a cache salt
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The properties that all fingerprints of a model share."""
+    """The properties of a model that all of its fingerprints depend on."""
 
     model: str
     revision: str

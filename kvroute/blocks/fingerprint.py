@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 Fingerprint = NewType("Fingerprint", int)
 
-FINGERPRINT_VERSION = "kvroute/2"
+FINGERPRINT_VERSION = "kvroute/2"  # part of every fingerprint; changes with their computation
 
 # Cast once: calling Fingerprint() on each hash would take as long as the hash itself.
 _block_hash = cast(Callable[[bytes, Fingerprint], Fingerprint], xxh3_64_intdigest)
@@ -56,7 +56,7 @@ def root(
 
 
 def namespaced(parent: Fingerprint, namespace: str) -> Fingerprint:
-    """Return the parent of the first block that belongs to a namespace, after shared blocks."""
+    """Return the parent of a namespace's first block, which follows the shared block `parent`."""
     return _block_hash(namespace.encode(), parent)
 
 
@@ -73,7 +73,7 @@ def fingerprints(
     `seed = xxh3_64(offset in the block as little-endian i64, then the identifier, seed)`.
 
     Args:
-        token_ids: shape (n,); the last n % block_size ids fill no block and are ignored.
+        token_ids: shape (n,); the last n % block_size ids do not fill a block and are ignored.
         block_size: tokens of one block.
         parent: the fingerprint before the first block.
         features: sorted by offset; features that end before the token ids are ignored.
@@ -127,5 +127,5 @@ def _mixed(parent: Fingerprint, begin: int, end: int, left: deque[Feature]) -> F
 
 
 def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
-    """Return how many blocks a prompt can reuse at most: its last token is always computed."""
+    """Return the maximum number of hits of a prompt: its last token is always computed."""
     return max(0, (prompt_tokens - 1) // block_size)

@@ -1,11 +1,11 @@
-"""The memories in which an engine keeps blocks of its KV cache.
+"""Tiers: the kinds of memory in which an engine keeps blocks of its KV cache.
 
-A replica announces a block once for each tier that holds it, under a fingerprint of that tier. A
-hit starts with blocks in GPU memory. Blocks behind it are copied back from slower tiers before the
-engine computes the rest.
+A replica publishes a block once for each tier that holds it, with a different fingerprint for each
+tier. A hit starts with blocks in GPU memory. The blocks after these are copied back from slower
+tiers before the engine computes the rest of the prompt.
 
-A new tier is one more value here, the facts of it in a replica's record, and an engine that copies
-its blocks. The index, placement, metrics and receipts work with any number of tiers.
+To add a tier, add a value here and its TierFacts to the replica's record, and have an engine copy
+blocks to it. The index, placement, metrics and receipts work with any number of tiers.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,17 @@ GROUPS = 16  # cache groups that an engine can have in each tier
 class Tier(NamedTuple):
     """One kind of memory."""
 
-    number: int  # cache group g of this tier has the number GROUPS * number + g
-    name: str  # in records, metrics and receipts
-    label: str  # in sentences
-    mark: int  # the bits in which its fingerprints differ from those of GPU memory
-    pin_options: str  # the options that set how much of it pins may take
+    number: int  # position in TIERS; cache group g of this tier has the number GROUPS * number + g
+    name: str  # the tier's name in records, metrics and receipts
+    label: str  # the tier's name in sentences for users
+    mark: int  # the bits in which this tier's fingerprints differ from those of GPU memory
+    pin_options: str  # the options that limit how much of this memory pins may take
 
-    def member(self, fingerprint: Fingerprint) -> Fingerprint:
-        """Return what is announced for a block in this tier; the inverse is the same."""
+    def fingerprint(self, fingerprint: Fingerprint) -> Fingerprint:
+        """Return the fingerprint that a replica publishes for a block in this tier.
+
+        The function is its own inverse: it also maps this tier's fingerprint to the block's.
+        """
         return Fingerprint(fingerprint ^ self.mark)
 
 
@@ -35,17 +38,17 @@ HOST = Tier(
     number=1,
     name="host",
     label="host memory",
-    # Odd and no small multiple of the constant of cache groups, so that no block of a group has the
-    # fingerprint of another group's copy.
+    # An odd number that is not a small multiple of the cache groups' constant. So no block of a
+    # group has the same fingerprint as a copy of another group's block.
     mark=0xD1B54A32D192ED03,
     pin_options="--pin-share or --host-cache-gb",
 )
-SLOWER: Sequence[Tier] = (HOST,)  # behind GPU memory, the fastest first
-TIERS: Sequence[Tier] = (GPU, *SLOWER)  # by their numbers
+SLOWER: Sequence[Tier] = (HOST,)  # all tiers but GPU memory, the fastest first
+TIERS: Sequence[Tier] = (GPU, *SLOWER)  # all tiers; the index is the tier's number
 
 
 def up_to(tier: Tier) -> Sequence[Tier]:
-    """Return the slower tiers that are no slower than this one."""
+    """Return this tier and all faster ones, without GPU memory."""
     return SLOWER[: tier.number]
 
 

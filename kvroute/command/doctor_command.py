@@ -16,7 +16,7 @@ from kvroute.command.tables import Column, print_table, prose
 if TYPE_CHECKING:
     from kvroute.doctor.checks import Check
 
-STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}  # the worst grade first
+STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}  # sorted, the worst grade first
 
 
 def doctor(
@@ -47,7 +47,7 @@ def doctor(
 
 
 def _show(checks: "Sequence[Check]") -> None:
-    """Print a summary, then the checks: what is wrong first, then warnings."""
+    """Print a summary, then a table of all checks, the worst grades first."""
     counts = Counter(check.grade for check in checks)
     problems = [f"{counts[grade]} {grade}" for grade in ("wrong", "warning") if counts[grade]]
     summary = f"{', '.join(problems)}, {counts['ok']} ok" if problems else "everything is ok"

@@ -8,7 +8,7 @@ import typer
 from kvroute.blocks.tiers import SLOWER
 from kvroute.client import FIND, Model, Url, call, fail
 from kvroute.command.tables import (
-    LEAST_S,
+    MIN_SHOWN_S,
     Column,
     number,
     print_sentence,
@@ -17,12 +17,12 @@ from kvroute.command.tables import (
     seconds,
 )
 
-EVICTED = {  # reason of an eviction -> its description
+EVICTED = {  # reason of an eviction -> how it is explained to the user
     "ended": "their session had ended",
     "unlikely": "such conversations seldom continue",
     "usual": "ordinary eviction, or their replica was cleared or lost",
 }
-TERMS = {  # term of the cost -> what the time is spent on
+TERMS = {  # term of the cost -> what the replica or other requests spend this time on
     "waiting": "prefill queued there",
     "reload": "copies from slower memory",
     "memory": "waiting for room in the cache",
@@ -58,7 +58,7 @@ def explain(
 ) -> None:
     """Show which replica a prompt would go to now, and why; nothing is generated."""
     if (prompt is None) == (body is None):
-        fail("write either a prompt or --body with a file")
+        fail("set either a prompt or --body with a file")
     request = _read(body) if body else _request(str(prompt), is_raw=raw)
     if model is not None:
         request["model"] = model
@@ -94,7 +94,7 @@ def _read(file: TextIO) -> dict[str, Any]:
 
 
 def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
-    """Return the table of all replicas, without the columns in which all are 0."""
+    """Return the table of all replicas; leave out columns in which every value is 0."""
     shown = {
         number("cached\ntokens"): [f"{replica['hit_tokens']:,}" for replica in replicas],
         number("queued\nprefill"): [seconds(replica["backlog_s"]) for replica in replicas],
@@ -108,20 +108,23 @@ def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
 
 
 def _terms(replicas: list[Facts]) -> list[list[str]]:
-    """Return the terms in which the choice and the runner-up differ, above the smaller of both."""
+    """Return the table of terms that differ between the choice and the runner-up.
+
+    Each cell has the difference to the smaller of both values.
+    """
     costs = [replica["terms_s"] for replica in replicas if replica["terms_s"]]
     if len(costs) < 2:
         return []
     rows = []
     for term, label in TERMS.items():
         pair = [cost.get(term, 0.0) for cost in costs]
-        if max(pair) - min(pair) >= LEAST_S:
+        if max(pair) - min(pair) >= MIN_SHOWN_S:
             rows.append([label, *(seconds(cost_s - min(pair)) for cost_s in pair)])
     return rows
 
 
 def sentences(receipt: Facts) -> list[str]:
-    """Return where the prompt goes and why, and what else is known of it."""
+    """Return sentences that say where the prompt goes, why, and what is known about its blocks."""
     tokens = f"The prompt has {receipt['prompt_tokens']:,} tokens"
     blocks = f"{receipt['reusable_blocks']:,} whole blocks of {receipt['block_size']}"
     choice, reason = receipt["choice"], receipt["reason"]
@@ -134,7 +137,7 @@ def sentences(receipt: Facts) -> list[str]:
 
 
 def _reloaded(replicas: list[Facts]) -> str:
-    """Return a line about blocks that the chosen replica has in slower tiers only, or ""."""
+    """Return a sentence about blocks that the choice only has in slower tiers, or ""."""
     choice = replicas[0] if replicas else {}
     tokens = {tier: choice.get(f"{tier.name}_tokens", 0) for tier in SLOWER}
     held = ", ".join(f"{count} tokens in {tier.label}" for tier, count in tokens.items() if count)
@@ -142,14 +145,14 @@ def _reloaded(replicas: list[Facts]) -> str:
 
 
 def _evicted(evicted: Facts | None) -> str:
-    """Return a line about tokens that were cached earlier and are not now, or ""."""
+    """Return a sentence about tokens that were cached earlier and no longer are, or ""."""
     if evicted is None:
         return ""
     return f"{evicted['tokens']:,} more tokens were cached earlier: {EVICTED[evicted['why']]}."
 
 
 def _broken(broken: Facts | None) -> str:
-    """Return a line about what changed in the chat since its earlier turn, or ""."""
+    """Return a sentence about what has changed in the chat since an earlier turn, or ""."""
     if broken is None:
         return ""
     role, index = broken["message"]["role"], broken["message"]["index"]

@@ -1,6 +1,6 @@
-"""The text of `--help`: one section for each topic. No name is cut, and no word is broken.
+"""Formats the text of `--help`: one section for each topic, without cut names or broken words.
 
-Typer's own table gives each kind of flag a column and cuts the names that do not fit.
+Typer's own help has a table that cuts names if they do not fit into their column.
 """
 
 import re
@@ -11,8 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-OPTIONS = "Options"  # section of options and commands without a topic
-TYPES = {  # Typer's name of a type -> word for a value of that type
+OPTIONS = "Options"  # heading of the section for options without a topic
+TYPES = {  # Typer's name of a type -> word that stands for a value in the help text
     "<str>": "TEXT",
     "<list[str]>": "TEXT",
     "<int>": "N",
@@ -23,8 +23,8 @@ TYPES = {  # Typer's name of a type -> word for a value of that type
     "<FileText>": "FILE",
 }
 
-NAMES_WIDTH = 32  # columns for names; a longer name has a line of its own
-GAP = 2  # columns between a name and its description
+NAMES_WIDTH = 32  # width of the column of names; a longer name gets a line of its own
+GAP = 2  # spaces between the columns of names and of descriptions
 
 Row = tuple[str, str]  # an option or a command, and its description
 
@@ -59,9 +59,9 @@ def typer_app(**options: Any) -> typer.Typer:
 def _write_parameters(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
     """Write the sections of arguments and options; options without a topic come last."""
     rows = [
-        (_topic(each, "Arguments" if isinstance(each, TyperArgument) else OPTIONS), record)
-        for each in parameters
-        if (record := _parameter(each, ctx))
+        (_topic(parameter, _default_topic(parameter)), record)
+        for parameter in parameters
+        if (record := _parameter(parameter, ctx))
     ]
     _write_sections(sorted(rows, key=lambda row: row[0] == OPTIONS), formatter)
 
@@ -70,13 +70,13 @@ def _write_sections(rows: Iterable[tuple[str, Row]], formatter: Any) -> None:
     sections: dict[str, list[Row]] = {}
     for topic, row in rows:
         sections.setdefault(topic, []).append(row)
-    for topic, members in sections.items():
+    for topic, topic_rows in sections.items():
         with formatter.section(topic):
-            _write_rows(members, formatter)
+            _write_rows(topic_rows, formatter)
 
 
 def _write_rows(rows: Iterable[Row], formatter: Any) -> None:
-    """Write names and descriptions in two columns; lines end between words only."""
+    """Write names and descriptions in two columns; break lines only between words."""
     rows = list(rows)
     column = min(NAMES_WIDTH, max(len(name) for name, _ in rows) + GAP)
     indent = " " * formatter.current_indent
@@ -94,8 +94,13 @@ def _write_rows(rows: Iterable[Row], formatter: Any) -> None:
             formatter.write(f"{indent}{left:{column}}{right}".rstrip() + "\n")
 
 
-def _topic(described: Any, default: str) -> str:
-    return described.rich_help_panel or default
+def _topic(item: Any, default: str) -> str:
+    """Return the topic of a parameter or a command."""
+    return item.rich_help_panel or default
+
+
+def _default_topic(parameter: Any) -> str:
+    return "Arguments" if isinstance(parameter, TyperArgument) else OPTIONS
 
 
 def _command(command: Any) -> Row:
@@ -104,7 +109,7 @@ def _command(command: Any) -> Row:
 
 
 def _parameter(parameter: Any, ctx: Any) -> Row | None:
-    """Return the name and the description, or None for a hidden parameter."""
+    """Return the row of a parameter, or None if the parameter is hidden."""
     record = parameter.get_help_record(ctx)
     if record is None:
         return None
@@ -114,5 +119,5 @@ def _parameter(parameter: Any, ctx: Any) -> Row | None:
 
 
 def _value(name: re.Match[str]) -> str:
-    """Return the word for a value; choices are shown as they are."""
+    """Return the word for a value of an option; leave choices unchanged."""
     return TYPES.get(name[0], name[0].strip("<>"))

@@ -11,9 +11,9 @@ import typer
 
 from kvroute.client import fail
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.keys_limit import NONE, changed, check_tenant, shown
+from kvroute.command.keys_limit import NONE, as_options, check_tenant, updated
 from kvroute.command.tables import Column, print_table
-from kvroute.contract.priority import PRIORITIES, Priority, named
+from kvroute.contract.priority import PRIORITIES, Priority, parse_priority
 from kvroute.keys.key_file import (
     ROLES,
     KeyFileError,
@@ -62,10 +62,13 @@ def add(
         ),
     ] = "default",
 ) -> None:
-    """Add a key and print it. No file contains it, so it cannot be shown again."""
+    """Add a key and print it. The file does not contain it, so it cannot be shown again."""
     roles = _roles(role or ["use"])
     if tenant == OTHER:
-        fail(f"--tenant is {OTHER!r}, which accounts and metrics use for tenants over their limit")
+        fail(
+            f"--tenant is {OTHER!r}, a name that accounts and metrics use for all tenants above "
+            "their limit; choose another name"
+        )
     try:
         created = datetime.now(UTC).date().isoformat()
         key, entry = new_key(tenant, roles, created, _priority(priority))
@@ -88,7 +91,7 @@ def list_keys(file: File) -> None:
     ]
     print_table([*map(Column, COLUMNS)], rows)
     for tenant, limits in sorted(content.tenants.items()):
-        typer.echo(f"{tenant}: {shown(limits)}")
+        typer.echo(f"{tenant}: {as_options(limits)}")
 
 
 @keys.command(cls=HelpfulCommand)
@@ -128,11 +131,11 @@ def limit(
         ),
     ] = False,
 ) -> None:
-    """Set limits of a tenant; its other limits stay.
+    """Set limits of a tenant, and keep its other limits.
 
-    The limits of '*' then no longer apply to it.
+    The limits of '*' do not apply to a tenant with limits of its own.
     """
-    given = {
+    options = {
         "max_requests": max_requests,
         "max_prompt_tokens": max_prompt_tokens,
         "uncached_tokens_per_minute": uncached_tokens_per_minute,
@@ -141,15 +144,15 @@ def limit(
         "adapters": adapter or None,
     }
     check_tenant(tenant)
-    if like_others and (tenant == ANY or any(value is not None for value in given.values())):
-        fail("--like-others needs the name of one tenant, and excludes all other options")
+    if like_others and (tenant == ANY or any(value is not None for value in options.values())):
+        fail("--like-others needs the name of one tenant, and no other option may be set with it")
     with _usable(file), locked(file):
         content = read(file)
         others = {name: limits for name, limits in content.tenants.items() if name != tenant}
         before = content.tenants.get(tenant, TenantLimits())
-        own = {} if like_others else {tenant: changed(before, given)}
+        own = {} if like_others else {tenant: updated(before, options)}
         write(file, msgspec.structs.replace(content, tenants=others | own))
-    typer.echo(f"{tenant}: {shown(own[tenant]) if own else f'the limits of {ANY}'}")
+    typer.echo(f"{tenant}: {as_options(own[tenant]) if own else f'the limits of {ANY}'}")
 
 
 @keys.command(cls=HelpfulCommand)
@@ -167,25 +170,27 @@ def revoke(
         content = read(file)
         left = tuple(key for key in content.keys if key.id != id)
         if len(left) == len(content.keys):
-            fail(f"ID is {id[:80]!r}, which is no key of {file}; see kvroute keys list")
+            fail(f"ID is {id[:80]!r}, which {file} does not contain; see kvroute keys list")
         write(file, msgspec.structs.replace(content, keys=left))
 
 
 @contextmanager
 def _usable(path: Path) -> Iterator[None]:
-    """End the command with an error if the file cannot be used."""
+    """Print an error and end the command if the file cannot be used."""
     try:
         yield
     except (KeyFileError, PermissionError) as error:
         fail(f"--file {path}: {error}")
 
 
-def _priority(given: str) -> Priority:
-    return named(given) or fail(f"--priority is {given[:80]!r}; expected {', '.join(PRIORITIES)}")
+def _priority(name: str) -> Priority:
+    return parse_priority(name) or fail(
+        f"--priority is {name[:80]!r}; expected {', '.join(PRIORITIES)}"
+    )
 
 
-def _roles(given: list[str]) -> list[Role]:
-    for role in given:
-        if role not in ROLES:
-            fail(f"--role is {role[:80]!r}; expected {', '.join(ROLES)}")
-    return [role for role in ROLES if role in given]
+def _roles(names: list[str]) -> list[Role]:
+    for name in names:
+        if name not in ROLES:
+            fail(f"--role is {name[:80]!r}; expected {', '.join(ROLES)}")
+    return [role for role in ROLES if role in names]

@@ -1,4 +1,4 @@
-"""Converts the options of `kvroute keys limit` to the limits of a tenant."""
+"""Converts options of `kvroute keys limit` to the limits of a tenant, and limits to options."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,24 @@ from kvroute.client import fail
 from kvroute.keys.key_file import TENANT
 from kvroute.keys.limits import ANY, TenantLimits
 
-NONE = "none"  # option value that removes a limit
+NONE = "none"  # value of an option that removes the limit
 NAMES = {  # field of TenantLimits -> option
     field: f"--{field.replace('_', '-')}" for field in TenantLimits.__struct_fields__
 }
 NAMES["adapters"] = "--adapter"
 
 
-def check_tenant(given: str) -> None:
-    if given != ANY and not re.match(TENANT, given):
-        fail(f"TENANT is {given[:80]!r}; expected a tenant's name, or '{ANY}' for all others")
+def check_tenant(name: str) -> None:
+    """End the command if this is not the name of a tenant."""
+    if name != ANY and not re.match(TENANT, name):
+        fail(f"TENANT is {name[:80]!r}; expected a tenant's name, or '{ANY}' for all others")
 
 
-def changed(before: TenantLimits, given: Mapping[str, Any]) -> TenantLimits:
-    """Return the limits with the options that are not None."""
-    values = {name: _value(name, text) for name, text in given.items() if text is not None}
+def updated(before: TenantLimits, options: Mapping[str, Any]) -> TenantLimits:
+    """Return the limits, changed by all options that are not None."""
+    values = {name: _value(name, text) for name, text in options.items() if text is not None}
     if not values:
-        fail(f"no limit was given; expected one of {', '.join(NAMES.values())}")
+        fail(f"no limit is set; set one of {', '.join(NAMES.values())}")
     fields = msgspec.structs.asdict(before) | values
     try:
         limits = msgspec.convert(fields, TenantLimits)
@@ -35,25 +36,26 @@ def changed(before: TenantLimits, given: Mapping[str, Any]) -> TenantLimits:
     return limits
 
 
-def shown(limits: TenantLimits) -> str:
-    """Return the limits as options of the command."""
+def as_options(limits: TenantLimits) -> str:
+    """Return the limits as they would be set on the command line."""
     fields = msgspec.structs.asdict(limits)
-    given = [_shown(name, value) for name, value in fields.items() if value is not None]
-    return " ".join(given) or "no limits"
+    options = [_option(name, value) for name, value in fields.items() if value is not None]
+    return " ".join(options) or "no limits"
 
 
-def _shown(name: str, value: int | Sequence[str]) -> str:
+def _option(name: str, value: int | Sequence[str]) -> str:
     if isinstance(value, int):
         return f"{NAMES[name]} {value}"
     return " ".join(f"{NAMES[name]} {text}" for text in value) or f"{NAMES[name]} ''"
 
 
-def _value(name: str, given: str | Sequence[str]) -> object:
-    if not isinstance(given, str):
-        names = [text for text in given if text]
+def _value(name: str, text: str | Sequence[str]) -> object:
+    """Parse the value of an option, or the values of --adapter; None removes the limit."""
+    if not isinstance(text, str):
+        names = [adapter for adapter in text if adapter]
         return None if names == [NONE] else names
-    if given == NONE:
+    if text == NONE:
         return None
-    if not (given.isascii() and given.isdigit()):
-        fail(f"{NAMES[name]} is {given[:80]!r}; expected a whole number, or {NONE}")
-    return int(given)
+    if not (text.isascii() and text.isdigit()):
+        fail(f"{NAMES[name]} is {text[:80]!r}; expected a whole number, or {NONE}")
+    return int(text)

@@ -13,8 +13,8 @@ from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_sentence, print_table
 
-POLL_S = 0.3  # seconds between two queries of a prefix's state
-WARM_S = 600.0  # seconds after which the command stops waiting for a prefix to be warm
+POLL_S = 0.3  # seconds between two queries of the prefix's state
+WARM_TIMEOUT_S = 600.0  # seconds that the command waits for a prefix to become warm
 
 Id = Annotated[
     str,
@@ -127,13 +127,16 @@ def rm(id: Id, model: Model = None, url: Url = FIND) -> None:  # noqa: A002
 
 def _until_warm(prefix: dict[str, Any], url: str, model: str | None) -> dict[str, Any]:
     """Wait until the prefix is warm on all assigned replicas, and return its state."""
-    deadline = time.monotonic() + WARM_S
+    deadline = time.monotonic() + WARM_TIMEOUT_S
     columns = (TextColumn("warming"), BarColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task("waiting for replicas", total=None)
         while not prefix["assigned_to"] or len(prefix["warm_on"]) < len(prefix["assigned_to"]):
             if time.monotonic() >= deadline:
-                fail(f"warm on {_warm(prefix)} replicas after {WARM_S:g} s; see the replicas' logs")
+                fail(
+                    f"warm on {_warm(prefix)} replicas after {WARM_TIMEOUT_S:g} s; see the "
+                    "replicas' logs"
+                )
             time.sleep(POLL_S)
             prefix = _call("GET", url, prefix["id"], model)
             total = (prefix["tokens"] - prefix["partial_tokens"]) * len(prefix["assigned_to"])

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from kvroute.replay.workload.sessions import Ends
     from kvroute.replay.workload.trace import Request
 
-DEFAULT_LOAD = 0.8
+DEFAULT_LOAD = 0.8  # share of saturation
 DEFAULT_POLICY = "kvroute"
 DEFAULT_REPLICAS = 16
-EXAMPLE = Path(str(files("kvroute.replay"))) / "example.jsonl"  # tests/support/traces.py makes it
+EXAMPLE = Path(str(files("kvroute.replay"))) / "example.jsonl"  # written by tests/support/traces.py
 EXAMPLE_POLICIES = "kvroute,llm-d,round-robin"
 EXAMPLE_REPLICAS = 4
-EXAMPLE_KV_TOKENS = 60_000
+EXAMPLE_KV_TOKENS = 60_000  # KV cache of each replica for --example
 
 
 def replay(
@@ -165,7 +165,7 @@ def replay(
     from kvroute.replay.workload.trace import TraceError, read, unnamed
 
     if (trace is None) is not example:
-        raise typer.BadParameter("name either a TRACE or --example")
+        raise typer.BadParameter("set either a TRACE or --example")
     pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
     names = _names(policy or (EXAMPLE_POLICIES if example else DEFAULT_POLICY))
     profile = _profile(engine)
@@ -185,8 +185,8 @@ def replay(
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         recorded = read(trace or EXAMPLE, limit=limit, seed=seed, model=model)
-        if own := unnamed(recorded):
-            notes.print(own)
+        if note := unnamed(recorded):
+            notes.print(note)
         if ends is not None:
             recorded = with_ends(recorded, ends, seed)
         with Progress(console=notes, transient=True, disable=not notes.is_terminal) as progress:
@@ -215,7 +215,7 @@ def replay(
 
 
 def _described(cluster: "Cluster", engine: str) -> str:
-    """Return what is modelled."""
+    """Return a text that describes the modelled cluster."""
     parts = [f"{cluster.replicas} x {engine}, {cluster.kv_tokens:,} tokens of KV cache each"]
     if cluster.host_tokens:
         parts.append(f"{cluster.host_tokens:,} tokens of host memory each")
@@ -228,7 +228,7 @@ def _described(cluster: "Cluster", engine: str) -> str:
 
 
 def _show(requests: "Sequence[Request]", runs: "Sequence[PolicyRun]") -> None:
-    """Print the tables, and what their marks mean."""
+    """Print the tables, and sentences that explain their marks."""
     from kvroute.replay.noise import sample, ties
     from kvroute.replay.report import BEST, NOISE, measured_part, tables
 
@@ -245,7 +245,7 @@ def _show(requests: "Sequence[Request]", runs: "Sequence[PolicyRun]") -> None:
     if any(tied.values()):
         print_sentence(
             f"WARNING: the difference between {NOISE} and {BEST} is within noise. A longer trace "
-            "or the mean of several --seed tells them apart."
+            "or the mean over several --seed would show which one is better."
         )
 
 
@@ -276,7 +276,7 @@ def _pace(
 
 
 def _slow(slow: str | None) -> tuple[float, float]:
-    """Return the share of slow replicas, and their speed as a multiple of the others'."""
+    """Parse --slow: the share of slow replicas, and their speed relative to the others."""
     if slow is None:
         return 0.0, 1.0
     match _numbers(slow):
@@ -285,24 +285,24 @@ def _slow(slow: str | None) -> tuple[float, float]:
     raise typer.BadParameter(f"--slow is {slow!r}; expected SHARE:SPEED, such as 0.5:0.8")
 
 
-def _ends(given: str | None) -> "Ends | None":
-    """Return the shares of right and of wrong hints; None without hints."""
+def _ends(text: str | None) -> "Ends | None":
+    """Parse --session-ends: the shares of right and of wrong hints."""
     from kvroute.replay.workload.sessions import Ends
 
-    if given is None:
+    if text is None:
         return None
-    shares = _numbers(given)
+    shares = _numbers(text)
     if len(shares) in (1, 2) and all(0 <= share <= 1 for share in shares):
         return Ends(*shares)
     raise typer.BadParameter(
-        f"--session-ends is {given!r}; expected SHARE or SHARE:WRONG from 0 to 1, such as 0.5:0.1"
+        f"--session-ends is {text!r}; expected SHARE or SHARE:WRONG from 0 to 1, such as 0.5:0.1"
     )
 
 
-def _numbers(given: str) -> list[float]:
-    """Return the numbers between the colons; empty if one part is no number."""
+def _numbers(text: str) -> list[float]:
+    """Return the numbers between the colons, or an empty list if a part is not a number."""
     try:
-        return [*map(float, given.split(":"))]
+        return [*map(float, text.split(":"))]
     except ValueError:
         return []
 
@@ -318,6 +318,8 @@ def _names(policy: str) -> list[str]:
     names = [*POLICY_NAMES] if policy == "all" else [name.strip() for name in policy.split(",")]
     unknown = [name for name in names if name not in POLICY_NAMES]
     if unknown:
-        known = ", ".join(POLICY_NAMES)
-        raise typer.BadParameter(f"--policy names {unknown[0]!r}; expected all or some of {known}")
+        choices = ", ".join(POLICY_NAMES)
+        raise typer.BadParameter(
+            f"--policy names {unknown[0]!r}; expected all or some of {choices}"
+        )
     return names

@@ -14,7 +14,7 @@ POLL_S = 0.2  # seconds between two queries of the deployment's state
 
 
 class ScaleError(RuntimeError):
-    """The requested number of replicas cannot be reached. The message says why and what to do."""
+    """The requested number of replicas cannot be reached. The message says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,16 @@ class Deployed:
     """The state of the replicas in Serve's controller."""
 
     target: int  # number of replicas that Serve tries to reach
-    states: Mapping[str, int]  # state, such as STARTING or RUNNING -> number of replicas
+    states: Mapping[str, int]  # state, such as "STARTING" or "RUNNING" -> number of replicas
     message: str  # why the number differs from the target, if Serve knows
     per_replica: Mapping[str, float]  # Ray resource of one replica, such as CPU or GPU -> amount
-    bounds: tuple[int, int] | None = None  # smallest and largest number with autoscaling
+    bounds: tuple[int, int] | None = None  # range of the number with autoscaling; None: it is off
 
 
 def scale(replicas: int, model: str | None, ray_address: str, progress: Progress) -> None:
-    """Change the number of replicas, and return when all changes are done.
+    """Change the number of replicas, and wait until the change is complete.
 
-    Then the new replicas are ready, and removed replicas have finished their requests.
+    At that time, new replicas are ready, and removed replicas have finished their requests.
 
     Args:
         replicas: The new number of replicas.
@@ -40,7 +40,7 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: Progress
         progress: Prints the states of the replicas.
 
     Raises:
-        ScaleError: Resources are too small, another user changed the target meanwhile, or
+        ScaleError: Ray has too few resources, another user has changed the target meanwhile, or
             autoscaling is on.
     """
     with _connected(ray_address):
@@ -59,22 +59,22 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: Progress
 def check_not_autoscaling(deployed: Deployed) -> None:
     """Raise ScaleError if autoscaling is on, because it would undo the change."""
     if deployed.bounds:
-        least, most = deployed.bounds
+        minimum, maximum = deployed.bounds
         raise ScaleError(
-            f"autoscaling is on: {deployed.target} replicas now, {least} to {most} allowed. To set "
-            "the number by hand, restart without --max-replicas"
+            f"autoscaling is on: {deployed.target} replicas now, {minimum} to {maximum} allowed. "
+            "To set the number by hand, restart without --max-replicas"
         )
 
 
 def check_resources(replicas: int, deployed: Deployed, free: Mapping[str, float]) -> None:
     """Raise ScaleError if Ray has too few resources for this number of replicas."""
-    running = sum(deployed.states.values())  # with stopping replicas, which free their resources
+    running = sum(deployed.states.values())  # includes stopping replicas, which free resources
     for name, amount in deployed.per_replica.items():
-        most = running + int(free.get(name, 0.0) // amount) if amount else replicas
-        if replicas > most:
+        maximum = running + int(free.get(name, 0.0) // amount) if amount else replicas
+        if replicas > maximum:
             raise ScaleError(
                 f"not enough {name} for {replicas} replicas of {amount:g}: {running} run, and "
-                f"{free.get(name, 0.0):g} {name} is free, so {most} fit; add a machine for more"
+                f"{free.get(name, 0.0):g} {name} is free, so {maximum} fit; add a machine for more"
             )
 
 
@@ -95,7 +95,8 @@ def _wait(replicas: int, name: str, progress: Progress) -> None:
         deployed = _deployed(name)
         if deployed.target != replicas:
             raise ScaleError(
-                f"another user changed the target to {deployed.target}; it stays there"
+                f"another user has changed the target to {deployed.target}, where it stays; to "
+                "change it again, repeat the command"
             )
         if (line := describe(deployed)) != shown:
             progress.step(line)

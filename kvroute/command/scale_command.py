@@ -20,7 +20,9 @@ def scale(
     from kvroute.local.progress import Progress
 
     if replicas < 1:
-        fail(f"REPLICAS is {replicas}; at least 1 must run. To stop all, end kvroute serve")
+        fail(
+            f"REPLICAS is {replicas}; expected 1 or more. To stop all replicas, stop kvroute serve"
+        )
     try:
         address = call("GET", url, "/v1/cluster")["ray_address"]
         scale_to(replicas, _scaled_model(model, url), address, Progress())
@@ -31,9 +33,9 @@ def scale(
 
 
 def _scaled_model(model: str | None, url: str) -> str | None:
-    """Return the model whose replicas are scaled; None if the cluster has only one model."""
+    """Return the model whose replicas to scale, or None if the cluster serves only one model."""
     cards = call("GET", url, "/v1/models")["data"]
-    served = [card["id"] for card in cards if card["parent"] is None]  # adapters have one
+    served = [card["id"] for card in cards if card["parent"] is None]  # adapters have a parent
     if len(served) > 1 and model is None:
         fail(f"the cluster serves several models; set --model to one of {', '.join(served)}")
     if model not in (None, *served):

@@ -36,23 +36,24 @@ def _run(values: dict[str, Any]) -> None:
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:
-    """Return the option for Typer. Its value is None if the command line omits it."""
-    text_of = option(field)
-    kind: Any = text_of.kind or field.annotation
+    """Return the annotation of an option for Typer; its value is None if it is not set."""
+    description = option(field)
+    kind: Any = description.kind or field.annotation
     typer_option = typer.Option(
         *flags(name, field),
-        help=f"{text_of.help} [default: {_default(field)}; {', '.join(env_names(name, field))}]",
+        help=f"{description.help} "
+        f"[default: {_default(field)}; {', '.join(env_names(name, field))}]",
         show_default=False,
-        rich_help_panel=text_of.group,
+        rich_help_panel=description.group,
     )
     return Annotated[kind | None, typer_option]
 
 
 def _default(field: FieldInfo) -> str:
-    """Return the default in words."""
+    """Return the default of an option in words."""
     match field.default:
-        case _ if described := option(field).default:
-            return described
+        case _ if text := option(field).default:
+            return text
         case bool(is_on):
             return "on" if is_on else "off"
         case float(number):

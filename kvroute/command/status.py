@@ -7,7 +7,7 @@ from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
 from kvroute.doctor.seat_checks import seated
 
-Facts = dict[str, Any]  # of GET /v1/cluster, or a part of it
+Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it
 
 
 def status(url: Url = FIND) -> None:
@@ -48,7 +48,7 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _recent(recent: Facts) -> Iterator[tuple[str, str]]:
-    """Yield lines about the last minutes' requests of the router that answered."""
+    """Yield lines about the recent requests of the router that has answered."""
     period = f"in the last {recent['window_s'] / 60:.0f} minutes, at the router that answered"
     if recent["window_s"] < 90:
         period = f"in the last {recent['window_s']:.0f} s, at the router that answered"
@@ -62,7 +62,7 @@ def _recent(recent: Facts) -> Iterator[tuple[str, str]]:
 
 
 def queued(queue: Facts) -> str:
-    """Return how many requests wait for a replica, and for how long."""
+    """Return a sentence: how many requests wait for a replica, and for how long."""
     everywhere = queue["all_routers"]
     if not everywhere["requests"]:
         return "no request waits for a replica"
@@ -98,6 +98,6 @@ def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
 
 
 def _parsers(replica: Facts) -> str:
-    """Return vLLM's parsers for the replica's model, or ""."""
+    """Return the parsers that vLLM uses for the replica's model, or ""."""
     parsers = {"tool calls": replica["tool_parser"], "reasoning": replica["reasoning_parser"]}
     return ", ".join(f"{parser} for {part}" for part, parser in parsers.items() if parser)

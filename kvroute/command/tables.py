@@ -1,7 +1,7 @@
-"""The one style of tables and of named lines: bold headings, no lines, numbers at the right.
+"""Prints tables, named values and sentences: bold headings, no lines, numbers at the right.
 
-Nothing is cut and no word is broken. A table that is too wide for the terminal is printed row by
-row, a line for each cell.
+Nothing is cut, and no word is broken. If a table is too wide for the terminal, it is printed row by
+row, with a line for each cell.
 """
 
 import textwrap
@@ -14,21 +14,21 @@ from rich.table import Table
 from rich.text import Text
 
 GAP = 2  # spaces between two columns
-LEAST_WIDTH = 20  # columns of a wrapped text, however long the name before it is
-LEAST_S = 5e-5  # shorter times, in seconds, are shown as 0
+MIN_WIDTH = 20  # minimum width of a wrapped text, even if the name before it is long
+MIN_SHOWN_S = 5e-5  # shorter times are shown as 0
 
 Cell = str | Text
 
 
 class Column(NamedTuple):
-    """A column's heading, which may have several lines, and how its cells are shown."""
+    """The heading of a column, which may have several lines, and how its cells are shown."""
 
     heading: str
-    is_number: bool = False  # at the right
-    is_prose: bool = False  # lines may end between words
+    is_number: bool = False  # True: the cells are aligned at the right
+    is_prose: bool = False  # True: the cells have sentences, whose lines may be broken
 
     def width(self, cells: Iterable[str]) -> int:
-        """Return the least width in which no cell is cut."""
+        """Return the smallest width in which no cell is cut."""
         parts = [*self.heading.splitlines()]
         for cell in cells:
             parts += cell.split() if self.is_prose else [cell]
@@ -36,7 +36,7 @@ class Column(NamedTuple):
 
 
 def plain_console(*, err: bool = False) -> Console:
-    """Return a console that prints names as they are, also those with brackets or colons."""
+    """Return a console that prints text unchanged, even with brackets or colons."""
     return Console(highlight=False, markup=False, emoji=False, stderr=err)
 
 
@@ -51,7 +51,7 @@ def prose(heading: str) -> Column:
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
-    """Print the rows below the columns' headings, or row by row if they do not fit."""
+    """Print a table, or print it row by row if it is too wide for the terminal."""
     console = plain_console()
     cells = [[str(row[i]) for row in rows] for i in range(len(columns))]
     widths = [column.width(below) for column, below in zip(columns, cells, strict=True)]
@@ -75,7 +75,7 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
 
 
 def print_lines(lines: Sequence[tuple[str, Cell]], *, with_gap: bool = False) -> None:
-    """Print a name and a value in each line; values that are too long go on below themselves.
+    """Print a line for each name and value; long values continue in the next line.
 
     Args:
         lines: Names and values.
@@ -93,11 +93,11 @@ def print_lines(lines: Sequence[tuple[str, Cell]], *, with_gap: bool = False) ->
 
 
 def print_sentence(text: str, *, err: bool = False) -> None:
-    """Print a sentence in lines that end between words.
+    """Print a sentence; break lines only between words.
 
     Args:
         text: The sentence.
-        err: Print it to standard error.
+        err: Print to standard error instead of standard output.
     """
     console = plain_console(err=err)
     for line in _wrapped(text, console.width):
@@ -106,13 +106,13 @@ def print_sentence(text: str, *, err: bool = False) -> None:
 
 def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text, max(LEAST_WIDTH, width), break_long_words=False, break_on_hyphens=False
+        text, max(MIN_WIDTH, width), break_long_words=False, break_on_hyphens=False
     ) or [""]
 
 
 def seconds(value: float) -> str:
-    """Return a time with its unit: milliseconds below a second."""
-    if value < LEAST_S:
+    """Return a time with its unit, which is ms for times below a second."""
+    if value < MIN_SHOWN_S:
         return "0"
     if value < 1:
         return f"{1000 * value:.3g} ms"

@@ -16,10 +16,12 @@ CSV_COLUMNS = (
     *("model", "tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
     *("gpu_seconds", "gpu_seconds_saved", "failed"),
 )
-CACHED = ("hit", "unexpected_hit")  # causes in the ledger that mean cached tokens
+CACHED = ("hit", "unexpected_hit")  # the ledger counts cached tokens under these names
 
 
 class Format(StrEnum):
+    """The formats of the output."""
+
     TABLE = "table"
     JSON = "json"
     CSV = "csv"
@@ -38,8 +40,8 @@ def tenants(
     url: Url = FIND,
 ) -> None:
     """Show each tenant's requests, tokens, and GPU seconds spent and saved."""
-    given = {"since": since, "until": until, "model": model}
-    params = {name: value for name, value in given.items() if value is not None}
+    filters = {"since": since, "until": until, "model": model}
+    params = {name: value for name, value in filters.items() if value is not None}
     usage = call("GET", url, "/v1/cluster/tenants", params=params)
     rows = [_row(account) for account in usage["data"]]  # the largest usage comes first
     if format is Format.JSON:
@@ -58,8 +60,8 @@ def _row(account: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": account["model"],
         "tenant": account["tenant"],
-        "requests": sum(requests.values())
-        - requests["failed"],  # a failed request usually continues as another one
+        # Failed requests are left out: most of them continue as another request, which is counted.
+        "requests": sum(requests.values()) - requests["failed"],
         "failed": requests["failed"],
         "prompt_tokens": prompt_tokens,
         "cached": round(cached / prompt_tokens, 4) if prompt_tokens else 0.0,

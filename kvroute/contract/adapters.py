@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-LOAD_S = 0.5  # assumed seconds to load an adapter, until a load was measured
+LOAD_S = 0.5  # assumed seconds to load an adapter, until a load is measured
 
 
 class Adapter(BaseModel):
@@ -22,13 +22,13 @@ class Adapter(BaseModel):
     path: str  # absolute path of a folder in PEFT's format
 
 
-def read_adapter(given: str) -> Adapter:
-    """Parse `NAME=PATH`.
+def read_adapter(text: str) -> Adapter:
+    """Parse `NAME=PATH` and check the adapter's files.
 
     Raises:
-        ValueError: the text or the adapter's files cannot be used.
+        ValueError: the text has another form, or the adapter's files cannot be used.
     """
-    name, _, path = given.partition("=")
+    name, _, path = text.partition("=")
     if not (name and path):
         raise ValueError("expected NAME=PATH, such as sql=adapters/sql")
     adapter = Adapter(name=name, path=str(Path(path).expanduser().absolute()))
@@ -72,7 +72,7 @@ def _weights(adapter: Adapter) -> Path | None:
 
 
 def _rank(adapter: Adapter) -> int:
-    """Return the highest rank of all its layers."""
+    """Return the highest rank of all layers of the adapter."""
     config = _config(Path(adapter.path) / CONFIG_FILE)
     highest = 0
     for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
@@ -92,13 +92,15 @@ def _config(file: Path) -> dict[str, Any]:
             f"{file} cannot be read ({error.strerror}); give the folder of a LoRA adapter"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON ({error})") from None
+        raise ValueError(
+            f"{file} is not valid JSON ({error}); give the folder of a LoRA adapter"
+        ) from None
     if not isinstance(config, dict):
-        raise ValueError(f"{file} is not a JSON object")
+        raise ValueError(f"{file} is not a JSON object; give the folder of a LoRA adapter")
     return config
 
 
-class Residents:
+class AdapterCache:
     """The adapters in an engine's memory, at most `capacity`: an LRU cache."""
 
     def __init__(self, capacity: int, names: Iterable[str] = ()) -> None:
@@ -107,7 +109,7 @@ class Residents:
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the names in order of eviction."""
+        """Return the names, the next one to be evicted first."""
         return tuple(self._names)
 
     def use(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The number of blocks by which two lists of one replica's cached blocks differ."""
+"""A replica's audit: how its engine, its own table of blocks and the index in Redis differ."""
 
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -11,41 +11,44 @@ from kvroute.contract.unreadable import UnreadableError
 
 
 class Comparison(Struct, frozen=True):
-    """A list of cached blocks, compared with the true list, which is nearer to the engine."""
+    """The number of blocks by which a list of cached blocks differs from the true list."""
 
-    blocks: Count  # blocks in the list
-    missing: Count = 0  # blocks that are cached, but not in the list
-    surplus: Count = 0  # blocks in the list that are not cached
+    blocks: Count  # number of blocks in the list
+    missing: Count = 0  # number of blocks that are cached, but are not in the list
+    surplus: Count = 0  # number of blocks in the list that are not cached
 
     @classmethod
-    def of(cls, account: AbstractSet[Any], truth: AbstractSet[Any]) -> "Comparison":
-        return cls(len(account), len(truth - account), len(account - truth))
+    def of(cls, listed: AbstractSet[Any], truth: AbstractSet[Any]) -> "Comparison":
+        """Compare the listed blocks with the blocks that are cached."""
+        return cls(len(listed), len(truth - listed), len(listed - truth))
 
     def __add__(self, other: "Comparison") -> "Comparison":
-        """Return the sum of both comparisons."""
+        """Add up two comparisons, such as those of two ranks."""
         return Comparison(
             self.blocks + other.blocks, self.missing + other.missing, self.surplus + other.surplus
         )
 
     @property
     def true_blocks(self) -> int:
+        """Return the number of blocks that are cached."""
         return self.blocks + self.missing - self.surplus
 
     @property
     def drift(self) -> int:
+        """Return the number of wrong entries: missing and surplus blocks."""
         return self.missing + self.surplus
 
 
 class ReplicaAudit(Struct, frozen=True):
-    """A replica's comparison of its engine, its own table of blocks and the index."""
+    """The result of an audit: the replica's table and the index, each compared with its source."""
 
     replica_id: str
     incarnation: str
-    seq: Count  # number of the replica's latest change
+    seq: Count  # number of the replica's latest change in the index
     known: Comparison  # the replica's table, compared with its engine
     index: Comparison  # Redis, compared with the replica's table
     version: int = VERSION
-    # The part of `known` that is in host memory.
+    # The part of `known` that counts copies in host memory only; unset: there are none.
     in_host: Comparison | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -16,7 +16,7 @@ TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
 
 NO_TOKENS: TokenIds = np.array([], np.uint32)
-BYTES_A_TOKEN = 64  # bytes of an HTTP response that count as one token in `weight`
+BYTES_PER_TOKEN = 64  # bytes of an HTTP response that count as one token in `weight`
 
 
 class GenerateRequest(Struct, frozen=True, array_like=True):
@@ -31,13 +31,13 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
     call: HttpCall | None = None  # the HTTP request to answer; None: no client reads the tokens
     max_tokens: int = 1  # tokens to generate if there is no call
-    rank: int = 0  # the data parallel rank of the replica that runs the request
+    rank: int = 0  # number of the replica's data parallel rank that runs the request
     shared_tokens: int = 0  # tokens of the first blocks, which all namespaces share
     # Position in the engine's queue: the lowest is first. It is relative to the arrival at the
     # engine, since hosts' clocks differ. Negative: the request has waited elsewhere.
     order_s: float = 0.0
     waited_s: float = 0.0  # seconds in the router's queue because no replica had capacity
-    keep: RetentionHint | None = None  # how long the blocks stay in the KV cache; None: by age only
+    keep: RetentionHint | None = None  # retention hint for the blocks; None: evict by age only
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps them in host memory, not in the engine's own
 
@@ -60,7 +60,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
 
 
 class Chunk(Struct, frozen=True, array_like=True):
-    """The next tokens of an answer; under load a chunk has several tokens."""
+    """The next tokens of an answer. Under load, a chunk has several tokens."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int  # prompt tokens served from the KV cache; equal in all chunks of an answer
@@ -78,18 +78,18 @@ def dispatch_id(client_id: str) -> str:
 
 
 def client_id(dispatch_id: str) -> str:
-    """Return the request's id as the client knows it."""
+    """Return the request id that the client sent, from a dispatch id."""
     return dispatch_id.rpartition("-")[0]
 
 
 def weight(chunk: Chunk) -> int:
-    """Return the memory of a waiting chunk in tokens; bytes of an HTTP response count as tokens."""
+    """Return the memory that a waiting chunk takes, in tokens; its HTTP bytes count as tokens."""
     data = 0 if chunk.http is None else len(chunk.http.data)
-    return len(chunk.token_ids) + data // BYTES_A_TOKEN
+    return len(chunk.token_ids) + data // BYTES_PER_TOKEN
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Join chunks to one."""
+    """Join consecutive chunks of one answer into one chunk."""
     if len(chunks) == 1:
         return chunks[0]
     last = chunks[-1]

@@ -23,7 +23,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     deltas: tuple[int, ...] = ()  # number of tokens in each output of the first replica's engine
     cached_tokens: int = 0  # prompt tokens that the first replica had in its KV cache
     written_tokens: int = 0  # prompt tokens that the first replica wrote to its KV cache
-    problem: str = ""  # why the router has not rendered the body; empty: it has
+    problem: str = ""  # why the router could not render the body; empty: it has rendered the body
     request_id: str = ""  # the client's request id, for calls without a GenerateRequest
     namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
@@ -45,9 +45,9 @@ class HttpPart(Struct, frozen=True, array_like=True):
 
 
 class Rendered(Struct, frozen=True, array_like=True):
-    """The first prompt that the application renders from a body, or its refusal of the body."""
+    """The prompts that the application renders from a body, or its refusal of the body."""
 
-    token_ids: bytes = b""  # 4 bytes each, little endian
+    token_ids: bytes = b""  # the first prompt's token ids, 4 little-endian bytes each
     is_text: bool = True  # the token ids are the whole prompt; False if it has images, for example
     refusal: HttpPart | None = None  # the response that refuses the body
     features: tuple[Feature, ...] = ()  # images and other media, sorted by offset
@@ -55,7 +55,7 @@ class Rendered(Struct, frozen=True, array_like=True):
 
 
 def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
-    """Join parts to one."""
+    """Join consecutive parts of one response into one part."""
     head = next((part for part in parts if part.status), parts[0])
     return HttpPart(
         b"".join([part.data for part in parts]),
@@ -68,8 +68,8 @@ def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
     )
 
 
-# These are functions, since the replica's deployment is pickled by value, and decoders cannot be.
-# The functions that decode raise one of unreadable.DECODE_ERRORS.
+# These are functions, since the replica's deployment is pickled by value, and msgspec's decoders
+# cannot be pickled. The functions that decode raise one of unreadable.DECODE_ERRORS.
 
 
 def encode_call(call: HttpCall) -> bytes:

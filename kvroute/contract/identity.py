@@ -35,9 +35,9 @@ def identify(
     """Return the identity of a model.
 
     Args:
-        model: a folder, or a hub name whose files are in the local cache.
-        revision: the hub's revision; empty: the default.
-        block_size: tokens of one fingerprint.
+        model: a folder, or a name on the Hugging Face hub whose files are in the local cache.
+        revision: the revision on the hub; empty: the default revision.
+        block_size: number of tokens that one fingerprint covers.
         adapters: the LoRA adapters that the model is served with.
     """
     return Identity(

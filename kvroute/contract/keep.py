@@ -10,14 +10,17 @@ from kvroute.blocks.fingerprint import Fingerprint
 
 NO_BLOCK = Fingerprint(0)
 SESSION_BITS = 63  # size of a session's number, in bits
-MAX_TURNS = 1_000_000  # the highest number of a turn; all later turns have this number
+MAX_TURNS = 1_000_000  # highest number of a conversation's turn; later turns also get this number
 
 Session = Annotated[int, Meta(ge=0, le=2**SESSION_BITS - 1)]
 Block = Annotated[Fingerprint, Meta(ge=0)]
 
 
 def hash_number(text: str, *, bits: int) -> int:
-    """Hash a text to a number from 1 on: equal in every process, for equal texts."""
+    """Hash a text to a number of at most `bits` bits, which is never 0.
+
+    Equal texts have equal numbers in every process.
+    """
     digest = blake2b(text.encode(errors="replace"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits) or 1
 
@@ -28,11 +31,11 @@ def tenant_number(name: str) -> int:
 
 
 class Order(IntEnum):
-    """The order of eviction: blocks of a smaller value go first."""
+    """The order of eviction: blocks with a smaller value are evicted first."""
 
-    ENDED = 0  # the client has said that the session is over
-    UNLIKELY = 1  # few conversations go on after such a turn
-    USUAL = 2
+    ENDED = 0  # blocks of a session that the client has ended
+    UNLIKELY = 1  # blocks after a turn like this one are seldom reused
+    USUAL = 2  # all other blocks
 
 
 class RetentionHint(Struct, frozen=True, array_like=True):
@@ -43,13 +46,13 @@ class RetentionHint(Struct, frozen=True, array_like=True):
 
 
 class SessionTurn(NamedTuple):
-    """A prompt as one turn of a conversation."""
+    """The place of a prompt in its conversation."""
 
     end: Block  # the prompt's last reusable block; NO_BLOCK: it has none
     session: Session
     number: Annotated[int, Meta(ge=1, le=MAX_TURNS)]  # position in the conversation, from 1
     before: Block = NO_BLOCK  # `end` of the previous turn
     is_named: bool = False  # whether the client sent an id of the session
-    is_last: bool = False  # whether the client declared this turn as the last one
+    is_last: bool = False  # whether the client declared that the conversation ends with this turn
     has_tools: bool = False  # whether the model may call tools
     tenant: Annotated[int, Meta(ge=0, lt=2**32)] = 0  # number of the tenant; 0: no tenant

@@ -10,14 +10,14 @@ from kvroute.blocks.fingerprint import Fingerprint, pack, unpack
 from kvroute.contract.keep import Session, SessionTurn
 from kvroute.contract.records import VERSION, Count, Name, Seconds, check_version
 
-MAX_POSITIONS = 64  # most positions of its queue that a router publishes
+MAX_POSITIONS = 64  # maximum number of queue positions that a router publishes
 Places = Annotated[list[Count], Meta(max_length=MAX_POSITIONS)]
 Turns = Annotated[list[Annotated[float, Meta(ge=-1e9, le=1e9)]], Meta(max_length=MAX_POSITIONS)]
 Work = Annotated[list[Seconds], Meta(max_length=MAX_POSITIONS)]
 
 
 class Fingerprints:
-    """Fingerprints of blocks; in a message, eight little-endian bytes each."""
+    """Fingerprints of blocks. A message has eight little-endian bytes for each fingerprint."""
 
     __slots__ = ("blocks",)
 
@@ -26,17 +26,17 @@ class Fingerprints:
 
 
 class Dispatch(Struct, tag="s", array_like=True, frozen=True):
-    """A prompt that was sent to a replica: what all routers need to know of it."""
+    """A prompt that a router has sent to a replica, with the facts that other routers need."""
 
     request_id: Name
     replica_id: Name
     prefill_s: Seconds  # predicted seconds of prefill
     new_tokens: Count  # prompt tokens to compute
     prompt_tokens: Count
-    known_prefix: Fingerprints  # the prompt's last block that any replica has; may be empty
-    expected: Fingerprints  # the blocks that it will add to the replica's cache
+    known_prefix: Fingerprints  # the prompt's last block that any replica has; empty: none has one
+    expected: Fingerprints  # the blocks that the prompt will add to the replica's cache
     lora: Name = ""
-    loads_first: bool = False  # whether it waits for an adapter, or for blocks from slower tiers
+    loads_first: bool = False  # whether an adapter or blocks from slower tiers must be loaded first
     turn: SessionTurn | None = None
 
     @property
@@ -47,7 +47,7 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
 
 
 class FirstToken(Struct, tag="f", array_like=True):
-    """A prompt has got its first token."""
+    """A prompt has received its first token."""
 
     request_id: Name
 
@@ -56,7 +56,7 @@ class RequestEnded(Struct, tag="e", array_like=True):
     """A prompt has ended at its replica."""
 
     request_id: Name
-    is_over: bool = True  # False: another replica continues it, or no client had sent it
+    is_final: bool = True  # False: another replica continues it, or it had no client
 
 
 class Restarted(Struct, tag="r", array_like=True):
@@ -70,9 +70,9 @@ class SessionEnded(Struct, tag="d", array_like=True):
 
 
 class PoisonedRequest(Struct, tag="b", array_like=True):
-    """A request has crashed a replica: no router sends it for some minutes."""
+    """A request has crashed a replica, so no router dispatches it again for some minutes."""
 
-    digest: Annotated[bytes, Meta(max_length=16)]
+    digest: Annotated[bytes, Meta(max_length=16)]  # digest of the request
 
 
 Event = PoisonedRequest | Dispatch | FirstToken | RequestEnded | Restarted | SessionEnded
@@ -84,12 +84,12 @@ class TenantCounts(Struct, array_like=True):
     tenant: Name
     requests: Count  # running or waiting requests
     prompt_tokens: Count  # prompt tokens of these requests
-    spent: Count  # uncached prompt tokens since the router began to count
-    debt: Count  # uncached tokens at all routers that the rate limit has not yet restored
+    spent: Count  # uncached prompt tokens computed since the router began to count
+    debt: Count  # uncached tokens of all routers that still count against the rate limit
 
 
 class Waiting(Struct, array_like=True):
-    """A router's queue, at some of its positions: the three lists have one item for each."""
+    """Some positions of a router's queue; each of the three lists has one item per position."""
 
     places: Places = []  # positions in the queue, from 1; the last item is the queue's length
     turns_s: Turns = []  # sort key of the request at each position, in seconds from now
@@ -97,18 +97,18 @@ class Waiting(Struct, array_like=True):
 
     def __post_init__(self) -> None:
         if not len(self.places) == len(self.turns_s) == len(self.work_s):
-            raise ValueError("the lists of a router's queue are of different lengths")
+            raise ValueError("the lists that describe a router's queue have different lengths")
 
 
 class WaitingSessions(Struct, array_like=True, frozen=True):
-    """The requests that wait in a router until their sessions have a seat."""
+    """The requests that wait in a router until their sessions have a seat at a replica."""
 
     requests: Count = 0
     oldest_s: Seconds = 0.0  # seconds that the oldest of these requests has waited
 
 
 class LearnedScale(Struct, array_like=True, frozen=True):
-    """A router's estimate of the fleet's unit of time, for routers that have just started."""
+    """A router's mean prefill time per request, for routers that have just started."""
 
     prefill_s: Seconds  # mean prefill time of its latest requests
     square_s2: Annotated[float, Meta(ge=0, le=1e18)]  # mean of the squares of these times
@@ -138,7 +138,7 @@ def _packed(fingerprints: Fingerprints) -> bytes:
 
 def _unpacked(_: type, packed: object) -> Fingerprints:
     if not isinstance(packed, bytes) or len(packed) & 7:
-        raise ValueError("its fingerprints are not of 8 bytes each")
+        raise ValueError("its fingerprints are not 8 bytes each")
     return Fingerprints(unpack(packed))
 
 
@@ -152,7 +152,7 @@ def decode(payload: bytes) -> RouterMessage:
     try:
         message = _messages.decode(payload)
     except msgspec.ValidationError:
-        check_version(_versions, payload)  # a clearer error if the version is the cause
+        check_version(_versions, payload)  # raises a clearer error if the version is the cause
         raise
     if message.version != VERSION:
         check_version(_versions, payload)

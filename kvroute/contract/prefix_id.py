@@ -4,19 +4,18 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
+# Stands between a tenant's name and the name of its prefix. Names from clients may not contain it.
+TENANT_SEPARATOR = "␟"
 
-def _name(value: object) -> object:
+
+def _number_to_text(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value
 
 
-TENANT_SEPARATOR = (
-    "␟"  # separates a tenant from its prefix's name; names that clients send cannot have it
-)
-
 PrefixId = Annotated[
     str,
-    BeforeValidator(_name),  # the number 1 and the string "1" are the same id
+    BeforeValidator(_number_to_text),  # the number 1 and the string "1" are the same id
     Field(min_length=1, max_length=128, pattern=f"^[^{TENANT_SEPARATOR}]+$"),
 ]

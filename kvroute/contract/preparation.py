@@ -1,8 +1,9 @@
-"""A request's preparation in a replica: from its arrival until the engine has it.
+"""Reports the end of a request's preparation in a replica.
 
-A replica parses, renders and checks a request on its event loop. If the loop hangs, the router
-suspects the requests that the replica was preparing: the replica reports when it begins and when it
-finishes the preparation of a request.
+The preparation lasts from the arrival of a request until the engine has it: the replica parses,
+renders and checks the request on its event loop. If the loop hangs, the router suspects the
+requests that the replica was preparing. So the replica reports the start and the end of each
+preparation.
 """
 
 from collections.abc import Callable

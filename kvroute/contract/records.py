@@ -22,9 +22,9 @@ from kvroute.contract.unreadable import UnreadableError
 
 VERSION = 1
 
-MAX_COUNT = 2**48
+MAX_COUNT = 2**48  # highest count that a record may have
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-AtLeastOne = Annotated[int, Meta(ge=1, le=2**48)]
+AtLeastOne = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Rate = Annotated[float, Meta(gt=0, le=1e15)]
 Name = Annotated[str, Meta(max_length=1024)]
@@ -48,7 +48,7 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class TierFacts(Struct, frozen=True):
-    """A slower tier of one engine: it keeps blocks that GPU memory evicts."""
+    """A slower tier of one engine, which keeps blocks that were evicted from GPU memory."""
 
     blocks: Count  # capacity, in blocks of the engine's block_size tokens
     block_bytes: AtLeastOne  # bytes of one such block
@@ -67,20 +67,20 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     capacity_blocks: Count  # size of the KV cache, in blocks of block_size tokens
     max_model_len: AtLeastOne  # tokens, prompt and output together
     prefill_tokens_per_s: Rate  # estimate for a prompt's start; the router learns the real speed
-    attention_tokens: Rate = 32_768.0  # context at which a token's prefill costs twice as much
-    prefix_caching: bool = True
+    attention_tokens: Rate = 32_768.0  # context length at which a token's prefill costs double
+    prefix_caching: bool = True  # whether the engine reuses cached prefixes
     pin_blocks: Count = 0  # KV blocks of the engine's own memory that pins may take
-    max_num_seqs: Count = 0  # requests in one batch; 0: unknown
-    step_tokens: AtLeastOne = 8192  # most tokens of a step: vLLM's max_num_batched_tokens
-    max_cpu_loras: Count = 0  # most LoRA adapters in memory
+    max_num_seqs: Count = 0  # maximum number of requests in one batch; 0: unknown
+    step_tokens: AtLeastOne = 8192  # maximum tokens in a step: vLLM's max_num_batched_tokens
+    max_cpu_loras: Count = 0  # maximum number of LoRA adapters in memory
     # "vllm" | "simulated" | "unpatched": vLLM without kvroute's changes | "attached": a server that
     # the user runs.
     engine: Name = "vllm"
     content_format: Name = ""  # vLLM's content format of the chat template; empty: no template
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
-    layout: Layout | None = None  # None: full attention in blocks of block_size tokens
-    host: TierFacts | None = None  # None: no copies of blocks in host memory
+    layout: Layout | None = None  # None: full attention, with blocks of block_size tokens
+    host: TierFacts | None = None  # the host memory tier; None: no copies of blocks in host memory
     server: Name = ""  # address of the attached server; empty: the engine is kvroute's own
     # Whether the cached blocks are a guess, because the attached server publishes no events.
     guesses_cache: bool = False
@@ -108,7 +108,7 @@ class ProcessLocation(Struct, frozen=True):
 
 
 class Warm(Struct, frozen=True, array_like=True):
-    """How a replica keeps a named prefix warm."""
+    """The state of a named prefix that a replica keeps warm, that is, in its cache."""
 
     blocks: Count  # full blocks of the prefix, all of which this replica has computed
     is_pinned: bool  # whether the blocks cannot be evicted
@@ -125,7 +125,7 @@ class Warm(Struct, frozen=True, array_like=True):
         return self.blocks if self.is_pinned and self.tier == GPU else 0
 
 
-Pins = Mapping[str, Warm]  # by Prefix.name
+Pins = Mapping[str, Warm]  # Prefix.name -> its state
 NO_PINS: Pins = MappingProxyType({})
 
 
@@ -133,14 +133,14 @@ class Description(Struct, frozen=True):
     """Properties of a replica that do not change during one incarnation."""
 
     facts: EngineFacts
-    identity: Identity | None = None  # None: unknown, and treated as equal to the router's
+    identity: Identity | None = None  # None: unknown, and assumed to be equal to the router's
     whereabouts: ProcessLocation = ProcessLocation()
     model: Name = ""  # name of the model, as clients send it
     version: int = VERSION
 
 
 class RouterDescription(Struct, frozen=True):
-    """A router's entry in the index."""
+    """Properties of a router, which it publishes in the index."""
 
     whereabouts: ProcessLocation
     version: int = VERSION
@@ -151,7 +151,7 @@ class ReplicaRecord(Struct, frozen=True):
 
     id: str
     incarnation: str  # new at every registration
-    seq: int  # changes since the registration
+    seq: int  # number of changes since the registration
     facts: EngineFacts
     load: Load
     pins: Pins = NO_PINS
@@ -207,7 +207,7 @@ def _decode(decoder: "msgspec.json.Decoder[T]", packed: bytes) -> T:
 
 
 def check_version(decoder: Any, packed: bytes) -> None:
-    """Raise UnreadableError for another version, or one of DECODE_ERRORS without a version."""
+    """Raise UnreadableError for another version, or a DECODE_ERROR if the version is missing."""
     version = decoder.decode(packed).version
     if version != VERSION:
         raise UnreadableError(f"its version is {version}; this process reads version {VERSION}")

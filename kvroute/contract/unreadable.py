@@ -1,4 +1,4 @@
-"""Counts data of other processes that cannot be decoded. It is skipped and reported to users."""
+"""Counts data of other processes that cannot be decoded. Readers skip it and tell the user."""
 
 import time
 from collections import Counter
@@ -37,11 +37,11 @@ class Example:
 
     name: str  # name of the item; empty: it has none
     reason: str
-    at_s: float  # time on the monotonic clock
+    at_s: float  # time at which the item was skipped, on the monotonic clock
 
 
 class Unreadable:
-    """The number of skipped items of each kind, and the latest one, for one process and model."""
+    """The unreadable items that one process has skipped for one model: counts and examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
@@ -56,7 +56,7 @@ class Unreadable:
         return reason
 
     def report(self) -> Mapping[str, dict[str, Any]]:
-        """Return the count and the latest item of each kind with skipped items, for users."""
+        """Return the count and the latest example of each kind that has unreadable items."""
         now_s = time.monotonic()
         return {
             kind: {

@@ -1,1 +1,1 @@
-"""Finds problems of a running cluster and their remedies, for `kvroute doctor`."""
+"""Checks a running cluster for problems and suggests remedies, for `kvroute doctor`."""

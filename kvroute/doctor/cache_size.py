@@ -9,45 +9,45 @@ from prometheus_client.samples import Sample
 from kvroute.doctor.checks import Check, Facts
 from kvroute.doctor.load_checks import FEW_REQUESTS
 
-# Shares of all prompt tokens:
-WORTH = 0.03  # additional hits of a larger cache from which it is recommended
-MUCH_EVICTED = 0.05  # misses by eviction from which a finding adds that no more memory helps
-ENGINE = "kvroute_engine_"
+# Both numbers are shares of all prompt tokens.
+MIN_GAIN = 0.03  # a larger cache is recommended if it would add at least this share of hits
+MUCH_EVICTED = 0.05  # if eviction costs this share and no memory helps, the finding says so
+ENGINE = "kvroute_engine_"  # prefix of the names of an engine's metrics
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReading:
-    """A replica's counters since its start."""
+    """The counters of a replica's cache since the replica's start."""
 
     prompt_tokens: float
     cached_tokens: float
-    # Relative size of a larger cache -> tokens that it would have found in addition.
+    # Size of a larger cache, relative to the real one -> additional tokens that it would have had.
     ghost_hit_tokens: Mapping[float, float]
 
 
 def reading(samples: Iterable[Sample]) -> CacheReading | None:
-    """Return the counters in a process's metrics; None if the process is no replica."""
-    found, ghosts = dict[str, float](), dict[float, float]()
+    """Return the counters from a process's metrics, or None if the process is not a replica."""
+    values, ghosts = dict[str, float](), dict[float, float]()
     for sample in samples:
         if sample.name == f"{ENGINE}ghost_hit_tokens_total":
             ghosts[float(sample.labels["cache"])] = sample.value
-        found[sample.name] = sample.value
+        values[sample.name] = sample.value
     if not ghosts:
         return None
-    prompt_tokens = found[f"{ENGINE}prompt_tokens_total"]
-    return CacheReading(prompt_tokens, found[f"{ENGINE}cached_tokens_total"], ghosts)
+    prompt_tokens = values[f"{ENGINE}prompt_tokens_total"]
+    return CacheReading(prompt_tokens, values[f"{ENGINE}cached_tokens_total"], ghosts)
 
 
 def judge(
     model: str, hits: Facts, replicas: Sequence[CacheReading], *, is_busy: bool
 ) -> Iterator[Check]:
-    """Check the cache of one model; yields nothing after only a few requests.
+    """Check the size of a model's caches; yield nothing if there were only a few requests.
 
     Args:
         model: Name of the model.
-        hits: The ledger of one router's recent requests.
+        hits: Cache hits and misses of one router's recent requests, by cause.
         replicas: Counters of the model's replicas.
-        is_busy: Whether requests wait for replicas.
+        is_busy: Whether requests wait for a replica.
     """
     total, prompt_tokens = sum(hits["tokens"].values()), sum(r.prompt_tokens for r in replicas)
     if not prompt_tokens or hits["requests"] < FEW_REQUESTS:
@@ -57,7 +57,7 @@ def judge(
     finding = f"{evicted:.0%} of prompt tokens were lost to eviction; "
     finding += _hit_shares(model, replicas, gains)
     best = max(gains.values())
-    if best < WORTH:
+    if best < MIN_GAIN:
         neither = ": neither more memory nor one more replica helps"
         yield Check("cache", "ok", finding + (neither if evicted >= MUCH_EVICTED else ""))
     elif is_busy:
@@ -70,7 +70,7 @@ def judge(
 
 
 def _gains(replicas: Sequence[CacheReading], prompt_tokens: float) -> dict[float, float]:
-    """Return the additional share of prompt tokens that a cache of each size would have found."""
+    """Return size -> additional share of prompt tokens that a cache of this size would have had."""
     return {
         size: sum(replica.ghost_hit_tokens[size] for replica in replicas) / prompt_tokens
         for size in sorted(replicas[0].ghost_hit_tokens)
@@ -87,7 +87,7 @@ def _hit_shares(model: str, replicas: Sequence[CacheReading], gains: Mapping[flo
 
 
 def _one_more(replicas: int, gains: Mapping[float, float]) -> str:
-    """Return the gain of one more replica, as if its cache held no copies of the others' blocks."""
+    """Return the gain of one more replica, if it held no copies of other replicas' blocks."""
     return f"{_points(gains, (replicas + 1) / replicas)} at most"
 
 

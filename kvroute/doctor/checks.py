@@ -1,4 +1,4 @@
-"""Grades the facts that a cluster reports as ok, warning or wrong. Uses no network and no clock."""
+"""Grades the facts that a cluster reports as ok, warning or wrong; without network or clock."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,22 +14,22 @@ from kvroute.store.connection import OLDEST_REDIS
 Grade = Literal["ok", "warning", "wrong"]
 Facts = Mapping[str, Any]
 
-SAFE_POLICY = "noeviction"  # the only maxmemory-policy of Redis that keeps the whole index
-FULL = 0.9  # share of Redis's memory limit above which a warning follows
-# Seconds of a round trip to Redis above which a warning follows. A change of the index needs two
-# round trips, one to be written and one to be read.
+SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
+FULL = 0.9  # if Redis uses more than this share of its memory limit, there is a warning
+# If a round trip to Redis takes more seconds, there is a warning. A change of the index needs two
+# round trips: one to write it and one to read it.
 SLOW_REDIS_S = 0.05
-LATELY_S = 60.0  # seconds after which an unreadable record is no longer a warning
-LATE_LEASE_S = 1.0  # seconds; a lease with less time left has missed two of its three renewals
+RECENT_S = 60.0  # there is a warning if an unreadable item was skipped in the last RECENT_S
+LATE_LEASE_S = 1.0  # a lease with fewer seconds left has missed two of its three renewals
 
 RESTART = "restart the replica with the router's model files and settings"
-BY_LOAD = "kvroute routes its requests by load only and ignores its cache"
+BY_LOAD = "kvroute routes requests to it by load only, since it cannot predict its cache hits"
 HEALS = "repeat the audit, as most drift is repaired in seconds; if it stays, restart the replica"
 CANARY_REMEDIES = {  # cause of a lost canary -> remedy
     "no answer": "see its log, and its load in kvroute status; Serve replaces a hanging replica",
     "not in the index": "see its log, and check that its node can reach Redis",
     "nothing published": "see its log: its engine publishes no events, or Redis refuses its writes",
-    "other fingerprints": f"it computes fingerprints in another way: {RESTART}",
+    "other fingerprints": f"it computes other fingerprints than the router: {RESTART}",
     "not in the mirror": "see the router's log and kvroute_index_age_seconds; is it short of CPU?",
 }
 FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
@@ -41,23 +41,26 @@ UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
     "blocks": FOREIGN,
     "prefix": "declare it again, or drop it: kvroute prefixes rm ID",
     "audit": "restart the replica with the router's version",
-    "cluster": "nothing to do: it is skipped and expires",
-    "account": f"its counts are lost; {FOREIGN}",
+    "cluster": "nothing to do: the entry is skipped, and it expires",
+    "account": f"the usage that it counted is lost; {FOREIGN}",
     "response": f"its conversation is lost; do all routers have the same version? {FOREIGN}",
 }
-# Counts of blocks that an audit compares with the router's -> name in findings.
+# Sources of the block counts that an audit compares -> their names in findings.
 ACCOUNTS = {"engine": "the engine", "replica": "the replica", "redis": "Redis"}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """The result of one check."""
+
     name: str
     grade: Grade
     finding: str
-    remedy: str = ""  # what to do; empty if the grade is ok
+    remedy: str = ""  # what the user can do; empty if the grade is ok
 
 
 def cluster(health: Facts) -> Check:
+    """Check that a replica is ready."""
     ready = health["replicas"]
     if ready:
         return Check("cluster", "ok", f"{ready} replicas are ready")
@@ -65,7 +68,7 @@ def cluster(health: Facts) -> Check:
 
 
 def handshake(health: Facts) -> Iterator[Check]:
-    """Check that replicas and router compute the same tokens and the same blocks from a text."""
+    """Check that replicas and router compute the same tokens and fingerprints from a text."""
     degraded: Mapping[str, str] = health.get("degraded") or {}
     if not degraded:
         yield Check("handshake", "ok", "all replicas are compatible with the router")
@@ -85,31 +88,34 @@ def connections(health: Facts) -> Iterator[Check]:
         yield Check("connections", "wrong", finding, remedy)
 
 
-def blamed(found: Sequence[Facts]) -> Check:
-    """Check whether requests stopped a replica.
+def blamed(requests: Sequence[Facts]) -> Check:
+    """Check whether requests are suspected of having stopped a replica.
 
     Args:
-        found: The blamed requests, each with its model, age and reason.
+        requests: The suspected requests, each with its model, age and reason.
     """
-    if not found:
+    if not requests:
         return Check("requests", "ok", "no request has stopped a replica lately")
-    last = min(found, key=lambda request: float(request["age_s"]))
-    finding = f"{len(found)} different requests for {last['model']} are refused for some minutes; "
+    last = min(requests, key=lambda request: float(request["age_s"]))
+    finding = (
+        f"{len(requests)} different requests for {last['model']} are refused for some minutes; "
+    )
     finding += f"the latest for {last['age_s']:.0f} s: {last['why']}"
     remedy = "the router's log has the request's id; its client should send a smaller request"
     return Check("requests", "warning", finding, remedy)
 
 
-def deployments(found: Mapping[str, Facts] | None) -> Iterator[Check]:
+def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
     """Compare the deployments' actual states in Serve with their target states."""
-    if found is None:
+    if states is None:
         remedy = (
-            "requests are served, but dead processes are not replaced: see Serve's log on the head"
+            "requests are served, but failed processes are not replaced; see Serve's log on the "
+            "head node"
         )
         yield Check("serve", "wrong", "Serve's controller does not answer", remedy)
         return
-    counts = {name: _count(deployment["replicas"]) for name, deployment in found.items()}
-    unhealthy = {name: state for name, state in found.items() if state["status"] != "HEALTHY"}
+    counts = {name: _count(deployment["replicas"]) for name, deployment in states.items()}
+    unhealthy = {name: state for name, state in states.items() if state["status"] != "HEALTHY"}
     if not unhealthy:
         yield Check("serve", "ok", "; ".join(f"{name}: {counts[name]}" for name in counts))
     for name, state in unhealthy.items():
@@ -122,27 +128,28 @@ def deployments(found: Mapping[str, Facts] | None) -> Iterator[Check]:
         yield Check("serve", "warning" if is_moving else "wrong", finding, remedy)
 
 
-def redis(found: Facts) -> Iterator[Check]:
-    if "error" in found:
-        finding = f"Redis is away or refuses writes: {found['error']}"
+def redis(facts: Facts) -> Iterator[Check]:
+    """Check that Redis can be used, and that it is fast and has memory."""
+    if "error" in facts:
+        finding = f"Redis is away or refuses writes: {facts['error']}"
         remedy = (
             "start it, open its port to the routers, or correct the error; meanwhile requests are "
             "served, with fewer cache hits"
         )
         yield Check("redis", "wrong", finding, remedy)
         return
-    problems = [*_redis_problems(found)]
+    problems = [*_redis_problems(facts)]
     yield from problems
     if not problems:
-        used = f"{found['used_bytes'] / 1e6:.1f} MB"
-        answers = f"answers in {found['answers_in_s'] * 1000:.1f} ms"
-        finding = f"Redis {found['version']}, {found['maxmemory_policy']}, {used}, {answers}"
+        used = f"{facts['used_bytes'] / 1e6:.1f} MB"
+        answers = f"answers in {facts['answers_in_s'] * 1000:.1f} ms"
+        finding = f"Redis {facts['version']}, {facts['maxmemory_policy']}, {used}, {answers}"
         yield Check("redis", "ok", finding)
 
 
-def _redis_problems(found: Facts) -> Iterator[Check]:
-    version, policy = found["version"], found["maxmemory_policy"]
-    used, limit, answers_in_s = found["used_bytes"], found["maxmemory_bytes"], found["answers_in_s"]
+def _redis_problems(facts: Facts) -> Iterator[Check]:
+    version, policy = facts["version"], facts["maxmemory_policy"]
+    used, limit, answers_in_s = facts["used_bytes"], facts["maxmemory_bytes"], facts["answers_in_s"]
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         yield Check("redis", "wrong", f"Redis {version} is too old", "run Redis 6.2 or newer")
     if policy != SAFE_POLICY:  # volatile-* is unsafe as well, since every key expires
@@ -153,26 +160,34 @@ def _redis_problems(found: Facts) -> Iterator[Check]:
         yield Check("redis", "warning", finding, "raise maxmemory")
     if answers_in_s > SLOW_REDIS_S:
         finding = f"Redis took {answers_in_s * 1000:.0f} ms to answer"
-        remedy = "routers learn of blocks that much later: use a nearer Redis, or give it more CPU"
+        remedy = (
+            "routers learn of new blocks this much later; use a nearer Redis, or give it more CPU"
+        )
         yield Check("redis", "warning", finding, remedy)
 
 
 def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterator[Check]:
-    """Check that each running replica has a lease that is renewed in time.
+    """Check that each running replica renews its lease in time.
 
     Args:
         running: Ids of the replicas that Serve runs.
-        left_s: Remaining seconds of each replica's lease; None without Redis: no check.
+        left_s: Replica -> remaining seconds of its lease; None: Redis is away, so do not check.
     """
     if left_s is None:
         return
     missing = sorted(set(running) - left_s.keys())
-    late = {replica_id: left for replica_id, left in left_s.items() if left < LATE_LEASE_S}
+    late = {
+        replica_id: remaining_s
+        for replica_id, remaining_s in left_s.items()
+        if remaining_s < LATE_LEASE_S
+    }
     for replica_id in missing:
         finding = f"replica {replica_id} runs without a lease, so routers ignore its cache"
         yield Check("leases", "wrong", finding, CANARY_REMEDIES["not in the index"])
-    for replica_id, left in late.items():
-        finding = f"the lease of replica {replica_id} ends in {left:.1f} s: its renewal is late"
+    for replica_id, remaining_s in late.items():
+        finding = (
+            f"the lease of replica {replica_id} ends in {remaining_s:.1f} s: its renewal is late"
+        )
         remedy = "give it or Redis more CPU; if it died, it disappears from this check in seconds"
         yield Check("leases", "warning", finding, remedy)
     if not missing and not late:
@@ -180,23 +195,25 @@ def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterat
         yield Check("leases", "ok", f"{len(left_s)} replicas have a valid lease{shortest}")
 
 
-def clusters(found: Sequence[Facts] | None) -> Iterator[Check]:
-    """Check that no other cluster with this cluster's name uses the same Redis.
+def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
+    """Check that no other cluster with this cluster's id uses the same Redis.
 
     Args:
-        found: For each model, this cluster and the others in its Redis; None without Redis: no
-            check.
+        models: For each model, this cluster and the other clusters in its Redis; None: Redis is
+            away, so do not check.
     """
-    for model in found or ():
+    for model in models or ():
         own, others = model["own"], model["others"]
         twins = [other for other in others if other["is_twin"]]
         for twin in twins:
             finding = (
                 f"another cluster named {own['cluster']!r} serves {own['model']} through this "
                 f"Redis: its Ray is at {twin['ray_address']}, ours at {own['ray_address']}; "
-                "their data mix"
+                "each of them reads the data of the other"
             )
-            remedy = "give each its own --cluster; a stopped cluster disappears here in 30 s"
+            remedy = (
+                "set a different --cluster for each; a stopped cluster disappears here after 30 s"
+            )
             yield Check("clusters", "warning", finding, remedy)
         names = sorted({repr(other["cluster"]) for other in others if not other["is_twin"]})
         finding = f"this is {own['cluster']!r}"
@@ -208,12 +225,12 @@ def clusters(found: Sequence[Facts] | None) -> Iterator[Check]:
 
 
 def records(unreadable: Sequence[Facts]) -> Iterator[Check]:
-    """Check that the router could read all items in Redis lately.
+    """Check that the router could read all items in Redis in the last RECENT_S.
 
     Args:
-        unreadable: Items that the router skipped since its start, by model and kind.
+        unreadable: Items that the router has skipped since its start, by model and kind.
     """
-    recent = [item for item in unreadable if item["age_s"] < LATELY_S]
+    recent = [item for item in unreadable if item["age_s"] < RECENT_S]
     for item in recent:
         finding = (
             f"{item['kind']} {item['last']!r} of {item['model']} cannot be read: {item['reason']}; "
@@ -228,7 +245,7 @@ def records(unreadable: Sequence[Facts]) -> Iterator[Check]:
 
 
 def rendering(differences: Mapping[str, int]) -> Check:
-    """Check that routers render prompts as vLLM does.
+    """Check that routers render prompts exactly as vLLM does.
 
     Args:
         differences: Replica -> number of checked prompts that vLLM renders differently.
@@ -267,6 +284,7 @@ def cache_events(guessed: Sequence[str]) -> Iterator[Check]:
 
 
 def haproxy(serve: Facts) -> Check:
+    """Check that requests go through HAProxy, and that Serve's throughput mode is on."""
     if not serve["haproxy"]:
         finding = "HAProxy is off: requests go through Serve's own proxy, which is slower"
         remedy = (
@@ -284,15 +302,15 @@ def haproxy(serve: Facts) -> Check:
     return Check("haproxy", "ok", "requests go through HAProxy, and Serve's throughput mode is on")
 
 
-def access(found: Facts) -> Check:
-    """Check who can use the cluster. The host is None if Serve's controller did not answer."""
-    host, problem = found["host"], found["problem"]
+def access(facts: Facts) -> Check:
+    """Check who can use the cluster. The host is None if Serve's controller has not answered."""
+    host, problem = facts["host"], facts["problem"]
     if problem:
         finding = f"the key file cannot be read, so the earlier API keys stay valid: {problem}"
         return Check(
             "access", "wrong", finding, "correct the file; kvroute keys list --file checks it"
         )
-    if found["has_keys"]:
+    if facts["has_keys"]:
         return Check("access", "ok", "requests need API keys")
     if host and is_local(host):
         return Check(
@@ -308,7 +326,7 @@ def versions(installed: Mapping[str, str], ours: str, nodes: Sequence[str] | Non
     """Check that this command and the cluster have the same version.
 
     Args:
-        installed: Package -> version, at the router.
+        installed: Package -> its version at the router.
         ours: This command's version of kvroute.
         nodes: The cluster's nodes; None if they are unknown.
     """
@@ -319,12 +337,12 @@ def versions(installed: Mapping[str, str], ours: str, nodes: Sequence[str] | Non
         return Check("versions", "wrong", problem, "install a supported version of vLLM")
     if installed.get("kvroute") == ours:
         return Check("versions", "ok", finding)
-    remedy = "run the cluster's version of this command, since other versions check other things"
+    remedy = "install the cluster's version here, since other versions check other things"
     return Check("versions", "warning", f"{finding}; this command is kvroute {ours}", remedy)
 
 
 def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
-    """Check the results of one small request to each replica."""
+    """Check the results of the canaries: one small request to each replica."""
     seen = [replica for replica in replicas if replica["cause"] is None]
     unseen = [replica for replica in replicas if replica["cause"] == "Redis is away"]
     if seen:
@@ -344,21 +362,21 @@ def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
             yield _lost_canary(replica)
 
 
-def _replicas(found: Sequence[Facts]) -> int:
-    """Return the number of replicas; each rank of a replica had its own canary."""
-    return len(replicas_of(rank["id"] for rank in found))
+def _replicas(ranks: Sequence[Facts]) -> int:
+    """Return the number of replicas; each rank of a replica has received a canary."""
+    return len(replicas_of(rank["id"] for rank in ranks))
 
 
-def _lost_canary(found: Facts) -> Check:
-    name, cause = f"canary of {found['id']}", found["cause"]
+def _lost_canary(replica: Facts) -> Check:
+    name, cause = f"canary of {replica['id']}", replica["cause"]
     if cause == "caching is off":
-        return Check(name, "ok", f"answered in {found['answered_s'] * 1000:.0f} ms; {cause}")
-    blocks = found["blocks"]
+        return Check(name, "ok", f"answered in {replica['answered_s'] * 1000:.0f} ms; {cause}")
+    blocks = replica["blocks"]
     counts = (
         f"of {blocks['expected']} blocks {_known(blocks['redis'])} in Redis, "
         f"{blocks['mirror']} in the router"
     )
-    finding = ": ".join(filter(None, (cause, found["detail"])))
+    finding = ": ".join(filter(None, (cause, replica["detail"])))
     if cause != "no answer":
         finding += f"; {counts}"
     return Check(name, "wrong", finding, CANARY_REMEDIES[cause])

@@ -1,4 +1,4 @@
-"""Bounds the differences between clocks from the timestamps in the processes' responses."""
+"""Checks that clocks agree, from timestamps in the responses of the cluster's processes."""
 
 from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
@@ -6,23 +6,23 @@ from typing import NamedTuple
 
 from kvroute.doctor.checks import Check
 
-AGREED_S = 1.0  # seconds; clocks that certainly differ by more are reported
-REMEDY = "keep the clocks of all nodes in step: chrony, or another NTP client"
+AGREED_S = 1.0  # two clocks are reported if their difference is certainly larger
+REMEDY = "synchronise the clocks of all nodes, with chrony or another NTP client"
 
 
 class Offset(NamedTuple):
-    """Bounds of how far one clock is ahead of another, in seconds."""
+    """The lower and the upper bound of how many seconds one clock is ahead of another."""
 
     low_s: float
     high_s: float
 
     @property
-    def least_s(self) -> float:
-        """Return the smallest possible difference; negative if the clock is behind."""
+    def min_difference_s(self) -> float:
+        """Return the smallest possible difference; it is negative if the clock is behind."""
         return max(self.low_s, 0.0) + min(self.high_s, 0.0)
 
-    def beyond(self, other: "Offset") -> "Offset":
-        """Return this clock's offset to the other; both offsets refer to the same third clock."""
+    def relative_to(self, other: "Offset") -> "Offset":
+        """Return the offset to another clock; both offsets must refer to the same third clock."""
         return Offset(self.low_s - other.high_s, self.high_s - other.low_s)
 
 
@@ -32,16 +32,16 @@ def offset(
     """Return the offset of a clock that was read between a request and its response.
 
     Args:
-        clock_s: The clock's reading, rounded down to `resolution_s`.
+        clock_s: The time that the clock showed, rounded down to `resolution_s`.
         sent_s: Time of the request on this computer's clock.
         received_s: Time of the response on this computer's clock.
-        resolution_s: Resolution of the reading.
+        resolution_s: Resolution of `clock_s`.
     """
     return Offset(clock_s - received_s, clock_s + resolution_s - sent_s)
 
 
 def dated(header: str | None, *, sent_s: float, received_s: float) -> Offset | None:
-    """Return the offset of the clock that wrote an HTTP Date header, or None without one."""
+    """Return the offset of the clock that wrote an HTTP Date header, or None without a header."""
     try:
         clock_s = parsedate_to_datetime(header or "").timestamp()
     except ValueError:
@@ -54,17 +54,19 @@ def judge(router: Offset, redis: Offset | None, processes: Mapping[str, Offset])
 
     Args:
         router: Offset of the router's clock to this computer's.
-        redis: Offset of Redis's clock to the router's, if it is known.
+        redis: Offset of Redis's clock to the router's; None: unknown.
         processes: Process -> offset of its clock to this computer's.
     """
-    ahead_s = {name: clock.beyond(router).least_s for name, clock in processes.items()}
+    ahead_s = {
+        name: clock.relative_to(router).min_difference_s for name, clock in processes.items()
+    }
     if redis is not None:
-        ahead_s["Redis"] = redis.least_s
+        ahead_s["Redis"] = redis.min_difference_s
     apart = {name: by_s for name, by_s in ahead_s.items() if abs(by_s) > AGREED_S}
     for name, by_s in apart.items():
         yield Check("clocks", "wrong", f"{name} is {_away(by_s)} the router", REMEDY)
-    if abs(router.least_s) > AGREED_S:
-        finding = f"the router is {_away(router.least_s)} this computer"
+    if abs(router.min_difference_s) > AGREED_S:
+        finding = f"the router is {_away(router.min_difference_s)} this computer"
         yield Check("clocks", "warning", finding, "correct the clock that is wrong")
     elif not apart:
         others = f", and with {len(ahead_s)} others of the cluster" if ahead_s else ""

@@ -13,13 +13,13 @@ from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
 from kvroute.local.running import URL
 
-WAIT_S = 60.0  # timeout of a request in seconds; canaries and audits involve every replica
+WAIT_S = 60.0  # timeout of a request; long, since canaries and audits involve every replica
 
-Step = Callable[[str], object]  # receives a description of each step, for the terminal
+Step = Callable[[str], object]  # called with a description of each step, for the terminal
 
 
 def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterator[Check]:
-    """Yield the checks in order, as far as the cluster responds."""
+    """Query the cluster and yield the checks in order, as far as it responds."""
     try:
         health = httpx.get(f"{url}/health", timeout=WAIT_S).json()
         ready = int(health["replicas"])
@@ -36,14 +36,16 @@ def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> 
 
 
 class _RefusedError(Exception):
-    """The cluster returned an error. The message is the cluster's."""
+    """The cluster has returned an error, whose message this is."""
 
 
 class _ForbiddenError(_RefusedError):
-    """The user's API key lacks the role."""
+    """The user's API key lacks the necessary role."""
 
 
 class _Collection:
+    """The queries that need a client."""
+
     def __init__(self, client: httpx.Client, step: Step) -> None:
         self._client = client
         self._step = step
@@ -58,7 +60,7 @@ class _Collection:
     def _attempt(
         self, name: str, step: str, part: Callable[[], Iterable[Check]]
     ) -> Iterable[Check]:
-        """Return the checks of one part, or one check with the error."""
+        """Return the checks of one part, or a check that reports the error of the part."""
         self._step(step)
         try:
             return list(part())
@@ -71,39 +73,39 @@ class _Collection:
             return [Check(name, "wrong", finding, "see the router's log; is it another version?")]
 
     def _request(self, method: str, path: str) -> Any:
-        answer = self._client.request(method, path)
-        found = answer.json()
-        if answer.is_error:
-            refused = _ForbiddenError if answer.status_code == 403 else _RefusedError
-            raise refused(error_message(found) or f"{method} {path}: {answer.status_code}")
-        return found
+        response = self._client.request(method, path)
+        body = response.json()
+        if response.is_error:
+            refused = _ForbiddenError if response.status_code == 403 else _RefusedError
+            raise refused(error_message(body) or f"{method} {path}: {response.status_code}")
+        return body
 
     def _diagnosis(self) -> Iterator[Check]:
         sent_s = time.time()
-        found = self._request("GET", "/v1/cluster/diagnosis")
-        router = clocks.offset(found["now_s"], sent_s=sent_s, received_s=time.time())
-        replicas, ours = found["replicas"], importlib.metadata.version("kvroute")
-        yield from checks.deployments(found["serve"]["deployments"])
-        yield from checks.redis(found["redis"])
+        diagnosis = self._request("GET", "/v1/cluster/diagnosis")
+        router = clocks.offset(diagnosis["now_s"], sent_s=sent_s, received_s=time.time())
+        replicas, ours = diagnosis["replicas"], importlib.metadata.version("kvroute")
+        yield from checks.deployments(diagnosis["serve"]["deployments"])
+        yield from checks.redis(diagnosis["redis"])
         yield from checks.leases(replicas["running"], replicas["leases_s"])
-        yield from checks.clusters(found["clusters"])
-        yield from checks.records(found["unreadable"])
+        yield from checks.clusters(diagnosis["clusters"])
+        yield from checks.records(diagnosis["unreadable"])
         yield checks.rendering(replicas.get("rendering_differences", {}))
         yield from checks.hooks(replicas.get("unfit", {}))
         yield from checks.cache_events(replicas.get("guessed_caches", ()))
-        yield checks.blamed(found.get("blamed", ()))
-        yield from load_checks.hits(found["hits"])
+        yield checks.blamed(diagnosis.get("blamed", ()))
+        yield from load_checks.hits(diagnosis["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
         yield from load_checks.speeds(replicas.get("slow", {}))
-        yield from load_checks.queues(found.get("queues", ()))
-        yield from seat_checks.seats(found.get("seats", ()))
-        yield checks.haproxy(found["serve"])
-        yield checks.access(found["access"])
-        yield checks.versions(found["versions"], ours, found["nodes"])
-        yield from self._processes(router, found)
+        yield from load_checks.queues(diagnosis.get("queues", ()))
+        yield from seat_checks.seats(diagnosis.get("seats", ()))
+        yield checks.haproxy(diagnosis["serve"])
+        yield checks.access(diagnosis["access"])
+        yield checks.versions(diagnosis["versions"], ours, diagnosis["nodes"])
+        yield from self._processes(router, diagnosis)
 
-    def _processes(self, router: Offset, found: checks.Facts) -> Iterator[Check]:
-        replicas, redis = found["replicas"], found["redis"]
+    def _processes(self, router: Offset, diagnosis: checks.Facts) -> Iterator[Check]:
+        replicas, redis = diagnosis["replicas"], diagnosis["redis"]
         self._step("reading each process's metrics")
         probes = list[metrics_ports.Probe]()
         try:
@@ -112,9 +114,9 @@ class _Collection:
             yield from metrics_ports.judge(probes)
             yield from metrics_ports.judge_missing(replicas["leases_s"] or (), targets)
             yield from metrics_ports.judge_logs(probes)
-            is_busy = load_checks.is_busy(replicas["backlogs_s"], found.get("queues", ()))
+            is_busy = load_checks.is_busy(replicas["backlogs_s"], diagnosis.get("queues", ()))
             for model, caches in metrics_ports.caches(probes).items():
-                yield from cache_size.judge(model, found["hits"], caches, is_busy=is_busy)
+                yield from cache_size.judge(model, diagnosis["hits"], caches, is_busy=is_busy)
         except _RefusedError as error:
             yield Check(
                 "ports",
@@ -127,9 +129,9 @@ class _Collection:
         yield from clocks.judge(router, ahead, processes)
 
     def _canary(self) -> Iterator[Check]:
-        found = self._request("POST", "/v1/cluster/canary")
-        return checks.canary(found["replicas"], found["router"])
+        body = self._request("POST", "/v1/cluster/canary")
+        return checks.canary(body["replicas"], body["router"])
 
     def _audit(self) -> Iterator[Check]:
-        found = self._request("GET", "/v1/cluster/audit")
-        return (checks.audit(replica, found["router"]) for replica in found["replicas"])
+        body = self._request("GET", "/v1/cluster/audit")
+        return (checks.audit(replica, body["router"]) for replica in body["replicas"])

@@ -1,4 +1,4 @@
-"""Checks of recent requests: causes of cache misses, changed chats, busy replicas and waits."""
+"""Checks recent requests: causes of cache misses, changed chats, busy replicas, and waits."""
 
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,26 +6,29 @@ from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
 
-LONG_S = 5.0  # seconds of prefill in a replica's queue, or of the mean wait: more is a warning
-FEW_REQUESTS = 20  # number of recent requests below which cache hits are not judged
-LONG_WAIT_S = 1.0  # seconds that the oldest request may wait for a replica without a warning
-REFUSALS = {  # reason -> end of the sentence "3 requests ..."
+# There is a warning if a replica has more seconds of prefill queued, or the mean wait is longer.
+LONG_S = 5.0
+FEW_REQUESTS = 20  # with fewer recent requests, cache hits are not judged
+LONG_WAIT_S = 1.0  # a warning if the oldest request has waited longer for a replica
+REFUSALS = {  # reason of a refusal -> end of a text that begins with a number of requests
     "forecast": "would have waited too long",
     "deadline": "had waited too long",
-    "full": "met a full queue",
+    "full": "found the queue full",
     "no_replica": "found no replica",
     "no_seat": "waited too long for a seat of their session",
 }
-BIGGER = "more replicas, or a larger --max-replicas"
+BIGGER = "add replicas, or set a larger --max-replicas"
 
 
 class Limit(NamedTuple):
-    share: float  # share of all prompt tokens above which a cause of misses is a warning
+    """When a cause of misses is a warning, and what the warning says."""
+
+    share: float  # above this share of all prompt tokens, the cause is a warning
     meaning: str
     remedy: str
 
 
-LIMITS = {  # cause of misses in the ledger -> limit
+LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "stale": Limit(
         0.1,
         "the router expected tokens in caches that did not have them",
@@ -33,7 +36,7 @@ LIMITS = {  # cause of misses in the ledger -> limit
     ),
     "spilled": Limit(
         0.2,
-        "replicas that had the prompts cached were too busy to get them",
+        "the replicas that had cached the prompts were too busy to get them",
         "add replicas; or declare prefixes that many prompts share: kvroute prefixes add",
     ),
     "unpinned": Limit(
@@ -44,11 +47,11 @@ LIMITS = {  # cause of misses in the ledger -> limit
     "evicted": Limit(
         0.2,
         "the blocks were evicted, cleared, or lost with their replica",
-        "add memory for caches, or replicas; was a cache cleared or a replica replaced?",
+        "add memory for caches, or add replicas; was a cache cleared or a replica replaced?",
     ),
 }
 
-BROKEN_SHARE = 0.05  # share of prompt tokens missed after a changed place: more is a warning
+BROKEN_SHARE = 0.05  # a warning if a larger share of prompt tokens is missed after a changed place
 MOVE = "put changing text, such as dates and ids, at the end: into the last user message"
 REMEDIES = {  # part of the chat that changes -> remedy; other parts: MOVE
     "tools": "send the same tools in the same order with each turn",
@@ -69,18 +72,18 @@ WHERE = {  # part of the chat that changes -> its description
 }
 
 
-def hits(found: Facts) -> Iterator[Check]:
+def hits(ledger: Facts) -> Iterator[Check]:
     """Check the causes of cache misses.
 
     Args:
-        found: The ledger of one router's requests in the last window_s seconds.
+        ledger: Hits and misses of one router's requests in the last window_s seconds, by cause.
     """
-    tokens, requests = found["tokens"], found["requests"]
+    tokens, requests = ledger["tokens"], ledger["requests"]
     total = sum(tokens.values())
     if requests < FEW_REQUESTS:
-        yield Check("hits", "ok", f"{requests} requests in {_minutes(found)}: too few to judge")
+        yield Check("hits", "ok", f"{requests} requests in {_minutes(ledger)}: too few to judge")
         return
-    broken = list(_broken(tokens.get("broken", 0), found.get("broken") or (), total))
+    broken = list(_broken(tokens.get("broken", 0), ledger.get("broken") or (), total))
     yield from broken
     causes = [cause for cause in LIMITS if tokens[cause] > LIMITS[cause].share * total]
     for cause in causes:
@@ -88,16 +91,16 @@ def hits(found: Facts) -> Iterator[Check]:
         finding = f"{cause}: {share:.0%} of the prompts' tokens; {limit.meaning}"
         yield Check("hits", "warning", finding, limit.remedy)
     if not causes and not broken:
-        yield Check("hits", "ok", _shares(tokens, total) + f", of {total:,} in {_minutes(found)}")
+        yield Check("hits", "ok", _shares(tokens, total) + f", of {total:,} in {_minutes(ledger)}")
 
 
 def _broken(tokens: int, places: Sequence[Facts], total: int) -> Iterator[Check]:
-    """Check for chats that change before their end.
+    """Check for chats whose earlier messages change from turn to turn.
 
     Args:
-        tokens: Tokens that were missed because a chat changed.
-        places: Places where chats change, the costliest first.
-        total: All prompt tokens.
+        tokens: Number of tokens that missed the cache because a chat changed.
+        places: Places where chats change, the most costly first.
+        total: Number of all prompt tokens.
     """
     notable = [place for place in places if place["tokens"] > BROKEN_SHARE * total]
     for place in notable:
@@ -117,7 +120,7 @@ def _where(place: Facts) -> str:
 
 
 def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
-    """Check the replicas' queues.
+    """Check how much prefill is queued at the replicas.
 
     Args:
         backlogs_s: Replica -> seconds of prefill that are queued or running.
@@ -155,42 +158,44 @@ def speeds(slow: Mapping[str, float]) -> Iterator[Check]:
         yield Check("speed", "ok", "no replica is far slower than the others")
 
 
-def is_busy(backlogs_s: Mapping[str, float], found: Iterable[Facts]) -> bool:
+def is_busy(backlogs_s: Mapping[str, float], queues: Iterable[Facts]) -> bool:
     """Return whether requests wait because the whole fleet is busy.
 
     Args:
         backlogs_s: Replica -> seconds of prefill that are queued or running.
-        found: The routers' queues, as for `queues`.
+        queues: For each model, one router's queue.
     """
     if backlogs_s and statistics.median(backlogs_s.values()) > LONG_S:
         return True
     return any(
         [*_waiting(queue), *_refused(queue)] or queue["recent"]["mean_s"] >= LONG_S
-        for queue in found
+        for queue in queues
     )
 
 
-def queues(found: Iterable[Facts]) -> Iterator[Check]:
-    """Check the waits of requests.
+def queues(queues: Iterable[Facts]) -> Iterator[Check]:
+    """Check how long requests wait in a router's queue.
 
     Args:
-        found: One router's queue for each model: waiting requests and recent waits.
+        queues: For each model, one router's queue: waiting requests and recent waits.
     """
-    for queue in found:
+    for queue in queues:
         problems = [*_waiting(queue), *_refused(queue)]
         yield from problems or [_have_waited(queue)]
 
 
 def _waiting(queue: Facts) -> Iterator[Check]:
-    """Check the normal queue; background requests are left out, since they are meant to wait."""
+    """Check the normal queue only, since background requests are meant to wait."""
     here, everywhere = queue["lines"]["default"], queue["all_routers"]["requests"]
     if here["oldest_s"] < LONG_WAIT_S:
         return
-    finding = f"{_plural(here['requests'], 'request')} for {queue['model']} held back while every "
+    finding = (
+        f"{_plural(here['requests'], 'request')} for {queue['model']} in the queue, since every "
+    )
     finding += f"replica is busy: {here['prefill_s']:.0f} s of prefill, the oldest for "
     finding += f"{here['oldest_s']:.0f} s"
     if everywhere > queue["requests"]:
-        finding += f"; {everywhere:,} in all routers"
+        finding += f"; {everywhere:,} requests in the queues of all routers"
     yield Check("queue", "warning", finding, BIGGER)
 
 
@@ -202,7 +207,7 @@ def _refused(queue: Facts) -> Iterator[Check]:
     finding = f"{_plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
     finding += f"{_minutes(queue['recent'])}: {reasons}"
     options = "--max-seat-wait-s" if refused.keys() == {"no_seat"} else "--max-wait-s"
-    yield Check("queue", "warning", finding, f"{BIGGER}; or a larger {options}")
+    yield Check("queue", "warning", finding, f"{BIGGER}; or set a larger {options}")
 
 
 def _have_waited(queue: Facts) -> Check:
@@ -232,5 +237,5 @@ def _plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _minutes(found: Facts) -> str:
-    return f"{found['window_s'] / 60:.0f} minutes"
+def _minutes(recent: Facts) -> str:
+    return f"{recent['window_s'] / 60:.0f} minutes"

@@ -1,4 +1,4 @@
-"""Checks the seats of sessions: how many are taken, how many requests wait for one, and why."""
+"""Checks the seats of sessions: how many sessions have one, and how many requests wait for one."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,13 +10,13 @@ REMEDY = (
 )
 
 
-def seats(found: Iterable[Facts]) -> Iterator[Check]:
+def seats(models: Iterable[Facts]) -> Iterator[Check]:
     """Check whether requests wait for a seat.
 
     Args:
-        found: One router's view of each model's seats.
+        models: One router's view of each model's seats.
     """
-    for model in found:
+    for model in models:
         is_waiting = model["is_limited"] and model["all_routers"]["waiting"]
         if is_waiting:
             yield Check("seats", "warning", seated(model), REMEDY)
@@ -25,12 +25,12 @@ def seats(found: Iterable[Facts]) -> Iterator[Check]:
 
 
 def seated(seats: Facts) -> str:
-    """Return how many sessions have seats and how many requests wait, while seats are limited."""
+    """Say how many sessions have seats, why not all of them, and how many requests wait."""
     waiting = seats["all_routers"]["waiting"]
-    text = f"{_counted(seats['seats'], 'session')} of {seats['sessions']:,} for {seats['model']} "
-    text += f"with a seat, since {_why(seats)}; {_counted(waiting, 'request')} waiting for one"
+    text = f"{seats['seats']:,} of {_counted(seats['sessions'], 'session')} for {seats['model']} "
+    text += f"with a seat, since {_why(seats)}; {_counted(waiting, 'request')} waiting for a seat"
     if waiting:
-        text += f", the first for {seats['all_routers']['oldest_s']:.0f} s"
+        text += f", the oldest for {seats['all_routers']['oldest_s']:.0f} s"
     return text
 
 
@@ -46,7 +46,7 @@ def _why(seats: Facts) -> str:
     if seats["most"] is not None:
         return f"--max-sessions is {seats['most']:,}"
     return (
-        f"the contexts of active sessions have {seats['tokens']:,} tokens and the caches room for "
+        f"the contexts of active sessions have {seats['tokens']:,} tokens, and the caches hold "
         f"{seats['limit_tokens']:,}"
     )
 

@@ -1,1 +1,1 @@
-"""API keys: who may use, observe and manage a cluster."""
+"""API keys, which decide who may use, observe and manage a cluster, and the limits of tenants."""

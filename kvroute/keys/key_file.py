@@ -22,17 +22,17 @@ from kvroute.contract.priority import Priority
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.keys.limits import TenantLimits
 
-VERSION = 1
-PREFIX = "kvr"
-ID_BYTES = 6  # random bytes of a key's id, which is written in hex
-SECRET_BYTES = 32  # random bytes of a key's secret
-LARGEST = 16 << 20  # most bytes of the file
+VERSION = 1  # version of the file's format
+PREFIX = "kvr"  # first part of every key
+ID_BYTES = 6  # number of random bytes in a key's id, which is written in hex
+SECRET_BYTES = 32  # number of random bytes in a key's secret
+MAX_BYTES = 16 << 20  # maximum size of the file
 
-# use: generating and embedding. observe: live page, metrics and state of the cluster, including the
-# requests of all tenants. manage: named prefixes and audits.
+# What a key allows. use: generate and embed. observe: read the live page, the metrics and the state
+# of the cluster, which show the requests of all tenants. manage: change named prefixes, run audits.
 Role = Literal["use", "observe", "manage"]
 ROLES: tuple[Role, ...] = get_args(Role)
-TENANT = r"^[\w.@-]{1,64}\Z"
+TENANT = r"^[\w.@-]{1,64}\Z"  # pattern of a tenant's name
 
 Id = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * ID_BYTES}}}$")]
 Tenant = Annotated[str, Meta(pattern=TENANT)]
@@ -40,11 +40,11 @@ Limited = Annotated[str, Meta(pattern=rf"{TENANT}|^\*\Z")]  # a tenant, or limit
 
 
 class KeyFileError(ValueError):
-    """The file cannot be used; the message says why."""
+    """The key file cannot be used; the message says why."""
 
 
 class Key(Struct, frozen=True):
-    """An entry of the file."""
+    """The entry of one key in the file."""
 
     id: Id
     tenant: Tenant
@@ -52,27 +52,28 @@ class Key(Struct, frozen=True):
     salt: Annotated[bytes, Meta(min_length=16, max_length=16)]
     hash: Annotated[bytes, Meta(min_length=32, max_length=32)]
     created: str = ""  # ISO date
-    priority: Priority = "default"  # the most urgent class that the key's requests can have
+    priority: Priority = "default"  # most urgent priority class of requests with this key
 
 
 class KeyFile(Struct, frozen=True):
     """The content of the file."""
 
-    # Tenants' salts are derived from it: with another secret, nothing that they cached is found.
+    # The tenants' salts are derived from the secret. If it changes, their cached blocks are lost.
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
     keys: tuple[Key, ...] = ()
     version: int = VERSION
-    tenants: dict[Limited, TenantLimits] = {}  # limits by tenant, or by limits.ANY
+    tenants: dict[Limited, TenantLimits] = {}  # tenant, or limits.ANY -> its limits
 
 
 def new_file() -> KeyFile:
+    """Create an empty file with a random secret."""
     return KeyFile(secrets.token_bytes(32))
 
 
 def new_key(
     tenant: str, roles: Sequence[Role], created: str, priority: Priority = "default"
 ) -> tuple[str, Key]:
-    """Create a key; return it as its client gets it, and its entry.
+    """Create a key. Return the text that the client sends, and the entry for the file.
 
     Raises:
         msgspec.ValidationError: the tenant or a role is invalid.
@@ -85,6 +86,7 @@ def new_key(
 
 
 def hash_of(secret: str, salt: bytes) -> bytes:
+    """Return the salted hash of a key's secret."""
     return blake2b(secret.encode(errors="replace"), digest_size=32, salt=salt).digest()
 
 
@@ -92,11 +94,11 @@ def read(path: Path) -> KeyFile:
     """Read the file. Raises KeyFileError."""
     try:
         with path.open("rb") as file:
-            data = file.read(LARGEST + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from None
-    if len(data) > LARGEST:
-        raise KeyFileError(f"{path} is larger than {LARGEST >> 20} MB")
+    if len(data) > MAX_BYTES:
+        raise KeyFileError(f"{path} is larger than {MAX_BYTES >> 20} MB; is it a file of API keys?")
     try:
         decoded = msgspec.json.decode(data, type=KeyFile)
     except DECODE_ERRORS as error:
@@ -112,7 +114,7 @@ def read(path: Path) -> KeyFile:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock the file against other `kvroute keys` commands. Raises KeyFileError."""
+    """Keep other `kvroute keys` commands from changing the file. Raises KeyFileError."""
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY)
     except OSError as error:
@@ -137,9 +139,9 @@ def write(path: Path, file: KeyFile) -> None:
         try:
             with os.fdopen(handle, "wb") as written:
                 if path.exists():
-                    before = path.stat()
-                    os.fchown(handle, before.st_uid, before.st_gid)
-                    os.fchmod(handle, stat.S_IMODE(before.st_mode))
+                    existing = path.stat()
+                    os.fchown(handle, existing.st_uid, existing.st_gid)
+                    os.fchmod(handle, stat.S_IMODE(existing.st_mode))
                 written.write(data)
                 written.flush()
                 os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The sender of a request, identified by its API key."""
+"""Identifies the sender of a request by its API key."""
 
 import hmac
 import secrets
@@ -9,45 +9,46 @@ from kvroute.contract.priority import Priority
 from kvroute.keys.key_file import PREFIX, Key, KeyFile, hash_of
 from kvroute.keys.limits import ANY, TenantLimits
 
-# The entry that unknown ids are compared with: no secret has its hash.
+# Unknown ids are compared with this entry, which takes as long as for known ids. No secret has
+# this hash.
 NOBODY = Key("", "", (), bytes(16), secrets.token_bytes(32))
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request."""
+    """The sender of a request: its tenant, and what its API key allows."""
 
     tenant: str
     roles: frozenset[str]
-    salt: str  # salt of all cached data of the tenant; replicas and Redis know it
-    secret: str = ""  # salt of the tenant's stored responses; only routers know it
-    priority: Priority = "default"  # the most urgent class that its requests can have
+    salt: str  # cache salt of the tenant's prompts; replicas and Redis know this salt
+    secret: str = ""  # salt of the tenant's stored responses; only routers know this salt
+    priority: Priority = "default"  # most urgent priority class of its requests
 
-    def salted(self, own: str) -> str:
-        """Return the salt of a request of this tenant with the `cache_salt` `own`.
+    def salted(self, cache_salt: str) -> str:
+        """Combine the tenant's salt with the `cache_salt` of a request, which may be empty.
 
-        No salt belongs to two tenants.
+        Two tenants never get the same result.
         """
-        return f"{self.salt}.{own}" if own else self.salt
+        return f"{self.salt}.{cache_salt}" if cache_salt else self.salt
 
 
 def tenant_of(caller: Caller | None) -> str:
-    """Return the caller's tenant; empty without API keys."""
+    """Return the caller's tenant; empty if the cluster has no API keys."""
     return "" if caller is None else caller.tenant
 
 
-def salted(caller: Caller | None, own: str) -> str:
-    """Return the salt of any request; `own` without API keys."""
-    return own if caller is None else caller.salted(own)
+def salted(caller: Caller | None, cache_salt: str) -> str:
+    """Return the salt of a request's prompts; without API keys, this is its `cache_salt`."""
+    return cache_salt if caller is None else caller.salted(cache_salt)
 
 
-def owner(caller: Caller | None, own: str) -> str:
+def owner(caller: Caller | None, cache_salt: str) -> str:
     """Return the salt of the stored responses that a request can use."""
-    return own if caller is None else f"{caller.secret}.{own}"
+    return cache_salt if caller is None else f"{caller.secret}.{cache_salt}"
 
 
 class Keyring:
-    """All keys of a file."""
+    """The keys and the limits in a key file."""
 
     def __init__(self, file: KeyFile) -> None:
         self._keys = {key.id: key for key in file.keys}
@@ -65,15 +66,15 @@ class Keyring:
         self._limits = {tenant: limit for tenant, limit in limits.items() if limit is not None}
 
     def limits(self, tenant: str) -> TenantLimits | None:
-        """Return the limits of a tenant with a key; None: it has no limits."""
+        """Return the limits of a tenant that has a key; None: no limits apply to it."""
         return self._limits.get(tenant)
 
-    def caller(self, given: str) -> Caller | None:
+    def caller(self, api_key: str) -> Caller | None:
         """Return the owner of an API key; None if the key is not valid.
 
-        The check takes equally long for unknown ids and for wrong secrets.
+        The check takes the same time for an unknown id as for a wrong secret.
         """
-        prefix, _, rest = given.partition("-")
+        prefix, _, rest = api_key.partition("-")
         id_, _, secret = rest.partition("-")
         key = self._keys.get(id_, NOBODY)
         is_right = hmac.compare_digest(hash_of(secret, key.salt), key.hash)

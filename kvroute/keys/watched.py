@@ -1,4 +1,4 @@
-"""A key file that is read again when it changes."""
+"""Reads a key file again whenever it changes."""
 
 import asyncio
 import logging
@@ -16,27 +16,27 @@ POLL_S = 1.0  # seconds between two checks of the file
 
 
 class WatchedKeys:
-    """The keys of a file. While it cannot be read, the latest readable keys stay valid."""
+    """The keys of a file. If it becomes unreadable, the keys that were read last stay valid."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises KeyFileError."""
         self._path = path
         self._state = _state(path)
         self._keys = Keyring(read(path))
-        self.problem = ""  # why the file cannot be read now; empty: it can
+        self.problem = ""  # why the file cannot be read now; empty: it was read
 
     def keyring(self) -> Keyring:
         """Return the current keys."""
         return self._keys
 
     def limits(self, tenant: str) -> TenantLimits | None:
-        """Return the current limits of a tenant; None: it has no limits."""
+        """Return the current limits of a tenant; None: no limits apply to it."""
         return self._keys.limits(tenant)
 
     async def run(self) -> None:
-        """Check the file until cancelled.
+        """Check the file for changes until cancelled.
 
-        The checks have their own thread, so a disk that hangs blocks no other task, and no other
+        The checks run in their own thread. So a disk that hangs blocks no other task, and no other
         task delays the checks.
         """
         loop = asyncio.get_running_loop()
@@ -44,11 +44,11 @@ class WatchedKeys:
         try:
             while True:
                 await asyncio.sleep(POLL_S)
-                await loop.run_in_executor(thread, self._look)
+                await loop.run_in_executor(thread, self._read_if_changed)
         finally:
             thread.shutdown(wait=False)
 
-    def _look(self) -> None:
+    def _read_if_changed(self) -> None:
         try:
             state = _state(self._path)
             if state == self._state and not self.problem:
@@ -56,7 +56,7 @@ class WatchedKeys:
             self._keys = Keyring(read(self._path))
         except KeyFileError as error:
             if str(error) != self.problem:
-                log.error("the API keys were not updated, and the earlier ones stay: %s", error)
+                log.error("the API keys were not updated; the earlier keys stay valid: %s", error)
             self.problem = str(error)
             return
         self._state, self.problem = state, ""
@@ -64,7 +64,7 @@ class WatchedKeys:
 
 
 def _state(path: Path) -> tuple[int, int, int]:
-    """Return values that change when the file is written. Raises KeyFileError."""
+    """Return values that change whenever the file is written. Raises KeyFileError."""
     try:
         stat = os.stat(path)
     except OSError as error:

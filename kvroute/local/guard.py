@@ -1,6 +1,7 @@
-"""A parent process that ends every process of the cluster, however its child ends.
+"""A parent process that ends every process of the cluster, in whichever way its child ends.
 
-Ray's library aborts its process when Ray's head service (GCS) is lost, so Ray runs in a child.
+Ray's library aborts its own process when Ray's head service (GCS) is lost, so Ray runs in a child
+process.
 """
 
 import os
@@ -27,7 +28,7 @@ GRACE_S = 3.0  # seconds that remaining processes have to end before they are ki
 def guarded(work: Callable[[], int]) -> int:
     """Run `work` in a child process and return its exit code, or 1 if it was killed.
 
-    Signals to this process are forwarded to the child. No process that it started is left.
+    Signals to this process are forwarded to the child. Afterwards, all descendants are ended.
     """
     adopt_orphans()
     sys.stdout.flush()
@@ -37,7 +38,7 @@ def guarded(work: Callable[[], int]) -> int:
     _forward_signals(child)
     try:
         ended, status = os.wait()
-        while ended != child:  # an orphan that became this process's
+        while ended != child:  # the ended process was an orphan that this process has adopted
             ended, status = os.wait()
     finally:
         end_descendants(grace_s=GRACE_S)
@@ -51,7 +52,7 @@ def head_service() -> psutil.Process:
 
 
 def _run(work: Callable[[], int]) -> int:
-    os.setpgid(0, 0)  # own group: a terminal's Ctrl-C arrives once, through the parent
+    os.setpgid(0, 0)  # its own process group: Ctrl-C only arrives once, through the parent
     die_with_parent()
     try:
         return work()
@@ -67,7 +68,7 @@ def _forward_signals(child: int) -> None:
     def forward(number: int, _frame: FrameType | None) -> None:
         try:
             os.kill(child, number)
-        except ProcessLookupError:  # the child has ended; only its descendants are left
+        except ProcessLookupError:  # the child has ended, but its descendants may still run
             kill_descendants()
 
     for number in STOPPING:

@@ -1,6 +1,6 @@
 """Restarts Ray's head service (GCS) when it dies: `python -m kvroute.local.head_service`.
 
-Ray's daemons and workers run on without the service for a minute. deploy/node.sh stores its state
+Ray's daemons and workers can run without the service for a minute. deploy/node.sh stores its state
 on the head's disk, so the service restarts with that state and requests continue to be served.
 """
 
@@ -13,14 +13,14 @@ import psutil
 
 from kvroute.local.processes import is_alive
 
-HEAD_SERVICE = "gcs_server"
-DAEMON = "raylet"  # Ray's daemon on the head: it ends when Ray is stopped
+HEAD_SERVICE = "gcs_server"  # name of the head service's process
+DAEMON = "raylet"  # name of Ray's daemon on the head, which ends when Ray is stopped
 CHECK_INTERVAL_S = 0.25  # seconds between two checks of the service
-PAUSE_S = 1.0  # seconds between a death and a restart, in which `ray stop` ends the daemon too
+PAUSE_S = 1.0  # seconds before a restart: after `ray stop`, the daemon ends within this time too
 
 
 def main() -> None:
-    """Watch the head service after `ray start`, and return when Ray is stopped."""
+    """Restart the head service whenever it dies, and return when Ray is stopped."""
     service, daemon = _running(HEAD_SERVICE), _running(DAEMON)
     command, folder, environment = service.cmdline(), service.cwd(), service.environ()
     outputs = [os.readlink(f"/proc/{service.pid}/fd/{number}") for number in (1, 2)]
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _running(name: str) -> psutil.Process:
-    """Return this user's youngest process with the name."""
+    """Return this user's most recently started process with this name."""
     return max(
         (
             process

@@ -1,4 +1,4 @@
-"""The logs of the last run of a cluster, which outlive the cluster."""
+"""Keeps the logs of a cluster's last run after the cluster has stopped."""
 
 import re
 import shutil
@@ -11,36 +11,36 @@ from kvroute.settings.serve import ServeSettings
 
 
 def cluster_id(host: str, port: int) -> str:
-    """Return the default of --cluster: stable over restarts, unique among a host's clusters."""
+    """Return the default of --cluster: equal after a restart, unique among a host's clusters."""
     return re.sub(r"[^\w.-]", "-", f"{host}-{port}")
 
 
 def logs_in(folder: Path) -> Path:
-    """Return the folder with the logs of a running cluster; `folder` is that of its Ray."""
+    """Return the folder with the logs of a running cluster, inside the folder of its Ray."""
     return folder / "session_latest" / "logs"
 
 
 def kept_logs(settings: ServeSettings) -> Path:
-    """Return the folder to which the cluster's logs move after the run."""
+    """Return the folder to which the cluster's logs are moved after a run."""
     cluster = settings.cluster or cluster_id(socket.gethostname(), settings.port)
     return (settings.log_dir or state_folder()) / f"kvroute-logs-{cluster}"
 
 
-def keep_logs(logs: Path, kept: Path, progress: Progress) -> bool:
-    """Move the logs of a run to `kept`, in place of those of the run before.
+def keep_logs(logs: Path, target: Path, progress: Progress) -> bool:
+    """Move the logs of a run to the folder `target`, and delete the logs of the previous run there.
 
     Returns:
-        False if that is not possible; then the logs stay where they are.
+        False if this is not possible. The logs then stay where they are.
     """
     if not logs.exists():
         return True
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.move(logs.resolve(), kept)
-        kept.chmod(0o700)  # Ray makes its folders readable for all users
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.move(logs.resolve(), target)
+        target.chmod(0o700)  # Ray makes its folders readable to all users
     except OSError as error:
-        progress.fail(f"the logs of this run stay in {logs}: {kept} cannot be written ({error})")
+        progress.fail(f"the logs of this run stay in {logs}: {target} cannot be written ({error})")
         return False
-    progress.say(f"logs of this run: {kept}")
+    progress.say(f"logs of this run: {target}")
     return True

@@ -6,24 +6,24 @@ from typing import Any
 
 from kvroute.local.progress import Progress
 
-POLL_S = 0.2  # seconds between two counts of the running answers
-REPORT_S = 5.0  # seconds between two printed lines with the number of running answers
-CALL_S = 2.0  # seconds for all routers to answer a call: a hanging router must not block the stop
-DISCOVERY_S = 1.0  # seconds for Serve to list the routers; without routers, nothing is running
-LAST_ERRORS_S = 2.0  # seconds for the errors of interrupted answers to reach their clients
+POLL_S = 0.2  # seconds between two queries for the number of running answers
+REPORT_S = 5.0  # seconds between two printed lines with that number
+CALL_S = 2.0  # timeout of a call to all routers, so that a hanging router cannot block the stop
+DISCOVERY_S = 1.0  # if Serve lists no router within these seconds, no answer is running
+LAST_ERRORS_S = 2.0  # seconds for clients to receive the errors of interrupted answers
 
 
 def finish_answers(routers: Any, progress: Progress, *, within_s: float) -> None:
-    """Make all routers refuse new requests, and return when their running answers have ended.
+    """Make all routers refuse new requests, and wait until their running answers have ended.
 
     Args:
         routers: Serve's handle of the routers' deployment.
         progress: Prints how many answers are still running.
-        within_s: Answers that are still running after this time end with an error.
+        within_s: Seconds that running answers have; after that, they end with an error.
     """
-    began_s = time.monotonic()
-    _wait(lambda: int(_call(routers, "stop") == []), began_s + DISCOVERY_S)
-    if _wait(lambda: _left(routers), began_s + within_s, _Reporter(progress, within_s)):
+    start_s = time.monotonic()
+    _wait(lambda: int(_call(routers, "stop") == []), start_s + DISCOVERY_S)
+    if _wait(lambda: _left(routers), start_s + within_s, _Reporter(progress, within_s)):
         return
     progress.say("the time limit has passed: the remaining answers end with an error")
     _call(routers, "end_answers")
@@ -31,7 +31,7 @@ def finish_answers(routers: Any, progress: Progress, *, within_s: float) -> None
 
 
 class _Reporter:
-    """Prints every REPORT_S how many answers are running."""
+    """Prints the number of running answers every REPORT_S."""
 
     def __init__(self, progress: Progress, within_s: float) -> None:
         self._progress = progress
@@ -53,7 +53,10 @@ def _wait(
     deadline: float,
     report: Callable[[int], None] = lambda left: None,
 ) -> bool:
-    """Return whether `left()` became 0 in time; it returns None while the number is unknown."""
+    """Poll `left()` until it returns 0 or the deadline has passed; return whether it returned 0.
+
+    `left()` returns None while the number is unknown.
+    """
     while (number := left()) != 0:
         if time.monotonic() >= deadline:
             return False
@@ -64,13 +67,13 @@ def _wait(
 
 
 def _left(routers: Any) -> int | None:
-    """Return how many answers are running; None if a router does not respond."""
+    """Return the number of running answers, or None if a router does not respond."""
     running = _call(routers, "stop")
     return None if running is None else sum(running)
 
 
 def _call(routers: Any, method: str) -> list[Any] | None:
-    """Return every router's result; empty without routers, None if one fails or hangs."""
+    """Return each router's result: an empty list without routers, None if a router fails."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import DeploymentUnavailableError
 

@@ -31,7 +31,7 @@ from kvroute.local.ports import free_port, is_local, listen_error
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress, StartError
 from kvroute.local.ray_cluster import WILDCARD_ADDRESSES, deploy, gpu_count, local_ray
-from kvroute.local.running import KEY, URL, listed
+from kvroute.local.running import KEY, URL, registered
 from kvroute.local.signals import StopSignals
 from kvroute.local.vllm_check import vllm_errors
 from kvroute.process import vllm_build
@@ -45,10 +45,10 @@ POLL_S = 0.2  # seconds between two checks of the head service, or of /health
 
 
 def run(settings: ServeSettings) -> int:
-    """Serve until a signal arrives and return 0, or 1 after a failure. No process is left."""
-    # /tmp, because the path of a Unix socket may have at most 108 bytes.
+    """Serve until a signal arrives. Return the exit code: 0, or 1 after a failure."""
+    # The folder is in /tmp, because the path of a Unix socket can have at most 108 bytes.
     private = Path(tempfile.mkdtemp(prefix="kvroute-", dir="/tmp"))
-    folder = private / "ray"  # Ray makes this one readable to all users; its parent stays private
+    folder = private / "ray"  # Ray makes this folder readable to all users, but not its parent
     try:
         return guarded(partial(_serve, settings, folder))
     finally:
@@ -66,10 +66,10 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
                 signals.sleep(POLL_S)
                 fleet.follow()
             progress.fail(
-                f"{HEAD_SERVICE} has ended, and Ray cannot run without it; shutting down, then run "
+                f"{HEAD_SERVICE} has ended, and Ray cannot run without it; shutting down: then run "
                 "kvroute serve again"
             )
-            os._exit(1)  # skips ray.shutdown(), which would wait for the lost head service
+            os._exit(1)  # do not call ray.shutdown(), which would wait for the lost head service
         except BaseException as error:  # a signal inside Ray can raise any exception
             # Ray's own SIGTERM handler raises SystemExit.
             if signals.was_received or isinstance(error, SystemExit):
@@ -79,7 +79,7 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
             progress.fail(str(error))
             return 1
         finally:
-            signals.begin_stop()
+            signals.kill_on_next_signal()
 
 
 def _start(
@@ -89,7 +89,7 @@ def _start(
     progress: Progress,
     running: ExitStack,
 ) -> None:
-    """Start the cluster, and register in `running` how its parts are stopped."""
+    """Start the cluster; register in `running` how to stop each part."""
     deadline = time.monotonic() + settings.start_timeout_s
     check_port(settings.host, settings.port)
     check_access(settings.host, settings.api_keys, insecure=settings.insecure)
@@ -97,17 +97,17 @@ def _start(
     check_metrics_token(settings.metrics_token_file)
     check_request_log(settings.request_log)
     settings = attached(settings, progress)
-    check_engine_installed(settings.each)
-    check_engine_args(settings.each, progress)
+    check_engine_installed(settings.per_model)
+    check_engine_args(settings.per_model, progress)
     redis_url = _redis(settings, progress, running)
-    paths = [_model(options, progress) for options in settings.each]
+    paths = [_model(options, progress) for options in settings.per_model]
     progress.step("starting Ray")
     with progress.waiting("Ray"):
         running.enter_context(local_ray(settings, folder))
     signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
-    gpus = gpus_per_replica(settings.each, gpu_count())
-    models = settings.decided(
+    gpus = gpus_per_replica(settings.per_model, gpu_count())
+    models = settings.resolve(
         [Detected(path, count) for path, count in zip(paths, gpus, strict=True)],
         redis_url=redis_url,
         cluster=cluster_id(socket.gethostname(), settings.port),
@@ -120,11 +120,11 @@ def _start(
         )
     scheme = "https" if settings.tls_cert else "http"
     url = f"{scheme}://{WILDCARD_ADDRESSES.get(settings.host, settings.host)}:{settings.port}"
-    with progress.waiting("an answer of /health"):
+    with progress.waiting("a response from /health"):
         health = _wait_until_healthy(url, signals, deadline)
     running.callback(finish_answers, _routers(), progress, within_s=settings.drain_s)
     running.callback(fail_health_checks, folder)
-    running.enter_context(listed(url))
+    running.enter_context(registered(url))
     progress.say(f"logs: {logs_in(folder)}/serve")
     progress.say(f"logs after the stop: {kept_logs(settings)}")
     _report(models, health, progress)
@@ -143,7 +143,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def check_access(host: str, api_keys: Path | None, *, insecure: bool) -> None:
-    """Check the key file, and that an address which other machines can reach has keys.
+    """Check the key file; require one if other machines can reach the address.
 
     Raises:
         StartError: The key file is unusable, or other machines could connect without a key.
@@ -164,13 +164,13 @@ def check_access(host: str, api_keys: Path | None, *, insecure: bool) -> None:
 
 
 def is_local_only(settings: ServeSettings) -> bool:
-    """Return whether only this computer can reach the cluster, which then needs no keys."""
+    """Return whether only this computer can reach the cluster, and it runs without keys."""
     has_guard = settings.api_keys is not None or settings.insecure
     return is_local(settings.host) and not has_guard
 
 
 def check_tls(cert: Path | None, key: Path | None) -> None:
-    """Raise StartError unless certificate and key belong together."""
+    """Raise StartError unless the files are a certificate and its key, or neither is set."""
     if cert is None and key is None:
         return
     if cert is None or key is None:
@@ -186,7 +186,7 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
 
 
 def check_metrics_token(file: Path | None) -> None:
-    """Raise StartError if the file has no token."""
+    """Raise StartError if the file for the metrics token has no token."""
     if file is None:
         return
     try:
@@ -196,7 +196,7 @@ def check_metrics_token(file: Path | None) -> None:
 
 
 def check_request_log(request_log: Path | None) -> None:
-    """Create the folder of the request log. Raise StartError if it is not writable."""
+    """Create the folder for request logs. Raise StartError if it is not writable."""
     if request_log is None:
         return
     try:
@@ -205,7 +205,7 @@ def check_request_log(request_log: Path | None) -> None:
     except OSError as error:
         raise StartError(
             f"--request-log is {str(request_log)!r}, which is not writable ({error.strerror}); "
-            "name another folder"
+            "set it to another folder"
         ) from None
 
 
@@ -238,17 +238,17 @@ def check_engine_args(models: Sequence[CheckedOptions], progress: Progress) -> N
 def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[int]:
     """Return the number of GPUs for one replica of each model.
 
-    It is the user's number, else one GPU per rank, or 0 on a machine without GPUs.
+    This is --gpus-per-replica if set. Otherwise it is one GPU per rank, or 0 without GPUs.
 
     Raises:
         StartError: All replicas together need more GPUs than are available.
     """
     default = min(1, available)
     gpus = [_gpus_wanted(model, default) for model in models]
-    needed = sum(model.most_replicas * count for model, count in zip(models, gpus, strict=True))
+    needed = sum(model.max_fleet_size * count for model, count in zip(models, gpus, strict=True))
     if needed > available:
         replicas = " and ".join(
-            f"{model.most_replicas} replicas of {count} GPUs"
+            f"{model.max_fleet_size} replicas of {count} GPUs"
             for model, count in zip(models, gpus, strict=True)
         )
         option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
@@ -286,21 +286,23 @@ def _model(settings: CheckedOptions, progress: Progress) -> str:
 
 
 def _wait_until_healthy(url: str, signals: StopSignals, deadline: float) -> dict[str, Any]:
-    """Poll /health until it answers 200, and return its body."""
+    """Poll /health until its status is 200, and return its body."""
     while time.monotonic() < deadline:
         try:
-            # Not verified: the certificate need not name this address.
+            # The certificate is not verified, since it may be for another name than this address.
             answer = httpx.get(f"{url}/health", trust_env=False, timeout=5, verify=False)
             if answer.status_code == 200:
                 return dict(answer.json())
         except httpx.TransportError:
             pass  # HAProxy is not up yet
         signals.sleep(POLL_S)
-    raise StartError(f"{url}/health did not answer 200 in time; see --start-timeout-s")
+    raise StartError(
+        f"{url}/health has not answered with 200 in time; see the log, or raise --start-timeout-s"
+    )
 
 
 def first_steps(url: str, model: str, settings: ServeSettings) -> Iterator[str]:
-    """Yield lines that a user can copy: a first request, and variables for other terminals."""
+    """Yield lines for the user to copy: variables for other terminals, and a first request."""
     has_keys = settings.api_keys is not None
     key = f' -H "authorization: Bearer ${KEY}"' if has_keys else ""
     hello = [{"role": "user", "content": "Hello"}]
@@ -327,13 +329,13 @@ def _report(models: Sequence[ModelSettings], health: Mapping[str, Any], progress
 
 def _routers() -> Any:
     """Return Serve's handle of all routers."""
-    from kvroute.process.ray_internals import handle_without_a_loop
+    from kvroute.process.ray_internals import thread_safe_handle
 
-    return handle_without_a_loop(APPLICATION, ROUTERS)
+    return thread_safe_handle(APPLICATION, ROUTERS)
 
 
 def _application(settings: ServeSettings, models: Sequence[ModelSettings]) -> Any:
-    # Imported late: it imports Ray, which reads environment variables that local_ray() sets.
+    # This import comes late, since it imports Ray, which reads variables that local_ray() has set.
     from kvroute.app import application
 
     return application(settings, models)

@@ -1,4 +1,4 @@
-"""Free ports on this computer."""
+"""Finds free ports on this computer."""
 
 import os
 import random
@@ -6,22 +6,22 @@ import socket
 from collections import deque
 from ipaddress import ip_address
 
-# Ports to choose from. They lie below Linux's ephemeral ports, so that no outgoing connection and
+# Ports to choose from. They are below Linux's ephemeral ports, so that no outgoing connection and
 # none of Ray's many servers takes a chosen port in the seconds until its server binds it.
-QUIET = range(20_000, 30_000)
+PORTS = range(20_000, 30_000)
 
-MAX_CLAIMS = 64  # ports that a process reserves at a time; the oldest reservation is released
+MAX_CLAIMS = 64  # maximum ports that a process reserves; a further one releases the oldest one
 _claims = deque[int]()  # file descriptors of the sockets that hold this process's reservations
 
 
 def free_port() -> int:
-    """Return a port that is free on all addresses, and reserve it.
+    """Reserve and return a port that is free on all addresses.
 
     No other call on this computer returns the port until this process ends or has reserved
     MAX_CLAIMS more ports.
     """
     while True:
-        port = random.choice(QUIET)
+        port = random.choice(PORTS)
         if listen_error("", port) is None and _claim(port):
             return port
 
@@ -35,9 +35,9 @@ def is_local(host: str) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Reserve the port, and return False if another process has reserved it.
+    """Reserve the port; return False if another process has reserved it.
 
-    The reservation is a name in Linux's abstract socket namespace: only one process can hold it,
+    The reservation is a name in Linux's abstract socket namespace. Only one process can have it,
     and it ends with that process.
     """
     claim = socket.socket(socket.AF_UNIX)
@@ -53,7 +53,7 @@ def _claim(port: int) -> bool:
 
 
 def listen_error(host: str, port: int) -> OSError | None:
-    """Return the error of an attempt to listen on the port, or None if the port is free."""
+    """Try to listen on the port. Return the error, or None if the port is free."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Ends child processes, so that none outlives the process that started it."""
+"""Ends child processes, so that no child outlives the process that started it."""
 
 import ctypes
 import signal
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 
 import psutil
 
-PR_SET_PDEATHSIG = 1  # this and the next number are from linux/prctl.h
+PR_SET_PDEATHSIG = 1  # the numbers of these two operations are from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork, after which an import is unsafe
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, since this is unsafe after a fork
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process, so that it can find them."""
+    """Make this process the parent of descendants that lose their parent, so that it finds them."""
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent thread ends; call this in the child."""
+    """Have the kernel kill this process when the thread that started it ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def end_descendants(*, grace_s: float) -> None:
-    """End all descendants with SIGTERM, and kill those that still run after `grace_s`."""
+    """End all descendants with SIGTERM; kill those that still run after `grace_s`."""
     terminated = _descendants()
     for process in terminated:
         _send(process, signal.SIGTERM)
@@ -33,7 +33,7 @@ def end_descendants(*, grace_s: float) -> None:
 
 
 def kill_descendants(*, deadline_s: float = 5.0, spare: str = "") -> None:
-    """Kill all descendants, including new ones, except those with the name `spare`."""
+    """Kill all descendants, including new ones, except processes with the name `spare`."""
     deadline = time.monotonic() + deadline_s
     while (left := _descendants(spare)) and time.monotonic() < deadline:
         for process in left:
@@ -42,6 +42,7 @@ def kill_descendants(*, deadline_s: float = 5.0, spare: str = "") -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
+    """Return whether the process runs; a zombie does not run."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

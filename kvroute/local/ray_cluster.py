@@ -1,4 +1,4 @@
-"""A private Ray with Ray Serve on this computer, for one run of `kvroute serve`."""
+"""Runs a private Ray with Ray Serve on this computer, for one run of `kvroute serve`."""
 
 import logging
 import os
@@ -27,16 +27,16 @@ from kvroute.wire.server import HOST as REPLICA_HOST
 LOOPBACK = "127.0.0.1"
 # Wildcard address to listen on -> loopback address at which this computer reaches the server.
 WILDCARD_ADDRESSES = {"0.0.0.0": LOOPBACK, "::": "::1"}
-LOGICAL_CPUS = 1000  # CPUs declared to Ray, one per process; so many that they limit nothing
-OBJECT_STORE_BYTES = 200_000_000  # bytes of Ray's object store, which kvroute hardly uses
-SHUTDOWN_S = 10.0  # seconds for Serve, then again for Ray, to shut down before they are killed
-POLL_S = 0.5  # seconds between two queries of Serve's status, which covers all replicas
-SHOWN_CHARS = 4000  # printed characters of a replica's error, counted from its end
+LOGICAL_CPUS = 1000  # CPUs declared to Ray, of which each process takes one; never the limit
+OBJECT_STORE_BYTES = 200_000_000  # size of Ray's object store, which kvroute hardly uses
+SHUTDOWN_S = 10.0  # seconds that Serve, and then Ray, have to shut down before they are killed
+POLL_S = 0.5  # seconds between two queries of Serve's status
+SHOWN_CHARS = 4000  # how many of the last characters of a replica's error are printed
 
 
 @contextmanager
 def local_ray(settings: ServeSettings, folder: Path) -> Iterator[None]:
-    """Run Ray and Serve, with all their files in the folder, until the block ends."""
+    """Run Ray and Serve until the block ends. All their files are in the folder."""
     try:
         _start(settings, folder)
         yield
@@ -45,10 +45,10 @@ def local_ray(settings: ServeSettings, folder: Path) -> Iterator[None]:
 
 
 def deploy(application: Any, progress: Progress, signals: StopSignals, deadline: float) -> None:
-    """Deploy the application, and print a line for each replica that gets ready.
+    """Deploy the application; print a line for each replica that becomes ready.
 
     Raises:
-        StartError: A replica cannot start, or not all are ready at the deadline.
+        StartError: A replica cannot start, or not all replicas are ready at the deadline.
     """
     from ray import serve
 
@@ -69,11 +69,11 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
                 raise StartError(_reason(status))
             update(awaited(status.deployments))
             signals.sleep(POLL_S)
-    raise StartError(f"not ready in time; see --start-timeout-s\n{_reason(status)}")
+    raise StartError(f"not ready in time; a larger --start-timeout-s may help\n{_reason(status)}")
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that Ray sees and the installed engine can use."""
+    """Return the number of GPUs that Ray has found, or 0 if the installed vLLM cannot use GPUs."""
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0)) if vllm_build.is_for_gpus() else 0
@@ -88,10 +88,10 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     from ray import serve
 
     from kvroute.process.logs import logging_config
-    from kvroute.process.ray_internals import start_less
+    from kvroute.process.ray_internals import omit_unused_parts
 
     try:
-        start_less()
+        omit_unused_parts()
         _start_node(folder)
         _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
@@ -105,9 +105,9 @@ def _start(settings: ServeSettings, folder: Path) -> None:
 
 
 def _start_node(folder: Path, *, attempts: int = 3) -> None:
-    """Start Ray's node; after a timeout, kill its processes and try again.
+    """Start Ray's node. After a timeout, kill its processes and try again.
 
-    Ray gives its node 30 s, which is too short on a busy computer.
+    Ray's own timeout is 30 s, which is too short on a busy computer.
     """
     import ray
 
@@ -135,18 +135,19 @@ def _stop() -> None:
     from ray import serve
 
     if not ray.is_initialized():
-        return  # otherwise serve.shutdown() would start a Ray in order to stop it
+        return  # without Ray, serve.shutdown() would first start one
     with open(os.devnull, "w") as silence, redirect_stdout(silence):
-        # The output is dropped because Ray reports each actor that it stops as a failed task.
-        # ray.shutdown() ends this process if a thread still uses Ray, so it is skipped then.
+        # The output is dropped, because Ray reports each actor that it stops as a failed task.
+        # If Serve does not shut down in time, its thread still uses Ray. ray.shutdown() would end
+        # this process, so it is not called.
         if _within(SHUTDOWN_S, serve.shutdown):
             _within(SHUTDOWN_S, ray.shutdown)
 
 
 def _raise_final_errors(deployments: Mapping[str, Any]) -> None:
-    """Raise StartError if a replica has found that no replica can run its model.
+    """Raise StartError if a replica reports that no replica can run its model.
 
-    Serve itself would start further replicas.
+    Without this, Serve would start replicas again and again.
     """
     for name, status in deployments.items():
         if error := final_error(status.message):
@@ -154,12 +155,12 @@ def _raise_final_errors(deployments: Mapping[str, Any]) -> None:
             options = options_for(error)
             raise StartError(
                 f"vLLM cannot run {model or 'this model'} as it is configured: {error}"
-                + (f"\nkvroute's options for that: {options}" if options else "")
+                + (f"\nkvroute's options for this: {options}" if options else "")
             )
 
 
 def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -> None:
-    """Print the lines that are not in `shown`, and add them to it."""
+    """Print the lines that were not printed before, and add them to `shown`."""
     for line in _lines(deployments):
         if line not in shown:
             shown.add(line)
@@ -178,7 +179,7 @@ def _lines(deployments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def awaited(deployments: Mapping[str, Any]) -> str:
-    """Return which processes are not ready yet."""
+    """Return a text that says which processes are not ready yet."""
     parts = []
     for name, status in deployments.items():
         kind, model = name.partition(":")[0].lower(), model_of(name)
@@ -192,14 +193,14 @@ def awaited(deployments: Mapping[str, Any]) -> str:
 
 
 def _reason(status: Any) -> str:
-    """Return the deployments' messages, or else the application's."""
+    """Return the messages of the deployments, or the application's message if there are none."""
     deployments = status.deployments.values()
     messages = [deployment.message for deployment in deployments if deployment.message]
     return plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
 
 
 def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
-    """Set the variables that Ray reads when it is imported; its processes inherit them."""
+    """Set the environment variables for Ray, which reads them when it is imported."""
     host = settings.host
     os.environ |= serve_environment() | {
         # HAProxy's ports and files have fixed defaults, which would conflict between two clusters.
@@ -224,13 +225,13 @@ def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
 
 
 def _keep_token_private() -> None:
-    """Make Ray's token unreadable to other users, who could run any program with it."""
+    """Make Ray's token unreadable to other users. With it, they could run any program."""
     with suppress(FileNotFoundError):
         (Path.home() / ".ray" / "auth_token").chmod(0o600)
 
 
 def _within(seconds: float, action: Callable[[], object]) -> bool:
-    """Return whether the action ends in time. Remaining processes are killed later."""
+    """Run the action in a thread, and return whether it ends in time."""
     worker = threading.Thread(target=action, daemon=True)
     worker.start()
     worker.join(seconds)

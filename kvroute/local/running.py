@@ -1,6 +1,6 @@
-"""The clusters that `kvroute serve` runs on this machine: one file each, in the state folder.
+"""The list of clusters that `kvroute serve` runs on this machine: one file for each cluster.
 
-Commands read the files to find a cluster without --url.
+The files are in the state folder. Commands read them to find a cluster if --url is not set.
 """
 
 import os
@@ -12,30 +12,30 @@ from pathlib import Path
 import msgspec
 import psutil
 
-URL = "KVROUTE_URL"  # variable of --url
-KEY = "KVROUTE_API_KEY"  # variable with the user's key; no option, as other users can see these
+URL = "KVROUTE_URL"  # environment variable for --url
+KEY = "KVROUTE_API_KEY"  # environment variable for the API key; other users could see an option
 
 
 class RunningCluster(msgspec.Struct, frozen=True):
-    """A cluster, and the process that ends with it."""
+    """A running cluster, and the process that runs it."""
 
     url: str
-    host: str  # name of the machine, as several machines can share a home folder
-    pid: int
-    started_s: float  # start of the process, as a process id can be used again
+    host: str  # name of the machine, since several machines can share a home folder
+    pid: int  # id of the process
+    started_s: float  # start time of the process, since the system reuses process ids
 
 
 def state_folder() -> Path:
-    """Return the folder for files that last longer than a run, as the XDG specification has it."""
+    """Return the folder for files that outlive a run, according to the XDG specification."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "kvroute"
 
 
 @contextmanager
-def listed(url: str) -> Iterator[None]:
+def registered(url: str) -> Iterator[None]:
     """Keep the cluster of this process in the list until the block ends.
 
-    A cluster works without the list, so a folder that cannot be written is no error.
+    A cluster also works without the list, so it is no error if the folder cannot be written.
     """
     process = psutil.Process()
     cluster = RunningCluster(url, socket.gethostname(), process.pid, process.create_time())
@@ -51,7 +51,7 @@ def listed(url: str) -> Iterator[None]:
 
 
 def running_urls() -> list[str]:
-    """Return the URLs of the clusters that run on this machine; delete files of ended ones."""
+    """Return the URLs of the clusters on this machine; delete the files of ended clusters."""
     urls = []
     for file in sorted(_folder().glob(f"{socket.gethostname()}-*.json")):
         with suppress(OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""The first SIGINT, SIGTERM or SIGHUP stops the cluster in order; the second kills it at once."""
+"""Signals: the first SIGINT, SIGTERM or SIGHUP stops the cluster, the second kills it at once."""
 
 import os
 import signal
@@ -7,18 +7,18 @@ from types import FrameType
 
 from kvroute.local.processes import kill_descendants
 
-NOTICE = b"\nstopping; a second Ctrl-C or signal kills everything at once\n"
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTICE = b"\nstopping; press Ctrl-C again to kill everything at once\n"  # printed at the first
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals that stop the cluster
 
 
 class Stopped(BaseException):
-    """A signal requested a stop. Like KeyboardInterrupt, it passes `except Exception`."""
+    """A signal requested a stop. Like KeyboardInterrupt, `except Exception` does not catch it."""
 
 
 class StopSignals:
     """Raises Stopped in the main thread when the first signal arrives.
 
-    Native code may replace that exception by another one; `was_received` is True in any case.
+    Native code may replace that exception by another one, but `was_received` is always True then.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class StopSignals:
         for number in STOPPING:
             signal.signal(number, self._on_signal)
 
-    def begin_stop(self) -> None:
-        """Let the next signal kill everything, as a second one would."""
+    def kill_on_next_signal(self) -> None:
+        """Make the next signal kill everything at once, even if it is the first one."""
         self._is_stopping = True
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, then raise Stopped if a signal arrived whose exception was lost in a callback."""
+        """Sleep, then raise Stopped if a signal has arrived, even if its exception was lost."""
         time.sleep(seconds)
         if self.was_received:
             raise Stopped
@@ -46,5 +46,5 @@ class StopSignals:
             kill_descendants()
             os._exit(128 + signal.SIGINT)
         self.was_received = self._is_stopping = True
-        os.write(1, NOTICE)  # print() may be the interrupted call
+        os.write(1, NOTICE)  # not print(), since the signal may have interrupted a print()
         raise Stopped

@@ -18,7 +18,7 @@ TOLERANCE = 1e-6
 
 
 class Prefill(Protocol):
-    """A waiting prompt."""
+    """A prompt that waits for prefill, or is being computed."""
 
     @property
     def prefill_s(self) -> float:
@@ -26,7 +26,7 @@ class Prefill(Protocol):
 
     @property
     def ready_s(self) -> float:
-        """Return the earliest time at which the engine can start it."""
+        """Return the earliest time at which the engine can start the prefill."""
 
 
 P = TypeVar("P", bound=Prefill)
@@ -34,19 +34,20 @@ P = TypeVar("P", bound=Prefill)
 
 @dataclass(slots=True, kw_only=True)
 class PrefillQueue(Generic[P]):
-    """The queue of one engine."""
+    """The prompts without a first token in one engine, in order of arrival."""
 
-    waiting: dict[str, P] = field(default_factory=dict)  # prompts without a first token, by request
+    waiting: dict[str, P] = field(default_factory=dict)  # prompts without a first token, by id
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)  # learned from first tokens
-    unknown_s: float = 0.0  # estimated prefill from routers whose messages do not arrive here
+    unknown_s: float = 0.0  # estimated prefill from routers whose messages do not arrive
     last_first_token_s: float = -math.inf  # time of the latest first token
     # Derived values, kept up to date because every placement reads them for all replicas.
     waiting_s: float = 0.0  # predicted prefill of all waiting requests
     head_s: float = 0.0  # predicted prefill of the oldest waiting request
-    # Earliest possible start of the oldest request: not before the latest first token.
+    # Earliest possible start of the oldest request; it cannot be before the latest first token.
     busy_since_s: float = -math.inf
 
     def join(self, request_id: str, prefill: P) -> None:
+        """Add a request."""
         self.waiting[request_id] = prefill
         self.waiting_s += prefill.prefill_s
         self._find_head()
@@ -64,27 +65,27 @@ class PrefillQueue(Generic[P]):
             self.busy_since_s = -math.inf
         return prefill
 
-    def served(self, request_id: str, now_s: float, *, teaches: bool = True) -> P | None:
-        """Remove a request that got its first token; return None if it was not waiting.
+    def finish_prefill(self, request_id: str, now_s: float, *, learn: bool = True) -> P | None:
+        """Remove a request that has received its first token; return None if it was not waiting.
 
-        With `teaches`, the engine's speed is learned from it.
+        If `learn` is True, learn the engine's speed from the time that the request took.
         """
         prefill = self.waiting.get(request_id)
         if prefill is None:
             return None
-        if teaches:
+        if learn:
             # Time counts from the start of the oldest request: first tokens of one step arrive in
             # any order, and first tokens of other routers' requests arrive late.
-            begun_s = self._begun_s()
-            is_alone = len(self.waiting) == 1 and begun_s == prefill.ready_s
+            start_s = self._start_s()
+            is_alone = len(self.waiting) == 1 and start_s == prefill.ready_s
             self.speed.first_token(
-                prefill.prefill_s, now_s - begun_s, queued_s=self.waiting_s, is_alone=is_alone
+                prefill.prefill_s, now_s - start_s, queued_s=self.waiting_s, is_alone=is_alone
             )
         self.last_first_token_s = now_s
         return self.leave(request_id)
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
-        """Return the seconds of prefill that wait or run, less the time spent on the oldest.
+        """Return the seconds of prefill to compute, less the time spent on the oldest request.
 
         Every placement calls this for each replica. Conditional expressions take half of the time
         that `min` and `max` take.
@@ -94,10 +95,10 @@ class PrefillQueue(Generic[P]):
         left_s = slowness * (self.waiting_s + self.unknown_s) - (spent_s if spent_s > 0.0 else 0.0)
         return left_s if left_s > 0.0 else 0.0
 
-    def below_in_s(self, backlog_s: float, now_s: float) -> float:
+    def time_until_below_s(self, backlog_s: float, now_s: float) -> float:
         """Return the seconds until the backlog is below `backlog_s`, without another first token.
 
-        Infinite if only a first token can reduce the backlog so far.
+        The result is infinite if the backlog cannot fall so far without a first token.
         """
         slowness = self.speed.slowness
         excess_s = self.backlog_s(slowness, now_s) - backlog_s
@@ -105,8 +106,8 @@ class PrefillQueue(Generic[P]):
         after_s = excess_s + TOLERANCE * backlog_s
         return max(0.0, after_s) if after_s < left_s else math.inf
 
-    def _begun_s(self) -> float:
-        """Return when the engine can have started the prompt that has just got its first token."""
+    def _start_s(self) -> float:
+        """Return the earliest possible start of the prompt that has just got its first token."""
         return self.busy_since_s
 
     def _find_head(self) -> None:

@@ -3,20 +3,20 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-# Weights are in observations of mean length, that is of the mean predicted time.
-PRIOR = 1.5  # weight of the engine's own estimate before the first observation
-FADE = 0.8  # factor on the weight of that estimate after each observation
-MIN_BELIEF = 0.05  # if that estimate's weight is lower, the speed counts as learned
+# The unit of all weights is one observation of mean length: one whose predicted time is the mean.
+PRIOR_WEIGHT = 1.5  # weight of the engine's own estimate before the first observation
+FADE = 0.8  # after each observation, that weight is multiplied by this factor
+MIN_PRIOR_WEIGHT = 0.05  # if that estimate's weight is lower, the speed counts as learned
 MIN_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
-MEMORY = 120.0  # after new observations of this total weight, an older observation counts 1/e
-TYPICAL = 200  # an expected mean length has the weight of this many observations in the mean
-RECENT = 6.0  # like MEMORY, for the sums of recent observations that detect a change of speed
-CHANGED = 2.0  # ratio of recent to learned slowness, or its inverse, that is a change of speed
-MAX_WEIGHT = 2.0  # most weight of one observation among the recent observations
-MEAN_OF = 500  # number of latest observations in the mean length
-MAX_OFF = 4.0  # an observation counts as this multiple of the expected time at most
-LATEST_SHORTER = 1 / 4  # weight of a new step in the moving average of steps, if it is shorter
-LATEST = 1 / 16  # weight of a new value in the moving averages of the fixed part and of steps
+MEMORY = 120.0  # an observation's weight falls to 1/e after observations of this total weight
+TYPICAL = 200  # the expected mean length counts as much in the mean as this many observations
+RECENT = 6.0  # like MEMORY, but for the recent observations, which detect a change of speed
+CHANGED = 2.0  # the speed has changed if recent and learned slowness differ by this factor
+MAX_WEIGHT = 2.0  # maximum weight of one observation among the recent observations
+MEAN_OF = 500  # number of latest observations over which the mean length is taken
+MAX_OFF = 4.0  # limit of an observed time, as a multiple of the expected time
+LATEST_SHORTER = 1 / 4  # weight of a new step in the moving average, if it is below the average
+LATEST = 1 / 16  # weight of any other new value in its moving average
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +34,29 @@ class PrefillModel:
 
 @lru_cache
 def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
-    """Return a cached model: replicas of equal speed share one, and `is` can compare them."""
+    """Return the model for these values, from a cache: `is` tells whether two models are equal."""
     return PrefillModel(tokens_per_s, attention_tokens)
 
 
 @dataclass(slots=True)
 class Speed:
-    """Slowness: the ratio of observed to predicted time, from decayed sums of both.
+    """Learns slowness, the ratio of observed to predicted time, from decayed sums of both.
 
-    Weights are relative to the mean prediction, so slow and fast engines learn from the same number
-    of observations.
+    Weights are relative to the mean predicted time. So slow and fast engines need the same number
+    of observations to learn their speed.
     """
 
     predicted_s: float = 0.0  # decayed sum of predicted times
     observed_s: float = 0.0  # decayed sum of observed times
     prior: float = 1.0  # slowness that is assumed before the first observation
-    typical_s: float = 0.0  # mean prediction that is expected before the first one; 0: unknown
+    typical_s: float = 0.0  # expected mean of the predicted times, before the first; 0: unknown
     memory: float = MEMORY  # see the constant MEMORY
     slowness: float = field(init=False)  # observed seconds per predicted second
-    _mean_s: float = field(init=False, default=0.0)  # mean of the latest predictions
+    _mean_s: float = field(init=False, default=0.0)  # mean of the latest predicted times
     _count: int = field(init=False, default=0)  # number of observations, at most MEAN_OF
-    # Decayed sums of recent predicted and observed times.
+    # Recent predicted and observed times: the two decayed sums.
     _recent: tuple[float, float] = field(init=False, default=(0.0, 0.0))
-    _belief: float = field(init=False, default=PRIOR)  # remaining weight of `prior`
+    _prior_weight: float = field(init=False, default=PRIOR_WEIGHT)  # remaining weight of `prior`
 
     def __post_init__(self) -> None:
         self.slowness = self.observed_s / self.predicted_s if self.predicted_s else self.prior
@@ -69,50 +69,51 @@ class Speed:
             return
         self._count = min(MEAN_OF, self._count + 1)
         self._mean_s += (predicted_s - self._mean_s) / self._count
-        keep = 1.0 - min(0.5, predicted_s / (self.memory * self._mean_s))
-        self._belief *= FADE
-        self.predicted_s = keep * self.predicted_s + predicted_s
-        self.observed_s = keep * self.observed_s + observed_s
+        decay = 1.0 - min(0.5, predicted_s / (self.memory * self._mean_s))
+        self._prior_weight *= FADE
+        self.predicted_s = decay * self.predicted_s + predicted_s
+        self.observed_s = decay * self.observed_s + observed_s
         self._learn_recent(predicted_s, observed_s)
         self.slowness = self.slowness_after(0.0, 0.0)
 
     def _learn_recent(self, predicted_s: float, observed_s: float) -> None:
         """Forget older observations if the speed has changed, for example because a GPU is hot."""
         share = min(1.0, MAX_WEIGHT * self._mean_s / predicted_s)
-        keep = 1.0 - share * predicted_s / ((RECENT + MAX_WEIGHT) * self._mean_s)
+        decay = 1.0 - share * predicted_s / ((RECENT + MAX_WEIGHT) * self._mean_s)
         recent_s, seen_s = self._recent
-        recent_s, seen_s = keep * recent_s + share * predicted_s, keep * seen_s + share * observed_s
+        recent_s = decay * recent_s + share * predicted_s
+        seen_s = decay * seen_s + share * observed_s
         self._recent = recent_s, seen_s
         ratio = seen_s * self.predicted_s / max(recent_s * self.observed_s, 1e-12)
         is_enough = recent_s > RECENT / 2 * self._mean_s
         if is_enough and not 1.0 / CHANGED < ratio < CHANGED:
-            self.predicted_s, self.observed_s, self._belief = recent_s, seen_s, 0.0
+            self.predicted_s, self.observed_s, self._prior_weight = recent_s, seen_s, 0.0
 
     @property
     def is_new(self) -> bool:
-        """Return whether the assumed slowness still counts beside the observations."""
-        return self._belief > MIN_BELIEF
+        """Return whether there are so few observations that the assumed slowness still matters."""
+        return self._prior_weight > MIN_PRIOR_WEIGHT
 
-    def assume(self, slowness: float) -> None:
+    def set_prior(self, slowness: float) -> None:
         """Replace the slowness that was assumed before the first observation."""
         self.prior = slowness
         self.slowness = self.slowness_after(0.0, 0.0)
 
-    def believe(self, slowness: float) -> None:
-        """Replace the learned slowness; the weight of earlier observations stays."""
+    def set_slowness(self, slowness: float) -> None:
+        """Replace the learned slowness; keep the weight of the earlier observations."""
         self.prior = self.slowness = slowness
         self.observed_s = slowness * self.predicted_s
         recent_s, _ = self._recent
         self._recent = recent_s, slowness * recent_s
 
     def slowness_after(self, predicted_s: float, observed_s: float) -> float:
-        """Return what the slowness would be after one more observation."""
-        belief_s = self._belief * (self._mean_s or predicted_s)
-        total_s = belief_s + self.predicted_s + predicted_s
+        """Return the slowness that one more observation would lead to."""
+        prior_s = self._prior_weight * (self._mean_s or predicted_s)
+        total_s = prior_s + self.predicted_s + predicted_s
         if not total_s:
             return self.prior
-        seen_s = belief_s * self.prior + self.observed_s + observed_s
-        return max(MIN_SLOWNESS, seen_s / total_s)
+        total_observed_s = prior_s * self.prior + self.observed_s + observed_s
+        return max(MIN_SLOWNESS, total_observed_s / total_s)
 
 
 @dataclass(slots=True)
@@ -120,8 +121,8 @@ class PrefillSpeed(Speed):
     """The slowness of an engine's prefill, relative to its PrefillModel.
 
     A time to first token has a fixed part that does not depend on the prompt: the network, the
-    scheduler, a step of the other requests. Prompts with less prefill than one step of the engine
-    teach the fixed part. All other prompts teach the slowness.
+    scheduler, and a step of the other requests. It is learned from prompts with less prefill than
+    one step of the engine. The slowness is learned from all other prompts.
     """
 
     step_s: float = 0.0  # moving average of the time between two tokens; 0: unknown
@@ -142,19 +143,19 @@ class PrefillSpeed(Speed):
     ) -> None:
         """Record the time to a first token.
 
-        The time is cut to MAX_OFF times the expected time: a longer delay has another cause than
-        the prompts.
+        The observed time is limited to MAX_OFF times the expected time, since the prompts cannot be
+        the cause of a longer delay.
 
         Args:
             predicted_s: predicted prefill of the prompt.
             observed_s: seconds from the earliest possible start to the first token.
             queued_s: predicted prefill of all prompts that the engine may have computed meanwhile.
-            is_alone: whether the engine had only this prompt.
+            is_alone: whether this prompt was the only one without a first token.
         """
         if self.slowness * predicted_s >= self.step_s:
-            most_s = MAX_OFF * self.slowness * max(queued_s, predicted_s)
+            limit_s = MAX_OFF * self.slowness * max(queued_s, predicted_s)
             computed_s = max(0.0, observed_s - self.fixed_s)
-            self.learn(predicted_s, min(computed_s, most_s))
+            self.learn(predicted_s, min(computed_s, limit_s))
         elif is_alone:
             expected_s = self.fixed_s or self.step_s
             observed_s = min(observed_s, MAX_OFF * expected_s)

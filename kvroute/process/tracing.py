@@ -1,8 +1,8 @@
-"""Sends the spans of a process's requests to an OpenTelemetry collector.
+"""Tracing: sends the spans of a process's requests to an OpenTelemetry collector.
 
 OpenTelemetry's own environment variables set the collector and the sampling. A thread sends the
-spans from a bounded queue, so no request waits for a collector. Spans that a slow or absent
-collector does not accept are lost; this is logged once.
+spans from a bounded queue, so no request waits for the collector. If the collector is slow or
+unreachable, spans are lost. This is logged once.
 """
 
 import logging
@@ -27,13 +27,13 @@ TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 TRACES_PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 SERVICE = "OTEL_SERVICE_NAME"
-FLUSH_S = 2.0  # most seconds that a process waits at its end to send its last spans
+FLUSH_S = 2.0  # maximum seconds that a process waits at its end to send its last spans
 
 _w3c = TraceContextTextMapPropagator()
 
 
 def traces_endpoint() -> str | None:
-    """Return the collector's address; None: no tracing. Raises ValueError: unknown protocol."""
+    """Return the collector's address; None: no tracing. Raises ValueError like protocol()."""
     if endpoint := os.environ.get(TRACES_ENDPOINT):
         return endpoint
     if base := os.environ.get(ENDPOINT):
@@ -42,7 +42,7 @@ def traces_endpoint() -> str | None:
 
 
 def protocol() -> str:
-    """Return the protocol for OTLP: gRPC, or HTTP, which is OpenTelemetry's default."""
+    """Return the protocol of OTLP, by default HTTP. Raises ValueError for an unknown protocol."""
     name = TRACES_PROTOCOL if os.environ.get(TRACES_PROTOCOL) else PROTOCOL
     value = os.environ.get(name) or "http/protobuf"
     if value not in ("grpc", "http/protobuf"):
@@ -51,26 +51,27 @@ def protocol() -> str:
 
 
 def start_tracing(service: str, instance: str) -> "Tracing | None":
-    """Start tracing in this process, an instance of the service; None: no collector is set."""
+    """Start tracing in this process, or return None if no collector is configured."""
     return Tracing(service, instance) if traces_endpoint() else None
 
 
 def context_of(headers: TraceContext) -> Context:
-    """Return the context of the span in the headers, which may be a span of another process."""
+    """Return the context of the span in the headers. The span may be of another process."""
     return _w3c.extract(headers)
 
 
 def headers_of(span: Span) -> TraceContext:
+    """Return headers with which another process can continue the span."""
     headers: dict[str, str] = {}
     _w3c.inject(headers, set_span_in_context(span))
     return headers
 
 
 class Tracing:
-    """One process's spans, until it is closed."""
+    """Tracing in one process, until it is closed."""
 
     def __init__(self, service: str, instance: str) -> None:
-        # vLLM has its own tracer provider in this process, which reads only these variables.
+        # vLLM has a tracer provider of its own in this process, which reads these variables only.
         os.environ.setdefault(SERVICE, service)
         os.environ[TRACES_PROTOCOL] = protocol()
         self._exporter = _exporter()
@@ -83,23 +84,23 @@ class Tracing:
         exporter_log.handlers, exporter_log.propagate = [_FirstOnly()], False
 
     def close(self) -> None:
-        """Send the last spans, for FLUSH_S at most."""
+        """Send the last spans, which may take FLUSH_S, and stop tracing."""
         flush = threading.Thread(target=self._provider.force_flush, daemon=True)
         flush.start()
         flush.join(FLUSH_S)
         self._exporter.shutdown()
 
     def traced(self, generate: Generate) -> Generate:
-        """Add a span to each request, as the parent of the engine's own spans."""
+        """Wrap `generate`: each request gets a span, which is the parent of the engine's spans."""
 
         async def generate_traced(request: GenerateRequest, emit: Emit) -> None:
             span = self._begin(request)
-            began_s, output_tokens = time.monotonic(), 0
+            start_s, output_tokens = time.monotonic(), 0
 
             def count(chunk: Chunk) -> None:
                 nonlocal output_tokens
                 if not output_tokens:
-                    _note_first(span, chunk, time.monotonic() - began_s)
+                    _record_first(span, chunk, time.monotonic() - start_s)
                 output_tokens += len(chunk.token_ids)
                 emit(chunk)
 
@@ -128,7 +129,7 @@ class Tracing:
 
 
 class _FirstOnly(logging.Handler):
-    """Logs only the first failure, since exporters report every failed batch."""
+    """A handler that logs only the first failure, since exporters report every failed batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -138,12 +139,12 @@ class _FirstOnly(logging.Handler):
         if not self._has_logged:
             self._has_logged = True
             log.warning(
-                "spans could not be sent and are lost; later losses are not logged: %s",
+                "spans could not be sent and are lost; further losses are not logged: %s",
                 record.getMessage(),
             )
 
 
-def _note_first(span: Span, chunk: Chunk, waited_s: float) -> None:
+def _record_first(span: Span, chunk: Chunk, waited_s: float) -> None:
     span.set_attribute("gen_ai.response.time_to_first_chunk", waited_s)
     span.set_attribute("gen_ai.usage.cache_read.input_tokens", chunk.cached_tokens)
 

@@ -9,9 +9,9 @@ TESTED = ("0.31", "0.32")  # versions with which all tests have run; they are no
 
 
 def is_for_gpus() -> bool:
-    """Return whether vLLM is installed in its build for GPUs.
+    """Return whether the installed vLLM is the build for GPUs.
 
-    vLLM for CPUs is a package of another name, or has "+cpu" in its version.
+    The build for CPUs is a package with another name, or has "+cpu" in its version.
     """
     try:
         return "+cpu" not in importlib.metadata.version("vllm")

@@ -1,1 +1,1 @@
-"""Replays a trace on modelled replicas under any routing policy."""
+"""Replays a recorded trace on modelled replicas, to compare routing policies."""

@@ -1,4 +1,4 @@
-"""Compares policies on one trace at one arrival rate, and finds the highest possible rate."""
+"""Runs policies on the same trace at the same rate, and finds the rate at saturation."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,11 +18,11 @@ from kvroute.replay.workload.trace import (
     native_rps,
 )
 
-REFERENCES = ("kvroute", "sglang")  # policies whose best throughput under overload is saturation
-# Arrivals as a multiple of the throughput. Under more overload, a policy could delay long prompts
-# for ever.
+REFERENCES = ("kvroute", "sglang")  # saturation is the best throughput of these under overload
+# Rate of arrivals under overload, as a multiple of the throughput. If it was higher, a policy could
+# delay long prompts for ever.
 OVERLOAD = 1.05
-OVERLOAD_STEPS = 4  # number of runs with ever smaller overload until it is OVERLOAD
+OVERLOAD_STEPS = 4  # number of runs; each run starts from the throughput of the run before
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,11 @@ def compare(
     loop: Loop = OPEN_LOOP,
     jobs: int = 1,
 ) -> list[PolicyRun]:
-    """Return one run for each policy, in their order; `jobs` of them run in parallel processes."""
+    """Return one run for each policy, in order; run `jobs` of them in parallel processes."""
     if jobs == 1:
-        return [_watched(name, requests, cluster, seed, loop, progress) for name in policies]
+        return [
+            _run_with_progress(name, requests, cluster, seed, loop, progress) for name in policies
+        ]
     task = progress.add_task(", ".join(policies), total=len(policies))
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         runs = [pool.submit(_run, name, requests, cluster, seed, loop) for name in policies]
@@ -62,12 +64,12 @@ def saturation_rps(
     progress: Progress,
     jobs: int = 1,
 ) -> float:
-    """Return the highest rate of requests whose prompt tokens the best reference policy can serve.
+    """Return saturation: the highest rate of requests that the best reference policy can serve.
 
-    It is measured in prompt tokens, under an overload of OVERLOAD. A count of requests would be
-    wrong: a policy that delays long prompts serves more requests with the same work. It also serves
-    a few more tokens, since the first tokens of a prompt take less time than its last. Both effects
-    grow with the overload, so the overload is small.
+    The throughput is measured in prompt tokens, and converted with the mean prompt length. The
+    number of requests would be wrong: a policy that delays long prompts serves more requests with
+    the same work. It also serves a few more tokens, since the first tokens of a prompt take less
+    time than the last ones. Both effects grow with the overload, so OVERLOAD is small.
 
     Raises:
         TraceError: The trace is too short.
@@ -77,13 +79,13 @@ def saturation_rps(
     def served_rps(offered_rps: float) -> float:
         requests = at_speed(recorded, offered_rps / native_rps(recorded))
         runs = compare(REFERENCES, requests, cluster, seed=seed, progress=progress, jobs=jobs)
-        most = max(run.summary.prompt_tokens_per_s for run in runs)
-        if not most:
+        best_tokens_per_s = max(run.summary.prompt_tokens_per_s for run in runs)
+        if not best_tokens_per_s:
             raise TraceError(
                 f"{len(recorded)} requests are too few to find the saturation; set --rate or "
                 "--speed (such as 1) instead of --load"
             )
-        return most / tokens
+        return best_tokens_per_s / tokens
 
     rate_rps = _prefill_bound_rps(recorded, cluster)
     for _ in range(OVERLOAD_STEPS):
@@ -92,7 +94,7 @@ def saturation_rps(
 
 
 def _prefill_bound_rps(recorded: Sequence[Request], cluster: Cluster) -> float:
-    """Return the throughput if decoding took no time and every repeated block were a hit."""
+    """Return the throughput if decoding took no time and every repeated block was a hit."""
     prefill_s = sum(
         cluster.engine.prefill.seconds(hits, request.input_tokens)
         for request, hits in zip(recorded, ideal_hit_tokens(recorded), strict=True)
@@ -100,7 +102,7 @@ def _prefill_bound_rps(recorded: Sequence[Request], cluster: Cluster) -> float:
     return len(recorded) * sum(cluster.speeds) / prefill_s
 
 
-def _watched(
+def _run_with_progress(
     policy: str,
     requests: Sequence[Request],
     cluster: Cluster,

@@ -1,7 +1,8 @@
-"""A model of a vLLM replica: chunked prefill, batched decode, a paged prefix cache.
+"""A model of a vLLM replica with chunked prefill, batched decode and a paged prefix cache.
 
 An admitted request reserves blocks for its whole response, so no request is preempted. A request
-may wait for a copy of blocks from a slower tier before it joins the batch; others run meanwhile.
+may have to wait for a copy of blocks from a slower tier before it joins the batch. Other requests
+run in the meantime.
 """
 
 import math
@@ -24,66 +25,65 @@ from kvroute.replica.sim_engine.paged_cache import PagedCache
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request in the engine."""
+    """A request that the engine has admitted."""
 
     request: Request
-    computed: int  # number of prompt tokens in the cache, hits included
-    blocks: list[int]  # cache blocks of the prompt and its answer
+    computed: int  # number of prompt tokens whose keys and values are cached, including hits
+    blocks: list[int]  # indices of the cache blocks for the prompt and the answer
     keep: RetentionHint
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The visible results of a step at its end."""
+    """The results of a step that routers can observe when it ends."""
 
     first_tokens: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     added: list[Fingerprint] = field(default_factory=list)
-    removed: list[Fingerprint] = field(default_factory=list)  # removed before `added` was added
+    removed: list[Fingerprint] = field(default_factory=list)  # blocks removed before `added`
 
 
 def blocks_needed(request: Request) -> int:
-    """Return the number of KV blocks that a request holds at its end."""
+    """Return the number of KV blocks for a request's prompt and whole answer."""
     return -(-(request.input_tokens + request.output_tokens) // request.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The scheduled steps: one step with prefill, or several steps of decodes only."""
+    """The scheduled steps: one step with prefill, or several steps with decodes only."""
 
     started_s: float
     steps: int
     first_s: float  # duration of the first step
-    growth_s: float  # time by which each step takes longer than the step before
-    chunks: Sequence[tuple[Running, int]] = ()  # sequence, prompt tokens that the step computes
+    growth_s: float  # how much longer each step is than the step before
+    chunks: Sequence[tuple[Running, int]] = ()  # sequence, its prompt tokens in this step
 
     @property
     def ends_s(self) -> float:
+        """Return the time at which the last step ends."""
         k = self.steps
         return self.started_s + k * self.first_s + self.growth_s * k * (k - 1) / 2
 
     def steps_by(self, now_s: float) -> int:
-        """Return the number of steps that have started by that time, at least one."""
+        """Return the number of steps that have started by that time; it is at least 1."""
         past_s = now_s - self.started_s
         linear_s = self.first_s - self.growth_s / 2
-        # the root of  growth/2 k^2 + linear k = past, in the form that allows growth = 0
+        # k solves growth/2 k^2 + linear k = past. This form of the root also allows growth = 0.
         root = 2 * past_s / (linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * past_s))
         return min(self.steps, max(1, math.ceil(root)))
 
 
-Waiting = tuple[
-    float, int, Request, RetentionHint
-]  # order time, number of arrival, request, its hint
-
+# A waiting request: sort key in seconds, number of the arrival, request, its retention hint.
+Waiting = tuple[float, int, Request, RetentionHint]
 
 NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
 
 
 class ModelledReplica:
-    """A modelled replica, which the caller drives.
+    """A modelled replica. The caller runs the clock.
 
-    The caller calls `arrive` at any time, `end_step` at the end of the plan, and `end_reload` at
-    the times in `memory.begun_s`.
+    It calls `arrive` at any time, `end_step` when the plan ends, and `end_reload` at the times in
+    `memory.new_ends_s`.
 
     Args:
         tiers: the replica's slower tiers; at most one is modelled.
@@ -95,26 +95,27 @@ class ModelledReplica:
         self.cache = PagedCache(capacity_blocks, self._evicted)
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
         self.reloaded_tokens: dict[int, int] = {}  # request index -> tokens from a slower tier
-        self.reload_wait_s: dict[int, float] = {}  # request index -> seconds of wait for their copy
+        self.reload_wait_s: dict[int, float] = {}  # request index -> seconds of wait for the copy
         self.memory: TierMemory[Running] | None = None
         for tier, facts in tiers.items():
             self.memory = TierMemory(tier, facts, model.prefill)
-        self.prefill_s = 0.0  # seconds spent on prompts so far
-        self._now_s = 0.0  # time of the last call
+        self.prefill_s = 0.0  # seconds of prefill since the start
+        self._now_s = 0.0  # time of the caller's latest call
         self.plan: Plan | None = None
         self._model = model
         self._capacity_blocks = capacity_blocks
-        self._pending_tokens: dict[int, int] = {}  # request without first token -> tokens
-        self._waiting: list[Waiting] = []  # heap
-        self._behind: list[Waiting] = []  # their blocks are being copied for another request
+        # Request without a first token -> its prompt tokens to compute.
+        self._pending_tokens: dict[int, int] = {}
+        self._waiting: list[Waiting] = []  # heap of the requests that are not admitted yet
+        self._blocked: list[Waiting] = []  # requests whose blocks are being copied for another one
         self._prefilling: list[Running] = []
-        self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index
+        self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index, sequence
         self._arrivals = count()
         self._steps = 0
-        self._context_tokens = 0  # context tokens of all decodes together
-        self._added: list[Fingerprint] = []  # blocks cached since the last step ended
+        self._context_tokens = 0  # sum of the context tokens of all decodes
+        self._added: list[Fingerprint] = []  # blocks cached since the end of the last step
         self._removed: list[Fingerprint] = []
-        self._answers = 0  # hashes of responses' blocks are negative: no request matches them
+        self._answers = 0  # latest fingerprint of an answer's block; negative: no prompt has it
 
     def arrive(
         self,
@@ -124,14 +125,14 @@ class ModelledReplica:
         new_tokens: int | None = None,
         keep: RetentionHint | None = None,
     ) -> None:
-        """Queue a request, and shorten planned decode steps so that it can be admitted.
+        """Queue a request, and shorten the planned decode steps so that it is admitted soon.
 
         Args:
             request: The request.
-            now_s: Present time.
+            now_s: The current time.
             order_s: Requests are admitted in the order of now_s + order_s.
-            new_tokens: Prompt tokens to compute, as the router expects; None: by the cache.
-            keep: Retention hint for its blocks.
+            new_tokens: Prompt tokens to compute, as the router expects; None: look into the cache.
+            keep: Retention hint for the request's blocks.
         """
         self._now_s = now_s
         heappush(
@@ -144,7 +145,7 @@ class ModelledReplica:
             self._shorten_plan(now_s)
 
     def end_reload(self, now_s: float) -> None:
-        """End the first copy from a slower tier: its request joins the batch."""
+        """End the oldest copy from a slower tier, and add its request to the batch."""
         assert self.memory is not None
         self._now_s = now_s
         reload = self.memory.end_reload()
@@ -153,12 +154,12 @@ class ModelledReplica:
         self._fill(sequence, sequence.computed, end)
         sequence.computed = end
         self._prefilling.append(sequence)
-        while self._behind:
-            heappush(self._waiting, self._behind.pop())
+        while self._blocked:
+            heappush(self._waiting, self._blocked.pop())
         self._shorten_plan(now_s)
 
     def end_step(self) -> StepResult:
-        """End the planned steps, start the next ones if there is work, and return the results."""
+        """End the planned steps, start the next steps if there is work, and return the results."""
         assert self.plan is not None
         plan, self.plan = self.plan, None
         self._now_s = plan.ends_s
@@ -194,6 +195,7 @@ class ModelledReplica:
             result.finished.append(request)
 
     def report(self) -> LoadReport:
+        """Return the replica's report of its load for routers."""
         used_blocks = self._capacity_blocks - len(self.cache.free)
         return LoadReport(
             Load(running=self._running, waiting=self._queued, used_blocks=used_blocks),
@@ -201,10 +203,10 @@ class ModelledReplica:
         )
 
     def _missing_tokens(self, request: Request) -> int:
-        """Return the number of prompt tokens that neither cache holds now."""
+        """Return how many prompt tokens must be computed, since no tier has them."""
         hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
         if self.memory is not None:
-            hits += self.memory.worth(request, hits)
+            hits += self.memory.blocks_worth_copying(request, hits)
         return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
@@ -214,7 +216,7 @@ class ModelledReplica:
         heappush(self._decoding, (last_step, request.index, sequence))
 
     def _shorten_plan(self, now_s: float) -> None:
-        """Start new steps, or shorten planned decode steps, because there is more to run."""
+        """Start steps, or shorten the planned decode steps, since there is a new request to run."""
         plan = self.plan
         if plan is None:
             self._start(now_s)
@@ -245,14 +247,14 @@ class ModelledReplica:
         )
 
     def _chunks(self, budget: int) -> list[tuple[Running, int]]:
-        """Return the prompt tokens of the next step, first come, first served."""
+        """Choose the prompt tokens of the next step, first come, first served."""
         chunks: list[tuple[Running, int]] = []
         for sequence in self._prefilling:
             budget -= self._chunk(sequence, budget, chunks)
         while budget > 0 and self._waiting and self._sequences < self._model.max_sequences:
             request, keep = self._waiting[0][2:]
-            if self._is_coming(request):
-                self._behind.append(heappop(self._waiting))
+            if self._is_reloading_block(request):
+                self._blocked.append(heappop(self._waiting))
                 continue
             admitted = self._admit(request, keep)
             if admitted is None:
@@ -263,19 +265,19 @@ class ModelledReplica:
                 budget -= self._chunk(admitted, budget, chunks)
         return chunks
 
-    def _is_coming(self, request: Request) -> bool:
-        """Return whether its first missing block is being copied for another request."""
+    def _is_reloading_block(self, request: Request) -> bool:
+        """Return whether the request's first missing block is being copied for another request."""
         if self.memory is None or not self._reloading:
             return False
         missing = (block for block in request.reusable if block not in self.cache)
         first = next(missing, None)
-        return first is not None and self.memory.is_coming(first)
+        return first is not None and self.memory.is_reloading(first)
 
     def _reload(self, admitted: Running) -> bool:
-        """Start a copy from a slower tier if it is worth it, and return whether one started."""
+        """Start a copy from a slower tier if that saves time; return whether a copy was started."""
         request = admitted.request
         hits = admitted.computed // request.block_tokens
-        blocks = 0 if self.memory is None else self.memory.worth(request, hits)
+        blocks = 0 if self.memory is None else self.memory.blocks_worth_copying(request, hits)
         self.hit_tokens[request.index] = (hits + blocks) * request.block_tokens
         if self.memory is None or not blocks:
             return False
@@ -285,10 +287,10 @@ class ModelledReplica:
         return True
 
     def _chunk(self, sequence: Running, budget: int, chunks: list[tuple[Running, int]]) -> int:
-        """Schedule prompt tokens, and return their number.
+        """Schedule prompt tokens of a sequence, and return their number.
 
-        As in vLLM, their blocks are cached at once, so another request in the same step can reuse
-        them.
+        As in vLLM, the blocks are cached at once, so that another request in the same step can
+        reuse them.
         """
         tokens = min(budget, sequence.request.input_tokens - sequence.computed)
         if tokens <= 0:
@@ -299,7 +301,7 @@ class ModelledReplica:
         return tokens
 
     def _admit(self, request: Request, keep: RetentionHint) -> Running | None:
-        """Reserve blocks for prompt and response; return None if too few are free."""
+        """Admit a request and reserve its blocks; return None if too few blocks are free."""
         needed = blocks_needed(request)
         hits = self.cache.admit(request.reusable, needed)
         if hits is None:
@@ -309,7 +311,7 @@ class ModelledReplica:
         return Running(request, tokens, blocks, keep)
 
     def _fill(self, sequence: Running, start: int, end: int) -> None:
-        """Cache the prompt's blocks that become full between two lengths."""
+        """Cache the blocks that become full when the prompt grows from `start` to `end` tokens."""
         request = sequence.request
         full = slice(start // request.block_tokens, end // request.block_tokens)
         for block, hash_ in zip(sequence.blocks[full], request.blocks[full], strict=False):
@@ -318,7 +320,7 @@ class ModelledReplica:
             self.cache.store(block, hash_)
 
     def _release(self, sequence: Running) -> None:
-        """Cache its full blocks, including the answer's, and free all its blocks."""
+        """Cache the full blocks of prompt and answer, and free all blocks of the sequence."""
         request, size = sequence.request, sequence.request.block_tokens
         full = (request.input_tokens + request.output_tokens) // size
         answer: list[Fingerprint] = []
@@ -333,7 +335,7 @@ class ModelledReplica:
             self.memory.release(blocks, sequence.keep)
 
     def _write_through(self, sequence: Running) -> None:
-        """Write its computed blocks to the slower tier, as far as there is room."""
+        """Copy the sequence's computed blocks to the slower tier, as far as there is space."""
         if self.memory is not None:
             request = sequence.request
             self.memory.store(request.blocks[: sequence.computed // request.block_tokens])
@@ -352,9 +354,9 @@ class ModelledReplica:
 
     @property
     def _sequences(self) -> int:
-        """Return the number of sequences that hold blocks."""
+        """Return the number of sequences that have reserved blocks."""
         return self._running + self._reloading
 
     @property
     def _queued(self) -> int:
-        return len(self._waiting) + len(self._behind) + self._reloading
+        return len(self._waiting) + len(self._blocked) + self._reloading

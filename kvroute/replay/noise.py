@@ -1,9 +1,9 @@
-"""Tells differences between policies from noise, with a bootstrap over the trace.
+"""Finds differences between policies that are only noise, with a bootstrap over the trace.
 
-A replay is one sample of traffic: with other requests, the figures would differ. The requests are
-cut into BLOCKS parts in the order of arrival, since neighbours share a queue. ROUNDS times, as many
-parts are drawn with repetition, the same ones for all policies. A difference is noise if it changes
-its sign within the middle 95% of these rounds.
+A replay is one sample of the traffic: with other requests, the figures would differ. The requests
+are divided into BLOCKS consecutive parts, since consecutive requests share a queue. In each of
+ROUNDS rounds, BLOCKS parts are drawn with repetition, the same parts for all policies. A difference
+is noise if it changes its sign within the middle 95% of the rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from kvroute.replay.simulate import Outcome
 from kvroute.replay.workload.trace import Request
 
-BLOCKS = 20
-ROUNDS = 200
-MIDDLE = (2.5, 97.5)  # percentiles of the rounds
+BLOCKS = 20  # number of parts of the trace
+ROUNDS = 200  # number of bootstrap rounds
+MIDDLE = (2.5, 97.5)  # percentiles that limit the middle 95% of the rounds
 QUANTILES = {"ttft_p50_s": 50, "ttft_p90_s": 90, "ttft_p99_s": 99}  # field of Summary -> percentile
 
 Floats = NDArray[np.float64]
@@ -33,7 +33,7 @@ class Sample:
     input_tokens: Floats
 
     def figures(self, rounds: NDArray[np.int64]) -> Figures:
-        """Return the figures of each round; a round is a row of positions in this sample."""
+        """Return the figures of each round, which is a row of request positions."""
         hits = self.hit_tokens[rounds].sum(axis=1) / self.input_tokens[rounds].sum(axis=1)
         times_s = np.percentile(self.ttft_s[rounds], [*QUANTILES.values()], axis=1)
         return {"hit_share": hits, **dict(zip(QUANTILES, times_s, strict=True))}
@@ -50,29 +50,32 @@ def sample(requests: Sequence[Request], outcome: Outcome, measured: slice) -> Sa
 
 
 def ties(samples: Mapping[str, Sample]) -> dict[str, set[str]]:
-    """Return the policies whose difference to the best one is noise, by field of Summary.
+    """Return field of Summary -> policies whose difference to the best policy is noise.
 
     Args:
         samples: Policy -> its measured requests; all policies have the same requests.
     """
     count = len(next(iter(samples.values())).ttft_s)
     rounds = _rounds(count)
-    whole = {name: each.figures(np.arange(count)[None]) for name, each in samples.items()}
-    drawn = {name: each.figures(rounds) for name, each in samples.items()}
-    found = {}
+    figures_of_all = {
+        name: policy_sample.figures(np.arange(count)[None])
+        for name, policy_sample in samples.items()
+    }
+    drawn = {name: policy_sample.figures(rounds) for name, policy_sample in samples.items()}
+    noise = {}
     for field in ("hit_share", *QUANTILES):
-        sign = -1 if field == "hit_share" else 1  # a high share is good, and a short time
-        best = min(samples, key=lambda name: sign * float(whole[name][field][0]))
-        found[field] = {
+        sign = -1 if field == "hit_share" else 1  # a high hit share and a short time are good
+        best = min(samples, key=lambda name: sign * float(figures_of_all[name][field][0]))
+        noise[field] = {
             name
             for name in samples
             if name != best and _is_noise(drawn[name][field] - drawn[best][field])
         }
-    return found
+    return noise
 
 
 def _rounds(count: int) -> NDArray[np.int64]:
-    """Return a row of positions for each round; all rows have the same length."""
+    """Return a row of request positions for each round; all rows have the same length."""
     length = max(1, count // BLOCKS)
     starts = length * np.arange(count // length)
     picks = np.random.default_rng(0).choice(starts, (ROUNDS, len(starts)))

@@ -1,4 +1,4 @@
-"""A replay's results for a policy: hits, latencies, throughput and balance."""
+"""The results of a replay for each policy: hits, latencies, throughput and balance."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,22 +13,22 @@ from kvroute.replay.simulate import Outcome
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 
-WARM_UP = 10  # one request in WARM_UP, the first ones, fills the caches and is not measured
-SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the prompt sizes, in tokens
+WARM_UP = 10  # the first 1/WARM_UP of the requests only fill the caches and are not measured
+SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the classes of prompt size
 
-BEST, NOISE = "*", "~"  # marks of the best value, and of values whose difference to it is noise
-HIGH, LOW = 1, -1  # whether the highest or the lowest value is the best
+BEST, NOISE = "*", "~"  # marks: the best value, and values that differ from it only by noise
+HIGH, LOW = 1, -1  # values of Column.best: the highest or the lowest value is the best
 
 Floats = NDArray[np.float64]
 
 
 class Column(NamedTuple):
-    """A column of the report. Its heading has the unit, and may have two lines."""
+    """A column of the report."""
 
-    heading: str
-    field: str  # of Summary
-    form: str = "{}"
-    best: int = 0  # HIGH or LOW; 0: neither is better
+    heading: str  # has the unit, and may have two lines
+    field: str  # name of the field of Summary
+    form: str = "{}"  # format of the values
+    best: int = 0  # HIGH or LOW; 0: no value is better than another
 
 
 POLICY = Column("policy", "policy")
@@ -76,42 +76,45 @@ HOST_COLUMNS: Sequence[Column] = (
 
 @dataclass(frozen=True, slots=True)
 class Summary:
+    """The figures of one policy."""
+
     policy: str
     hit_share: float  # share of the prompt tokens that were cached
-    ideal_share: float  # hits as a share of those with one shared, unlimited cache
+    ideal_share: float  # hits, as a share of the hits that one shared, unlimited cache would have
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
-    tpot_p90_ms: float  # time between two tokens of a response
-    throughput_rps: float  # first tokens per second until the last request arrives
-    prompt_tokens_per_s: float  # prompt tokens of these requests per second, cached ones included
+    tpot_p90_ms: float  # 90th percentile of an answer's mean time between two tokens
+    throughput_rps: float  # first tokens per second, until the last request arrives
+    prompt_tokens_per_s: float  # prompt tokens of these requests per second, cached tokens included
     imbalance: float  # prefill time of the busiest replica, as a multiple of the mean
-    # 90th percentile of the TTFT by prompt size; None without prompts of that size.
+    # 90th percentile of the TTFT for a class of prompt size; None if there are no such prompts.
     ttft_p90_under_4k_s: float | None
     ttft_p90_4k_16k_s: float | None
     ttft_p90_16k_48k_s: float | None
     ttft_p90_over_48k_s: float | None
     gpu_hit_share: float  # part of hit_share that was in GPU memory
-    host_hit_share: float  # part of hit_share that was in host memory only
-    reload_s: float  # seconds that all replicas spent on copies from host memory
-    reload_wait_ms: float  # mean wait for a copy, of requests that had one
+    host_hit_share: float  # part of hit_share that was only in host memory
+    reload_s: float  # total time that the replicas spent on copies from host memory
+    reload_wait_ms: float  # mean wait for a copy, over the requests that needed one
     session_times: SessionTimes
 
     def row(self) -> dict[str, str | float | None]:
-        """Return all figures by name, including those of sessions."""
+        """Return all figures by name, including the figures of sessions."""
         row = asdict(self)
         times: dict[str, str | float | None] = row.pop("session_times")
         return row | times
 
 
 def measured_part(requests: Sequence[Request]) -> slice:
-    """Return the requests that are measured: all but the first ones, which fill the caches."""
+    """Return the range of measured requests; the requests before it only fill the caches."""
     return slice(len(requests) // WARM_UP, None)
 
 
 def summarise(
     policy: str, requests: Sequence[Request], outcome: Outcome, loop: Loop = OPEN_LOOP
 ) -> Summary:
+    """Return the figures of one policy."""
     measured = measured_part(requests)
     input_tokens = np.array([request.input_tokens for request in requests], dtype=float)
     hit_tokens = sum(outcome.hit_tokens[measured])
@@ -154,14 +157,15 @@ class ReportTable:
 def tables(
     summaries: Sequence[Summary], ties: Mapping[str, Collection[str]] | None = None
 ) -> Iterator[ReportTable]:
-    """Yield the tables with the results.
+    """Yield the tables of the report.
 
-    The first is about requests. In a closed loop, tables about sessions follow. Then come balance
-    and TTFT by prompt size, and, if host memory was used, hits by tier.
+    The first table is about requests. In a closed loop, tables about sessions follow. The next
+    table has balance and TTFT by prompt size. If host memory was used, the last table has hits by
+    tier.
 
     Args:
         summaries: The results of each policy.
-        ties: Field of Summary -> policies whose difference to the best one is noise.
+        ties: Field of Summary -> policies whose difference to the best policy is noise.
     """
     ties = ties or {}
     yield _table(summaries, COLUMNS, ties)
@@ -186,13 +190,13 @@ def _table(
 def _cells(
     column: Column, rows: Sequence[Mapping[str, Any]], tied: Collection[str]
 ) -> Iterator[str]:
-    """Yield a column's cells. With several policies, BEST marks the best value, NOISE its ties."""
+    """Yield the cells of a column; with several policies, mark the best value and its ties."""
     values = [row[column.field] for row in rows]
     texts = ["-" if value is None else column.form.format(value) for value in values]
-    known = [value for value in values if value is not None]
+    numbers = [value for value in values if value is not None]
     best = ""
-    if column.best and len(rows) > 1 and len(known) > 0:
-        best = texts[values.index(max(known, key=lambda value: column.best * float(value)))]
+    if column.best and len(rows) > 1 and numbers:
+        best = texts[values.index(max(numbers, key=lambda value: column.best * float(value)))]
     for text, row in zip(texts, rows, strict=True):
         mark = BEST if text == best else NOISE if row["policy"] in tied else ""
         yield f"{mark}{text}"

@@ -29,12 +29,12 @@ class Cluster:
     replicas: int
     kv_tokens: int  # tokens in each replica's cache
     routers: int = 1
-    index_delay_s: float = 0.010  # time from the end of a step until routers know its blocks
-    share_delay_s: float = 0.005  # time from a decision until other routers know it; inf: never
+    index_delay_s: float = 0.010  # time from the end of a step until routers know the new blocks
+    share_delay_s: float = 0.005  # time until other routers know a router's decision; inf: never
     engine: EngineModel = ENGINE
-    slow_share: float = 0.0  # share of slow replicas; routers expect the speed of `engine` from all
-    slow_speed: float = 1.0  # speed of slow replicas, as a multiple of the others' speed
-    host_tokens: int = 0  # tokens in each replica's host memory; 0: no host memory
+    slow_share: float = 0.0  # share of slow replicas; routers expect all to be as fast as `engine`
+    slow_speed: float = 1.0  # speed of slow replicas, relative to the other replicas
+    host_tokens: int = 0  # size of each replica's cache in host memory, in tokens; 0: none
     host_gb_per_s: float = HOST_GB_PER_S  # speed of copies from host memory
     kv_bytes: int = KV_BYTES  # bytes of a token's keys and values
 
@@ -47,14 +47,14 @@ class Cluster:
 
     @property
     def speeds(self) -> list[float]:
-        """Return each replica's speed as a multiple of `engine`; slow ones are spread evenly."""
+        """Return the speed of each replica relative to `engine`; spread slow replicas evenly."""
         counts = [int(n * self.slow_share + 1e-9) for n in range(self.replicas + 1)]
         return [self.slow_speed if n < after else 1.0 for n, after in pairwise(counts)]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Results of the requests, by their index, and of the replicas."""
+    """The results of each request (by its index) and of each replica."""
 
     arrival_s: list[float]
     first_token_s: list[float]
@@ -62,28 +62,36 @@ class Outcome:
     hit_tokens: list[int]
     prefill_s: list[float]  # seconds that each replica spent on prompts
     reloaded_tokens: list[int]  # hit tokens that were copied from a slower tier
-    reload_wait_s: list[float]  # seconds for which each request waited for its copy
+    reload_wait_s: list[float]  # seconds that each request waited for a copy
     reload_s: list[float]  # seconds that each replica spent on copies
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
+    """A client sends a request to a router."""
+
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
+    """A replica's planned steps end."""
+
     replica: int
-    at_s: float  # end of the plan; if the plan ends at another time now, the event is ignored
+    at_s: float  # end of the plan; the event is ignored if the plan has been changed since
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadEnd:
+    """A replica's oldest copy from a slower tier ends."""
+
     replica: int
 
 
 @dataclass(frozen=True, slots=True)
 class IndexChange:
+    """Routers receive a change of a replica's cached blocks."""
+
     replica: int
     added: Sequence[Fingerprint]
     removed: Sequence[Fingerprint]
@@ -91,26 +99,32 @@ class IndexChange:
 
 @dataclass(frozen=True, slots=True)
 class PeerMessage:
-    router: int
+    """The other routers receive a router's message."""
+
+    router: int  # the sender
     message: RouterMessage
 
 
 @dataclass(frozen=True, slots=True)
 class RouterWake:
+    """A router wants to look at its queue again."""
+
     router: int
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """A router requests the replicas' reports."""
+    """All replicas send a report to a router."""
 
     router: int
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
+    """A router receives the reports of all replicas."""
+
     router: int
-    reports: Sequence[LoadReport]  # in the replicas' order
+    reports: Sequence[LoadReport]  # in the order of the replicas
 
 
 Event = Arrival | StepEnd | ReloadEnd | IndexChange | PeerMessage | RouterWake | Poll | Reports
@@ -126,23 +140,25 @@ def simulate(
     queued: Sequence[int] = (),
     on_first_token: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Replay the requests until the last is answered. Equal arguments give equal outcomes.
+    """Replay the requests until all are answered. Equal arguments give equal outcomes.
 
     Args:
-        requests: The requests. Arrival times of those in `follow_ups` or `queued` are ignored.
+        requests: The requests. Arrival times of requests in `follow_ups` or `queued` are ignored.
         cluster: The modelled cluster.
         policy: Name of the routing policy.
         seed: Seed of all random numbers.
         follow_ups: Index of a request -> the request that arrives after its answer.
-        queued: Indices of requests. The next of them arrives when a request without a follow-up has
-            its answer.
-        on_first_token: Called at every first token.
+        queued: Indices of requests. Whenever a request without a follow-up is answered, the next of
+            these requests arrives.
+        on_first_token: Called at each request's first token.
     """
-    _check_room(requests, cluster)
+    _check_capacity(requests, cluster)
     return _Simulation(requests, cluster, policy, seed, follow_ups, queued, on_first_token).run()
 
 
 class _Simulation:
+    """The state of a simulation: routers, replicas, and a heap of future events."""
+
     def __init__(
         self,
         requests: Sequence[Request],
@@ -175,26 +191,26 @@ class _Simulation:
             for speed in cluster.speeds
         ]
         self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
-        self._order = count()  # order of events at the same time
-        later = {*queued, *(follow_up.index for follow_up in follow_ups.values())}
+        self._order = count()  # numbers that keep the order of events with equal times
+        dependent = {*queued, *(follow_up.index for follow_up in follow_ups.values())}
         self._events: list[tuple[float, int, Event]] = [
             (request.arrival_s, next(self._order), Arrival(request))
             for request in requests
-            if request.index not in later
+            if request.index not in dependent
         ]
         heapify(self._events)
         self._unfinished = len(requests)
         self._begin_polls()
-        none = [0.0] * len(requests)
-        nothing = [0] * len(requests)
+        zeros = [0.0] * len(requests)
+        zero_counts = [0] * len(requests)
         self._outcome = Outcome(
-            arrival_s=none,
-            first_token_s=none.copy(),
-            finished_s=none.copy(),
-            hit_tokens=nothing,
+            arrival_s=zeros,
+            first_token_s=zeros.copy(),
+            finished_s=zeros.copy(),
+            hit_tokens=zero_counts,
             prefill_s=[],
-            reloaded_tokens=nothing.copy(),
-            reload_wait_s=none.copy(),
+            reloaded_tokens=zero_counts.copy(),
+            reload_wait_s=zeros.copy(),
             reload_s=[],
         )
 
@@ -210,22 +226,21 @@ class _Simulation:
                     self._end_reload(replica, now_s)
                 case IndexChange(replica, added, removed):
                     for router in self._routers:
-                        router.index_changed(replica, added, removed)
+                        router.on_index_change(replica, added, removed)
                 case PeerMessage(sender, message):
                     for number, router in enumerate(self._routers):
                         if number != sender:
                             router.receive(message, now_s)
                             self._send(number, now_s)
                 case RouterWake(number):
-                    if (
-                        self._wakes_s.get(number) == now_s
-                    ):  # else an earlier wake-up has replaced it
+                    # The event is ignored if an earlier wake-up has replaced it.
+                    if self._wakes_s.get(number) == now_s:
                         del self._wakes_s[number]
                         self._send(number, now_s)
                 case Poll(number):
                     self._poll(number, now_s)
                 case Reports(number, reports):
-                    self._routers[number].reported(reports, now_s)
+                    self._routers[number].on_reports(reports, now_s)
                     self._send(number, now_s)
         self._outcome.prefill_s = [replica.prefill_s for replica in self._replicas]
         self._outcome.reload_s = [
@@ -236,26 +251,26 @@ class _Simulation:
     def _arrive(self, request: Request, now_s: float) -> None:
         self._outcome.arrival_s[request.index] = now_s
         router = self._router_of(request)
-        self._routers[router].arrived(request, now_s)
+        self._routers[router].on_arrival(request, now_s)
         self._send(router, now_s)
 
     def _send(self, router: int, now_s: float) -> None:
-        """Deliver the requests that the router sends now."""
+        """Deliver the requests that the router dispatches now."""
         policy = self._routers[router]
-        for request, chosen, order_s, new_tokens, keep in policy.sends(now_s):
-            before = self._replicas[chosen].plan
+        for request, chosen, order_s, new_tokens, keep in policy.take_decisions(now_s):
+            old_plan = self._replicas[chosen].plan
             self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep)
-            if self._replicas[chosen].plan is not before:
+            if self._replicas[chosen].plan is not old_plan:
                 self._await_step(chosen)
             self._await_reloads(chosen)
         self._share(router, now_s)
-        after_s = policy.wakes_s()
+        after_s = policy.wake_after_s()
         if after_s and now_s + after_s < self._wakes_s.get(router, math.inf):
             self._wakes_s[router] = now_s + after_s
             self._push(now_s + after_s, RouterWake(router))
 
     def _begin_polls(self) -> None:
-        """Start the polls for reports. A single router needs none: it knows of all requests."""
+        """Schedule the first reports. A single router gets none, since it knows all requests."""
         count = len(self._routers)
         for number, router in enumerate(self._routers):
             if count > 1 and router.report_s < math.inf:
@@ -276,12 +291,12 @@ class _Simulation:
         self._publish(replica, result, at_s)
         for request in result.first_tokens:
             self._record_first_token(request.index, self._replicas[replica], at_s)
-            self._routers[self._router_of(request)].first_token(request, at_s)
+            self._routers[self._router_of(request)].on_first_token(request, at_s)
             self._on_first_token()
         self._unfinished -= len(result.finished)
         for request in result.finished:
             self._outcome.finished_s[request.index] = at_s
-            self._routers[self._router_of(request)].finished(request, at_s)
+            self._routers[self._router_of(request)].on_finish(request, at_s)
             if follow_up := self._follow_ups.get(request.index):
                 arrival = Arrival(self._requests[follow_up.index])
                 self._push(at_s + follow_up.think_s, arrival)
@@ -304,9 +319,9 @@ class _Simulation:
 
     def _end_reload(self, number: int, now_s: float) -> None:
         replica = self._replicas[number]
-        before = replica.plan
+        old_plan = replica.plan
         replica.end_reload(now_s)
-        if replica.plan is not before:
+        if replica.plan is not old_plan:
             self._await_step(number)
         self._await_reloads(number)
 
@@ -322,10 +337,10 @@ class _Simulation:
 
     def _await_reloads(self, number: int) -> None:
         memory = self._replicas[number].memory
-        if memory is not None and memory.begun_s:
-            for ends_s in memory.begun_s:
+        if memory is not None and memory.new_ends_s:
+            for ends_s in memory.new_ends_s:
                 self._push(ends_s, ReloadEnd(number))
-            memory.begun_s.clear()
+            memory.new_ends_s.clear()
 
     def _push(self, at_s: float, event: Event) -> None:
         heappush(self._events, (at_s, next(self._order), event))
@@ -334,17 +349,17 @@ class _Simulation:
         return request.index % len(self._routers)
 
     def _share(self, router: int, at_s: float) -> None:
-        """Send the router's latest events to the other routers."""
+        """Send the router's new events to the other routers."""
         message = self._routers[router].take_message(at_s)
         received_s = at_s + self._cluster.share_delay_s
         if message is not None and len(self._routers) > 1 and received_s < math.inf:
             self._push(received_s, PeerMessage(router, message))
 
 
-def _check_room(requests: Sequence[Request], cluster: Cluster) -> None:
-    most = max(blocks_needed(request) * request.block_tokens for request in requests)
-    if most > cluster.kv_tokens:
+def _check_capacity(requests: Sequence[Request], cluster: Cluster) -> None:
+    largest = max(blocks_needed(request) * request.block_tokens for request in requests)
+    if largest > cluster.kv_tokens:
         raise TraceError(
-            f"a request of the trace needs room for {most} tokens, more than the "
-            f"{cluster.kv_tokens} of a replica; set --kv-tokens to {most} or more"
+            f"a request of the trace needs a KV cache of {largest} tokens, but a replica has "
+            f"{cluster.kv_tokens}; set --kv-tokens to {largest} or more"
         )

@@ -1,4 +1,4 @@
-"""A slower tier of a modelled replica. Blocks are copied back one request at a time."""
+"""A slower tier of a modelled replica. Blocks are copied back for one request at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,25 +18,25 @@ T = TypeVar("T")  # type of the engine's sequences
 
 @dataclass(frozen=True, slots=True)
 class PendingReload(Generic[T]):
-    """A copy of blocks from host memory to the engine."""
+    """A copy of blocks from the slower tier to the engine that has not ended."""
 
-    end: int  # number of the prompt's blocks in the engine after the copy
+    end: int  # number of the prompt's leading blocks that the engine has after the copy
     hashes: Sequence[Fingerprint]  # fingerprints of the copied blocks
     sequence: T  # the sequence that waits for the copy
 
 
 class TierMemory(Generic[T]):
-    """Blocks are written to the tier in no time; copies back to the engine take time."""
+    """The blocks in a slower tier. Writing blocks takes no time; copying them back takes time."""
 
     def __init__(self, tier: Tier, facts: TierFacts, prefill: PrefillModel) -> None:
-        self.reload_s = 0.0  # seconds spent on copies so far
-        self.begun_s: list[float] = []  # end times of new copies, which the caller reads and clears
+        self.reload_s = 0.0  # seconds of copies since the start
+        self.new_ends_s: list[float] = []  # end times of new copies, which the caller clears
         self._cache = HostCache(facts.blocks)
         self._tier = tier
         self._facts = facts
         self._prefill = prefill
         self._reloads = Copies[PendingReload[T]]()
-        self._coming = set[Fingerprint]()
+        self._reloading = set[Fingerprint]()  # blocks that are being copied
         self._added: dict[Fingerprint, None] = {}  # blocks stored since the last take_changes()
         self._dropped: dict[Fingerprint, None] = {}
 
@@ -45,11 +45,11 @@ class TierMemory(Generic[T]):
         return len(self._reloads)
 
     def held(self) -> Iterator[Fingerprint]:
-        """Return the blocks in host memory; those of answers are negative."""
+        """Return the blocks in host memory; the blocks of answers have negative numbers."""
         return iter(self._cache)
 
-    def worth(self, request: Request, hits: int) -> int:
-        """Return how many blocks after the engine's hits are worth a copy.
+    def blocks_worth_copying(self, request: Request, hits: int) -> int:
+        """Return how many blocks to copy after the engine's hits.
 
         Returns 0 if computing these blocks takes no longer than copying them.
         """
@@ -57,50 +57,50 @@ class TierMemory(Generic[T]):
         compute_s = self._prefill.seconds(hits * size, (hits + blocks) * size)
         return blocks if self._facts.reload_s(blocks) < compute_s else 0
 
-    def is_coming(self, block: Fingerprint) -> bool:
+    def is_reloading(self, block: Fingerprint) -> bool:
         """Return whether the block is being copied for another request."""
-        return block in self._coming
+        return block in self._reloading
 
     def reload(self, sequence: T, request: Request, hits: int, blocks: int, now_s: float) -> float:
-        """Start a copy after all earlier copies, and return the time of its end."""
+        """Schedule a copy after all earlier copies, and return the time at which it ends."""
         copy_s = self._facts.reload_s(blocks)
         end, hashes = hits + blocks, request.blocks[hits : hits + blocks]
         ends_s = self._reloads.begin(PendingReload(end, hashes, sequence), copy_s, now_s)
-        self._coming.update(hashes)
+        self._reloading.update(hashes)
         self._cache.use(request.blocks[:end])
-        self.begun_s.append(ends_s)
+        self.new_ends_s.append(ends_s)
         self.reload_s += copy_s
         return ends_s
 
     def end_reload(self) -> PendingReload[T]:
-        """Remove and return the first copy, which has ended."""
+        """Remove and return the oldest copy, which has ended."""
         reload = self._reloads.pop()
-        self._coming.difference_update(reload.hashes)
+        self._reloading.difference_update(reload.hashes)
         return reload
 
     def store(self, blocks: Sequence[Fingerprint]) -> None:
-        """Store the first blocks of a prompt, or all blocks of a prompt and its answer."""
+        """Store leading blocks of a prompt, or all blocks of a prompt and its answer."""
         new, dropped = self._cache.store(blocks)
         _change(self._added, self._dropped, new)
         _change(self._dropped, self._added, dropped)
 
     def release(self, blocks: Sequence[Fingerprint], keep: RetentionHint) -> None:
-        """Apply the retention hint of a request that has ended to its blocks."""
+        """Apply the retention hint of an ended request to its blocks."""
         self._cache.use(blocks, keep)
 
     def take_changes(self) -> tuple[list[Fingerprint], list[Fingerprint]]:
-        """Return the index entries that were added and dropped since the last call."""
+        """Return the fingerprints that were added and dropped since the last call."""
         added, self._added = self._added, {}
         dropped, self._dropped = self._dropped, {}
-        return [*map(self._tier.member, added)], [*map(self._tier.member, dropped)]
+        return [*map(self._tier.fingerprint, added)], [*map(self._tier.fingerprint, dropped)]
 
 
 def _change(
     to: dict[Fingerprint, None], against: dict[Fingerprint, None], blocks: Iterable[Fingerprint]
 ) -> None:
-    """Record changed blocks in `to`; a block in `against` is removed there instead.
+    """Record changed blocks in `to`; if a block is in `against`, only remove it there.
 
-    Answers' blocks, which are negative, match no request and are not recorded.
+    Blocks of answers have negative numbers. No request matches them, so they are not recorded.
     """
     for block in blocks:
         if block in against:

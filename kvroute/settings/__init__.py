@@ -1,1 +1,1 @@
-"""The options of users, and the settings of processes that are derived from them."""
+"""The options that users set, and the settings that kvroute's processes derive from them."""

@@ -1,4 +1,4 @@
-"""Checks a user's options for one model, and reads the files that they name once."""
+"""Checks the options of one model, and reads the files that the options name."""
 
 from functools import cached_property
 
@@ -11,18 +11,18 @@ from kvroute.settings.server_list import ServerList
 
 
 class CheckedOptions(ModelOptions):
-    """The options of one model.
+    """The options of one model, with what is read from the files that they name.
 
-    Each property raises SettingsError if an option that it needs cannot be used.
+    A property raises SettingsError if an option that it needs cannot be used.
     """
 
     @property
     def name(self) -> str:
-        """Return the model's name for clients."""
+        """Return the model name that clients send."""
         return self.served_model_name or self.model
 
     @property
-    def most_replicas(self) -> int:
+    def max_fleet_size(self) -> int:
         """Return the maximum size of the fleet."""
         return self.max_replicas or self.fleet_size
 
@@ -50,11 +50,11 @@ class CheckedOptions(ModelOptions):
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """Return the named prefixes to start with."""
+        """Return the named prefixes to declare at the start."""
         file, text = self.multi_task_prompt, self.multi_task_prompt_str
         if file and text:
             raise SettingsError(
-                f"--multi-task-prompt is {str(file)!r} and --multi-task-prompt-str is given too "
+                f"--multi-task-prompt is {str(file)!r}, and --multi-task-prompt-str is set as well "
                 "(MULTI_TASK_PROMPT, MULTI_TASK_PROMPT_STR); keep one of them"
             )
         try:
@@ -68,23 +68,23 @@ class CheckedOptions(ModelOptions):
 
     @cached_property
     def adapters(self) -> tuple[Adapter, ...]:
-        """Return the LoRA adapters."""
+        """Return the LoRA adapters of --lora."""
         adapters: dict[str, Adapter] = {}
-        for given in self.lora:
+        for argument in self.lora:
             try:
-                adapter = read_adapter(given)
+                adapter = read_adapter(argument)
             except ValueError as error:
-                raise SettingsError(f"--lora is {given!r}: {error}") from None
+                raise SettingsError(f"--lora is {argument!r}: {error}") from None
             if adapter.name in (*adapters, self.name):
                 raise SettingsError(
-                    f"--lora is {given!r}, but the name {adapter.name!r} is already used; choose "
-                    "another name"
+                    f"--lora is {argument!r}, but the name {adapter.name!r} is already used; "
+                    "choose another name"
                 )
             adapters[adapter.name] = adapter
         return tuple(adapters.values())
 
     def check(self) -> None:
-        """Raise SettingsError for values that contradict each other or name unusable files."""
+        """Raise SettingsError if options contradict each other or name unusable files."""
         self._check_attach()
         self._check_size()
         self._check_gpus()
@@ -109,8 +109,9 @@ class CheckedOptions(ModelOptions):
     def _check_size(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise SettingsError(
-                f"--max-replicas is {self.max_replicas}, below --replicas, the minimum, which is "
-                f"{self.replicas}; set it to {self.replicas} or more, such as {2 * self.replicas}"
+                f"--max-replicas is {self.max_replicas}, below --replicas, which is "
+                f"{self.replicas}; set --max-replicas to {self.replicas} or more, such as "
+                f"{2 * self.replicas}"
             )
 
     def _check_gpus(self) -> None:

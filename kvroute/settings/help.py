@@ -1,4 +1,4 @@
-"""Derives an option's flags, environment variables and error messages from its description."""
+"""Descriptions of options, and the flags, variables and error messages derived from them."""
 
 import os
 from collections.abc import Mapping
@@ -20,26 +20,26 @@ WORDING = {  # pydantic's wording -> kvroute's
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The description of an option for users, in the metadata of the option's field."""
+    """The description of an option for users; it is part of the metadata of the option's field."""
 
-    group: str
-    help: str
-    example: str = ""  # a good value, if the default value is not one
-    default: str = ""  # the default in words, if it has no value
-    flags: tuple[str, ...] = ()  # flags that replace --the-field-name
-    env: tuple[str, ...] = ()  # variables in addition to KVROUTE_THE_FIELD_NAME, of other systems
-    kind: Any = None  # the option's type on the command line; None: the field's type
+    group: str  # heading in --help, such as "KV cache"
+    help: str  # what the option does, in one or two sentences
+    example: str = ""  # an example value for errors and documents; empty: the default value
+    default: str = ""  # the default in words; empty: the default value itself
+    flags: tuple[str, ...] = ()  # flags that replace --the-field-name; empty: not replaced
+    env: tuple[str, ...] = ()  # other systems' variables, in addition to KVROUTE_THE_FIELD_NAME
+    kind: Any = None  # type of the option on the command line; None: the type of the field
 
 
 class SettingsError(ValueError):
-    """A setting cannot be used; the message has its source and the remedy."""
+    """A setting cannot be used. The message says where it was set, and how to correct it."""
 
 
 class Environment(PydanticBaseSettingsSource):
     """Settings from environment variables, for options that the command line omits.
 
-    An option can have several variables. pydantic-settings' own class takes the first one; this
-    class rejects variables with different values.
+    An option can have several variables. pydantic-settings' own class uses the first variable that
+    is set. This class raises SettingsError if the variables have different values.
     """
 
     def __call__(self) -> dict[str, Any]:
@@ -58,40 +58,42 @@ class Environment(PydanticBaseSettingsSource):
 
 
 def option(field: FieldInfo) -> Option:
-    """Return the field's description."""
+    """Return the description of an option."""
     return next(entry for entry in field.metadata if isinstance(entry, Option))
 
 
 def flags(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Return the field's names on the command line, the usual one first."""
+    """Return the flags that set the field on the command line, the usual one first."""
     return option(field).flags or (f"--{name.replace('_', '-')}",)
 
 
 def env_names(name: str, field: FieldInfo) -> tuple[str, ...]:
-    """Return the field's names in the environment, kvroute's first."""
+    """Return the environment variables that can set the field, kvroute's own first."""
     return f"{ENV_PREFIX}{name.upper()}", *option(field).env
 
 
 def from_environment(name: str, field: FieldInfo) -> dict[str, str]:
-    """Return the environment variables that set the field; empty variables count as not set."""
+    """Return the variables that set the field, and their values; ignore empty variables."""
     return {env: os.environ[env] for env in env_names(name, field) if os.environ.get(env)}
 
 
 def explain(
-    details: Mapping[str, Any], fields: Mapping[str, FieldInfo], given: Mapping[str, Any]
+    details: Mapping[str, Any], fields: Mapping[str, FieldInfo], command_line: Mapping[str, Any]
 ) -> str:
-    """Explain a validation error: `KVROUTE_PORT is 'abc'; expected a valid integer, such as 8000`.
+    """Explain an error to users: `KVROUTE_PORT is 'abc'; expected a valid integer, such as 8000`.
 
     Args:
         details: the error, as pydantic describes it.
-        fields: all options.
-        given: options from the command line; all others are from the environment.
+        fields: the fields of all options.
+        command_line: the options on the command line; all other options are from the environment.
     """
     name = str(details["loc"][0])
     if name not in fields:
         return f"{name} is not a setting; the settings are {', '.join(fields)}"
     field = fields[name]
-    source = flags(name, field)[0] if name in given else next(iter(from_environment(name, field)))
+    source = (
+        flags(name, field)[0] if name in command_line else next(iter(from_environment(name, field)))
+    )
     return (
         f"{source} is {details['input']!r}; {expectation(details['msg'])}, "
         f"such as {option(field).example or field.default}"
@@ -99,10 +101,10 @@ def explain(
 
 
 def expectation(message: str) -> str:
-    """Reword pydantic's message about a wrong value, for example to `expected a valid integer`."""
+    """Reword pydantic's message about a wrong value, such as to `expected a valid integer`."""
     expected = message.split(", unable")[0]
-    for pydantics, own in WORDING.items():
-        expected = expected.replace(pydantics, own)
+    for pydantics, wording in WORDING.items():
+        expected = expected.replace(pydantics, wording)
     return expected
 
 
@@ -111,7 +113,7 @@ def _refuse_contradiction(name: str, field: FieldInfo, variables: Mapping[str, s
     if len(meanings) > 1:
         values = " but ".join(f"{env} is {value!r}" for env, value in variables.items())
         flag = flags(name, field)[0].replace("/", " or ")
-        raise SettingsError(f"{values}, and both set the same option; keep one, or use {flag}")
+        raise SettingsError(f"{values}, and both set the same option; unset one, or use {flag}")
 
 
 def _meaning(field: FieldInfo, value: str) -> object:

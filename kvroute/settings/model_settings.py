@@ -1,4 +1,4 @@
-"""The complete settings of one model, as a frozen value."""
+"""The complete settings of one model: what a user has set, and what depends on the machine."""
 
 import os
 from collections.abc import Set
@@ -14,13 +14,15 @@ from kvroute.settings.router import RouterSettings
 
 @dataclass(frozen=True, slots=True)
 class Detected:
-    """The facts about a model that depend on the machine."""
+    """The settings of a model that depend on the machine."""
 
     model: str  # what an engine loads: a folder or a hub name
     gpus_per_replica: int
 
 
 class ModelSettings(ReplicaSettings, RouterSettings, DeploymentOptions):
+    """The settings of one model for its replicas, its routers and Ray Serve."""
+
     gpus_per_replica: int
 
     def for_replicas(self) -> dict[str, Any]:
@@ -35,9 +37,9 @@ class ModelSettings(ReplicaSettings, RouterSettings, DeploymentOptions):
         return self.model_dump(mode="json", include=set(names))
 
 
-def decide(
+def resolve(
     options: CheckedOptions,
-    found: Detected,
+    detected: Detected,
     *,
     redis_url: str,
     cluster: str,
@@ -45,25 +47,25 @@ def decide(
     drain_timeout_s: float,
     local_only: bool = False,
 ) -> ModelSettings:
-    """Complete the user's options.
+    """Complete the options of a model with default values and the facts of the machine.
 
     Args:
         options: the options of the model.
-        found: the facts of the machine.
-        redis_url: the Redis of the cluster.
+        detected: the settings that depend on the machine.
+        redis_url: URL of the cluster's Redis.
         cluster: the cluster's id.
-        other_replicas: number of replicas of other models on the same machines.
-        drain_timeout_s: the option of that name, which belongs to the whole cluster.
+        other_replicas: number of replicas that other models run on the same machines.
+        drain_timeout_s: value of this option, which applies to the whole cluster.
         local_only: see RouterSettings.
     """
-    gpus, replicas = found.gpus_per_replica, options.fleet_size + other_replicas
-    given = {
+    gpus, replicas = detected.gpus_per_replica, options.fleet_size + other_replicas
+    chosen = {
         name: getattr(options, name)
         for name in type(options).model_fields
         if name in ModelSettings.model_fields
     }
-    decided = {
-        "model": found.model,
+    derived = {
+        "model": detected.model,
         "served_model_name": options.name,
         "replicas": options.fleet_size,
         "redis_url": redis_url,
@@ -78,4 +80,4 @@ def decide(
         "tasks": options.tasks,
         "declared": tuple(task.task_id for task in options.tasks),
     }
-    return ModelSettings(**given | decided)
+    return ModelSettings(**chosen | derived)

@@ -1,4 +1,7 @@
-"""Reads initial named prefixes in RTP-LLM's format: `[{"task_id": 1, "prompt": "..."}]`."""
+"""Reads the named prefixes to declare at the start: `[{"task_id": 1, "prompt": "..."}]`.
+
+The format is RTP-LLM's.
+"""
 
 from typing import Annotated
 
@@ -6,12 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from kvroute.contract.prefix_id import PrefixId
 
-MAX_TASKS = 100
+MAX_TASKS = 100  # maximum number of named prefixes in one file or text
 FORMAT = 'expected a list such as [{"task_id": 1, "prompt": "You are ..."}]'
 
 
 class Task(BaseModel):
-    """A prefix with RTP-LLM's field names; other fields are ignored."""
+    """A named prefix with RTP-LLM's field names; other fields are ignored."""
 
     model_config = ConfigDict(frozen=True)
 

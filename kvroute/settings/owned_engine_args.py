@@ -1,4 +1,4 @@
-"""The engine arguments of vLLM that users cannot set, since kvroute sets them."""
+"""The engine arguments that --engine-args does not accept, since kvroute sets them itself."""
 
 import re
 from collections.abc import Mapping
@@ -52,13 +52,13 @@ FIXED = {
 
 
 def options_for(text: str) -> str:
-    """Return kvroute's options for the engine arguments in a text of vLLM; empty if none exist."""
+    """Return kvroute's options for all engine arguments that a text of vLLM names, or ""."""
     options = {OWNED.get(word, "") for word in re.findall(r"\w+_\w+", text)}
     return " and ".join(sorted(option for option in options if option.startswith("--")))
 
 
 def refusal(engine_args: Mapping[str, object]) -> str | None:
-    """Return the problem and the remedy if a user cannot set one of the arguments, else None."""
+    """Return problem and remedy if one of the arguments cannot be set by users, else None."""
     for name in engine_args:
         if name in OWNED:
             return f"{name} cannot be set here; use {OWNED[name]}"

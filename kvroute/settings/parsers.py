@@ -1,4 +1,4 @@
-"""Parsers of the text that a user gives for an option."""
+"""Parsers for the values of options. They get text from the command line or the environment."""
 
 import json
 import re
@@ -8,23 +8,23 @@ from urllib.parse import urlsplit
 
 from pydantic_core import PydanticCustomError
 
-MAX_SESSIONS = 1_000_000  # highest number for --max-sessions
+MAX_SESSIONS = 1_000_000  # highest number that --max-sessions accepts
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
 
 
 def absolute(path: Path | None) -> Path | None:
-    """Make a path absolute, since routers run in other folders."""
+    """Make a path absolute, since routers have other working folders."""
     return path and path.absolute()
 
 
-def listed(given: object) -> object:
-    """Split the comma-separated string of an environment variable."""
-    return given.split(",") if isinstance(given, str) else given
+def listed(value: object) -> object:
+    """Split a comma-separated string; return any other value unchanged."""
+    return value.split(",") if isinstance(value, str) else value
 
 
-def origins(given: list[str]) -> list[str]:
-    """Normalise origins to the form that browsers send; `*` stays."""
-    cleaned = [origin.strip().lower().removesuffix("/") for origin in given]
+def origins(value: list[str]) -> list[str]:
+    """Normalise origins to the form that browsers send; keep `*` unchanged."""
+    cleaned = [origin.strip().lower().removesuffix("/") for origin in value]
     for origin in cleaned:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             raise PydanticCustomError("origin", "expected SCHEME://HOST or SCHEME://HOST:PORT")
@@ -37,79 +37,80 @@ def _without_default_port(origin: str) -> str:
 
 
 def absolute_folders(adapters: list[str]) -> list[str]:
+    """Make the path in each NAME=PATH absolute."""
     pairs = (adapter.partition("=") for adapter in adapters)
     return [f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs]
 
 
 def joined(names: object) -> object:
-    """Join the values of a repeated `--model`."""
+    """Join the values of a repeated `--model` with commas; return a string unchanged."""
     return ",".join(names) if isinstance(names, list) else names
 
 
-def from_json(given: object) -> object:
+def from_json(value: object) -> object:
     """Parse a JSON string; return any other value unchanged."""
-    if not isinstance(given, str):
-        return given
+    if not isinstance(value, str):
+        return value
     try:
-        return json.loads(given)
+        return json.loads(value)
     except ValueError as error:
         raise PydanticCustomError("json", "expected JSON ({why})", {"why": str(error)}) from None
 
 
-def engine_args(given: object) -> object:
-    """Merge JSON objects and name=value pairs to one mapping; a pair wins over an object."""
+def engine_args(arguments: object) -> object:
+    """Merge JSON objects and name=value pairs into one mapping; pairs have priority."""
     objects, pairs = dict[str, Any](), dict[str, Any]()
-    for argument in given if isinstance(given, list) else [given]:
+    for argument in arguments if isinstance(arguments, list) else [arguments]:
         if isinstance(argument, str) and not argument.lstrip().startswith("{"):
             name, value = _pair(argument)
             pairs[name] = value
             continue
         parsed = from_json(argument)
         if not isinstance(parsed, dict):
-            raise _no_engine_arg()
+            raise _engine_arg_error()
         objects |= parsed
     return {str(name).replace("-", "_"): value for name, value in (objects | pairs).items()}
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """Parse name=value. A value that is not JSON is a string."""
+    """Parse name=value; a value that is not JSON is used as a string."""
     name, equals, value = text.partition("=")
     if not (name.strip() and equals):
-        raise _no_engine_arg()
+        raise _engine_arg_error()
     try:
         return name.strip(), json.loads(value)
     except ValueError:
         return name.strip(), value
 
 
-def _no_engine_arg() -> PydanticCustomError:
+def _engine_arg_error() -> PydanticCustomError:
     return PydanticCustomError("engine_args", "expected a JSON object or name=value")
 
 
-def checked_size(given: str) -> str:
+def checked_size(value: str) -> str:
     """Check a size: a number of GB, or a percentage of the node's memory."""
     try:
-        size_bytes(given, of_bytes=0)
+        size_bytes(value, of_bytes=0)
     except ValueError:
         raise PydanticCustomError(
             "size", "expected GB, such as 64, or a share of the node's memory, such as 30%"
         ) from None
-    return given
+    return value
 
 
-def size_bytes(given: str, *, of_bytes: int) -> int:
+def size_bytes(value: str, *, of_bytes: int) -> int:
     """Convert a number of GB, or a percentage of `of_bytes`, to bytes. Raises ValueError."""
-    number, percent = float(given.removesuffix("%")), given.endswith("%")
+    number, percent = float(value.removesuffix("%")), value.endswith("%")
     if not 0 <= number <= (100 if percent else 1e6):
-        raise ValueError(given)
+        raise ValueError(value)
     return int(number / 100 * of_bytes) if percent else int(number * 1e9)
 
 
-def session_limit(given: object) -> object:
-    """Parse "auto", "off", or a number of sessions from 1 on."""
-    if given in ("auto", "off"):
-        return given
-    text = str(given)
+def session_limit(value: object) -> object:
+    """Parse "auto", "off", or a number of sessions from 1 to MAX_SESSIONS."""
+    if value in ("auto", "off"):
+        return value
+    text = str(value)
     if text.isdecimal() and 1 <= int(text[:10]) <= MAX_SESSIONS:
         return int(text)
     raise PydanticCustomError(
@@ -117,15 +118,15 @@ def session_limit(given: object) -> object:
     )
 
 
-def checked_ports(given: str) -> str:
+def checked_ports(value: str) -> str:
     """Check a range of ports: FIRST-LAST, one port, or the empty string."""
     try:
-        ports(given)
+        ports(value)
     except ValueError:
         raise PydanticCustomError(
             "ports", "expected FIRST-LAST with ports from 1 to 65535, such as 20000-20999"
         ) from None
-    return given
+    return value
 
 
 def checked_urls(given: list[str]) -> list[str]:
@@ -141,13 +142,13 @@ def checked_urls(given: list[str]) -> list[str]:
     return urls
 
 
-def ports(given: str) -> range:
-    """Parse FIRST-LAST or one port. The empty string is port 0, which stands for any free port.
+def ports(value: str) -> range:
+    """Parse FIRST-LAST or one port. The empty string means port 0, that is, any free port.
 
     Raises ValueError for any other text.
     """
-    first, _, last = (given or "0").partition("-")
+    first, _, last = (value or "0").partition("-")
     parsed = range(int(first), int(last or first) + 1)
-    if not parsed or (given and not 1 <= parsed[0] <= parsed[-1] <= 65535):
-        raise ValueError(given)
+    if not parsed or (value and not 1 <= parsed[0] <= parsed[-1] <= 65535):
+        raise ValueError(value)
     return parsed

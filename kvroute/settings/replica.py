@@ -1,16 +1,18 @@
-"""The settings that a replica receives at its start; they are equal in all replicas of a model."""
+"""The settings that each replica of a model receives at its start."""
 
 from kvroute.settings import parsers
-from kvroute.settings.decided import CommonSettings
+from kvroute.settings.common import CommonSettings
 from kvroute.settings.options.replica import ReplicaOptions
 from kvroute.settings.server_list import ServerList
 
 
 class ReplicaSettings(CommonSettings, ReplicaOptions):
-    tensor_parallel_size: int = 1
-    cores: int = 1  # CPU cores for the engine of one replica, if it has no GPU
-    declared: tuple[str, ...] = ()  # ids of the named prefixes to start with
-    lease_s: float = 3.0  # seconds until the replica's record expires in Redis unless it is renewed
+    """The settings of all replicas of one model."""
+
+    tensor_parallel_size: int = 1  # GPUs of a rank; 1 on CPUs too
+    cores: int = 1  # number of CPU cores for a replica's engine if it has no GPU
+    declared: tuple[str, ...] = ()  # ids of the named prefixes that are declared at the start
+    lease_s: float = 3.0  # seconds after the last renewal until the record in Redis expires
 
     @property
     def server_list(self) -> ServerList:
@@ -23,17 +25,17 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
         return bool(self.attach or self.attach_file)
 
     @property
-    def kept_loras(self) -> int:
-        """Return how many LoRA adapters an engine keeps in memory."""
+    def loras_in_memory(self) -> int:
+        """Return how many LoRA adapters an engine keeps in memory at most."""
         return max(self.max_loras, self.max_cpu_loras)
 
     def host_cache_bytes(self, node_bytes: int) -> int:
-        """Return the host memory of each rank for blocks, on a node with `node_bytes`; 0: none."""
+        """Return each rank's host memory for KV blocks in bytes, on a node with `node_bytes`."""
         return (
             parsers.size_bytes(self.host_cache_gb, of_bytes=node_bytes) // self.data_parallel_size
         )
 
     @property
     def ports(self) -> range:
-        """Return the ports from which the replica takes one for the routers' connections."""
+        """Return the ports to choose from; the replica listens on one of them for routers."""
         return parsers.ports(self.replica_ports)

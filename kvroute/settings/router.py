@@ -1,18 +1,21 @@
-"""The settings that a router receives for one model at its start."""
+"""The settings that each router receives at its start, for each model."""
 
-from kvroute.settings.decided import CommonSettings
+from kvroute.settings.common import CommonSettings
 from kvroute.settings.multi_task import Task
 from kvroute.settings.options.router import RouterOptions
 
 
 class RouterSettings(CommonSettings, RouterOptions):
+    """The settings of all routers for one model."""
+
     tensor_parallel_size: int = 1  # GPUs of a rank; 1 on CPUs too
-    drain_timeout_s: float = 600.0  # value of the option of that name
-    tasks: tuple[Task, ...] = ()  # named prefixes to start with
-    local_only: bool = False  # only this computer can reach the cluster, which needs no API keys
+    drain_timeout_s: float = 600.0  # seconds that a removed replica has to finish its requests
+    tasks: tuple[Task, ...] = ()  # named prefixes to declare at the start
+    local_only: bool = False  # True: only this machine can reach the cluster, and there are no keys
 
     @property
-    def escapes(self) -> bool:
+    def escapes_special_tokens(self) -> bool:
         """Return whether special tokens in clients' messages are escaped to plain text."""
-        given = self.escape_special_tokens
-        return self.api_keys is not None if given is None else given
+        if self.escape_special_tokens is None:
+            return self.api_keys is not None
+        return self.escape_special_tokens

@@ -9,7 +9,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.help import Environment, SettingsError, explain
-from kvroute.settings.model_settings import Detected, ModelSettings, decide
+from kvroute.settings.model_settings import Detected, ModelSettings, resolve
 from kvroute.settings.options.cluster import Options
 from kvroute.settings.options.common import in_order
 from kvroute.settings.options.model import PER_MODEL, ModelOptions
@@ -17,7 +17,7 @@ from kvroute.store.keys import DEFAULT_CLUSTER
 
 
 class ServeSettings(CheckedOptions, Options, BaseSettings):
-    """All settings of `kvroute serve`; with one model they are also its options."""
+    """All options of `kvroute serve`. If there is one model, these are also its options."""
 
     model_config = SettingsConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -33,15 +33,15 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         return init_settings, Environment(settings_cls)
 
     @cached_property
-    def each(self) -> tuple[CheckedOptions, ...]:
-        """Return the options of each model. Raises SettingsError if one cannot be served."""
+    def per_model(self) -> tuple[CheckedOptions, ...]:
+        """Return the options of each model. Raises SettingsError if a model cannot be served."""
         names = [name.strip() for name in self.model.split(",")]
         if self.models and len(names) > 1:
             raise SettingsError(
-                f"--model is {self.model!r}, and --models is set too; keep one of them"
+                f"--model is {self.model!r}, and --models is set as well; keep one of them"
             )
-        own = self.models or [{"model": name} for name in names]
-        if self.lora and len(own) > 1:
+        entries = self.models or [{"model": name} for name in names]
+        if self.lora and len(entries) > 1:
             raise SettingsError(
                 f"--lora is {','.join(self.lora)!r}, but there are several models; move it to the "
                 'entry of one model in --models, as "lora": ["NAME=PATH"]'
@@ -49,13 +49,15 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         if not self.models and names == [self.model]:
             self.check()
             return (self,)
-        models = tuple(self._own(f"models[{number}]", entry) for number, entry in enumerate(own))
+        models = tuple(
+            self._model_options(f"models[{number}]", entry) for number, entry in enumerate(entries)
+        )
         _refuse_same_names(models)
         return models
 
-    def decided(
+    def resolve(
         self,
-        found: Sequence[Detected] | None = None,
+        detected: Sequence[Detected] | None = None,
         *,
         redis_url: str | None = None,
         cluster: str = DEFAULT_CLUSTER,
@@ -64,22 +66,24 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         """Return the settings of each model, completed with the facts of the machine.
 
         Args:
-            found: the facts for each model; None: derived from the options.
-            redis_url: the Redis to use if the options have none.
-            cluster: the cluster's id to use if the options have none.
+            detected: for each model, what depends on the machine; None: derive it from the options.
+            redis_url: URL of the Redis to use if the options do not set one.
+            cluster: the cluster's id to use if the options do not set one.
             local_only: see RouterSettings.
 
         Raises:
-            SettingsError: neither the options nor the arguments have a redis_url.
+            SettingsError: neither the options nor the arguments set redis_url.
         """
         redis_url = self.redis_url or redis_url
         if redis_url is None:
             raise SettingsError("redis_url is missing; set it, such as redis://127.0.0.1:6379")
-        models = self.each
-        found = found or [Detected(model.model, model.gpus_per_replica or 0) for model in models]
+        models = self.per_model
+        detected = detected or [
+            Detected(model.model, model.gpus_per_replica or 0) for model in models
+        ]
         replicas = sum(model.fleet_size for model in models)
         return tuple(
-            decide(
+            resolve(
                 model,
                 facts,
                 redis_url=redis_url,
@@ -88,11 +92,14 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
                 drain_timeout_s=self.drain_timeout_s,
                 other_replicas=replicas - model.fleet_size,
             )
-            for model, facts in zip(models, found, strict=True)
+            for model, facts in zip(models, detected, strict=True)
         )
 
-    def _own(self, entry: str, own: Mapping[str, Any]) -> CheckedOptions:
-        """Return the options of one of several models; its engine arguments add to common ones."""
+    def _model_options(self, entry: str, own: Mapping[str, Any]) -> CheckedOptions:
+        """Return the options of one of several models: its own ones override the common ones.
+
+        Engine arguments are merged.
+        """
         if unknown := sorted(own.keys() - PER_MODEL):
             raise SettingsError(
                 f"{entry}: {unknown[0]} is not a setting of one model; these settings are "
@@ -116,17 +123,17 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
 OPTIONS = in_order(ServeSettings.model_fields)
 
 
-def load(given: Mapping[str, Any]) -> ServeSettings:
-    """Return the settings. The options in `given` are from the command line, which has priority.
+def load(command_line: Mapping[str, Any]) -> ServeSettings:
+    """Return a cluster's settings. Options in `command_line` have priority over the environment.
 
-    Raises SettingsError with one line for each value that cannot be used.
+    Raises SettingsError, with one line for each value that cannot be used.
     """
     try:
-        settings = ServeSettings(**given)
+        settings = ServeSettings(**command_line)
     except ValidationError as error:
-        lines = [explain(details, OPTIONS, given) for details in error.errors()]
+        lines = [explain(details, OPTIONS, command_line) for details in error.errors()]
         raise SettingsError("\n".join(lines)) from None
-    _ = settings.each
+    _ = settings.per_model
     return settings
 
 
@@ -137,5 +144,5 @@ def _refuse_same_names(models: Sequence[CheckedOptions]) -> None:
             if (first := numbers.setdefault(name, number)) != number:
                 raise SettingsError(
                     f"models[{first}] and models[{number}] are both served as {name!r}; "
-                    "give each a served_model_name of its own, or its adapter another name"
+                    "set a different served_model_name for one of them, or rename the adapter"
                 )

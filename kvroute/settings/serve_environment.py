@@ -1,7 +1,7 @@
-"""The environment variables that Ray and Ray Serve read once, at their start, on every node.
+"""The environment variables that Ray and Ray Serve need on every node. They read them at start.
 
-`python -m kvroute.settings.serve_environment` prints them for a shell. deploy/Dockerfile repeats
-them, because an image's environment cannot be computed; a test checks that both are equal.
+`python -m kvroute.settings.serve_environment` prints them for a shell. deploy/Dockerfile has a copy
+of them, because an image's environment cannot be computed. A test checks that both are equal.
 """
 
 import shlex
@@ -10,16 +10,18 @@ from pathlib import Path
 
 
 def serve_environment() -> dict[str, str]:
+    """Return the variables and their values."""
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",  # clients of Ray's ports must send Ray's token
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        # Number of buffered lines in Serve's logs; a larger buffer would delay warnings.
+        # Number of lines that Serve buffers before it writes them to its logs. A larger number
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
             "kvroute.router.middleware.serve_headers:middlewares"
         ),
+        # would delay warnings.
         # When the set of routers changes, a new HAProxy process takes over. The old process has
         # this many seconds to finish its streams, including the streams of other routers.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",

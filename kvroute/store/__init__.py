@@ -1,1 +1,1 @@
-"""Data in Redis: the index, named prefixes, clusters. No other package uses Redis key names."""
+"""All data in Redis, such as the index and named prefixes. No other package knows Redis keys."""

@@ -1,4 +1,4 @@
-"""The usage of each tenant: one account for each UTC day, kept for KEPT_DAYS.
+"""The usage of each tenant in Redis: one account per tenant and UTC day, kept for KEPT_DAYS.
 
     kvroute:{TAG}:accounts:2026-11-23    hash    "t" + tenant -> msgpack: name -> sum
                                                  "r" + router -> number of its last batch
@@ -22,9 +22,9 @@ from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 KEPT_DAYS = 400  # days after which an account expires
-MAX_TENANTS = 1000  # tenants with their own account in one day; all later ones are OTHER
+MAX_TENANTS = 1000  # maximum tenants per day with their own account; OTHER counts all later ones
 
-# ARGV router, number, msgpack of the batch, most tenants, name for later ones, expires at (s)
+# ARGV router, number, msgpack of the batch, maximum tenants, name for later tenants, expiry in s
 _ADD = r"""
 local key, router = KEYS[1], 'r' .. ARGV[1]
 if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
@@ -79,13 +79,13 @@ class DailyAccounts:
         Args:
             day: the UTC day.
             router_id: the router that sends the batch.
-            number: number of the batch, which rises with each batch of the router.
-            batch: encode() of tenant -> Account.
+            number: number of the batch; each batch of a router has a higher number than the last.
+            batch: the encoded mapping of tenants to their accounts; see `encode`.
         """
-        ends = datetime.datetime.combine(day, datetime.time(), datetime.UTC)
-        expires_at = ends + datetime.timedelta(days=KEPT_DAYS + 1)
-        most, expires_s = MAX_TENANTS, int(expires_at.timestamp())
-        args: list[Any] = [router_id, number, batch, most, OTHER, expires_s]
+        start = datetime.datetime.combine(day, datetime.time(), datetime.UTC)
+        expires_at = start + datetime.timedelta(days=KEPT_DAYS + 1)
+        expires_s = int(expires_at.timestamp())
+        args: list[Any] = [router_id, number, batch, MAX_TENANTS, OTHER, expires_s]
         await self._add(keys=[self._key(day)], args=args)
 
     @with_timeout
@@ -110,5 +110,5 @@ class DailyAccounts:
 def _account(packed: bytes) -> Account:
     account = _decode(packed)
     if not account:
-        raise UnreadableError("it is empty")
+        raise UnreadableError("the account is empty")
     return account

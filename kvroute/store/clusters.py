@@ -1,6 +1,6 @@
-"""The list of clusters that use this Redis. Routers refresh their cluster's entry; others expire.
+"""The list of clusters that use this Redis. Routers refresh their entry; old entries expire.
 
-kvroute:clusters    zset    JSON of Tenant -> time of its last refresh, on Redis's clock
+kvroute:clusters    zset    JSON of ClusterModel -> time of its last refresh, on Redis's clock
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from kvroute.store.connection import with_timeout
 
 KEY = "kvroute:clusters"
 SILENCE_S = 30.0  # seconds without a refresh after which an entry expires
-MOST = 200  # most entries that are read: the latest ones
+MAX_ENTRIES = 200  # maximum number of entries to read; the latest ones are read
 
 # ARGV entry, time now, time of the oldest entries to keep, lease in s
 _ANNOUNCE = """
@@ -35,12 +35,12 @@ class ClusterModel(Struct, frozen=True, order=True):
     application: Name  # name of the application in Ray Serve
 
     def is_twin_of(self, other: "ClusterModel") -> bool:
-        """Return whether the other one is different, but uses the same Redis keys."""
+        """Return whether `other` is a different deployment that uses the same Redis keys."""
         return self != other and (self.cluster, self.model) == (other.cluster, other.model)
 
 
 class Clusters:
-    """The list. All methods raise RedisError or OSError if Redis is unreachable."""
+    """The list of clusters. All methods raise RedisError or OSError if Redis is unreachable."""
 
     def __init__(self, client: "redis.Redis", unreadable: Unreadable) -> None:
         self._redis: Any = client
@@ -49,22 +49,24 @@ class Clusters:
         self._decode = msgspec.json.Decoder(ClusterModel).decode
 
     @with_timeout
-    async def announce(self, own: ClusterModel) -> None:
-        """Refresh the entry; it expires after SILENCE_S."""
+    async def announce(self, entry: ClusterModel) -> None:
+        """Add or refresh this router's entry, which expires after SILENCE_S."""
         now_s = await self._now_s()
         limit_s, lease_s = f"({now_s - SILENCE_S}", round(SILENCE_S)
-        await self._announce(keys=[KEY], args=[encode(own), now_s, limit_s, lease_s])
+        await self._announce(keys=[KEY], args=[encode(entry), now_s, limit_s, lease_s])
 
     @with_timeout
-    async def withdraw(self, own: ClusterModel) -> None:
-        """Remove the entry; another router of the same cluster and model adds it again."""
-        await self._redis.zrem(KEY, encode(own))
+    async def withdraw(self, entry: ClusterModel) -> None:
+        """Remove this router's entry; another router of its cluster and model adds it again."""
+        await self._redis.zrem(KEY, encode(entry))
 
     @with_timeout
     async def all(self) -> list[ClusterModel]:
         """Return all entries that have not expired."""
         oldest_s = await self._now_s() - SILENCE_S
-        members = await self._redis.zrevrangebyscore(KEY, "+inf", oldest_s, start=0, num=MOST)
+        members = await self._redis.zrevrangebyscore(
+            KEY, "+inf", oldest_s, start=0, num=MAX_ENTRIES
+        )
         entries = []
         for member in members:
             try:

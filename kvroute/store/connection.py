@@ -1,4 +1,4 @@
-"""The client for Redis, and the timeout of each call to it."""
+"""The connection to Redis, and the timeout of each call."""
 
 import asyncio
 import functools
@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 
 import redis.asyncio as redis
 
-OLDEST_REDIS = (6, 2)  # oldest version of Redis that has the commands of the scripts
+OLDEST_REDIS = (6, 2)  # oldest version of Redis with all commands that kvroute's scripts use
 TIMEOUT_S = 5.0  # timeout of one call to Redis, in seconds
 
 
@@ -15,7 +15,7 @@ def connect(url: str) -> "redis.Redis":
     """Return a client, which connects at its first use. Raises ValueError for an invalid URL."""
     return redis.from_url(
         url,
-        protocol=2,  # every version of the server then sends the same types of replies
+        protocol=2,  # with protocol 2, every version of Redis sends the same types of replies
         socket_connect_timeout=TIMEOUT_S,
         # `with_timeout` below limits every call instead: with a timeout here, redis-py writes under
         # asyncio.wait_for, which before Python 3.12 can lose a cancellation.
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def with_timeout(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Limit a call to ANSWER_S. The call then raises TimeoutError, which is an OSError."""
+    """Limit a call to TIMEOUT_S. After that, it raises TimeoutError, which is an OSError."""
 
     @functools.wraps(call)
     async def bounded(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,26 +1,26 @@
 """The index in Redis: which replica holds which blocks.
 
-Only this module has its keys, and only index_values.py decodes its records and changes.
+Only this module knows the keys, and only index_values.py decodes the values.
 
 All keys of one model of one cluster share a hash tag, so they are on one node of a Redis Cluster.
-TAG is CLUSTER/MODEL, with %, { and } escaped as in a URL, and also / in the cluster's part:
+TAG is CLUSTER/MODEL. The characters %, { and } are escaped as in a URL; in CLUSTER, / is as well.
 
-    kvroute:{TAG}:replicas              set     ids registered and not yet pruned
+    kvroute:{TAG}:replicas              set     ids of replicas; pruned if not leased
     kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load, pins; leased. facts,
                                                 load, pins: JSON of records.Description, Load, Pins
     kvroute:{TAG}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
-    kvroute:{TAG}:router-ids            set     ids announced and not yet pruned
+    kvroute:{TAG}:router-ids            set     ids of routers; pruned if not leased
     kvroute:{TAG}:router:ID             string  JSON of records.RouterDescription; leased
-    kvroute:{TAG}:routers               channel msgpack of messages.Message
+    kvroute:{TAG}:routers               channel msgpack of messages.RouterMessage
     kvroute:{TAG}:changes               stream  r (replica), i (incarnation), s (seq); j (joined), l
                                                 (left), or c (cleared), a (added), d (removed)
     kvroute:clusters                    zset    all clusters that use this Redis: clusters.py
 
-Each registration starts a new incarnation; its changes are numbered from 0 (seq). Every write is a
-script that checks the expected state: incarnation, seq and number of blocks. If Redis has a
+Each registration starts a new incarnation, whose changes are numbered from 0 (seq). Every write is
+a script that checks the expected state: incarnation, seq and number of blocks. If Redis has a
 different state (another writer, no lease, an older snapshot, an evicted set), the write is fenced:
 it changes nothing, and the writer registers again. All keys except the channel expire with the last
-lease. Named prefixes have additional keys: prefixes.py.
+lease. Other modules of this package list the keys for other data, such as prefixes.py.
 
 Unreadable data (of another version or cluster, or garbage) is skipped and counted in
 `Index.unreadable`. A key of another type is replaced when its writer registers again.
@@ -67,19 +67,19 @@ from kvroute.store.index_values import (
 )
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
-BATCH_BLOCKS = 5000  # most fingerprints in one change, to limit the time of one script in Redis
-# Maximum age and number of the stream's entries, both approximate; a reader that is further behind
-# reloads replicas. Each stored or evicted block takes 8 bytes, and each change about 150 bytes: 55
-# MB if 100 replicas change 2,000 blocks/s each. In a stress test, writers reached 2.5 million
-# blocks/s on a Redis with two cores, which would take 0.6 GB.
+BATCH_BLOCKS = 5000  # maximum fingerprints in one change; limits the time of one script in Redis
+# Maximum age in milliseconds and maximum number of the stream's entries, both approximate. A reader
+# that is further behind reloads the replicas. Each stored or evicted block takes 8 bytes, and each
+# change about 150 bytes: 55 MB if 100 replicas change 2,000 blocks/s each. In a stress test,
+# writers reached 2.5 million blocks/s on a Redis with two cores, which would take 0.6 GB.
 STREAM_MS = 30_000
 STREAM_CHANGES = 50_000
-READ_CHANGES = 500  # most changes that `follow` reads at once
-READ_RECORDS = 100  # most records that are read at once: about 2 ms of a router's time
+READ_CHANGES = 500  # maximum number of changes that `follow` reads at once
+READ_RECORDS = 100  # maximum number of records in one read, which takes a router about 2 ms
 
 
 class FencedError(Exception):
-    """Redis has lost the writer's state or has the state of another writer: register again."""
+    """Redis has another state than the writer expects: the writer must register again."""
 
 
 class Index:
@@ -98,7 +98,7 @@ class Index:
         unreadable: Unreadable | None = None,
     ) -> None:
         self.unreadable = unreadable or Unreadable()
-        self._redis: Any = client  # its own types include the replies of all protocol versions
+        self._redis: Any = client  # redis-py's types are unions of all protocol versions' replies
         self._model = model
         self._prefix = key_prefix(cluster, model)
         self._changes = f"{self._prefix}:changes"
@@ -127,9 +127,10 @@ class Index:
         pins: Pins = NO_PINS,
         lease_s: float,
     ) -> WriterState:
-        """Add the replica without blocks; a writer of an older incarnation is fenced.
+        """Add the replica, without blocks, as a new incarnation; older incarnations are fenced.
 
-        If `replaces` is False, raises FencedError while the id has a leased record.
+        Raises:
+            FencedError: `replaces` is False, and the id has a record with a valid lease.
         """
         facts = encode(description)
         writer_state = WriterState(
@@ -149,7 +150,7 @@ class Index:
         removed: Iterable[Fingerprint] = (),
         lease_s: float,
     ) -> WriterState:
-        """Update set and stream together, or raise FencedError and update neither."""
+        """Write a change to the set and the stream, or raise FencedError and write to neither."""
         arguments = ["1" if cleared else "", pack(added), pack(removed), *_bounds()]
         blocks = await self._write(self._change, writer_state, lease_s, arguments)
         return replace(writer_state, seq=writer_state.seq + 1, blocks=blocks)
@@ -163,13 +164,13 @@ class Index:
         pins: Pins = NO_PINS,
         lease_s: float,
     ) -> None:
-        """Renew the lease, and update load and pins in the record."""
+        """Renew the lease, and write the load and the pins to the record. Raises FencedError."""
         arguments = [encode(load), encode_pins(pins), writer_state.described]
         await self._write(self._renew, writer_state, lease_s, arguments)
 
     @with_timeout
     async def leave(self, replica_id: str, incarnation: str) -> None:
-        """Remove this incarnation, with or without a valid lease."""
+        """Remove this incarnation of the replica, even if its lease has expired."""
         await self._leave(
             keys=self._keys(replica_id, incarnation),
             args=[incarnation, replica_id, STREAM_CHANGES],
@@ -181,14 +182,14 @@ class Index:
     async def check_writes(self) -> None:
         """Raise RedisError if Redis accepts no writes.
 
-        It accepts none if it is a replica of another Redis, if its memory is full, or if it cannot
+        Redis accepts none if it is a replica of another one, if its memory is full, or if it cannot
         save to its disk. The check is a write that changes nothing.
         """
         await self._redis.setrange(f"{self._prefix}:probe", 0, "")
 
     @with_timeout
     async def position(self) -> Position:
-        """Return the stream's end: `follow` from here returns every later change."""
+        """Return the end of the stream. `follow` from this position returns every later change."""
         return _end(await self._redis.xrevrange(self._changes, count=1))
 
     @with_timeout
@@ -200,31 +201,32 @@ class Index:
     async def all_records(self) -> "Records":
         """Return the replicas with a valid lease; prune the ids of all others."""
         ids = await self._ids(self._replicas, "replica")
-        readable, reasons, gone = list[ReplicaRecord](), dict[str, str](), list[str]()
+        readable, reasons, expired = list[ReplicaRecord](), dict[str, str](), list[str]()
         for begin in range(0, len(ids), READ_RECORDS):
             batch = ids[begin : begin + READ_RECORDS]
             records = await self._read(keys=list(map(self._record_key, batch)))
             for replica_id, fields in zip(batch, records, strict=True):
                 record = self._record(replica_id, fields)
                 if record is None:
-                    gone.append(replica_id)
+                    expired.append(replica_id)
                 elif isinstance(record, str):
                     reasons[replica_id] = record
                 else:
                     readable.append(record)
-        if gone:
-            await self._redis.srem(self._replicas, *gone)  # a live replica's renewal adds it again
+        if expired:
+            # If a replica has renewed its lease meanwhile, its next renewal adds its id again.
+            await self._redis.srem(self._replicas, *expired)
         return Records(readable, reasons)
 
     @with_timeout
     async def replica_status(self) -> tuple[list[ReplicaRecord], dict[str, int]]:
-        """Return the live replicas, and the number of blocks of each one in the index."""
+        """Return the replicas with a valid lease, and how many blocks the index has of each."""
         records = await self.records()
         return records, await self.counts(records)
 
     @with_timeout
     async def counts(self, records: Sequence[ReplicaRecord]) -> dict[str, int]:
-        """Return the number of blocks of each of these replicas in the index."""
+        """Return how many blocks the index has of each of these replicas, by replica id."""
         pipeline = self._redis.pipeline(transaction=False)
         for record in records:
             pipeline.scard(self._blocks_key(record.id, record.incarnation))
@@ -234,14 +236,14 @@ class Index:
 
     @with_timeout
     async def record(self, replica_id: str) -> ReplicaRecord | None:
-        """Return the record of a replica; None without a readable one."""
+        """Return the record of a replica, or None if there is no readable record."""
         (fields,) = await self._read(keys=[self._record_key(replica_id)])
         record = self._record(replica_id, fields)
         return None if isinstance(record, str) else record
 
     @with_timeout
     async def blocks(self, record: ReplicaRecord) -> Snapshot:
-        """Return a replica's current set. Raises FencedError if the record is outdated."""
+        """Return a replica's current blocks. Raises FencedError if the record is outdated."""
         keys = self._keys(record.id, record.incarnation)
         reply = await self._snapshot(keys=keys, args=[record.incarnation])
         if reply is None:
@@ -257,7 +259,7 @@ class Index:
 
     @with_timeout
     async def held(self, record: ReplicaRecord, fingerprints: Sequence[Fingerprint]) -> int:
-        """Return how many of these fingerprints are in the replica's set."""
+        """Return how many of these fingerprints the replica's set contains."""
         packed = [pack([fingerprint]) for fingerprint in fingerprints]
         return sum(
             await self._redis.smismember(self._blocks_key(record.id, record.incarnation), packed)
@@ -265,13 +267,13 @@ class Index:
 
     @with_timeout
     async def leases_s(self) -> dict[str, float]:
-        """Return the remaining seconds of each live replica's lease."""
+        """Return the remaining seconds of each valid lease, by replica id."""
         ids = [record.id for record in await self.records()]
         pipeline = self._redis.pipeline(transaction=False)
         for replica_id in ids:
             pipeline.pttl(self._record_key(replica_id))
-        left = zip(ids, await pipeline.execute(), strict=True)
-        return {replica_id: left_ms / 1000 for replica_id, left_ms in left if left_ms >= 0}
+        pairs = zip(ids, await pipeline.execute(), strict=True)
+        return {replica_id: left_ms / 1000 for replica_id, left_ms in pairs if left_ms >= 0}
 
     @with_timeout
     async def follow(
@@ -282,19 +284,22 @@ class Index:
         Waits up to `block_ms` for the first one. Changes are decoded one by one while the caller
         iterates, since together they may have millions of blocks. An unreadable change is None.
         """
-        answer = await self._redis.xread(
+        reply = await self._redis.xread(
             {self._changes: str(position)}, count=READ_CHANGES, block=block_ms
         )
-        entries = answer[0][1] if answer else []
-        return ((Position.parse(at), self._decoded(at, fields)) for at, fields in entries)
+        entries = reply[0][1] if reply else []
+        return (
+            (Position.parse(entry_id), self._decoded(entry_id, fields))
+            for entry_id, fields in entries
+        )
 
-    # Methods for routers about each other.
+    # Methods with which routers find each other and exchange messages.
 
     @with_timeout
     async def announce_router(
         self, router_id: str, description: RouterDescription, *, lease_s: float
     ) -> None:
-        """Add the router for the duration of the lease."""
+        """Add the router, or renew its lease."""
         await self._announce(
             keys=[self._router_key(router_id), self._router_ids],
             args=[router_id, encode(description), _milliseconds(lease_s)],
@@ -318,8 +323,8 @@ class Index:
                     descriptions[router_id] = decode_router(packed)
             except DECODE_ERRORS as error:
                 self.unreadable.add("router", router_id, error)
-        if gone := [id_ for id_, packed in zip(ids, described, strict=True) if packed is None]:
-            await self._redis.srem(self._router_ids, *gone)
+        if expired := [id_ for id_, packed in zip(ids, described, strict=True) if packed is None]:
+            await self._redis.srem(self._router_ids, *expired)
         return descriptions
 
     @with_timeout
@@ -328,7 +333,7 @@ class Index:
         await self._redis.publish(self._routers, payload)
 
     async def router_messages(self, *, wait_s: float) -> AsyncIterator[bytes | None]:
-        """Yield the messages published from now on; None after every `wait_s` without one."""
+        """Yield each message from now on, and None after every `wait_s` without a message."""
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(self._routers)
             while True:
@@ -350,26 +355,26 @@ class Index:
     def _record(
         self, replica_id: str, fields: Sequence[bytes | None] | bytes
     ) -> ReplicaRecord | str | None:
-        """Return the record; None without a lease; a string with the reason if it is unreadable."""
+        """Return a record, the reason why it is unreadable, or None if it has no lease."""
         try:
             return decode_record(self._model, replica_id, fields)
         except DECODE_ERRORS as error:
             return self.unreadable.add("replica", replica_id, error)
 
-    def _decoded(self, at: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
+    def _decoded(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> Change | None:
         try:
             return decode_change(fields)
         except DECODE_ERRORS as error:
-            self.unreadable.add("change", at, error)
+            self.unreadable.add("change", entry_id, error)
         except KeyError as missing:
-            self.unreadable.add("change", at, f"the field {missing} is missing")
+            self.unreadable.add("change", entry_id, f"the field {missing} is missing")
         return None
 
     async def _write(
         self, script: Any, writer_state: WriterState, lease_s: float, arguments: list[Any]
     ) -> int:
-        """Run a script and return its result. Raises FencedError if it changed nothing."""
-        answer: int | bytes = await script(
+        """Run a writer's script and return its result. Raises FencedError if it is fenced."""
+        reply: int | bytes = await script(
             keys=self._keys(writer_state.replica_id, writer_state.incarnation),
             args=[
                 writer_state.incarnation,
@@ -380,9 +385,9 @@ class Index:
                 *arguments,
             ],
         )
-        if isinstance(answer, bytes):
+        if isinstance(reply, bytes):
             raise FencedError(f"Redis has lost {writer_state}, or has the state of another writer")
-        return answer
+        return reply
 
     def _keys(self, replica_id: str, incarnation: str) -> list[str]:
         return [

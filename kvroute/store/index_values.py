@@ -1,6 +1,6 @@
-"""The values in the index, and how they are decoded: records, changes, and positions in the stream.
+"""The values in the index: records, changes, and positions in the stream.
 
-index.py lists the keys and formats in Redis.
+This module decodes them. index.py lists their keys and formats in Redis.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from kvroute.contract.records import (
 )
 from kvroute.contract.unreadable import UnreadableError, text
 
-SEQ_DIGITS = 18  # most digits of a number of changes; longer numbers are unreadable
+SEQ_DIGITS = 18  # maximum number of digits in a `seq`; longer numbers are unreadable
 
 
 class Position(NamedTuple):
@@ -40,25 +40,25 @@ END = Position(2**64 - 1, 2**64 - 1)  # a position after all changes
 
 @dataclass(frozen=True, slots=True)
 class WriterState:
-    """The state that a replica's writer expects in Redis; every write checks and advances it."""
+    """The state that a replica's writer expects in Redis; every write checks it."""
 
     replica_id: str
     incarnation: str  # new at every registration
     seq: int = 0  # number of changes since the registration
     blocks: int = 0  # number of blocks in the replica's set
-    described: str = field(default="", compare=False, repr=False)  # SHA-1 of the description
+    described: str = field(default="", compare=False, repr=False)  # hex SHA-1 of the description
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One entry of the stream."""
+    """One entry of the stream: a change of one replica's blocks, or its arrival or departure."""
 
     replica_id: str
     incarnation: str
     seq: int
     joined: bool = False  # the replica has registered, and holds no blocks yet
     left: bool = False  # the replica has shut down
-    cleared: bool = False  # all blocks were removed before `added` were added
+    cleared: bool = False  # all blocks were removed before the blocks in `added` were added
     added: tuple[Fingerprint, ...] = ()
     removed: tuple[Fingerprint, ...] = ()
 
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 class Records(NamedTuple):
-    """The replicas with a valid lease."""
+    """The records of all replicas with a valid lease."""
 
     readable: list[ReplicaRecord]  # replicas with a readable record, ordered by id
     reasons: dict[str, str]  # why the record of each other replica cannot be read, by id
@@ -86,7 +86,7 @@ class Records(NamedTuple):
 def decode_record(
     model: str, replica_id: str, fields: Sequence[bytes | None] | bytes
 ) -> ReplicaRecord | None:
-    """Decode a replica's record; None without a lease. Raises one of unreadable.DECODE_ERRORS."""
+    """Decode a replica's record, or return None if it has no lease. Raises one of DECODE_ERRORS."""
     if isinstance(fields, bytes):
         raise UnreadableError(fields.decode(errors="replace"))
     if fields.count(None) == len(fields):
@@ -110,7 +110,7 @@ def decode_record(
 
 
 def decode_seq(packed: bytes | None) -> int:
-    """Decode a number of changes. Raises UnreadableError."""
+    """Decode `seq`, the number of an incarnation's changes. Raises UnreadableError."""
     if packed is None or not packed.isdigit() or len(packed) > SEQ_DIGITS:
         raise UnreadableError(f"its number of changes is {packed!r}"[:100])
     return int(packed)

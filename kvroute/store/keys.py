@@ -1,10 +1,10 @@
 """The common prefix of all Redis keys of one model of one cluster."""
 
-DEFAULT_CLUSTER = "default"  # the name of a cluster without a name
+DEFAULT_CLUSTER = "default"  # id of a cluster for which no other id is configured
 
 
 def key_prefix(cluster: str, model: str) -> str:
-    """Return a prefix that is unique for each pair, with one hash tag."""
+    """Return the key prefix for a cluster and a model: unique for each pair, with one hash tag."""
     return f"kvroute:{{{_escaped(cluster, '%{}/')}/{_escaped(model, '%{}')}}}"
 
 

@@ -1,4 +1,4 @@
-"""A named prefix: its declared fields, its format in Redis, and which replicas keep it warm."""
+"""A named prefix: its declaration, its format in Redis, and which replicas keep it warm."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -15,12 +15,12 @@ from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version
 from kvroute.contract.unreadable import UnreadableError, text
 
-MAX_TENANT = 256  # most characters of a tenant's name or salt
+MAX_TENANT = 256  # maximum number of characters in a tenant's name or salt
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """One version of a named prefix; its id and version determine the tokens."""
+    """One version of a named prefix. Its token ids never change."""
 
     id: str  # the id that clients send (task_id 1 is "1"), or own_id() for a tenant's own prefix
     version: int  # starts at 1; each new declaration of the id adds 1
@@ -36,7 +36,7 @@ class Prefix:
 
     @property
     def tier(self) -> Tier:
-        """Return the tier in which replicas pin it."""
+        """Return the tier in which replicas pin the prefix."""
         return HOST if self.is_in_host else GPU
 
     @property
@@ -49,11 +49,11 @@ class Prefix:
         return f"{self.id}@{self.version}"
 
     def full_blocks(self, block_size: int) -> int:
-        """Return its number of full blocks; every request computes the tokens after them."""
+        """Return the number of full blocks. Every request computes the tokens after them."""
         return len(self.token_ids) // block_size
 
     def full_tokens(self, block_size: int) -> int:
-        """Return the number of tokens in its full blocks."""
+        """Return the number of tokens in the full blocks."""
         return self.full_blocks(block_size) * block_size
 
     def is_expired(self, now_s: float) -> bool:
@@ -68,17 +68,17 @@ class PrefixMessage(msgspec.Struct):
 
 
 class Source(msgspec.Struct):
-    """The source of a declaration: exactly one of these fields."""
+    """The source of a declaration. Exactly one of the fields is set."""
 
     prompt: str | None = None
     messages: list[PrefixMessage] | None = None
 
 
 class PrefixTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """A declaration without its tokens."""
+    """A declaration without its token ids, as stored in Redis."""
 
     order: Annotated[int, msgspec.Meta(ge=0, le=2**60)]  # position among all declarations
-    source: dict[str, Any]  # the fields of a Source, and any others that the client sent
+    source: dict[str, Any]  # the fields of a Source, and all other fields that the client sent
     replicas: AtLeastOne | None = None
     is_pinned: bool = True
     expires_at_s: Annotated[float, msgspec.Meta(ge=0, le=1e12)] | None = None
@@ -90,7 +90,7 @@ class PrefixTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixKey(NamedTuple):
-    """The parts of a prefix's name."""
+    """The two parts of a prefix's name."""
 
     id: str
     version: int
@@ -109,12 +109,12 @@ _versions = msgspec.json.Decoder(Versioned)
 
 
 def own_id(tenant: str, name: str) -> str:
-    """Return the id of a prefix that only this tenant can use, so that tenants can reuse names."""
+    """Return the id of a tenant's own prefix, so that two tenants can use the same name."""
     return f"{tenant}{TENANT_SEPARATOR}{name}"
 
 
 def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
-    """Return the tokens of the longest of these prefixes that the prompt starts with.
+    """Return the length of the longest shared prefix that the prompt starts with, in tokens.
 
     Only full blocks of a prefix count.
     """
@@ -128,8 +128,8 @@ def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block
 
 
 def _begins(ids: NDArray[np.uint32], others: NDArray[np.uint32], tokens: int) -> bool:
-    # Most prefixes differ in the first or the last token. To compare all tokens of a thousand
-    # prefixes would take milliseconds.
+    # Most prefixes differ in the first or the last token, so these are compared first. Comparing
+    # all tokens of a thousand prefixes would take milliseconds.
     last = tokens - 1
     is_candidate = ids[0] == others[0] and ids[last] == others[last]
     return bool(is_candidate) and np.array_equal(ids[:tokens], others[:tokens])
@@ -139,7 +139,7 @@ def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
     """Return which of the live replicas keep the prefix warm, by rendezvous hashing.
 
     Every process that knows the same replicas gets the same result. If a replica joins or leaves,
-    only its own prefixes move. A new version goes to the replicas of the old one.
+    the other replicas keep nearly all of their prefixes. A new version stays on the same replicas.
     """
     ranked = sorted(replica_ids, key=lambda replica_id: _rank(prefix.id, replica_id), reverse=True)
     if prefix.replicas is None:
@@ -151,11 +151,12 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
     return xxh3_64_intdigest(f"{prefix_id}\0{replica_id}".encode()), replica_id
 
 
+# In two equal declarations, these fields are equal, and so are the token ids.
 DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespace", "is_shared")
 
 
 def is_same(first: Prefix, second: Prefix) -> bool:
-    """Return whether two declarations are equal, apart from version and expiry."""
+    """Return whether two declarations are equal, except for version and expiry."""
     return np.array_equal(first.token_ids, second.token_ids) and all(
         getattr(first, name) == getattr(second, name) for name in DECLARED
     )

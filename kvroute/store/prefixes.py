@@ -2,15 +2,15 @@
 
 Their keys have the same hash tag as the index (index.py), but no lease:
 
-    kvroute:{TAG}:prefixes           hash    ID@VERSION -> JSON of Terms
-    kvroute:{TAG}:prefixes:tokens    hash    ID@VERSION -> u32-little-endian token ids
-    kvroute:{TAG}:prefixes:versions  hash    id -> the last version, also of dropped prefixes
+    kvroute:{TAG}:prefixes           hash    ID@VERSION -> JSON of PrefixTerms
+    kvroute:{TAG}:prefixes:tokens    hash    ID@VERSION -> token ids, little-endian u32
+    kvroute:{TAG}:prefixes:versions  hash    id -> its last version; kept after a drop
     kvroute:{TAG}:prefixes:hits      hash    id -> number of requests with a cache hit on it
     kvroute:{TAG}:prefixes:saved     hash    id -> tokens that these requests reused
-    kvroute:{TAG}:prefixes:revision  string  a new number after every change of the first three
+    kvroute:{TAG}:prefixes:revision  string  a number that changes with the first three keys
 
-Every change is one transaction that watches the revision. Unreadable entries are skipped and
-counted.
+Every change is one transaction, which is repeated if the revision changes meanwhile. Unreadable
+entries are skipped and counted.
 """
 
 import time
@@ -36,7 +36,7 @@ from kvroute.store.named_prefix import (
 )
 
 TOKEN_BYTES = 4  # bytes of one token id
-NUMBER_DIGITS = 18  # most digits of a number; longer numbers are unreadable
+NUMBER_DIGITS = 18  # maximum number of digits in a number; longer numbers are unreadable
 
 
 class OtherTenantError(Exception):
@@ -82,7 +82,9 @@ class Prefixes:
         is_shared: bool = False,
         is_in_host: bool = False,
     ) -> Prefix:
-        """Declare the id's next version. A repeated declaration only updates the expiry.
+        """Declare the next version of an id.
+
+        A declaration that is equal to the latest version only updates that version's expiry.
 
         Raises:
             OtherTenantError: another tenant has declared the id.
@@ -110,7 +112,7 @@ class Prefixes:
 
     @with_timeout
     async def all(self) -> list[Prefix]:
-        """Return every version that is not dropped, oldest first; drop expired versions."""
+        """Return all prefixes, oldest first; drop the versions that have expired."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hgetall(self._declared)
         pipeline.hgetall(self._tokens)
@@ -129,12 +131,12 @@ class Prefixes:
 
     @with_timeout
     async def drop(self, id: str) -> bool:  # noqa: A002
-        """Remove all versions of the id and its counters; return False if there was none."""
+        """Remove all versions of the id and its counters; return False if there was no version."""
         return await self._remove(lambda key, _: key.id == id)
 
     @with_timeout
     async def retire(self, id: str, version: int) -> None:  # noqa: A002
-        """Remove this version; later versions stay."""
+        """Remove this version; keep all later versions."""
         await self._remove(lambda key, _: key == (id, version))
 
     @with_timeout
@@ -157,10 +159,10 @@ class Prefixes:
 
     @with_timeout
     async def count(self, uses: Mapping[str, tuple[int, int]]) -> None:
-        """Add to the counters.
+        """Add to the counters of hits and saved tokens.
 
         Args:
-            uses: id -> (hits, tokens saved); dropped ids are ignored.
+            uses: id -> (hits, saved tokens); ids that were dropped are ignored.
         """
 
         async def change(pipe: Any) -> None:
@@ -183,7 +185,7 @@ class Prefixes:
 
     @with_timeout
     async def uses(self) -> Mapping[str, tuple[int, int]]:
-        """Return id -> (hits, tokens saved) since its first declaration, for ids with hits."""
+        """Return id -> (hits, saved tokens) since its first declaration, for all ids with hits."""
         pipeline = self._redis.pipeline(transaction=True)
         pipeline.hgetall(self._hits)
         pipeline.hgetall(self._saved)
@@ -204,7 +206,7 @@ class Prefixes:
         return self._prefix(key, terms, await pipe.hget(self._tokens, name))
 
     async def _last_version(self, pipe: Any, id_: str) -> int:
-        """Return the id's last version; if the counter is unreadable, the highest declared one."""
+        """Return the id's last version; its highest declared one if the counter is unreadable."""
         packed = await pipe.hget(self._versions, id_)
         if packed is None or _number(packed):
             return _number(packed)
@@ -212,7 +214,7 @@ class Prefixes:
         return max((key.version for key in keys if key and key.id == id_), default=0)
 
     def _key(self, name: bytes) -> PrefixKey | None:
-        """Parse a name; None if it is unreadable."""
+        """Parse a name; return None if it is unreadable."""
         try:
             return PrefixKey.parse(name)
         except UnreadableError as error:
@@ -220,7 +222,7 @@ class Prefixes:
             return None
 
     def _terms(self, name: bytes, packed: bytes) -> PrefixTerms | None:
-        """Decode a declaration; None if it is unreadable."""
+        """Decode a declaration; return None if it is unreadable."""
         try:
             PrefixKey.parse(name)
             return decode_terms(packed)
@@ -229,10 +231,10 @@ class Prefixes:
             return None
 
     def _prefix(self, name: bytes, terms: PrefixTerms, packed: bytes | None) -> Prefix | None:
-        """Return a prefix; None if its tokens are missing or unreadable."""
+        """Build a prefix; return None if its token ids are missing or unreadable."""
         if not packed or len(packed) % TOKEN_BYTES:
-            reason = f"the size of its tokens is {len(packed or b'')} bytes"
-            self.unreadable.add("prefix", name, f"{reason}, which is 0 or no multiple of 4")
+            reason = f"its token ids have {len(packed or b'')} bytes; expected a multiple of 4"
+            self.unreadable.add("prefix", name, reason)
             return None
         id_, version = PrefixKey.parse(name)
         return Prefix(
@@ -250,7 +252,7 @@ class Prefixes:
         )
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
-        """Begin the transaction's writes; existing prefixes keep their order."""
+        """Queue the writes in the transaction; existing prefixes keep their order."""
         existing = [await pipe.hget(self._declared, prefix.name) for prefix in prefixes]
         revision = await self._next_revision(pipe)
         pipe.multi()
@@ -263,26 +265,27 @@ class Prefixes:
             pipe.hset(self._versions, prefix.id, prefix.version)
 
     async def _remove(self, is_removed: Callable[[PrefixKey, PrefixTerms | None], bool]) -> bool:
-        """Remove the matching prefixes; return False if there are none.
+        """Remove all prefixes for which `is_removed` is true; return False if there are none.
 
-        Unreadable terms are None.
+        `is_removed` gets None for unreadable terms.
         """
 
         async def change(pipe: Any) -> bool:
             declared = await pipe.hgetall(self._declared)
-            gone = [
+            removed = [
                 name
                 for name, packed in declared.items()
                 if (key := self._key(name)) and is_removed(key, self._terms(name, packed))
             ]
-            if not gone:
+            if not removed:
                 return False
-            unused = {_id(name) for name in gone} - {_id(name) for name in declared.keys() - gone}
+            left = declared.keys() - removed
+            unused = {_id(name) for name in removed} - {_id(name) for name in left}
             revision = await self._next_revision(pipe)
             pipe.multi()
             pipe.set(self._revision, revision)
-            pipe.hdel(self._declared, *gone)
-            pipe.hdel(self._tokens, *gone)
+            pipe.hdel(self._declared, *removed)
+            pipe.hdel(self._tokens, *removed)
             if unused:
                 pipe.hdel(self._hits, *unused)
                 pipe.hdel(self._saved, *unused)
@@ -291,13 +294,13 @@ class Prefixes:
         return bool(await self._transaction(change))
 
     async def _next_revision(self, pipe: Any) -> int:
-        # The first number is the current time, so that numbers are new after Redis lost its data.
+        # The first revision is the current time, so that it is new even after Redis lost its data.
         revision = _number(await pipe.get(self._revision))
         return revision + 1 if revision else time.time_ns() // 1000
 
 
 def _number(packed: bytes | None) -> int:
-    """Decode a number; 0 if it is missing or unreadable."""
+    """Decode a number; return 0 if it is missing or unreadable."""
     return int(packed) if packed and packed.isdigit() and len(packed) <= NUMBER_DIGITS else 0
 
 

@@ -1,6 +1,6 @@
 """Lua scripts for stored responses (responses.py). Redis runs each script atomically.
 
-All have KEYS responses, ends; their ARGV begins with key, ttl_ms, overhead.
+The KEYS of each script are responses and ends. Its ARGV begins with key, ttl_ms and overhead.
 """
 
 _STATE = r"""
@@ -9,7 +9,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local overhead = tonumber(ARGV[3])
 
--- Keys that kvroute did not write, and one of the keys without the other, are removed.
+-- Remove keys that kvroute did not write, and a key without the other one.
 local sum = tonumber(redis.call('TYPE', KEYS[1]).ok == 'hash'
   and redis.call('TYPE', KEYS[2]).ok == 'zset' and redis.call('HGET', KEYS[1], 'bytes') or nil)
 if not (sum and sum >= 0 and sum < 2^53) then
@@ -17,7 +17,7 @@ if not (sum and sum >= 0 and sum < 2^53) then
   sum = 0
 end
 
-local function is_there(key)
+local function exists(key)
   return (tonumber(redis.call('ZSCORE', KEYS[2], key) or 0) or 0) > now
     and redis.call('HEXISTS', KEYS[1], key) == 1
 end
@@ -31,7 +31,7 @@ end
 local function write_sum()
   redis.call('HSET', KEYS[1], 'bytes', string.format('%.0f', sum))
 end
-local function keep()
+local function extend_lease()
   for _, key in ipairs(KEYS) do
     if redis.call('PTTL', key) < tonumber(ARGV[2]) then
       redis.pcall('PEXPIREAT', key, string.format('%.0f', now + ARGV[2]))
@@ -42,11 +42,11 @@ local function ends_at() return string.format('%.0f', now + ARGV[2]) end
 local function use(key) redis.pcall('ZADD', KEYS[2], 'XX', 'GT', ends_at(), key) end
 """
 
-# ARGV 4 value, 5 response, 6 limit, 7 most responses to remove. Returns the outcome, the sum of all
-# sizes, and the number of responses that were removed before they expired. The outcome 'more' asks
-# the caller to run the script again, so that Redis can serve other clients in between.
+# ARGV 4 value, 5 response, 6 limit, 7 maximum responses to remove. Returns the outcome, the sum of
+# all sizes, and the number of responses that were removed before they expired. The outcome 'more'
+# asks the caller to run the script again, so that Redis can serve other clients in between.
 PUT = f"""{_STATE}
-if is_there(ARGV[1]) then return {{'known', sum, 0}} end
+if exists(ARGV[1]) then return {{'known', sum, 0}} end
 write_sum()  -- before all other writes: a Redis with full memory refuses a script's first write
 remove(ARGV[1])
 local size, removed, evicted = #ARGV[4] + #ARGV[5] + overhead, 0, 0
@@ -71,37 +71,38 @@ sum = sum + size
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[4], ARGV[1] .. 'r', ARGV[5])
 redis.call('ZADD', KEYS[2], ends_at(), ARGV[1])
 write_sum()
-keep()
+extend_lease()
 return {{'stored', sum, evicted}}
 """
 
-# ARGV 4 most responses, 5 most bytes. Returns the values, the last one first. A Redis with full
-# memory does not extend their lease, but the script still returns them.
+# ARGV 4 maximum responses, 5 maximum bytes. Returns the values of a conversation, the last one
+# first. If Redis has no free memory, their lease is not extended, but the script returns them.
 READ = f"""{_STATE}
-local key, most, found, seen, size = ARGV[1], tonumber(ARGV[4]), {{}}, {{}}, 0
+local key, limit, values, seen, size = ARGV[1], tonumber(ARGV[4]), {{}}, {{}}, 0
 repeat
-  if seen[key] or not is_there(key) then return {{}} end
+  if seen[key] or not exists(key) then return {{}} end
   seen[key] = true
   size = size + redis.call('HSTRLEN', KEYS[1], key)
-  if size > tonumber(ARGV[5]) or #found == most then return 'long' end
-  found[#found + 1] = redis.call('HGET', KEYS[1], key)
-  key = found[#found]:sub(1, 16)
+  if size > tonumber(ARGV[5]) or #values == limit then return 'long' end
+  values[#values + 1] = redis.call('HGET', KEYS[1], key)
+  key = values[#values]:sub(1, 16)
 until #key < 16 or key == ROOT
-for each in pairs(seen) do use(each) end
-keep()
-return found
+for seen_key in pairs(seen) do use(seen_key) end
+extend_lease()
+return values
 """
 
-# Returns the response, or nothing.
+# Returns the response, or nil if there is none.
 GET = f"""{_STATE}
-if not is_there(ARGV[1]) then return nil end
+if not exists(ARGV[1]) then return nil end
 use(ARGV[1])
-keep()
+extend_lease()
 return redis.call('HGET', KEYS[1], ARGV[1] .. 'r')
 """
 
+# Returns 1, or 0 if there is no such response.
 DELETE = f"""{_STATE}
-if not is_there(ARGV[1]) then return 0 end
+if not exists(ARGV[1]) then return 0 end
 remove(ARGV[1])
 write_sum()
 return 1

@@ -2,13 +2,13 @@
 
 Their keys have the same hash tag as the index (index.py):
 
-    kvroute:{TAG}:responses       hash    KEY -> KEY of the response before it, then JSON of a Turn
+    kvroute:{TAG}:responses       hash    KEY -> previous response's KEY, then JSON of a StoredTurn
                                           KEY + "r" -> JSON of the response
                                           "bytes" -> the sum of all sizes
     kvroute:{TAG}:responses:ends  zset    KEY -> time of its expiry, Unix time in ms
 
 KEY is a digest of a response's id and its owner's salt. So a response can only be found with the
-salt, which is not in Redis. JSON is compressed with zlib. A conversation is read from the Turns
+salt, which is not in Redis. JSON is compressed with zlib. A conversation is read from StoredTurns
 alone, since each response repeats the tools of the conversation.
 """
 
@@ -29,18 +29,18 @@ from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 from kvroute.store.response_scripts import DELETE, GET, PUT, READ
 
-KEY_BYTES = 16
-ROOT = bytes(KEY_BYTES)  # stands for the missing key before the first response of a conversation
-OVERHEAD = 320  # bytes that Redis needs for a response in addition to its values
-MAX_LINKS = 1000  # most responses in one conversation
-LARGEST_SHARE = 16  # a response takes at most 1/16 of the limit
-MAX_REMOVED = 1000  # most responses that one script removes, which takes some milliseconds
-CONNECTIONS = 16  # most of the router's 100 connections that these scripts use at once
-INLINE_BYTES = 32 << 10  # most bytes to compress outside of a thread, which takes about 1 ms
-LARGEST_RESPONSES = 4  # a response may be 4 times as large as a body, since it has logprobs
+KEY_BYTES = 16  # size of a KEY
+ROOT = bytes(KEY_BYTES)  # the previous response's KEY in a conversation's first response
+OVERHEAD = 320  # bytes of Redis's memory that a response takes in addition to its values
+MAX_LINKS = 1000  # maximum number of responses in one conversation
+LARGEST_SHARE = 16  # one response may take at most 1/16 of the limit for all responses
+MAX_REMOVED = 1000  # maximum responses that one script removes, which takes some milliseconds
+CONNECTIONS = 16  # how many of the router's 100 connections these scripts may use at once
+INLINE_BYTES = 32 << 10  # up to this size, compress on the event loop, which takes about 1 ms
+LARGEST_RESPONSES = 4  # a response may be 4 times the size of a body, since it may have logprobs
 LEVEL = 1  # compression level: three times as fast as zlib's default, and nearly as small
 
-# known: a response is already stored under this id. failed: counted by the caller.
+# known: a response with this id is already stored. failed: Redis failed; the caller counts these.
 Outcome = Literal["stored", "too_large", "known", "failed"]
 
 EMPTY = re.compile(rb"\[\s*\]")
@@ -52,10 +52,10 @@ class TooLongError(Exception):
 
 
 class StoredTurn(msgspec.Struct, frozen=True):
-    """The items that one response adds to its conversation."""
+    """The items that one response adds to its conversation: its input and its output."""
 
     items: msgspec.Raw  # JSON array: the response's input, then its output as input of the next one
-    inputs: Count  # how many of the items are its input
+    inputs: Count  # how many of the items are the response's input
     count: Count  # number of items
     values: Count  # number of JSON values in the items
     version: int = VERSION
@@ -80,7 +80,7 @@ class Responses:
         *,
         limit_bytes: int,
         ttl_s: float,
-        most_bytes: int,
+        max_bytes: int,
         cluster: str = DEFAULT_CLUSTER,
         unreadable: Unreadable | None = None,
     ) -> None:
@@ -89,9 +89,9 @@ class Responses:
         Args:
             client: the client for Redis.
             model: the model's name.
-            limit_bytes: most bytes of all responses in Redis.
-            ttl_s: seconds after its last use until a response expires.
-            most_bytes: most bytes of a conversation, as JSON.
+            limit_bytes: limit of the size of all responses in Redis.
+            ttl_s: seconds until a response expires, after its last use.
+            max_bytes: limit of the size of one conversation, as JSON.
             cluster: the cluster's id.
             unreadable: counts unreadable responses.
         """
@@ -100,10 +100,10 @@ class Responses:
         self.evicted = 0  # number of responses that this process removed before they expired
         self._limit = limit_bytes
         self._ttl_ms = max(1, round(1000 * ttl_s))
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._unreadable = unreadable or Unreadable()
         prefix = f"{key_prefix(cluster, model)}:responses"
-        self._at_a_time = asyncio.Semaphore(CONNECTIONS)
+        self._connections = asyncio.Semaphore(CONNECTIONS)
         self._keys = [prefix, f"{prefix}:ends"]
         self._put: Any = client.register_script(PUT)
         self._read: Any = client.register_script(READ)
@@ -121,35 +121,35 @@ class Responses:
     ) -> Outcome:
         """Store a response and count the outcome.
 
-        The least recently used responses are removed until the new one fits. A response that is
-        already stored under the id is kept.
+        The least recently used responses are removed until the new one fits. If a response is
+        already stored under the id, that one is kept, and the new one is not stored.
 
         Args:
             id: the response's id.
             salt: the salt of its owner.
-            previous_id: id of the response before it; None: it is the first.
-            turn: the items that it adds to the conversation.
+            previous_id: id of the previous response; None: this one is the first.
+            turn: the items that the response adds to the conversation.
             response: JSON of the response, as the client gets it.
         """
-        before = ROOT if previous_id is None else key(previous_id, salt)
-        value = before + await _packed(encode(turn))
+        previous_key = ROOT if previous_id is None else key(previous_id, salt)
+        value = previous_key + await _packed(encode(turn))
         outcome = await self._written(key(id, salt), value, await _packed(response))
         self.counts[outcome] += 1
         return outcome
 
     @with_timeout
     async def conversation(self, id: str, salt: str) -> list[StoredTurn]:  # noqa: A002
-        """Return the turns up to this response, the first one first.
+        """Return the turns of a conversation up to this response, oldest first.
 
         The list is empty if a turn is missing, expired or unreadable. The lease of all these
         responses is extended to `ttl_s` from now. Raises TooLongError.
         """
-        args = [key(id, salt), self._ttl_ms, OVERHEAD, MAX_LINKS, self._most_bytes]
+        args = [key(id, salt), self._ttl_ms, OVERHEAD, MAX_LINKS, self._max_bytes]
         values = await self._run(self._read, args)
         if values == b"long":
             raise TooLongError
         try:
-            return (await _unpacked(_turns_in, values, self._most_bytes))[::-1]
+            return (await _unpacked(_unpack_turns, values, self._max_bytes))[::-1]
         except DECODE_ERRORS as error:
             self._unreadable.add("response", id, error)
             return []
@@ -164,7 +164,7 @@ class Responses:
         if not (value := await self._run(self._get, args)):
             return None
         try:
-            return await _unpacked(_response_in, [value], self._most_bytes)
+            return await _unpacked(_unpack_response, [value], self._max_bytes)
         except (*DECODE_ERRORS, TooLongError) as error:
             self._unreadable.add("response", id, error)
             return None
@@ -185,7 +185,7 @@ class Responses:
                 return "stored" if outcome == b"stored" else "known"
 
     async def _run(self, script: Any, args: Sequence[object]) -> Any:
-        async with self._at_a_time:
+        async with self._connections:
             return await script(keys=self._keys, args=args)
 
 
@@ -202,19 +202,19 @@ async def _packed(data: bytes) -> bytes:
 
 
 async def _unpacked(
-    unpack: Callable[[Sequence[bytes], int], T], values: Sequence[bytes], most_bytes: int
+    unpack: Callable[[Sequence[bytes], int], T], values: Sequence[bytes], max_bytes: int
 ) -> T:
     """Call `unpack`, in a thread if the values are large.
 
     Raises TooLongError or one of DECODE_ERRORS.
     """
     if sum(map(len, values)) <= INLINE_BYTES // 4:
-        return unpack(values, most_bytes)
-    return await asyncio.to_thread(unpack, values, most_bytes)
+        return unpack(values, max_bytes)
+    return await asyncio.to_thread(unpack, values, max_bytes)
 
 
-def _turns_in(values: Sequence[bytes], most_bytes: int) -> list[StoredTurn]:
-    turns, left = [], most_bytes
+def _unpack_turns(values: Sequence[bytes], max_bytes: int) -> list[StoredTurn]:
+    turns, left = [], max_bytes
     for value in values:
         packed = _decompressed(value[KEY_BYTES:], left)
         left -= len(packed)
@@ -226,16 +226,16 @@ def _turns_in(values: Sequence[bytes], most_bytes: int) -> list[StoredTurn]:
     return turns
 
 
-def _response_in(values: Sequence[bytes], most_bytes: int) -> bytes:
-    data = _decompressed(values[0], LARGEST_RESPONSES * most_bytes)
+def _unpack_response(values: Sequence[bytes], max_bytes: int) -> bytes:
+    data = _decompressed(values[0], LARGEST_RESPONSES * max_bytes)
     _objects.decode(data)
     return data
 
 
-def _decompressed(packed: bytes, most_bytes: int) -> bytes:
+def _decompressed(packed: bytes, max_bytes: int) -> bytes:
     stream = zlib.decompressobj()
     try:
-        data = stream.decompress(packed, max(1, most_bytes))
+        data = stream.decompress(packed, max(1, max_bytes))
     except zlib.error as error:
         raise UnreadableError(str(error)) from None
     if stream.unconsumed_tail:
@@ -244,7 +244,7 @@ def _decompressed(packed: bytes, most_bytes: int) -> bytes:
 
 
 def joined(arrays: Sequence[bytes | msgspec.Raw]) -> bytes:
-    """Join JSON arrays to one, without a copy of each array."""
+    """Join JSON arrays into one array, without a copy of each array."""
     insides = [
         memoryview(array)[1:-1] for array in arrays if not EMPTY.fullmatch(memoryview(array))
     ]

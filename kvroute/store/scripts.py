@@ -1,7 +1,7 @@
 """Lua scripts that change and read the index. Redis runs each script atomically."""
 
-# Writer scripts have KEYS record, blocks, replicas, changes; their ARGV begins with incarnation,
-# seq, blocks, lease_ms, id
+# The KEYS of a writer's script are record, blocks, replicas and changes. Its ARGV begins with
+# incarnation, seq, blocks, lease_ms and id. The script returns 'fenced' if it changed nothing.
 _WRITER_STATE = """
 local function is_fenced()
   local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
@@ -19,13 +19,13 @@ local function append(...)  -- ARGV 9 maximum entries, 10 maximum age in ms
   redis.call('XTRIM', KEYS[4], 'MINID', '~', string.format('%.0f', oldest))
 end
 local function is_foreign(key, kind)
-  local found = redis.call('TYPE', key).ok
-  return found ~= 'none' and found ~= kind
+  local type = redis.call('TYPE', key).ok
+  return type ~= 'none' and type ~= kind
 end
 """
 
-# ARGV 6 facts, 7 load, 8 replaces ('1' or ''), 9 and 10 for append(), 11 pins. A record without a
-# lease has no owner, and a key of another type was not written by kvroute.
+# ARGV 6 facts, 7 load, 8 replaces ('1' or ''), 9 and 10 for append(), 11 pins. A key of another
+# type is deleted, since kvroute did not write it. A record without a lease is always replaced.
 REGISTER = f"""{_WRITER_STATE}
 for i, kind in ipairs({{'hash', 'set', 'set', 'stream'}}) do
   if is_foreign(KEYS[i], kind) then redis.call('DEL', KEYS[i]) end
@@ -45,7 +45,7 @@ return 0
 CHANGE = f"""{_WRITER_STATE}
 if is_fenced() then return 'fenced' end
 local seq = redis.call('HINCRBY', KEYS[1], 'seq', 1)
-local function each(command, packed)
+local function run(command, packed)
   local batch = {{}}
   for i = 1, #packed, 8 do
     batch[#batch + 1] = packed:sub(i, i + 7)
@@ -54,8 +54,8 @@ local function each(command, packed)
   if #batch > 0 then redis.call(command, KEYS[2], unpack(batch)) end
 end
 if ARGV[6] == '1' then redis.call('DEL', KEYS[2]) end
-each('SADD', ARGV[7])
-each('SREM', ARGV[8])
+run('SADD', ARGV[7])
+run('SREM', ARGV[8])
 append('r', ARGV[5], 'i', ARGV[1], 's', seq, 'c', ARGV[6], 'a', ARGV[7], 'd', ARGV[8])
 extend_lease()
 return redis.call('SCARD', KEYS[2])
@@ -85,8 +85,7 @@ redis.pcall('XADD', KEYS[4], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*',
 """
 
 # ARGV incarnation. Returns seq, packed blocks, the stream's last id or '', and the number of
-# members that are not fingerprints. The blocks are one string, so that the reader need not join
-# them.
+# members that are not fingerprints. The blocks are one string, so the reader does not join them.
 SNAPSHOT = """
 local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
 if record[1] ~= ARGV[1] then return nil end
@@ -94,7 +93,7 @@ local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
 local members, foreign = redis.pcall('SMEMBERS', KEYS[2]), 0
 if members.err then members, foreign = {}, 1 end
 local packed = table.concat(members)
-if #packed ~= 8 * #members then  -- a check of every member, each time, would take 50% more time
+if #packed ~= 8 * #members then  -- checking every member in all cases would take 50% more time
   local ours = {}
   for _, member in ipairs(members) do
     if #member == 8 then ours[#ours + 1] = member end
@@ -104,15 +103,15 @@ end
 return {record[2], packed, last and last[1] or '', foreign}
 """
 
-# KEYS records. Returns the fields of each, as _decode_record reads them, or its error. One command
-# per record would take the reader 50% more time.
+# KEYS records. Returns the fields of each record, as decode_record() expects them, or its error.
+# One command per record would take the reader 50% more time.
 READ = """
-local found = {}
+local records = {}
 for i, key in ipairs(KEYS) do
   local fields = redis.pcall('HMGET', key, 'incarnation', 'seq', 'facts', 'load', 'pins')
-  found[i] = fields.err or fields
+  records[i] = fields.err or fields
 end
-return found
+return records
 """
 
 # KEYS router, router-ids; ARGV id, description, lease_ms

@@ -1,1 +1,1 @@
-"""The connection between a router and a replica, which carries requests and answers."""
+"""The TCP connection between a router and a replica, which carries requests and answers."""

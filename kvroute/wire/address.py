@@ -1,4 +1,4 @@
-"""The address on which a replica listens for routers; Ray Serve passes it to them."""
+"""The address on which a replica listens for routers. Ray Serve passes it to the routers."""
 
 from typing import Annotated, Any
 
@@ -9,12 +9,15 @@ STATS_KEY = "kvroute_address"  # key of the address in the replica's routing sta
 
 
 class Address(Struct, frozen=True):
+    """The address of one replica, and what a router must know to connect to it."""
+
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
-    secret: bytes  # shared by this replica and the routers, for their handshake
+    secret: bytes  # the replica and the routers share it, to authenticate each other
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1  # data parallel ranks, each with its own cache
 
     def as_stats(self) -> dict[str, Any]:
+        """Return the entry for the replica's routing stats of Ray Serve."""
         return {STATS_KEY: msgspec.msgpack.encode(self)}
 
 
@@ -25,5 +28,7 @@ def address_in(stats: object) -> Address:
     """
     packed = stats.get(STATS_KEY) if isinstance(stats, dict) else None
     if not isinstance(packed, bytes):
-        raise ValueError("the replica has published no address; it runs another kvroute version")
+        raise ValueError(
+            "the replica has published no address; is its kvroute version another one?"
+        )
     return msgspec.msgpack.decode(packed, type=Address)

@@ -1,4 +1,4 @@
-"""The common part of both ends of a connection: sends and receives frames, and detects its loss."""
+"""The part of a connection that is equal at both ends: frames, authentication, loss detection."""
 
 import asyncio
 import hmac
@@ -11,15 +11,15 @@ from kvroute.wire.framing import MessageKind, Reader, frames
 
 log = logging.getLogger("kvroute.wire")
 
-HIGH_WATER = 1_000_000  # bytes in the write buffer above which the transport pauses the writer
-LOST_MS = 5_000  # milliseconds without TCP acknowledgements after which the kernel disconnects
+HIGH_WATER = 1_000_000  # with more bytes in its write buffer, the transport pauses the writer
+LOST_MS = 5_000  # after so many ms without a TCP acknowledgement, the kernel disconnects
 
 
 class Connection(asyncio.Protocol):
     """One end of a connection.
 
-    The kernel detects that the peer's computer or network is gone. It does not detect a process
-    that hangs, since the process's computer still acknowledges data.
+    The kernel detects that the peer's computer or network has failed. It does not detect a process
+    that hangs, since that process's computer still acknowledges data.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Connection(asyncio.Protocol):
         # uvloop's transport is not a subclass of asyncio.Transport.
         self.transport = transport = cast("asyncio.Transport", transport)
         transport.set_write_buffer_limits(HIGH_WATER)
-        _watch(transport.get_extra_info("socket"))
+        _configure(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -42,33 +42,34 @@ class Connection(asyncio.Protocol):
             self.abort(f"received a message that cannot be read: {error}")
 
     def received(self, kind: int, payload: bytes) -> None:
-        """Handle a message. One of DECODE_ERRORS ends the connection."""
+        """Handle a message. If this raises one of DECODE_ERRORS, the connection is aborted."""
         raise NotImplementedError
 
     def send(self, kind: MessageKind, payload: bytes) -> None:
-        """Send a message; do nothing if the connection has ended."""
+        """Send a message, or do nothing if the connection has ended."""
         if self.transport is None or self.transport.is_closing():
             return
         for frame in frames(kind, payload):
             self.transport.write(frame)
 
     def abort(self, reason: str, *, level: int = logging.WARNING) -> None:
-        """End the connection without sending the rest of the write buffer."""
+        """End the connection at once, without sending the rest of the write buffer."""
         log.log(level, "closing %s: %s", self, reason)
         if self.transport is not None:
             self.transport.abort()
 
 
 def proof(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
-    """Return the proof that its sender, "router" or "replica", knows the secret."""
+    """Return the proof that the sender ("router" or "replica") knows the secret."""
     return hmac.digest(secret, sender + nonce, "sha256")
 
 
-def is_proof(given: bytes, secret: bytes, sender: bytes, nonce: bytes) -> bool:
-    return hmac.compare_digest(given, proof(secret, sender, nonce))
+def is_proof(received: bytes, secret: bytes, sender: bytes, nonce: bytes) -> bool:
+    """Return whether the received bytes prove that the sender knows the secret."""
+    return hmac.compare_digest(received, proof(secret, sender, nonce))
 
 
-def _watch(connected: socket.socket) -> None:
+def _configure(connected: socket.socket) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

@@ -9,29 +9,29 @@ from enum import IntEnum
 from struct import Struct
 
 HEADER = Struct("<IB")
-LARGEST_FRAME = 1_000_000  # most bytes of payload in one frame
-LARGEST_MESSAGE = 64_000_000  # most bytes of one message; a million token ids take 4 million bytes
-MORE = 0x80
+LARGEST_FRAME = 1_000_000  # maximum size of a frame's payload in bytes
+LARGEST_MESSAGE = 64_000_000  # maximum size in bytes; a million token ids take 4 million bytes
+MORE = 0x80  # bit of a frame's kind: the next frame continues the message
 
 
 class MessageKind(IntEnum):
-    """The kinds of messages. Unknown kinds, from a later version, are ignored."""
+    """The kinds of messages. Receivers ignore unknown kinds, which a later version may send."""
 
-    CHALLENGE = 1
-    PROOF = 2
-    WELCOME = 3
-    BEGIN = 4
-    CANCEL = 5
-    CALL = 6
-    DELTAS = 7
-    REPLY = 8
-    PENDING = 9
-    TAKEN = 10
-    PREPARED = 11
+    CHALLENGE = 1  # structs.Challenge
+    PROOF = 2  # structs.Proof
+    WELCOME = 3  # structs.Welcome
+    BEGIN = 4  # structs.encode_begin: a request, which starts a stream
+    CANCEL = 5  # structs.Cancel
+    CALL = 6  # structs.MethodCall
+    DELTAS = 7  # structs.Deltas: chunks and ends of streams
+    REPLY = 8  # structs.MethodReply
+    PENDING = 9  # structs.Pending
+    TAKEN = 10  # structs.Preparing: the replica begins to prepare a request
+    PREPARED = 11  # structs.Preparing: the engine has got the request
 
 
 class FramingError(ValueError):
-    """A message is too long, or the bytes are not frames."""
+    """A received message is too long, or the received bytes are not frames."""
 
 
 def frames(kind: MessageKind, payload: bytes) -> Iterator[bytes]:
@@ -49,10 +49,10 @@ class Reader:
     """Assembles messages from received bytes."""
 
     def __init__(self) -> None:
-        self.largest = LARGEST_MESSAGE
-        self._rest = b""  # an incomplete frame
-        self._parts: list[bytes] = []  # payloads of an incomplete message
-        self._size = 0  # bytes in these payloads
+        self.largest = LARGEST_MESSAGE  # maximum size of a message in bytes
+        self._rest = b""  # received bytes of an incomplete frame
+        self._parts: list[bytes] = []  # received payloads of an incomplete message
+        self._size = 0  # total size of these payloads in bytes
 
     def feed(self, data: bytes) -> Iterator[tuple[int, bytes]]:
         """Yield the kind and payload of each message that `data` completes. Raises FramingError."""
@@ -62,7 +62,9 @@ class Reader:
         while end - begin >= HEADER.size:
             length, kind = HEADER.unpack_from(data, begin)
             if length > LARGEST_FRAME or self._size + length > self.largest:
-                raise FramingError(f"the message has {self._size + length} bytes or more")
+                raise FramingError(
+                    f"the message has {self._size + length} bytes or more, which is too long"
+                )
             if end - begin - HEADER.size < length:
                 break
             begin += HEADER.size + length

@@ -1,4 +1,4 @@
-"""The router's end of a connection to a replica, and the streams on it."""
+"""The router's end of a connection to a replica, and the streams of its requests."""
 
 import asyncio
 import secrets
@@ -18,15 +18,15 @@ from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import MessageKind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, StreamEnded, encode
 
-SLICE = 32  # chunks that are delivered in one iteration of the event loop
-MAX_UNSENT = 64_000_000  # bytes in the write buffer above which a replica gets no more requests
+SLICE = 32  # maximum number of chunks to deliver in one iteration of the event loop
+MAX_UNSENT = 64_000_000  # a replica gets no more requests while its write buffer has more bytes
+
+# Receives a replica's report: for each rank, the number of prompt tokens still to compute.
+OnPending = Callable[[Sequence[int]], object]
 
 
-OnPending = Callable[[Sequence[int]], object]  # receives the prompt tokens to compute of each rank
-
-
-def nothing(_: object) -> None:
-    """Ignore a report of pending tokens."""
+def ignore_pending(_: object) -> None:
+    """Ignore a report of pending prompt tokens."""
 
 
 class LostError(Exception):
@@ -34,7 +34,7 @@ class LostError(Exception):
 
 
 class RefusedError(Exception):
-    """The replica runs as many requests as it may, or is stopping."""
+    """The replica refuses the request: it runs its maximum number of requests, or is stopping."""
 
 
 class FailedError(Exception):
@@ -46,46 +46,46 @@ class SlowReaderError(ValueError):
 
 
 class Stream:
-    """One request's chunks. Chunks that arrive before the next read are joined.
+    """The chunks of one request. Chunks that arrive before the next read are joined into one.
 
     Args:
-        link: the connection that the request was sent on.
-        number: the stream's number on that connection.
-        most: most `weight` (contract/generation.py) of chunks that wait to be read.
+        link: the connection on which the request was sent.
+        number: the number of the stream on that connection.
+        max_waiting: limit of the weight() of all chunks that wait to be read.
     """
 
     __slots__ = (
         "_chunks",
         "_end",
         "_link",
-        "_most",
+        "_max_waiting",
         "_number",
         "_waiter",
         "_waiting",
         "is_preparing",
-        "stopped_among",
+        "suspects",
     )
 
-    def __init__(self, link: "Link", number: int, most: int) -> None:
+    def __init__(self, link: "Link", number: int, max_waiting: int) -> None:
         self._link = link
         self._number = number
-        self._most = most
-        self.is_preparing = False  # the replica prepares the request, and the engine has not got it
-        # If the replica was lost while it prepared this request, the number of requests that it
-        # prepared then; else 0.
-        self.stopped_among = 0
+        self._max_waiting = max_waiting
+        self.is_preparing = False  # whether the replica is preparing the request (preparation.py)
+        # If the replica was lost while it prepared this request: how many requests it prepared at
+        # that time, each of which may be the cause. Otherwise 0.
+        self.suspects = 0
         self._chunks: list[Chunk] = []
         self._waiting = 0  # weight of _chunks
-        self._end: Exception | None = None  # the stream's end, after _chunks
+        self._end: Exception | None = None  # how the stream ends after _chunks; None: it goes on
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Chunk | None:
-        """Wait for chunks; return all that have arrived as one, or None after the last one.
+        """Wait for chunks. Return the chunks that arrived as one chunk, or None at the end.
 
         Raises:
             LostError, EngineDeadError: another replica can continue the request.
-            RefusedError: another replica may accept the request. Only before the first chunk.
-            ValueError: the request can never run.
+            RefusedError: another replica may accept the request; only before the first chunk.
+            ValueError: no replica can run the request.
             FailedError: the replica failed to run the request.
         """
         while not self._chunks:
@@ -103,16 +103,17 @@ class Stream:
         return joined(chunks)
 
     def cancel(self) -> None:
-        """End the request at the replica, unless it has ended."""
+        """Cancel the request at the replica, unless it has ended."""
         if self._end is None:
             self._end = _Done()
             self._link.cancel(self._number)
 
     def push(self, chunk: Chunk) -> None:
+        """Add a chunk. If too many chunks wait, cancel the request with a SlowReaderError."""
         self.is_preparing = False
         self._chunks.append(chunk)
         self._waiting += weight(chunk)
-        if self._waiting > self._most:
+        if self._waiting > self._max_waiting:
             self._chunks.clear()
             self._link.cancel(self._number)
             self.end(
@@ -124,6 +125,7 @@ class Stream:
         self._wake()
 
     def end(self, error: Exception) -> None:
+        """End the stream with this error, unless it has ended."""
         if self._end is None:
             self._end = error
             self._wake()
@@ -140,11 +142,13 @@ class _Done(Exception):  # noqa: N818  # the end of a stream, not an error
 class Link(Connection):
     """The connection to one replica.
 
-    The future `ready` is done when both ends have proven that they know the secret. It has a
-    LostError if the connection ends before that.
+    The future `ready` completes when both ends have proven that they know the secret. It fails with
+    LostError if the connection ends earlier.
     """
 
-    def __init__(self, replica_id: str, secret: bytes, on_pending: OnPending = nothing) -> None:
+    def __init__(
+        self, replica_id: str, secret: bytes, on_pending: OnPending = ignore_pending
+    ) -> None:
         super().__init__()
         self.replica_id = replica_id
         self._on_pending = on_pending
@@ -172,9 +176,9 @@ class Link(Connection):
 
     @property
     def is_open(self) -> bool:
-        """Return whether requests can be sent.
+        """Return whether requests can be sent on this connection.
 
-        A transport that is closing accepts none, although `connection_lost` is only called in the
+        A closing transport accepts no requests, although `connection_lost` is not called before the
         event loop's next iteration.
         """
         is_lost = self.closed.done() or self.transport is None
@@ -185,20 +189,20 @@ class Link(Connection):
         """Return the number of open streams and calls."""
         return len(self._streams) + len(self._calls)
 
-    def open(self, request: GenerateRequest, *, most_waiting: int) -> Stream:
-        """Send a request. Raises LostError, or RefusedError if the replica does not read."""
-        stream = Stream(self, next(self._numbers), most_waiting)
+    def open(self, request: GenerateRequest, *, max_waiting: int) -> Stream:
+        """Send a request and return its stream. Raises LostError, or RefusedError (see `_send`)."""
+        stream = Stream(self, next(self._numbers), max_waiting)
         self._send(MessageKind.BEGIN, structs.encode_begin(stream._number, request))
         self._streams[stream._number] = stream
         return stream
 
     @property
-    def owed(self) -> int:
-        """Return the number of calls without an answer."""
+    def pending_calls(self) -> int:
+        """Return the number of method calls that the replica has not answered yet."""
         return len(self._calls)
 
     async def call(self, method: str, body: bytes = b"", rank: int = 0) -> bytes:
-        """Call a method of one rank, and return the answer. Raises the errors of Stream.next."""
+        """Call a method of one rank and return its answer. Raises the errors of Stream.next."""
         number = next(self._numbers)
         answer: asyncio.Future[bytes] = self.loop.create_future()
         self._send(MessageKind.CALL, encode(structs.MethodCall(number, method, body, rank)))
@@ -215,10 +219,10 @@ class Link(Connection):
             self.send(MessageKind.CANCEL, encode(structs.Cancel(number)))
 
     def lose(self, error: Exception) -> None:
-        """End the connection, and all its streams and calls with this error."""
+        """End the connection; all its streams and calls fail with this error."""
         preparing = [stream for stream in self._streams.values() if stream.is_preparing]
         for stream in preparing:
-            stream.stopped_among = len(preparing)
+            stream.suspects = len(preparing)
         for stream in self._streams.values():
             stream.end(error)
         for answer in self._calls.values():
@@ -243,25 +247,29 @@ class Link(Connection):
             receive(payload)
 
     def _send(self, kind: MessageKind, payload: bytes) -> None:
+        """Send a request or call. Raises RefusedError if the replica does not read its socket."""
         if self.transport is None or not self.is_open:
             raise LostError("the connection is closed")
         if self.transport.get_write_buffer_size() > MAX_UNSENT:
-            raise RefusedError(f"the replica has not read {MAX_UNSENT} bytes")
+            raise RefusedError(f"the replica has more than {MAX_UNSENT} bytes to read first")
         self.send(kind, payload)
 
     def _prove(self, payload: bytes) -> None:
         challenge = structs.decode_challenge(payload)
         if challenge.version != VERSION:
             self.lose(
-                LostError(f"its protocol version is {challenge.version}; this router has {VERSION}")
+                LostError(
+                    f"the replica's protocol version is {challenge.version}, and this router's is "
+                    f"{VERSION}; run the same kvroute version everywhere"
+                )
             )
             return
-        own = proof(self._secret, b"router", challenge.nonce)
-        self.send(MessageKind.PROOF, encode(structs.Proof(VERSION, own, self._nonce)))
+        own_proof = proof(self._secret, b"router", challenge.nonce)
+        self.send(MessageKind.PROOF, encode(structs.Proof(VERSION, own_proof, self._nonce)))
 
     def _welcome(self, payload: bytes) -> None:
-        given = structs.decode_welcome(payload).proof
-        if not is_proof(given, self._secret, b"replica", self._nonce):
+        received = structs.decode_welcome(payload).proof
+        if not is_proof(received, self._secret, b"replica", self._nonce):
             self.lose(LostError("the process at this address does not know the replica's secret"))
         elif not self.ready.done():
             self.ready.set_result(None)
@@ -277,8 +285,8 @@ class Link(Connection):
     def _deliver(self) -> None:
         """Deliver chunks to their requests, at most SLICE in one iteration of the event loop.
 
-        A frame can have the first tokens of hundreds of requests, and each of these takes a
-        millisecond. Between the slices, the loop runs other tasks.
+        A frame can have the first tokens of hundreds of requests, and each first token takes a
+        millisecond. The event loop runs other tasks between two slices.
         """
         streams, undelivered = self._streams, self._undelivered
         for _ in range(SLICE):
@@ -323,9 +331,9 @@ async def connect(
     secret: bytes,
     *,
     within_s: float,
-    on_pending: OnPending = nothing,
+    on_pending: OnPending = ignore_pending,
 ) -> Link:
-    """Connect to a replica, and return the link once both ends have proven themselves.
+    """Connect to a replica, and return the link once both ends have proven to know the secret.
 
     Args:
         replica_id: the replica's id.
@@ -333,10 +341,10 @@ async def connect(
         port: the port on which it listens for routers.
         secret: the replica's secret.
         within_s: timeout in seconds.
-        told: called with the prompt tokens that each rank has to compute, when the replica reports.
+        on_pending: called with each report of the replica.
 
     Raises:
-        LostError: there is no connection within `within_s`.
+        LostError: the connection has failed, or was not ready within `within_s`.
     """
     link = Link(replica_id, secret, on_pending)
     try:
@@ -344,7 +352,7 @@ async def connect(
             await link.loop.create_connection(lambda: link, host, port)
             await link.ready
     except (OSError, TimeoutError) as error:
-        reason = str(error) or f"no answer within {within_s:g} s"
+        reason = str(error) or f"the replica has not answered within {within_s:g} s"
         link.lose(LostError(reason))
         raise LostError(f"{host}:{port}: {reason}") from error
     return link

@@ -1,4 +1,4 @@
-"""The replica's end: runs the routers' requests, and sends each router a frame per engine step."""
+"""The replica's end of connections: runs requests, and sends each router one frame per step."""
 
 import asyncio
 import logging
@@ -26,11 +26,11 @@ log = logging.getLogger("kvroute.wire")
 
 HOST = "KVROUTE_REPLICA_HOST"  # environment variable: address on which replicas listen for routers
 
-PROOF_S = 5.0  # most seconds to wait for a router's proof
-LARGEST_UNPROVEN = 1024  # most bytes in a message of a peer without a proof
-MAX_UNPROVEN = 256  # most connections of peers without a proof
-IDLE_REPORTS = 4  # reports without pending tokens in a row, after which no more are sent
-MAX_UNSENT = 4_000_000  # most tokens that wait for a router that does not read, by `weight`
+PROOF_S = 5.0  # seconds after which a connection without a proof is closed
+LARGEST_UNPROVEN = 1024  # maximum size in bytes of a message from a peer without a proof
+MAX_UNPROVEN = 256  # maximum number of connections without a proof
+IDLE_REPORTS = 4  # after this many reports in a row without pending tokens, no more are sent
+MAX_UNSENT = 4_000_000  # maximum `weight` of the chunks that wait for a router that does not read
 
 Method = Callable[[bytes, int], Awaitable[bytes]]  # called with the body and the rank's number
 
@@ -45,10 +45,12 @@ class Server:
     Args:
         generate: runs a request on the engine.
         methods: the methods that routers can call, by name.
-        most: most requests at a time; further ones are refused.
+        max_requests: maximum number of running requests; further requests are refused.
     """
 
-    def __init__(self, generate: Generate, methods: Mapping[str, Method], *, most: int) -> None:
+    def __init__(
+        self, generate: Generate, methods: Mapping[str, Method], *, max_requests: int
+    ) -> None:
         self.secret = secrets.token_bytes(32)
         self.generate = generate
         self.methods = methods
@@ -56,9 +58,9 @@ class Server:
         self.running = 0  # number of running requests
         self.refusals = 0  # number of refused requests since the start
         self.peers = set["Peer"]()
-        self._most = most
-        self._idle_reports = 0  # number of latest reports in a row without pending tokens
-        self.reported: list[int] = []  # pending prompt tokens of each rank in the latest report
+        self._max_requests = max_requests
+        self._idle_reports = 0  # number of latest reports in a row that had no pending tokens
+        self.reported: list[int] = []  # the latest report: pending prompt tokens of each rank
         self._is_stopping = False
         self.away_reason = ""  # why the engine cannot run requests now; empty: it can
         self._is_idle = asyncio.Event()
@@ -82,19 +84,19 @@ class Server:
         )
 
     def refusal(self) -> str:
-        """Return why a request cannot begin now; empty: it can."""
+        """Return why the replica refuses requests now; empty: it accepts them."""
         if self._is_stopping:
             return "the replica is stopping"
         if self.away_reason:
             return f"its server is away: {self.away_reason}"
-        if self.running >= self._most:
-            return f"the replica runs {self.running} requests, as many as it may"
+        if self.running >= self._max_requests:
+            return f"the replica runs {self.running} requests, which is its maximum"
         return ""
 
     def report_pending(self, pending_tokens: Sequence[int]) -> None:
-        """Send all routers a report of the prompt tokens that each rank has to compute.
+        """Report to all routers how many prompt tokens each rank still has to compute.
 
-        After IDLE_REPORTS reports without pending tokens, no more of them are sent.
+        After IDLE_REPORTS reports without pending tokens, further ones are not sent.
         """
         self._idle_reports = 0 if any(pending_tokens) else self._idle_reports + 1
         if self._idle_reports > IDLE_REPORTS:
@@ -104,9 +106,9 @@ class Server:
             peer.report_pending(self.reported)
 
     def stop(self) -> None:
-        """Refuse all requests from now on; running requests continue.
+        """Refuse all further requests; let running requests continue.
 
-        This is also called when the engine has died, so that later requests are not blamed for it.
+        It is also called when the engine has died, so that no later request is suspected of that.
         """
         self._is_stopping = True
 
@@ -121,18 +123,20 @@ class Server:
         tasks = [task for peer in self.peers for task in peer.close()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def began(self) -> None:
+    def request_started(self) -> None:
+        """Count a request or call that starts to run."""
         self.running += 1
         self._is_idle.clear()
 
-    def ended(self) -> None:
+    def request_ended(self) -> None:
+        """Count a request or call that has ended."""
         self.running -= 1
         if not self.running:
             self._is_idle.set()
 
 
 class Peer(Connection):
-    """The connection to one router."""
+    """The connection from one router."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -142,10 +146,10 @@ class Peer(Connection):
         self._reader.largest = LARGEST_UNPROVEN
         self._tasks: dict[int, asyncio.Task[None]] = {}  # running requests and calls, by stream
         self._chunks: list[tuple[int, Chunk]] = []  # chunks to send
-        self._ended: list[StreamEnded] = []  # ends of streams to send after _chunks
+        self._ended: list[StreamEnded] = []  # the ends of streams, to send after _chunks
         self._unsent = 0  # weight of _chunks
-        self._is_flush_due = False
-        self._is_paused = False  # the transport's write buffer is above HIGH_WATER
+        self._is_flush_due = False  # whether _flush runs in the event loop's next iteration
+        self._is_paused = False  # the transport's write buffer has more than HIGH_WATER bytes
         self._loop = asyncio.get_running_loop()
 
     def __str__(self) -> str:
@@ -156,17 +160,17 @@ class Peer(Connection):
         super().connection_made(transport)
         self._server.peers.add(self)
         if sum(not peer._is_proven for peer in self._server.peers) > MAX_UNPROVEN:
-            self._send_away(f"{MAX_UNPROVEN} other connections wait for a proof")
+            self._reject(f"{MAX_UNPROVEN} other connections have not sent a proof yet")
             return
         self.send(MessageKind.CHALLENGE, encode(structs.Challenge(VERSION, self._nonce)))
-        self._loop.call_later(PROOF_S, self._expect_proof)
+        self._loop.call_later(PROOF_S, self._check_proof_arrived)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server.peers.discard(self)
         self.close()
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Cancel the peer's tasks and close the connection; return the tasks, to be awaited."""
+        """Cancel the peer's tasks and close the connection; return the tasks to await."""
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -188,7 +192,7 @@ class Peer(Connection):
                 self._run(call.stream, self._answer(call))
 
     def report_pending(self, pending_tokens: Sequence[int]) -> None:
-        """Report pending tokens to the router, unless it does not read."""
+        """Report pending tokens to the router, unless its write buffer is full."""
         if self._is_proven and not self._is_paused:
             self.send(MessageKind.PENDING, encode(structs.Pending([*pending_tokens])))
 
@@ -199,24 +203,24 @@ class Peer(Connection):
         self._is_paused = False
         self._flush()
 
-    def _send_away(self, reason: str) -> None:
-        """Close a connection without a proof; this is no warning, since anybody can connect."""
+    def _reject(self, reason: str) -> None:
+        """Close a connection without a proof; log no warning, since anybody can connect."""
         self.abort(reason, level=logging.INFO)
 
-    def _expect_proof(self) -> None:
+    def _check_proof_arrived(self) -> None:
         if not self._is_proven and self.transport and not self.transport.is_closing():
-            self._send_away(f"no proof within {PROOF_S:g} s")
+            self._reject(f"it has not sent a proof within {PROOF_S:g} s")
 
     def _prove(self, kind: int, payload: bytes) -> None:
         secret = self._server.secret
-        given = structs.decode_proof(payload) if kind == MessageKind.PROOF else None
-        if given is None or not is_proof(given.proof, secret, b"router", self._nonce):
-            self._send_away("the peer does not know the secret")
+        received = structs.decode_proof(payload) if kind == MessageKind.PROOF else None
+        if received is None or not is_proof(received.proof, secret, b"router", self._nonce):
+            self._reject("the peer does not know the secret")
             return
         self._is_proven = True
         self._reader.largest = LARGEST_MESSAGE
         self.send(
-            MessageKind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", given.nonce)))
+            MessageKind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", received.nonce)))
         )
         self.report_pending(self._server.reported)
 
@@ -229,17 +233,17 @@ class Peer(Connection):
         self._run(stream, self._stream(stream, request))
 
     def _run(self, stream: int, work: Coroutine[None, None, None]) -> None:
-        """Start the stream's task, which a router can cancel."""
+        """Start the task of a stream, which the router can cancel."""
         if stream in self._tasks:
             work.close()
             raise ValueError(f"stream {stream} is already open")
         task = self._tasks[stream] = self._loop.create_task(work)
-        self._server.began()
+        self._server.request_started()
         task.add_done_callback(lambda _: self._forget(stream))
 
     def _forget(self, stream: int) -> None:
         del self._tasks[stream]
-        self._server.ended()
+        self._server.request_ended()
 
     def _cancel(self, stream: int) -> None:
         if task := self._tasks.get(stream):
@@ -250,7 +254,7 @@ class Peer(Connection):
             self.send(MessageKind.TAKEN, encode(structs.Preparing(stream)))
             on_prepared(lambda: self.send(MessageKind.PREPARED, encode(structs.Preparing(stream))))
             await self._server.generate(request, partial(self._push, stream))
-        except Exception as error:  # any error of the engine
+        except Exception as error:  # the engine may raise any error
             self._fail(stream, error)
         else:
             self._end(stream, "done")
@@ -260,13 +264,13 @@ class Peer(Connection):
             if (method := self._server.methods.get(call.method)) is None:
                 raise ValueError(f"this replica has no method {call.method!r}")
             body = await method(call.body, call.rank)
-        except Exception as error:  # any error of the method
+        except Exception as error:  # the method may raise any error
             self._fail(call.stream, error)
         else:
             self.send(MessageKind.REPLY, encode(structs.MethodReply(call.stream, body)))
 
     def _push(self, stream: int, chunk: Chunk) -> None:
-        """Send the chunk in one frame with all other chunks of this engine step."""
+        """Queue the chunk; one frame sends it with all other chunks of this engine step."""
         self._chunks.append((stream, chunk))
         self._unsent += weight(chunk)
         self._flush_soon()
@@ -281,7 +285,7 @@ class Peer(Connection):
         self._end(stream, *_outcome(error))
 
     def _flush_soon(self) -> None:
-        """Flush in the event loop's next iteration, when all streams of the step have chunks."""
+        """Flush in the event loop's next iteration: then all streams have this step's chunks."""
         if not self._is_flush_due:
             self._is_flush_due = True
             self._loop.call_soon(self._flush)
@@ -291,7 +295,9 @@ class Peer(Connection):
         if self._is_paused:
             if self._unsent > MAX_UNSENT:
                 self._chunks, self._unsent = [], 0
-                self.abort(f"the router has not read more than {MAX_UNSENT} tokens")
+                self.abort(
+                    f"the router reads too slowly: more than {MAX_UNSENT} tokens wait for it"
+                )
             return  # resume_writing calls this again
         if self._chunks or self._ended:
             self.send(MessageKind.DELTAS, encode(structs.Deltas(self._chunks, self._ended)))
@@ -303,5 +309,5 @@ def _outcome(error: Exception) -> tuple[Outcome, str]:
         return "dead", str(error)
     if isinstance(error, ValueError) and not isinstance(error, msgspec.MsgspecError):
         return "invalid", str(error)
-    log.error("a request failed", exc_info=error)
+    log.error("a request failed with an unexpected error", exc_info=error)
     return "failed", f"{type(error).__name__}: {error}"

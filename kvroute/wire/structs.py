@@ -15,17 +15,17 @@ from msgspec.structs import astuple, replace
 from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
 from kvroute.contract.records import Count
 
-VERSION = 3
-NONCE_BYTES = 16
-MAX_ORDER_S = 1e6  # limit of times in both directions, in seconds: longer than any request waits
+VERSION = 3  # version of the protocol
+NONCE_BYTES = 16  # size of the random nonce that a proof must include
+MAX_ORDER_S = 1e6  # limit of a received time, in both directions; no request waits so long
 
-# How a request ends. refused: the replica runs as many requests as it may, or is stopping. invalid:
-# the request can never run. dead: the engine has died. failed: any other error.
+# How a request ends. refused: the replica runs its maximum number of requests, or is stopping.
+# invalid: no replica can run the request. dead: the engine has died. failed: any other error.
 Outcome = Literal["done", "refused", "invalid", "dead", "failed"]
 
 
 class Challenge(Struct, array_like=True):
-    """The replica's first message."""
+    """The replica's first message: the router must prove that it knows the secret."""
 
     version: int
     nonce: bytes
@@ -46,45 +46,52 @@ class Welcome(Struct, array_like=True):
 
 
 class Cancel(Struct, array_like=True):
+    """The router cancels a request or a call."""
+
     stream: int
 
 
 class Preparing(Struct, array_like=True):
-    """The replica begins (TAKEN) or has finished (PREPARED) the preparation of a request."""
+    """The replica begins to prepare a request (TAKEN), or has finished doing so (PREPARED)."""
 
     stream: int
 
 
 class MethodCall(Struct, array_like=True):
-    """A call of a method of the replica; the answer is Reply, or Ended after an error."""
+    """A call of a replica's method. The answer is MethodReply, or StreamEnded after an error."""
 
     stream: int
     method: str
     body: bytes
-    rank: int = 0  # the rank whose method is called
+    rank: int = 0  # number of the data parallel rank that the call is for
 
 
 class MethodReply(Struct, array_like=True):
+    """The answer to a MethodCall."""
+
     stream: int
     body: bytes
 
 
 class StreamEnded(Struct, array_like=True, gc=False):
+    """The end of a request, or of a method call that failed."""
+
     stream: int
     outcome: Outcome
     message: str = ""
 
 
 class Pending(Struct, array_like=True):
-    """A replica's report of its backlog, for routers that do not get each other's messages."""
+    """A replica's report of its backlog, for routers that get no messages of other routers."""
 
-    tokens: list[Count]  # for each rank, uncached prompt tokens of requests without a first token
+    # For each rank: the number of uncached prompt tokens of its requests without a first token.
+    tokens: list[Count]
 
 
 class Deltas(Struct, array_like=True):
     """The output of one engine step for all streams of a connection."""
 
-    chunks: list[tuple[int, Chunk]]  # number of a stream, and its next chunk
+    chunks: list[tuple[int, Chunk]]  # pairs of a stream's number and its next chunk
     ended: list[StreamEnded]  # streams that end after these chunks
 
 
@@ -101,7 +108,7 @@ decode_pending = msgspec.msgpack.Decoder(Pending).decode
 decode_deltas = msgspec.msgpack.Decoder(Deltas).decode
 
 TOKEN_ID = np.dtype("<u4")
-SENT_FIELDS = GenerateRequest.__struct_fields__.index("pin")
+SENT_FIELDS = GenerateRequest.__struct_fields__.index("pin")  # number of fields that are sent
 
 
 def encode_begin(stream: int, request: GenerateRequest) -> bytes:
@@ -112,10 +119,10 @@ def encode_begin(stream: int, request: GenerateRequest) -> bytes:
 
 
 def decode_begin(packed: bytes) -> tuple[int, GenerateRequest]:
-    """Decode what `encode_begin` returns.
+    """Decode the message that starts a stream: the stream's number, and the request.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the message is not valid.
     """
     stream, *fields = _decode_begin(packed)
     request = msgspec.convert(fields[:SENT_FIELDS], GenerateRequest, dec_hook=_token_ids)
@@ -126,11 +133,11 @@ def decode_begin(packed: bytes) -> tuple[int, GenerateRequest]:
     )
 
 
-def bounded(given_s: float) -> float:
-    """Limit a time to MAX_ORDER_S in both directions; 0 for infinity and NaN."""
-    if not math.isfinite(given_s):
+def bounded(time_s: float) -> float:
+    """Limit a time to at most MAX_ORDER_S in both directions; return 0 for infinity and NaN."""
+    if not math.isfinite(time_s):
         return 0.0
-    return max(-MAX_ORDER_S, min(MAX_ORDER_S, given_s))
+    return max(-MAX_ORDER_S, min(MAX_ORDER_S, time_s))
 
 
 def token_ids_of(packed: bytes) -> TokenIds:

@@ -26,7 +26,7 @@ class CopySpeed:
         """
         if copied_bytes <= 0 or seconds <= 0.0:
             return
-        self._speed.believe(self._slowness(now_s))
+        self._speed.set_slowness(self._slowness(now_s))
         self._speed.learn(copied_bytes / self._claimed, seconds)
         self._copied_s = now_s
 

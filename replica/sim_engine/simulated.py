@@ -12,7 +12,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import HOST_GROUPS
-from kvroute.contract.adapters import Residents
+from kvroute.contract.adapters import AdapterCache
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import Order, RetentionHint
@@ -87,7 +87,7 @@ class SimulatedEngine(Engine):
         self._prefill = PrefillModel(
             config.prefill_tokens_per_s or math.inf, config.attention_tokens
         )
-        self._adapters = Residents(self.facts.max_cpu_loras)
+        self._adapters = AdapterCache(self.facts.max_cpu_loras)
         self._pins: dict[str, Table] = {}
         self._host_pins: dict[str, int] = {}
         self._jobs: set[Job] = set()

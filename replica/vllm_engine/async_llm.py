@@ -406,7 +406,7 @@ def _facts(
         pin_blocks=pins_in(capacity_blocks=capacity_blocks),
         max_num_seqs=config.scheduler_config.max_num_seqs,
         step_tokens=config.scheduler_config.max_num_batched_tokens,
-        max_cpu_loras=settings.kept_loras,
+        max_cpu_loras=settings.loras_in_memory,
         engine="vllm",
         content_format=http.content_format,
         tool_parser=http.tool_parser,

@@ -57,7 +57,7 @@ def engine_args(
     if settings.adapters:
         ours["enable_lora"] = True
         ours["max_loras"] = settings.max_loras
-        ours["max_cpu_loras"] = settings.kept_loras
+        ours["max_cpu_loras"] = settings.loras_in_memory
         ours["max_lora_rank"] = sufficient_rank(settings.adapters)
     ours |= host_args(settings, node_bytes=memory_bytes(), on_cpu=on_cpu)
     on_cpus = {

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
 
-from kvroute.contract.priority import PRIORITIES, Priority, later, named
+from kvroute.contract.priority import PRIORITIES, Priority, less_urgent, parse_priority
 from kvroute.keys.keyring import Caller
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError, invalid, shown
@@ -31,7 +31,7 @@ def urgency_of(
     own_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
     later_s = _later_s(body.get("priority"))
     if caller is not None:
-        requested = later(caller.priority, requested or caller.priority)
+        requested = less_urgent(caller.priority, requested or caller.priority)
         later_s = max(0.0, later_s)
     priority = requested or "default"
     bound_s = math.inf if priority == "batch" or not most_s else most_s
@@ -56,7 +56,7 @@ def sharer_of(caller: Caller | None, user: object) -> str:
 def _priority(given: str | None) -> Priority | None:
     if given is None:
         return None
-    priority = named(given)
+    priority = parse_priority(given)
     if priority is None:
         raise _invalid(PRIORITY, given, f"one of {', '.join(PRIORITIES)}")
     return priority

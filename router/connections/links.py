@@ -85,12 +85,12 @@ class Links:
         link = self._links.get(replica_id)
         return link.received_messages if link else 0
 
-    def owed(self, rank_id: str) -> int:
+    def pending_calls(self, rank_id: str) -> int:
         """Return the number of calls that the rank has not answered yet."""
         link = self._links.get(replica_of(rank_id))
-        return link.owed if link else 0
+        return link.pending_calls if link else 0
 
-    def open(self, rank_id: str, request: GenerateRequest, *, most_waiting: int) -> Stream:
+    def open(self, rank_id: str, request: GenerateRequest, *, max_waiting: int) -> Stream:
         """Send a request to a rank and return the stream of its chunks.
 
         Raises:
@@ -100,7 +100,7 @@ class Links:
         replica_id, rank = split(rank_id)
         if link := self._open(replica_id):
             request = replace(request, rank=rank) if rank else request
-            return link.open(request, most_waiting=most_waiting)
+            return link.open(request, max_waiting=max_waiting)
         raise LostError("there is no connection")
 
     async def call(self, rank_id: str, method: str, body: bytes, *, within_s: float) -> bytes:

@@ -96,7 +96,7 @@ class Liveness:
         return 0 if is_alive else quiet + 1
 
     def _is_idle(self, replica_id: str) -> bool:
-        if self._links.owed(replica_id):
+        if self._links.pending_calls(replica_id):
             return False
         ranks = self._links.told_ranks(replica_id) or self._fleet.replicas.ranks_of(replica_id)
         return bool(ranks) and all(map(self._fleet.loads.is_idle, ranks))

@@ -240,7 +240,7 @@ class PeerSubscriber:
                         attempt.first_token(self._clock())
                 case RequestEnded():
                     if ended := attempts.pop(event.request_id, None):
-                        ended.end_elsewhere(self._clock(), is_over=event.is_over)
+                        ended.end_elsewhere(self._clock(), is_over=event.is_final)
                 case PoisonedRequest():
                     self._blamed(event.digest)
                 case SessionEnded():

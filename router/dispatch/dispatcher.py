@@ -255,14 +255,14 @@ class Dispatcher:
         stream = None
         try:
             stream = self._links.open(
-                attempt.replica_id, request, most_waiting=_most_waiting(attempt.context)
+                attempt.replica_id, request, max_waiting=_max_waiting(attempt.context)
             )
             first = await stream.next()
         except BaseException as error:
             attempt.end(outcome_of(error))
             if stream is not None:
                 stream.cancel()
-                if isinstance(error, HungError) and losses.has_stopped(stream.stopped_among):
+                if isinstance(error, HungError) and losses.has_stopped(stream.suspects):
                     self._blame(request, attempt.replica_id)
             if refusal := final_error(error):
                 raise refusal from error
@@ -285,6 +285,6 @@ class Dispatcher:
         self._blamed.add(request, f"replica {replica_id} stopped while it prepared this request")
 
 
-def _most_waiting(context: RequestContext) -> int:
+def _max_waiting(context: RequestContext) -> int:
     """Return how many tokens of one prompt's response the router buffers for a slow client."""
     return max(MIN_TOKENS, WAITING_TOKENS // context.prompts)

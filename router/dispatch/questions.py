@@ -70,7 +70,7 @@ class Questions:
     def _chosen(
         self, running: Collection[str], prefer: Callable[[Collection[str]], str] | None
     ) -> str:
-        pending = {id_: self._links.owed(id_) for id_ in running}
+        pending = {id_: self._links.pending_calls(id_) for id_ in running}
         least_busy = min(running, key=lambda id_: (pending[id_], random.random()))
         preferred = prefer(running) if prefer else least_busy
         is_close = pending[preferred] <= pending[least_busy] + MAX_EXTRA_CALLS

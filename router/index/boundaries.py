@@ -18,7 +18,15 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-from kvroute.blocks.cache_groups import CHUNK, FULL, STATE, WINDOW, CacheGroup, Layout, member
+from kvroute.blocks.cache_groups import (
+    CHUNK,
+    FULL,
+    STATE,
+    WINDOW,
+    CacheGroup,
+    Layout,
+    group_fingerprint,
+)
 from kvroute.blocks.fingerprint import Fingerprint
 
 Holders = Callable[[Fingerprint], int]  # the replicas that have a block, as the bits of a mask
@@ -118,7 +126,7 @@ class _GroupBlocks:
         self.start = _start(group, block_size)
 
     def member(self, chain: Sequence[Fingerprint], end: int) -> Fingerprint:
-        return member(chain[end - 1], self._number)
+        return group_fingerprint(chain[end - 1], self._number)
 
     def needed(self, end: int) -> range:
         """Return the ends of the blocks that the boundary `end` needs, the last block first."""

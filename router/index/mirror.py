@@ -189,7 +189,7 @@ class Mirror:
         """Return whether some replica holds the block, or once held it, in any tier."""
         if self._was(fingerprint):
             return True
-        return any(self._was(tier.member(fingerprint)) for tier in self._tiered)
+        return any(self._was(tier.fingerprint(fingerprint)) for tier in self._tiered)
 
     def is_held(self, replica_id: str, fingerprint: Fingerprint) -> bool:
         """Return whether the replica has the block; False: it may be expected there."""
@@ -229,7 +229,7 @@ class Mirror:
         held, fingerprint = self._held, chain[i]
         holders = held.get(fingerprint)
         for tier in tiers:
-            holders |= held.get(tier.member(fingerprint))
+            holders |= held.get(tier.fingerprint(fingerprint))
         return holders & replicas
 
     def _depths(self, chain: Sequence[Fingerprint], holders_of: Holders) -> dict[str, int]:

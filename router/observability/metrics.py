@@ -271,7 +271,7 @@ class RouterMetrics(RequestObservers):
             "prompt that a replica computes when a request arrives.",
             lambda: fleet.loads.scale.busy_s,
         )
-        self._readings.gauge_of(
+        self._readings.labelled_gauge(
             "replica",
             "kvroute_replica_slowness",
             "A replica's measured prefill time divided by the time that its engine reports, as "
@@ -312,7 +312,7 @@ class RouterMetrics(RequestObservers):
 
     def export_prefixes(self, catalogue: Catalogue) -> None:
         """Export a series for each declared prefix. MAX_PREFIXES limits their number."""
-        self._readings.counter_of(
+        self._readings.labelled_counter(
             "prefix",
             "kvroute_prefix_saved_tokens",
             "Tokens of a declared prefix that came from a cache.",
@@ -321,7 +321,7 @@ class RouterMetrics(RequestObservers):
 
     def export_audit(self, audit: Audit) -> None:
         """Export how many wrong blocks the audits found."""
-        self._readings.counter_of(
+        self._readings.labelled_counter(
             "account",
             "kvroute_audit_drift_blocks",
             "Wrong blocks that this router's audits found, by account: replica (differs from its "
@@ -331,7 +331,7 @@ class RouterMetrics(RequestObservers):
 
     def export_unreadable(self, unreadable: Unreadable) -> None:
         """Export how many records and messages could not be decoded."""
-        self._readings.counter_of(
+        self._readings.labelled_counter(
             "kind",
             "kvroute_unreadable_records",
             "Records in Redis and messages of other processes that were skipped because they could "
@@ -362,7 +362,7 @@ class RouterMetrics(RequestObservers):
 
     def export_responses(self, responses: Responses) -> None:
         """Export figures of the stored responses."""
-        self._readings.counter_of(
+        self._readings.labelled_counter(
             "outcome",
             "kvroute_stored_responses",
             "Responses to store, by outcome: stored, too_large, known (a response has this id "

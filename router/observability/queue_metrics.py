@@ -71,20 +71,20 @@ def export(queue: Queue[Any], readings: Readings, clock: Callable[[], float]) ->
     def by_line(value: Callable[[QueueState], float]) -> Callable[[], dict[str, float]]:
         return lambda: {line: value(state) for line, state in queue.state(clock()).items()}
 
-    readings.gauge_of(
+    readings.labelled_gauge(
         "line",
         "kvroute_queue_requests",
         "Requests that wait in the router, by line: default, or filling (background requests: "
         "batch requests, and requests of tenants above their fair share).",
         by_line(lambda state: state.requests),
     )
-    readings.gauge_of(
+    readings.labelled_gauge(
         "line",
         "kvroute_queue_prefill_seconds",
         "Predicted seconds of prefill of the requests that wait in the router.",
         by_line(lambda state: state.prefill_s),
     )
-    readings.gauge_of(
+    readings.labelled_gauge(
         "line",
         "kvroute_queue_oldest_seconds",
         "Time that the oldest request in the router's queue has waited.",

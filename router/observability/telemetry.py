@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.process.exposition import Process
-from kvroute.process.metrics_port import exposed
+from kvroute.process.metrics_port import expose
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
@@ -116,7 +116,7 @@ class Telemetry:
         self._registry.register(Process())
         node = ray.util.get_node_ip_address()
         exposition = await asyncio.to_thread(
-            exposed,
+            expose,
             node,
             self._registry,
             ports=self._settings.metrics_ports,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.adapters import Residents
+from kvroute.contract.adapters import AdapterCache
 from kvroute.prefill.queue import PrefillQueue
 from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.kv_use import KvUse
@@ -72,7 +72,7 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     decode_step_s: float = 0.0  # seconds that its decoding requests add to each step
     mean_prefill_s: float = 0.0  # moving average of the requests' prefill times
     prefilled_s: float = 0.0  # predicted prefill time of all requests that got their first token
-    loras: Residents = field(default_factory=lambda: Residents(UNLIMITED))  # loaded adapters
+    loras: AdapterCache = field(default_factory=lambda: AdapterCache(UNLIMITED))  # loaded adapters
     # Adapters of requests that were sent since the last report, and of those that were sent between
     # the last two reports.
     loras_sent: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
@@ -108,7 +108,7 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         requests that were sent since then count as loaded, too.
         """
         since, before = self.loras_sent
-        self.loras = Residents(capacity, names)
+        self.loras = AdapterCache(capacity, names)
         for name in (*before, *since):
             self.loras.use(name)
         self.loras_sent = ([], since)
@@ -135,8 +135,8 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         sent = self.waiting.get(request_id)
         if sent is None:
             return
-        is_alone = not self.unknown_s  # false: unknown requests took a part of the time
-        self.served(request_id, now_s, teaches=is_alone and not sent.loads_first)
+        is_alone = not self.unknown_s  # else its time was partly that of others
+        self.finish_prefill(request_id, now_s, learn=is_alone and not sent.loads_first)
         self.reloads.end(request_id)
         self.pending_tokens -= sent.new_tokens
         self.prefilled_s += sent.prefill_s
@@ -160,7 +160,7 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         """Return the number of unanswered requests."""
         return len(self.waiting) + len(self.decoding)
 
-    def _begun_s(self) -> float:
+    def _start_s(self) -> float:
         """Return the time at which the engine started with the oldest prompt that it computes.
 
         Prompts that wait for copies from slower tiers do not count: they delay no other prompt.
@@ -213,7 +213,7 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
     fleet = _fleet_slowness(speeds)
     for speed in speeds:
         if speed.is_new and speed.prior != fleet:
-            speed.assume(fleet)
+            speed.set_prior(fleet)
     own = [speed.slowness for speed in speeds]
     median = sorted(own)[len(own) // 2]
     near = [abs(slowness - median) <= NEAR * median for slowness in own]

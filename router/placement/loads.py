@@ -107,7 +107,7 @@ class Loads:
         The result is infinite if no backlog does so before the replica's next first token.
         """
         loads = [self.of(replica_id) for replica_id in replica_ids]
-        return min([load.below_in_s(limit_s, now_s) for load in loads], default=math.inf)
+        return min([load.time_until_below_s(limit_s, now_s) for load in loads], default=math.inf)
 
     def capacities(self, replica_ids: Sequence[str], now_s: float) -> list[ReplicaCapacity]:
         """Return the backlog and the free share of the KV cache of each replica."""

@@ -195,7 +195,7 @@ def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -
         settings.served_model_name,
         limit_bytes=settings.response_store_mb << 20,
         ttl_s=settings.response_ttl_s,
-        most_bytes=settings.max_body_mb << 20,
+        max_bytes=settings.max_body_mb << 20,
         cluster=settings.cluster,
         unreadable=unreadable,
     )

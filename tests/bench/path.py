@@ -77,7 +77,7 @@ async def compare(url: str) -> list[Row]:
     async def direct(prompt: list[int]) -> float:
         ids, call = np.array(prompt, np.uint32), completion(max_tokens=ANSWER_TOKENS)
         request = GenerateRequest(uuid.uuid4().hex, ids, call=call)
-        return await first_of(_chunks(link.open(request, most_waiting=10_000)))
+        return await first_of(_chunks(link.open(request, max_waiting=10_000)))
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 

@@ -29,8 +29,8 @@ def message(text: str) -> dict[str, Any]:
     return {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
 
 
-def responses(client: Redis, *, most_bytes: int = MB) -> Responses:
-    return Responses(client, "m", limit_bytes=16 * MB, ttl_s=60, most_bytes=most_bytes)
+def responses(client: Redis, *, max_bytes: int = MB) -> Responses:
+    return Responses(client, "m", limit_bytes=16 * MB, ttl_s=60, max_bytes=max_bytes)
 
 
 @pytest.fixture

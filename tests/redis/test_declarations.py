@@ -191,7 +191,7 @@ async def test_what_is_pinned_in_host_memory_is_warm_where_either_memory_has_it(
     assert (await declarations.get("law"))["warm_on"] == []
     prefix = await catalogue.named("task_id", "law")
     fleet.mirror.join("a")
-    fleet.mirror.add("a", map(HOST.member, fleet.caches.chain(prefix.token_ids)))
+    fleet.mirror.add("a", map(HOST.fingerprint, fleet.caches.chain(prefix.token_ids)))
     shown = await declarations.get("law")
     assert (shown["warm_on"], shown["pinned"]) == (["a"], "host")
     fleet.mirror.join("b")

@@ -78,15 +78,15 @@ def test_it_dies_with_a_killed_parent() -> None:
 @pytest.mark.parametrize(
     ("refusing", "said"),
     [
-        ("REPLICAOF 127.0.0.1 1", "refuses a write .*; name its primary"),
-        ("CONFIG SET maxmemory 1", "refuses a write .* has memory left"),
+        ("REPLICAOF 127.0.0.1 1", "refuses a write .*; set --redis-url to its primary"),
+        ("CONFIG SET maxmemory 1", "refuses a write .* has free memory"),
         (
             "ACL SETUSER default on nopass ~* +@all -@write",
-            "refuses a write .* has memory left",
+            "refuses a write .* has free memory",
         ),
         (
             "ACL SETUSER default on nopass resetkeys ~other:* +@all",
-            "refuses a write .* has memory left",
+            "refuses a write .* has free memory",
         ),
     ],
 )

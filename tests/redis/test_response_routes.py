@@ -28,7 +28,7 @@ MB = 1 << 20
 
 
 def conversations(client: Redis, model: str) -> Conversations:
-    store = Responses(client, model, limit_bytes=16 * MB, ttl_s=60, most_bytes=MB)
+    store = Responses(client, model, limit_bytes=16 * MB, ttl_s=60, max_bytes=MB)
     return Conversations(store, max_bytes=MB)
 
 

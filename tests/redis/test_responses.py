@@ -36,7 +36,7 @@ WAYS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def store(client: Redis, **changes: Any) -> Responses:
-    given = {"limit_bytes": MB, "ttl_s": 60.0, "most_bytes": MB, **changes}
+    given = {"limit_bytes": MB, "ttl_s": 60.0, "max_bytes": MB, **changes}
     return Responses(client, "m", **given)
 
 
@@ -107,7 +107,7 @@ async def test_another_salt_finds_nothing(empty_redis: Redis) -> None:
 async def test_another_model_or_cluster_finds_nothing(empty_redis: Redis) -> None:
     await put(store(empty_redis), "a")
     assert await said(store(empty_redis, cluster="other"), "a") == []
-    other = Responses(empty_redis, "n", limit_bytes=MB, ttl_s=60, most_bytes=MB)
+    other = Responses(empty_redis, "n", limit_bytes=MB, ttl_s=60, max_bytes=MB)
     assert await other.get("a", "") is None
 
 
@@ -191,7 +191,7 @@ async def test_a_large_one_takes_the_room_of_many(empty_redis: Redis) -> None:
 
 
 async def test_a_conversation_has_a_limit(empty_redis: Redis) -> None:
-    responses = store(empty_redis, most_bytes=5000, limit_bytes=100 * MB)
+    responses = store(empty_redis, max_bytes=5000, limit_bytes=100 * MB)
     for n in range(MAX_LINKS + 1):
         await put(responses, f"{n}", f"{n - 1}" if n else None)
     roomy = store(empty_redis, limit_bytes=100 * MB)

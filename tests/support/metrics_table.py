@@ -69,7 +69,7 @@ def router() -> CollectorRegistry:
     metrics.export_links(Links(lambda: replicas("unused")))
     metrics.export_blamed(PoisonList())
     metrics.export_seats(Seats[None](lambda: 0))
-    responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, most_bytes=0)
+    responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, max_bytes=0)
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
     registry.register(TenantMetrics(_accounts()))

@@ -19,9 +19,9 @@ def main() -> None:
     from kvroute.settings.serve import load
     from tests.support.settings_table import settings_table
 
-    (settings,) = load({"redis_url": "redis://r"}).decided()
+    (settings,) = load({"redis_url": "redis://r"}).resolve()
     received = ReplicaSettings.model_validate(settings.for_replicas())
-    (own,) = load({"models": [{"lookahead": 9}]}).each
+    (own,) = load({"models": [{"lookahead": 9}]}).per_model
     print(received.lookahead, own.lookahead)  # type: ignore[attr-defined]
     print("lookahead" in settings.for_routers())
     print("--lookahead" in CliRunner().invoke(app, ["serve", "--help"]).output)

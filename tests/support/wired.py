@@ -36,7 +36,8 @@ class Wired:
         ranks: int = 1,
     ) -> None:
         self.servers = {
-            id_: Server(generate, methods or {}, most=most) for id_, generate in generates.items()
+            id_: Server(generate, methods or {}, max_requests=most)
+            for id_, generate in generates.items()
         }
         self.links = Links(lambda: self)
         self.killed: list[str] = []
@@ -112,7 +113,7 @@ class ToldLinks:
     def received_messages(self, replica_id: str) -> int:
         return self.messages
 
-    def owed(self, replica_id: str) -> int:
+    def pending_calls(self, replica_id: str) -> int:
         return self.questions
 
     def lose(self, replica_id: str, error: Exception) -> None:

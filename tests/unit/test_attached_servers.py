@@ -177,7 +177,7 @@ def test_each_server_has_a_replica(tmp_path: Path) -> None:
     file = tmp_path / "servers.txt"
     file.write_text("http://b:1\nhttp://c:1\n")
     settings = load({"attach": ["http://a:1,http://b:1/"], "attach_file": file})
-    (model,) = settings.decided(redis_url="redis://x")
+    (model,) = settings.resolve(redis_url="redis://x")
     assert model.replicas == 3
 
 

@@ -199,29 +199,29 @@ def test_a_queue_that_cannot_move_calls_for_nobody_while_newcomers_find_empty_re
     assert desired(waiting(30.0), waiting(30.0), running=4) == 4
 
 
-def test_replicas_that_are_starting_are_not_asked_for_again() -> None:
+def test_starting_replicas_are_not_requested_again() -> None:
     assert desired(waiting(60.0), waiting(60.0), target=4) == 4
 
 
-def test_requests_that_find_no_room_anywhere_call_for_one_more() -> None:
+def test_refusals_by_all_replicas_add_a_replica() -> None:
     assert desired(taken(0.1), taken(0.1), has_queue=True) == 3
 
 
-def test_one_goes_at_a_time_and_only_where_the_others_have_room() -> None:
+def test_replicas_are_removed_one_at_a_time_and_only_if_the_others_have_capacity() -> None:
     assert desired(*[taken(0.1)] * 4) == 3
     assert desired(*[taken(0.4)] * 4) == 3
     assert desired(*[taken(0.5)] * 4) == 4
     assert desired(IDLE) == 1
 
 
-def test_nobody_goes_where_the_rest_would_keep_newcomers_waiting() -> None:
+def test_no_replica_is_removed_if_new_requests_would_then_wait() -> None:
     """One replica that computes long prompts for half of its time has a queue."""
     slow = Report(0.0, service_s=4.0, occupancy=0.25)
     assert desired(slow, slow) == 2
     assert desired(*[slow] * 8) == 7
 
 
-def test_nobody_goes_whose_cache_the_others_would_miss() -> None:
+def test_no_replica_is_removed_if_the_loss_of_its_cache_costs_too_much() -> None:
     """A quarter more cache would save 30% of the work: a fourth less costs as much."""
     tight = Report(0.0, service_s=0.1, occupancy=0.4, missed=0.3)
     assert desired(*[taken(0.4)] * 4) == 3
@@ -229,7 +229,7 @@ def test_nobody_goes_whose_cache_the_others_would_miss() -> None:
     assert desired(*[tight] * 32) == 31
 
 
-def test_nobody_goes_before_all_have_reported() -> None:
+def test_no_replica_is_removed_before_all_have_reported() -> None:
     assert desired(IDLE, IDLE, running=3) == 3
 
 
@@ -239,7 +239,7 @@ def test_nobody_goes_before_all_have_reported() -> None:
     st.integers(1, 32),
     st.booleans(),
 )
-def test_the_answer_is_near_what_runs_or_is_starting(
+def test_the_new_target_is_near_the_running_or_starting_replicas(
     reports: list[tuple[float, float, float]], silent: int, target: int, has_queue: bool
 ) -> None:
     running = len(reports) + silent

@@ -14,7 +14,7 @@ from kvroute.blocks.cache_groups import (
     STATE,
     CacheGroup,
     Layout,
-    member,
+    group_fingerprint,
 )
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST
@@ -98,7 +98,8 @@ def test_the_hit_is_the_deepest_boundary_that_every_group_can_serve(
         holds[replica] = {block for block in all_blocks(layout) if rng.random() < share}
         mirror.join(replica)
         mirror.add(
-            replica, [member(CHAIN[end // UNIT - 1], number) for number, end in holds[replica]]
+            replica,
+            [group_fingerprint(CHAIN[end // UNIT - 1], number) for number, end in holds[replica]],
         )
     found = mirror.hits(CHAIN[:blocks], layout=Boundaries(layout, UNIT))
     expected = {replica: hit(layout, holds[replica], blocks) for replica in REPLICAS}
@@ -116,7 +117,10 @@ def test_a_boundary_is_served_by_both_tiers_together(
         for first_group in (0, HOST_GROUPS):
             held = {block for block in all_blocks(layout) if rng.random() < 0.9}
             holds[replica] |= held
-            members = (member(CHAIN[end // UNIT - 1], first_group + group) for group, end in held)
+            members = (
+                group_fingerprint(CHAIN[end // UNIT - 1], first_group + group)
+                for group, end in held
+            )
             mirror.add(replica, members)
     mirror.set_tiers(dict.fromkeys(REPLICAS, (HOST,)))
     found = mirror.hits(CHAIN[:blocks], tiers=(HOST,), layout=Boundaries(layout, UNIT))
@@ -142,7 +146,7 @@ def test_what_the_first_group_alone_could_serve_is_told(
     mirror, first = Mirror(), layout.groups[0]
     mirror.join("a")
     held = {(0, end) for number, end in all_blocks(layout) if not number and rng.random() < 0.9}
-    mirror.add("a", [member(CHAIN[end // UNIT - 1], 0) for _, end in held])
+    mirror.add("a", [group_fingerprint(CHAIN[end // UNIT - 1], 0) for _, end in held])
     found = mirror.in_first_group(CHAIN[:blocks], Boundaries(layout, UNIT))
     assert found == hit(Layout((first,), layout.hit_tokens), held, blocks)
 

@@ -58,7 +58,7 @@ def test_blocks_are_shared_exactly_where_tokens_and_scopes_allow_it(
 
 
 @given(ids, scopes, st.integers(0, 10))
-def test_a_chain_goes_on_from_any_of_its_blocks(
+def test_a_chain_can_be_continued_from_any_of_its_blocks(
     token_ids: list[int], scope: Scope, blocks: int
 ) -> None:
     cat = Feature("cat", 5, 9)
@@ -68,7 +68,7 @@ def test_a_chain_goes_on_from_any_of_its_blocks(
     assert begun + chain(rest, scope, before=begun, features=moved) == whole or len(begun) < blocks
 
 
-def test_the_shared_part_is_everybodys_and_what_follows_is_nobody_elses() -> None:
+def test_the_shared_part_has_equal_fingerprints_in_all_namespaces_and_the_rest_does_not() -> None:
     token_ids = list(range(4 * BLOCK))
     everybodys = chain(token_ids, Scope())
     a, b = (chain(token_ids, Scope("", namespace, 2 * BLOCK)) for namespace in "ab")

@@ -106,7 +106,7 @@ def test_the_ledger_is_drawn_whole_and_in_its_order() -> None:
 
 
 def test_whatever_may_be_why_tokens_were_evicted_is_drawn() -> None:
-    assert cache_hits.WHYS == WHYS
+    assert cache_hits.REASONS == WHYS
 
 
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:

@@ -274,7 +274,7 @@ async def test_a_client_that_disconnects_early_leaves_no_load() -> None:
 async def test_a_request_that_a_replica_refuses_goes_to_the_next_one(stops: bool) -> None:
     async with Client(IMMORTAL, IMMORTAL).serving() as client:
         for server in (first := [*client.wired.servers.values()][:1]):
-            server.stop() if stops else setattr(server, "_most", 0)
+            server.stop() if stops else setattr(server, "_max_requests", 0)
         for _ in range(20):
             client.engines.requests.clear()
             assert len(await client.asked()) > 0
@@ -296,7 +296,7 @@ async def test_a_request_waits_while_all_replicas_are_full_and_too_many_are_refu
             await client.asked()
         assert refused.value.status == 429
         for server in client.wired.servers.values():
-            server._most = 1
+            server._max_requests = 1
         answers = await asyncio.gather(*waiting)
     assert [said(chunks)[3] for chunks in answers] == ["length"] * 2
 

@@ -269,7 +269,7 @@ def test_one_replica_with_a_long_queue_is_named_and_a_busy_fleet_is_a_warning() 
     (one,) = load_checks.load({"a": 30.0, "b": 0.5, "c": 0.0})
     assert (one.grade, "replica a has 30 s" in one.finding) == ("warning", True)
     (full,) = load_checks.load({"a": 30.0, "b": 20.0, "c": 10.0})
-    assert (full.grade, "more replicas" in full.remedy) == ("warning", True)
+    assert (full.grade, "add replicas" in full.remedy) == ("warning", True)
     (well,) = load_checks.load({"a": 0.5, "b": 0.0})
     assert well.grade == "ok"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvroute.blocks.cache_groups import HOST_GROUPS, member
+from kvroute.blocks.cache_groups import HOST_GROUPS, group_fingerprint
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import Comparison
 from kvroute.replica.block_table import BlockTable, Changes
@@ -36,7 +36,7 @@ def removed(*numbers: int, group: int = 0) -> BlockRemoved:
 
 def print_of(number: BlockHash, entry: int = 0) -> Fingerprint:
     assert isinstance(number, int)
-    return member(Fingerprint(1_000 + number), entry)
+    return group_fingerprint(Fingerprint(1_000 + number), entry)
 
 
 def prints(*numbers: int, entry: int = 0) -> set[Fingerprint]:

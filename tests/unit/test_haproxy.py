@@ -13,7 +13,7 @@ from kvroute.local.haproxy.errors import (
     unreachable_page,
 )
 from kvroute.local.haproxy.wrapper import (
-    DEFAULT_MOST_REQUESTS,
+    DEFAULT_MAX_REQUESTS,
     TLS,
     hardened,
     knows_routers,
@@ -81,17 +81,17 @@ backend http-a
     server two 127.0.0.1:2 check observe layer4
     server last 127.0.0.1:3 check backup
 """
-    rules = set(refusing(config, most_requests=7).splitlines()) - {*config.splitlines()}
+    rules = set(refusing(config, max_requests=7).splitlines()) - {*config.splitlines()}
     when = "if METH_POST { be_conn(http-a) ge 14 }"
     (openais,) = (rule for rule in rules if rule.endswith(when))
     (anthropics,) = (rule for rule in rules if rule.endswith(f"{when} {MESSAGES}"))
     of_none = config.replace("check observe layer4", "check backup")
-    assert "be_conn(http-a) ge 7 }" in refusing(of_none, most_requests=7)
+    assert "be_conn(http-a) ge 7 }" in refusing(of_none, max_requests=7)
     error = json.loads(openais.split("'")[1])["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "overloaded")
     error = json.loads(anthropics.split("'")[1])
     assert (error["type"], error["error"]["type"]) == ("error", "rate_limit_error")
-    assert ServeSettings.model_fields["max_requests"].default == DEFAULT_MOST_REQUESTS
+    assert ServeSettings.model_fields["max_requests"].default == DEFAULT_MAX_REQUESTS
 
 
 def test_clients_can_parse_the_error_page() -> None:

@@ -6,7 +6,7 @@ import pytest
 from ray.serve._private import haproxy_templates
 
 from kvroute.local.haproxy import connections as haproxy_connections
-from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, most_connections
+from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, max_connections
 from kvroute.settings.serve import ServeSettings
 
 TEMPLATE = haproxy_templates.HAPROXY_CONFIG_TEMPLATE
@@ -23,7 +23,7 @@ frontend http_frontend
     bind *:8000
 """
     assert (
-        limited(config, most=1000, idle_s=1.5)
+        limited(config, limit=1000, idle_s=1.5)
         == """global
     maxconn 1000
 defaults
@@ -63,7 +63,7 @@ def test_the_limit_follows_from_file_descriptors_and_memory(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     monkeypatch.setattr(haproxy_connections, "memory_bytes", lambda: memory_gb * GB)
-    assert most_connections() == most
+    assert max_connections() == most
 
 
 def test_the_default_is_the_setting() -> None:

@@ -16,10 +16,10 @@ STORED = BlockStored([10], [ONE]), BlockStored([10, 20], [ONE, TWO], group=1)
 def test_a_block_that_leaves_the_engine_stays_known_in_host_memory() -> None:
     table, changes = BlockTable((0, HOST_GROUPS)), Changes()
     table.apply([*STORED, BlockRemoved([10])], changes)
-    assert set(table.held()) == {HOST.member(ONE), HOST.member(TWO)}
+    assert set(table.held()) == {HOST.fingerprint(ONE), HOST.fingerprint(TWO)}
     assert len(table.in_host) == 2
     table.apply([BlockRemoved([10], group=1)], changes)
-    assert table.held() == [HOST.member(TWO)]
+    assert table.held() == [HOST.fingerprint(TWO)]
     assert not BlockTable((0,)).in_host
 
 

@@ -55,7 +55,7 @@ def fleet_of(*records: ReplicaRecord, observer: RequestObserver = NO_OBSERVER) -
 
 def hold(fleet: Fleet, replica_id: str, *, gpu: int = 0, host: int = 0) -> None:
     fleet.mirror.add(replica_id, CHAIN[:gpu])
-    fleet.mirror.add(replica_id, map(HOST.member, CHAIN[:host]))
+    fleet.mirror.add(replica_id, map(HOST.fingerprint, CHAIN[:host]))
 
 
 def place(fleet: Fleet, at_s: float = 0.0, chain: Sequence[Fingerprint] = CHAIN) -> Placement:
@@ -226,7 +226,7 @@ def test_a_prompt_is_reloaded_even_if_many_copies_are_pending() -> None:
     fleet = fleet_of(with_tier("a"))
     chains = [[Fingerprint(1000 * n + i) for i in range(200)] for n in range(1, 7)]
     for chain in chains:
-        fleet.mirror.add("a", map(HOST.member, chain))
+        fleet.mirror.add("a", map(HOST.fingerprint, chain))
     for number, chain in enumerate(chains[:-1]):
         fleet.sent(place(fleet, 0.0, chain), "a", str(number), 0.0)
     last = place(fleet, 0.0, chains[-1]).candidate("a")
@@ -249,7 +249,7 @@ def test_a_block_evicted_from_gpu_memory_only_is_still_a_hit() -> None:
     hold(fleet, "a", gpu=200, host=200)
     fleet.mirror.remove("a", CHAIN[50:])
     assert place(fleet).evicted_tokens == 0
-    fleet.mirror.remove("a", map(HOST.member, CHAIN[120:]))
+    fleet.mirror.remove("a", map(HOST.fingerprint, CHAIN[120:]))
     assert place(fleet).evicted_tokens == 80 * BLOCK
 
 
@@ -265,7 +265,7 @@ def test_blocks_in_host_memory_cause_no_cache_pressure() -> None:
         return place(fleet).pressure
 
     assert pressure(CHAIN) == 0.0
-    assert pressure([*CHAIN, *map(HOST.member, CHAIN)]) > 0.0
+    assert pressure([*CHAIN, *map(HOST.fingerprint, CHAIN)]) > 0.0
 
 
 def test_engines_with_several_cache_groups_reload_too() -> None:
@@ -273,7 +273,7 @@ def test_engines_with_several_cache_groups_reload_too() -> None:
     fleet = fleet_of(with_tier("a", layout=layout), with_tier("plain"))
     members = fleet.caches.added("a", CHAIN)
     fleet.mirror.add("a", members[:60])
-    fleet.mirror.add("a", map(HOST.member, members))
+    fleet.mirror.add("a", map(HOST.fingerprint, members))
     there = at(fleet, "a")
     assert (there.hit_blocks, reloaded(there)) == (200, 200)  # the state is in host memory only
     assert at(fleet, "plain").hit_blocks == 0

@@ -81,7 +81,7 @@ def test_without_a_terminal_a_long_wait_is_mentioned_again(
     assert "still waiting for 2 of 2 replicas, for 0 s" in printed.getvalue()
 
 
-def test_a_terminal_shows_what_is_awaited_and_since_when(printed: io.StringIO) -> None:
+def test_a_terminal_shows_what_a_start_waits_for_and_for_how_long(printed: io.StringIO) -> None:
     console = Console(file=printed, width=80, force_terminal=True)
     with Progress(console).waiting("Ray") as update:
         update("1 of 2 replicas")

@@ -56,7 +56,7 @@ def test_another_salt_and_hash_for_each_key() -> None:
 
 
 @given(st.text(max_size=100))
-def test_what_is_no_key_is_nobodys(text: str) -> None:
+def test_an_invalid_key_identifies_no_caller(text: str) -> None:
     (key,), file = made("acme")
     keyring = Keyring(file)
     assert keyring.caller(text) is None
@@ -99,21 +99,21 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes, why: str) -> No
         read(path)
 
 
-def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_a_duplicate_key_is_refused(tmp_path: Path) -> None:
     _, file = made("a")
     write(tmp_path / "keys.json", msgspec.structs.replace(file, keys=file.keys * 2))
-    with pytest.raises(KeyFileError, match="twice"):
+    with pytest.raises(KeyFileError, match="two keys with the same id"):
         read(tmp_path / "keys.json")
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_or_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match="cannot be read: No such file"):
         read(tmp_path / "keys.json")
     with pytest.raises(KeyFileError, match="cannot be written"):
         write(tmp_path / "folder" / "keys.json", new_file())
 
 
-async def test_changes_are_followed_and_rubbish_changes_nothing(
+async def test_changes_of_the_file_are_read_and_invalid_files_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watched, "POLL_S", 0.01)
@@ -173,13 +173,13 @@ def test_a_key_can_be_less_urgent_than_others(tmp_path: Path) -> None:
     [
         (("add", "--tenant", "a b"), "--tenant is 'a b'"),
         (("add", "--tenant", "a", "--priority", "high"), "--priority is 'high'; expected inter"),
-        (("add", "--tenant", "other"), "--tenant is 'other', which accounts and metrics use"),
+        (("add", "--tenant", "other"), "--tenant is 'other', a name that accounts and metrics use"),
         (("add", "--tenant", "a", "--role", "root"), "--role is 'root'; expected use"),
-        (("revoke", "0"), "ID is '0', which is no key of"),
+        (("revoke", "0"), "ID is '0', which "),
         (("limit", "a b", "--max-requests", "1"), "TENANT is 'a b'; expected a tenant's name"),
         (("limit", "a", "--max-requests", "x"), "--max-requests is 'x'; expected a whole number"),
         (("limit", "a", "--max-requests", "0"), "--max-requests: Expected `int` >= 1"),
-        (("limit", "a"), "no limit was given; expected one of --max-requests"),
+        (("limit", "a"), "no limit is set; set one of --max-requests"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path: Path, args: tuple[str, ...], why: str) -> None:
@@ -189,7 +189,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, args: tuple[str, ...], w
     assert why in found.output.replace("\n", " ")
 
 
-def test_roles_are_what_they_are() -> None:
+def test_the_roles_are_use_observe_and_manage() -> None:
     assert ROLES == ("use", "observe", "manage")
     assert Caller("a", frozenset(), "s").salted("") == "s"
 

@@ -113,6 +113,6 @@ def test_there_must_be_gpus_for_the_largest_number_of_replicas() -> None:
 
 def test_a_cluster_of_vllm_engines_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    check_engine_installed(ServeSettings(engine="simulated").each)
+    check_engine_installed(ServeSettings(engine="simulated").per_model)
     with pytest.raises(StartError, match=r"pip install 'kvroute\[gpu\]'"):
-        check_engine_installed(ServeSettings().each)
+        check_engine_installed(ServeSettings().per_model)

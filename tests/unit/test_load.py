@@ -73,7 +73,7 @@ def test_a_queued_request_is_timed_from_the_first_token_before_it() -> None:
     assert load.speed.observed_s == pytest.approx(2.0, rel=0.05)
 
 
-def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
+def test_first_tokens_of_one_step_lead_to_the_same_speed_in_any_order() -> None:
     def learned(*order: str) -> float:
         load = ReplicaLoad(MODEL)
         load.send("older", sent(0.0))
@@ -85,7 +85,7 @@ def test_first_tokens_of_one_step_teach_the_same_in_any_order() -> None:
     assert learned("older", "younger") == pytest.approx(learned("younger", "older"), rel=0.02)
 
 
-def test_a_request_that_failed_before_its_first_token_teaches_nothing() -> None:
+def test_a_request_that_fails_before_its_first_token_does_not_change_the_learned_speed() -> None:
     load = ReplicaLoad(MODEL)
     load.send("a", sent(0.0))
     load.finish("a")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvroute.blocks.chain import Scope
-from kvroute.contract.adapters import Adapter, Residents, digests, read_adapter, sufficient_rank
+from kvroute.contract.adapters import Adapter, AdapterCache, digests, read_adapter, sufficient_rank
 from kvroute.contract.identity import Identity
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
@@ -59,7 +59,7 @@ def test_the_replica_that_has_the_adapter_is_chosen() -> None:
     assert {send(fleet, "sql", 10.0 * i, str(i)).replica_id for i in range(5)} == {"b"}
 
 
-def test_a_wait_that_is_longer_than_loading_sends_it_elsewhere() -> None:
+def test_a_long_queue_outweighs_the_time_to_load_an_adapter_on_another_replica() -> None:
     def chosen(backlog_s: float) -> str:
         loaded = Candidate("loaded", 0, backlog_s, own_s=0.1)
         idle = [Candidate(name, 0, 0.0, own_s=0.1, lora_s=2.0) for name in "abc"]
@@ -88,13 +88,13 @@ def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
     assert loads == [0.0, 0.0, 2.0]
 
 
-def test_an_adapter_that_is_sent_to_a_full_memory_takes_anothers_place_there() -> None:
+def test_a_dispatched_adapter_evicts_another_one_from_a_full_memory() -> None:
     fleet = fleet_of(record("a", "sql", max_cpu_loras=1))
     send(fleet, "law", 0.0)
     assert send(fleet, "sql", 0.1, "back").dispatch.loads_first
 
 
-def test_loading_is_part_of_the_backlog_and_teaches_nothing_about_the_prefill() -> None:
+def test_loading_is_part_of_the_backlog_but_does_not_change_the_learned_speed() -> None:
     fleet = fleet_of(record("a"))
     attempt = send(fleet, "sql", 0.0)
     assert fleet.loads.backlogs_s(["a"], 0.0) == pytest.approx([2.1], rel=0.01)
@@ -114,14 +114,14 @@ def test_other_routers_hear_where_an_adapter_is_being_loaded() -> None:
     assert (attempt.replica_id, attempt.dispatch.loads_first) == (there, False)
 
 
-def test_a_replica_that_does_not_know_the_adapter_gets_none_of_its_requests() -> None:
+def test_a_replica_without_the_adapter_gets_none_of_its_requests() -> None:
     fleet = fleet_of(knowing("old"), knowing("new", sql="1f"))
     placement = fleet.place(PROMPT, ["old", "new"], 0.0, Scope("sql"))
     assert [candidate.replica_id for candidate in placement.ranking] == ["new"]
     assert len(fleet.place(PROMPT, ["old", "new"], 0.0).ranking) == 2
 
 
-def test_what_an_adapter_computed_is_no_hit_for_the_model_or_another_adapter() -> None:
+def test_an_adapters_blocks_are_no_hits_for_the_model_or_another_adapter() -> None:
     fleet = fleet_of(record("a", "sql", "law"))
     fleet.mirror.add("a", fleet.caches.chain(PROMPT, Scope("sql")))
     hits = {
@@ -144,14 +144,14 @@ def test_a_receipt_shows_the_adapter_and_what_loading_it_would_cost() -> None:
 
 
 def test_the_least_recently_used_adapter_leaves_a_full_memory() -> None:
-    residents = Residents(2)
+    residents = AdapterCache(2)
     assert [residents.use(name) for name in "abacab"] == [True, True, False, True, False, True]
     assert residents.names == ("a", "b")
 
 
 def test_adapters_are_named_with_their_folders(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "one", seed=1)
-    (settings,) = load({"lora": [f"sql={folder}"], "redis_url": "redis://r"}).decided()
+    (settings,) = load({"lora": [f"sql={folder}"], "redis_url": "redis://r"}).resolve()
     assert settings.adapters == (Adapter(name="sql", path=str(folder)),)
     assert settings.for_routers()["adapters"] == settings.for_replicas()["adapters"]
 
@@ -199,7 +199,7 @@ def test_an_adapter_that_cannot_be_used_stops_the_start(
 def test_several_models_have_adapters_of_their_own(tmp_path: Path) -> None:
     sql = [f"sql={write_adapter(tmp_path / 'sql', seed=1)}"]
     models = [{"model": "a", "lora": sql}, {"model": "b"}]
-    assert [len(each.adapters) for each in load({"models": models}).each] == [1, 0]
+    assert [len(each.adapters) for each in load({"models": models}).per_model] == [1, 0]
     with pytest.raises(SettingsError, match="there are several models; move it to"):
         load({"models": models, "lora": sql})
     with pytest.raises(SettingsError, match="are both served as 'sql'"):

@@ -20,7 +20,7 @@ from kvroute.process.metrics_port import (
     Exposition,
     NoMetricsError,
     _guarded,
-    exposed,
+    expose,
     read_token,
 )
 
@@ -63,7 +63,7 @@ def test_processes_take_the_ports_of_the_range_one_by_one() -> None:
         assert all("answers_total 42.0" in get(one).text for one in each)
 
 
-def test_a_port_that_somebody_else_has_is_passed_over_and_one_that_is_free_again_is_used() -> None:
+def test_ports_of_other_processes_are_skipped_and_freed_ports_are_used_again() -> None:
     ports = free_ports(2)
     with socket.create_server((LOOPBACK, ports[0])), serving(ports=ports) as exposition:
         assert exposition.address == f"{LOOPBACK}:{ports[1]}"
@@ -76,17 +76,17 @@ def test_a_full_range_is_a_warning_with_the_count_and_the_remedy(
 ) -> None:
     ports = free_ports(2)
     with serving(ports=ports), serving(ports=ports), caplog.at_level(logging.WARNING):
-        assert exposed(LOOPBACK, CollectorRegistry(), ports=ports, token_file=None) is None
+        assert expose(LOOPBACK, CollectorRegistry(), ports=ports, token_file=None) is None
     (line,) = caplog.messages
-    assert "this process serves no metrics: cannot listen on" in line
+    assert "this process does not serve metrics: cannot listen on" in line
     assert "on any of the 2 ports of metrics_port_range" in line
-    assert "give a wider range" in line
+    assert "set a wider range" in line
 
 
 def test_an_address_that_is_not_this_computers_is_a_warning_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert exposed("192.0.2.1", CollectorRegistry(), ports=(0,), token_file=None) is None
+    assert expose("192.0.2.1", CollectorRegistry(), ports=(0,), token_file=None) is None
     (line,) = caplog.messages
     assert "cannot listen on 192.0.2.1" in line
     assert "set KVROUTE_METRICS_HOST" in line
@@ -110,7 +110,7 @@ def test_an_address_of_version_6_is_in_brackets() -> None:
         exposition.close()
 
 
-def test_only_who_sends_the_token_reads_metrics(tmp_path: Path) -> None:
+def test_only_clients_with_the_token_can_read_metrics(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("se-cret\n")
     with serving(token_file=file) as exposition:
@@ -122,7 +122,7 @@ def test_only_who_sends_the_token_reads_metrics(tmp_path: Path) -> None:
 
 
 @given(st.text(st.characters(max_codepoint=255)))
-def test_no_other_header_opens_it(header: str) -> None:
+def test_no_other_header_gives_access_to_metrics(header: str) -> None:
     said: list[str] = []
 
     def start(status: str, headers: Any) -> None:
@@ -138,17 +138,17 @@ def test_no_other_header_opens_it(header: str) -> None:
 
 
 @pytest.mark.parametrize("content", NO_TOKENS.values(), ids=NO_TOKENS)
-def test_a_file_without_a_token_never_means_that_none_is_asked_for(
+def test_an_empty_token_file_never_gives_access_without_a_token(
     tmp_path: Path, content: bytes
 ) -> None:
     file = tmp_path / "token"
     file.write_bytes(content)
-    assert exposed(LOOPBACK, CollectorRegistry(), ports=(0,), token_file=file) is None
+    assert expose(LOOPBACK, CollectorRegistry(), ports=(0,), token_file=file) is None
     with pytest.raises(StartError, match="has no token; write one word"):
         check_metrics_token(file)
 
 
-def test_a_file_that_is_not_there_is_said_with_the_remedy(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_token_file_has_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(NoMetricsError, match=r"cannot be read .*; copy the file to every node"):
         read_token(tmp_path / "token")
     check_metrics_token(None)

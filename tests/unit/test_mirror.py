@@ -88,7 +88,7 @@ def tiered(**depths: tuple[int, int]) -> Mirror:
     mirror = holding(**{replica_id: gpu for replica_id, (gpu, _) in depths.items()})
     mirror.set_tiers(dict.fromkeys(depths.keys(), (HOST,)))
     for replica_id, (_, host) in depths.items():
-        mirror.add(replica_id, map(HOST.member, CHAIN[:host]))
+        mirror.add(replica_id, map(HOST.fingerprint, CHAIN[:host]))
     return mirror
 
 
@@ -121,7 +121,7 @@ def test_a_replica_that_clears_or_comes_again_has_its_host_tier_still() -> None:
     mirror = tiered(a=(3, 9))
     mirror.join("a")
     assert mirror.hits(CHAIN, tiers=(HOST,)) == {}
-    mirror.add("a", map(HOST.member, CHAIN[:4]))
+    mirror.add("a", map(HOST.fingerprint, CHAIN[:4]))
     assert mirror.hits(CHAIN, tiers=(HOST,)) == {"a": 4}
 
 
@@ -129,7 +129,7 @@ def test_a_block_that_leaves_the_gpu_alone_is_not_gone() -> None:
     mirror = tiered(a=(9, 9))
     mirror.remove("a", CHAIN[:9])
     assert (len(mirror._history), mirror.known(CHAIN)) == (0, 9)
-    mirror.remove("a", map(HOST.member, CHAIN[5:9]))
+    mirror.remove("a", map(HOST.fingerprint, CHAIN[5:9]))
     assert (len(mirror._history), mirror.known(CHAIN)) == (4, 9)
     assert mirror.hits(CHAIN, tiers=(HOST,)) == {"a": 5}
 
@@ -144,7 +144,7 @@ def test_a_block_that_left_both_tiers_takes_one_place_of_the_history(
             mirror.drop(replica_id)
         else:
             mirror.remove(replica_id, CHAIN[:50])
-            mirror.remove(replica_id, map(HOST.member, CHAIN[:50]))
+            mirror.remove(replica_id, map(HOST.fingerprint, CHAIN[:50]))
     while mirror.sweep():
         pass
     assert (len(mirror), len(mirror._history), mirror.known(CHAIN)) == (0, 50, 50)

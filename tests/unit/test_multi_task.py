@@ -38,7 +38,7 @@ def test_the_file_is_found_by_rtp_llms_name(monkeypatch: pytest.MonkeyPatch, fil
 def test_the_json_itself_does_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTI_TASK_PROMPT_STR", json.dumps(TASKS))
     settings = load({"redis_url": "redis://r"})
-    (decided,) = settings.decided()
+    (decided,) = settings.resolve()
     assert decided.tasks == settings.tasks
     assert decided.for_replicas()["declared"] == ["1", "法律"]
 
@@ -48,7 +48,7 @@ def test_two_sources_stop_the_start(file: Path) -> None:
         load({"multi_task_prompt": file, "multi_task_prompt_str": "[]"})
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_has_its_name(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"--multi-task-prompt is '.*no\.json'.*No such file"):
         load({"multi_task_prompt": tmp_path / "no.json"})
 

@@ -36,7 +36,7 @@ def test_a_value_is_json_where_it_can_be_and_else_a_string(given: Any, meant: ob
     assert load({"engine_args": given}).engine_args == meant
 
 
-def test_a_single_argument_wins_over_the_object_wherever_it_stands() -> None:
+def test_a_name_value_pair_has_priority_over_the_object_in_any_order() -> None:
     given = ["seed=1", '{"seed": 2, "enforce_eager": true}']
     assert load({"engine_args": given}).engine_args == {"seed": 1, "enforce_eager": True}
 
@@ -53,13 +53,13 @@ def test_the_environment_has_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_models_own_arguments_are_added_to_those_of_all() -> None:
     models = [{"model": "a", "engine_args": {"seed": 2}}, {"model": "b"}]
-    each = load({"models": models, "engine_args": {"seed": 1, "enforce_eager": True}}).each
+    each = load({"models": models, "engine_args": {"seed": 1, "enforce_eager": True}}).per_model
     assert [one.engine_args["seed"] for one in each] == [2, 1]
     assert all(one.engine_args["enforce_eager"] for one in each)
 
 
 @pytest.mark.parametrize("text", ["seed", "=1", "[1]", "", "{"])
-def test_what_is_no_argument_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_argument_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(SettingsError, match=r"--engine-args is .*expected .* such as"):
         load({"engine_args": [text]})
 
@@ -84,7 +84,7 @@ def test_an_argument_that_cannot_be_changed_is_refused(name: str) -> None:
         load({"engine_args": {name: 1}})
 
 
-def test_a_refusal_says_of_which_model_it_is() -> None:
+def test_a_refusal_names_the_model() -> None:
     models = [{"model": "a"}, {"model": "b", "engine_args": {"block_size": 8}}]
     with pytest.raises(
         SettingsError, match=r"models\[1\]: --engine-args: block_size .*--block-size"
@@ -92,7 +92,7 @@ def test_a_refusal_says_of_which_model_it_is() -> None:
         load({"models": models})
 
 
-def test_the_simulated_engine_takes_none() -> None:
+def test_the_simulated_engine_refuses_engine_arguments() -> None:
     with pytest.raises(
         SettingsError, match=r"--engine-args is .* only works with vLLM; leave it out"
     ):

@@ -10,7 +10,7 @@ import pytest
 
 from kvroute.local import ports
 
-ASK = "from kvroute.local import ports; ports.QUIET = range({first}, {last}); {then}"
+ASK = "from kvroute.local import ports; ports.PORTS = range({first}, {last}); {then}"
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[range]:
     monkeypatch.setattr(ports, "_claims", deque())
     firsts = range(7000, 8000, 3)
     first = next(first for first in firsts if not any(taken(first + i) for i in range(3)))
-    monkeypatch.setattr(ports, "QUIET", range(first, first + 3))
-    yield ports.QUIET
+    monkeypatch.setattr(ports, "PORTS", range(first, first + 3))
+    yield ports.PORTS
     for claim in ports._claims:
         os.close(claim)
 

@@ -92,7 +92,7 @@ def test_a_file_says_only_what_is_different(tmp_path: Path) -> None:
         ('{"step_s": NaN}', "step_s is nan; expected a finite number"),
         ('{"kv_tokens": 1.5}', "kv_tokens is 1.5; expected a valid integer, such as 800000"),
         ('{"kv_tokens": true}', "kv_tokens is True; expected a valid integer"),
-        ('{"steps": 1}', "'steps' is no field of a profile; expected prefill_tokens_per_s,"),
+        ('{"steps": 1}', "'steps' is not a field of a profile; expected prefill_tokens_per_s,"),
         ("[]", 'expected an object such as {"prefill_tokens_per_s"'),
         ("{", "Invalid JSON"),
     ],
@@ -123,5 +123,5 @@ def test_a_slower_engine_answers_later_in_a_replay(trace: Path) -> None:
 
 def test_the_engine_brings_its_cache_and_an_option_wins(trace: Path) -> None:
     small = run("replay", trace, "--speed", 1, "--engine", "l4-8b", "--kv-tokens", 1024)
-    assert "more than the 1024 of a replica" in small.stderr
+    assert "but a replica has 1024" in small.stderr
     assert run("replay", trace, "--speed", 1, "--engine", "l4-8b").exit_code == 0

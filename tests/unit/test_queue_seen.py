@@ -141,8 +141,8 @@ def test_long_waiting_requests_are_a_warning_with_a_remedy() -> None:
     (check,) = judged(filled(), at_s=104.0)
     assert (check.name, check.grade) == ("queue", "warning")
     assert check.finding == (
-        "2 requests for m held back while every replica is busy: 2 s of prefill, the oldest for "
-        "4 s; 10 in all routers"
+        "2 requests for m in the queue, since every replica is busy: 2 s of prefill, the oldest "
+        "for 4 s; 10 requests in the queues of all routers"
     )
     assert "--max-replicas" in check.remedy
 

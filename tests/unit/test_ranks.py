@@ -90,7 +90,7 @@ async def test_requests_and_questions_reach_the_rank_that_they_name() -> None:
     async with Wired(engines.generates("a", "b"), {"told": told}, ranks=2) as wired:
         assert wired.links.connected() == ["a.0", "a.1", "b.0", "b.1"]
         for id_ in ("b.1", "a.0"):
-            stream = wired.links.open(id_, GenerateRequest("r", PROMPT), most_waiting=100)
+            stream = wired.links.open(id_, GenerateRequest("r", PROMPT), max_waiting=100)
             while await stream.next():
                 pass
             assert await wired.links.call(id_, "told", b"?", within_s=5) == f"?{id_[-1]}".encode()
@@ -153,7 +153,7 @@ BOTH = ("a.0", "a.1")
 
 
 @pytest.mark.parametrize(
-    ("leased", "told", "owed", "is_trusted"),
+    ("leased", "told", "pending_calls", "is_trusted"),
     [
         (BOTH, BOTH, 0, True),
         (("a.0",), BOTH, 0, False),
@@ -164,11 +164,11 @@ BOTH = ("a.0", "a.1")
     ],
 )
 async def test_a_replica_is_idle_when_all_of_its_ranks_are_and_it_owes_no_answer(
-    leased: tuple[str, ...], told: tuple[str, ...], owed: int, is_trusted: bool
+    leased: tuple[str, ...], told: tuple[str, ...], pending_calls: int, is_trusted: bool
 ) -> None:
     links = ToldLinks(lambda: ["a.0", "a.1"])
     links.by_replica = {"a": told}
-    links.questions = owed
+    links.questions = pending_calls
     replicas: Mapping[str, object] | object = Silent()
     liveness = Liveness(lambda: replicas, links, fleet_of(*leased), hang_timeout_s=5)  # type: ignore[arg-type, return-value]
     tasks = asyncio.TaskGroup()

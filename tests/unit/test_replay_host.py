@@ -51,8 +51,8 @@ def run(replica: ModelledReplica, arrivals: list[Request]) -> dict[int, float]:
             case _:
                 result = replica.end_step()
                 first_s |= {done.index: now_s for done in result.first_tokens}
-        reloads += replica.memory.begun_s
-        replica.memory.begun_s.clear()
+        reloads += replica.memory.new_ends_s
+        replica.memory.new_ends_s.clear()
     return first_s
 
 
@@ -129,14 +129,14 @@ def test_changes_list_the_blocks_that_each_tier_gains_or_loses(blocks: int) -> N
         replica.arrive(coming, 0.0)
         while replica.plan or len(replica.memory or ()):
             assert replica.memory is not None
-            if replica.memory.begun_s and not replica.plan:
-                replica.end_reload(replica.memory.begun_s.pop(0))
+            if replica.memory.new_ends_s and not replica.plan:
+                replica.end_reload(replica.memory.new_ends_s.pop(0))
                 continue
             result = replica.end_step()
             held = held - set(result.removed) | set(result.added)
     assert replica.memory is not None
     gpu = {hash_ for hash_, _ in replica.cache.copies() if hash_ > 0}
-    host = {HOST.member(hash_) for hash_ in replica.memory.held() if hash_ > 0}
+    host = {HOST.fingerprint(hash_) for hash_ in replica.memory.held() if hash_ > 0}
     assert held == gpu | host
 
 

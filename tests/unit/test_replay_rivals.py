@@ -26,8 +26,8 @@ def prompt(index: int, tokens: int, blocks: Sequence[int] = ()) -> Request:
 def sent(policy: Policy, *requests: Request, now_s: float = 0.0) -> list[tuple[int, int]]:
     """Return the index and the replica of each request that is sent when these have arrived."""
     for request in requests:
-        policy.arrived(request, now_s)
-    return [(send.request.index, send.replica) for send in policy.sends(now_s)]
+        policy.on_arrival(request, now_s)
+    return [(send.request.index, send.replica) for send in policy.take_decisions(now_s)]
 
 
 def both_busy(policy: Policy) -> tuple[Request, Request]:
@@ -41,8 +41,8 @@ def test_dynamo_holds_requests_while_every_replica_has_too_many_tokens_to_comput
     policy = Dynamo(SETUP, random.Random(0))
     first, _ = both_busy(policy)
     assert sent(policy, prompt(2, 9000), prompt(3, 10)) == []
-    free = policy.at[first.index]
-    policy.first_token(first, 1.0)
+    free = policy.replica_of[first.index]
+    policy.on_first_token(first, 1.0)
     assert sent(policy, now_s=1.0) == [(2, free), (3, free)]
 
 
@@ -56,8 +56,8 @@ def test_dynamo_sends_while_one_replica_is_at_the_threshold_exactly() -> None:
 def test_cached_tokens_do_not_fill_dynamos_replicas() -> None:
     policy = Dynamo(SETUP, random.Random(0))
     chain = list(range(1, 33))
-    policy.index_changed(0, [Fingerprint(block) for block in chain], [])
-    policy.index_changed(1, [Fingerprint(block) for block in chain], [])
+    policy.on_index_change(0, [Fingerprint(block) for block in chain], [])
+    policy.on_index_change(1, [Fingerprint(block) for block in chain], [])
     requests = [prompt(n, 32 * BLOCK_TOKENS + 1, chain) for n in range(6)]
     assert len(sent(policy, *requests)) == 6
 
@@ -65,16 +65,16 @@ def test_cached_tokens_do_not_fill_dynamos_replicas() -> None:
 def test_dynamos_wspt_lets_the_fewest_uncached_tokens_go_first() -> None:
     policy = DynamoShortestFirst(SETUP, random.Random(0))
     first, _ = both_busy(policy)
-    policy.index_changed(0, [Fingerprint(block) for block in range(1, 11)], [])
+    policy.on_index_change(0, [Fingerprint(block) for block in range(1, 11)], [])
     cached = prompt(4, 10 * BLOCK_TOKENS + 5, range(1, 11))
     assert sent(policy, prompt(2, 900), prompt(3, 10), cached) == []
-    policy.first_token(first, 1.0)
+    policy.on_first_token(first, 1.0)
     assert [index for index, _ in sent(policy, now_s=1.0)] == [4, 3, 2]
 
 
 def test_lmetric_multiplies_tokens_to_compute_with_requests() -> None:
     policy = LMetric(SETUP, random.Random(0))
-    policy.index_changed(0, [Fingerprint(block) for block in range(1, 5)], [])
+    policy.on_index_change(0, [Fingerprint(block) for block in range(1, 5)], [])
 
     def chosen(index: int) -> int:
         return sent(policy, prompt(index, 4 * BLOCK_TOKENS + 500, range(1, 5)))[0][1]
@@ -89,8 +89,8 @@ def test_lmetric_expects_prompts_where_it_sent_them_until_they_are_answered() ->
     request = prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))
     sent(policy, request)
     assert sorted(policy.hits(request)) == [0, 4]
-    policy.first_token(request, 1.0)
-    policy.finished(request, 0.0)
+    policy.on_first_token(request, 1.0)
+    policy.on_finish(request, 0.0)
     assert policy.hits(request) == [0, 0]
 
 
@@ -117,7 +117,7 @@ def test_llm_ds_speculation_ends_after_two_seconds() -> None:
 def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], credit: float) -> None:
     policy = kind(replace(SETUP, tiers={HOST: TierFacts(100, 1, 1.0)}), random.Random(0))
     chain = [Fingerprint(block) for block in range(1, 5)]
-    policy.index_changed(0, [*chain[:1], *map(HOST.member, chain)], [])
+    policy.on_index_change(0, [*chain[:1], *map(HOST.fingerprint, chain)], [])
     assert policy.hits(prompt(0, 4 * BLOCK_TOKENS + 1, range(1, 5))) == [1 + 3 * credit, 0]
 
 
@@ -125,7 +125,7 @@ def test_a_block_in_host_memory_has_its_products_weight(kind: type[Indexed], cre
 def test_llm_d_uses_the_replicas_reports(busy: int) -> None:
     policy = LlmD(SETUP, random.Random(0))
     idle, loaded = LoadReport(Load(), 0), LoadReport(Load(waiting=3, used_blocks=900), 5000)
-    policy.reported([loaded, idle] if busy == 0 else [idle, loaded], 0.0)
+    policy.on_reports([loaded, idle] if busy == 0 else [idle, loaded], 0.0)
     assert [replica for _, replica in sent(policy, *(prompt(n, 10) for n in range(5)))] == [
         1 - busy
     ] * 5

@@ -219,7 +219,7 @@ async def test_a_line_has_the_tokens_from_host_memory(router: Router) -> None:
     await router.answer(400)
     chain = router.fleet.caches.chain(np.arange(400, dtype=np.uint32))
     router.fleet.mirror.forget_computed(math.inf)
-    router.fleet.mirror.add("a", [*chain[:2], *map(HOST.member, chain)])
+    router.fleet.mirror.add("a", [*chain[:2], *map(HOST.fingerprint, chain)])
     await router.answer(400)
     first, second = await logged(router)
     assert "host_tokens" not in first
@@ -293,7 +293,7 @@ async def test_a_disk_that_hangs_drops_lines_without_delaying_requests(
 
 def test_a_folder_that_cannot_be_used_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StartError, match=r"--request-log is '.*/file'.*name another folder"):
+    with pytest.raises(StartError, match=r"--request-log is '.*/file'.*set it to another folder"):
         check_request_log(tmp_path / "file")
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvroute.cli import app
 from kvroute.client import LOCAL, find_url
 from kvroute.local.launch import first_steps
-from kvroute.local.running import listed, running_urls, state_folder
+from kvroute.local.running import registered, running_urls, state_folder
 from kvroute.settings.serve import load
 
 
@@ -25,7 +25,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_a_cluster_is_listed_while_it_runs(folder: Path) -> None:
     assert running_urls() == []
-    with listed("http://127.0.0.1:8123"):
+    with registered("http://127.0.0.1:8123"):
         assert running_urls() == ["http://127.0.0.1:8123"]
     assert running_urls() == []
     assert list(folder.iterdir()) == []
@@ -33,7 +33,7 @@ def test_a_cluster_is_listed_while_it_runs(folder: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"started_s": 0.0}, {"pid": 2**22 + 1}])
 def test_a_cluster_that_was_killed_is_not_listed(folder: Path, change: dict[str, float]) -> None:
-    with listed("http://127.0.0.1:8123"):
+    with registered("http://127.0.0.1:8123"):
         (file,) = folder.iterdir()
         file.write_text(json.dumps(json.loads(file.read_text()) | change))
         assert running_urls() == []
@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_written_does_not_stop_a_cluster(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    with listed("http://127.0.0.1:8123"):
+    with registered("http://127.0.0.1:8123"):
         assert running_urls() == []
 
 
@@ -66,7 +66,7 @@ def test_without_the_variable_the_folder_is_in_the_home_folder(
 
 def test_a_given_url_comes_before_a_running_cluster_and_that_before_the_default() -> None:
     assert find_url("") == LOCAL
-    with listed("http://127.0.0.1:8123"):
+    with registered("http://127.0.0.1:8123"):
         assert find_url("") == "http://127.0.0.1:8123"
         assert find_url("http://elsewhere:1/") == "http://elsewhere:1"
 
@@ -87,7 +87,7 @@ def test_every_command_finds_the_cluster(
     monkeypatch.setattr(httpx, "request", refuse)
     monkeypatch.setattr(httpx, "get", refuse)
     url = f"http://127.0.0.1:{8123 if how == 'variable' else 8124}"
-    with listed("http://127.0.0.1:8124"):
+    with registered("http://127.0.0.1:8124"):
         env = {"KVROUTE_URL": url} if how == "variable" else {}
         result = CliRunner().invoke(app, words.split(), env=env)
     assert result.exit_code == 1
@@ -96,14 +96,14 @@ def test_every_command_finds_the_cluster(
 
 
 def test_with_two_clusters_a_command_wants_the_url() -> None:
-    with listed("http://127.0.0.1:8123"):
+    with registered("http://127.0.0.1:8123"):
         other = state_folder() / "clusters"
         (file,) = other.iterdir()
         copied = file.read_text().replace("8123", "8124")
         file.with_stem(f"{file.stem}0").write_text(copied)
         result = CliRunner().invoke(app, ["status"])
     assert result.exit_code == 1
-    assert "http://127.0.0.1:8123, http://127.0.0.1:8124; name one with --url" in result.output
+    assert "http://127.0.0.1:8123, http://127.0.0.1:8124; choose one with --url" in result.output
 
 
 def test_the_first_steps_work_with_any_port() -> None:

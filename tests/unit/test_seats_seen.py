@@ -29,8 +29,8 @@ def test_the_doctor_warns_while_sessions_wait_and_gives_the_reason() -> None:
     (check,) = seats([report(thrashing())])
     assert (check.name, check.grade) == ("seats", "warning")
     assert check.finding == (
-        "2 sessions of 3 for m with a seat, since the contexts of active sessions have 1,200 "
-        "tokens and the caches room for 900; 1 request waiting for one, the first for 40 s"
+        "2 of 3 sessions for m with a seat, since the contexts of active sessions have 1,200 "
+        "tokens, and the caches hold 900; 1 request waiting for a seat, the oldest for 40 s"
     )
     assert "add replicas" in check.remedy
     assert "--max-sessions off" in check.remedy
@@ -49,7 +49,7 @@ def test_requests_that_wait_in_other_routers_count() -> None:
     there.seats.receive("here", here.seats.report(here.now_s), 100.0)
     there.now_s = 105.0
     assert report(there)["all_routers"] == {"waiting": 1, "oldest_s": 45.0}
-    assert "1 request waiting for one, the first for 45 s" in seated(report(there))
+    assert "1 request waiting for a seat, the oldest for 45 s" in seated(report(there))
 
 
 def test_metrics_have_the_seats_and_the_waits_for_them() -> None:

@@ -42,7 +42,7 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_without_a_name_is_called_default_where_serve_deploys_it() -> None:
     for given, name in (({}, "default"), ({"cluster": "mine"}, "mine")):
-        (settings,) = load({"redis_url": "redis://r", **given}).decided()
+        (settings,) = load({"redis_url": "redis://r", **given}).resolve()
         assert settings.cluster == name
 
 
@@ -60,7 +60,7 @@ def test_environment_beats_the_default_and_the_command_line_beats_both(
     assert load({"port": 9001}).port == 9001
 
 
-def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_environment_variable_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVROUTE_REDIS_URL", "")
     assert load({}).redis_url is None
 
@@ -146,7 +146,7 @@ def test_every_setting_has_a_flag_and_a_help_text_that_names_its_variable() -> N
 
 def only(**given: Any) -> ModelSettings:
     """What the cluster's one model is served with."""
-    (settings,) = load({"redis_url": "redis://r", **given}).decided()
+    (settings,) = load({"redis_url": "redis://r", **given}).resolve()
     return settings
 
 
@@ -155,8 +155,8 @@ def test_blocks_are_larger_on_cpus() -> None:
     assert only(gpus_per_replica=1).block_size == 16
 
 
-def test_the_machine_completes_what_a_user_leaves_open() -> None:
-    (settings,) = load({"model": "~/m"}).decided(
+def test_options_that_a_user_omits_depend_on_the_machine() -> None:
+    (settings,) = load({"model": "~/m"}).resolve(
         [Detected("/home/m", gpus_per_replica=2)], redis_url="redis://r", cluster="host-8000"
     )
     assert (settings.model, settings.served_model_name) == ("/home/m", "~/m")
@@ -251,13 +251,13 @@ def test_models_that_are_only_named_have_everything_in_common(
 ) -> None:
     monkeypatch.setenv("KVROUTE_MODEL", "a, b")
     for settings in (load({"replicas": 3}), load({"replicas": 3, "model": ["a", "b"]})):
-        assert [(one.model, one.replicas) for one in settings.each] == [("a", 3), ("b", 3)]
+        assert [(one.model, one.replicas) for one in settings.per_model] == [("a", 3), ("b", 3)]
 
 
 def test_each_of_several_models_may_have_settings_of_its_own() -> None:
     models = '[{"model": "a", "served_model_name": "fast", "block_size": 64}, {"replicas": 1}]'
     common = {"pin_share": 0.1, "redis_url": "redis://r", "drain_timeout_s": 30.0}
-    first, second = load({"models": models, **common}).decided()
+    first, second = load({"models": models, **common}).resolve()
     assert (first.drain_timeout_s, second.drain_timeout_s) == (30.0, 30.0)
     assert (first.served_model_name, first.model, first.replicas) == ("fast", "a", 2)
     assert (second.served_model_name, second.replicas) == ("SmolLM2-135M-Instruct", 1)
@@ -268,7 +268,7 @@ def test_each_of_several_models_may_have_settings_of_its_own() -> None:
 def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     models = [{"model": "a"}, {"model": "b", "replicas": 4}]
-    together = load({"redis_url": "redis://r", "replicas": 2, "models": models}).decided()
+    together = load({"redis_url": "redis://r", "replicas": 2, "models": models}).resolve()
     assert only(replicas=2).cores == 6
     assert [one.cores for one in together] == [2, 2]
 
@@ -276,7 +276,10 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": ["a", "a"]}, r"models\[0\] and models\[1\] are both served as 'a'; give each"),
+        (
+            {"model": ["a", "a"]},
+            r"models\[0\] and models\[1\] are both served as 'a'; set a different",
+        ),
         ({"model": ["a", "b"], "served_model_name": "c"}, "are both served as 'c'"),
         ({"models": '[{"replicas": 0}]'}, r"models\[0\]: --replicas is 0; expected at least 1"),
         (
@@ -284,7 +287,7 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
             r"models\[1\]: port is not a setting of one model; .* model,",
         ),
         ({"models": "{"}, r"--models is '\{'; expected JSON .* such as \[\{\"model\": "),
-        ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set too"),
+        ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set as well"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused_by_name(
@@ -294,13 +297,13 @@ def test_models_that_cannot_be_served_are_refused_by_name(
         load(given)
 
 
-def test_what_is_found_about_a_model_stays_with_it() -> None:
+def test_detected_facts_are_used_for_the_right_model() -> None:
     settings = load({"model": ["a", "b"], "redis_url": "redis://r"})
-    each = settings.decided([Detected("/a", 0), Detected("/b", 1)])
+    each = settings.resolve([Detected("/a", 0), Detected("/b", 1)])
     assert [(one.served_model_name, one.model) for one in each] == [("a", "/a"), ("b", "/b")]
     assert [one.gpus_per_replica for one in each] == [0, 1]
 
 
-def test_there_is_nothing_to_decide_without_an_index() -> None:
+def test_settings_cannot_be_resolved_without_a_redis_url() -> None:
     with pytest.raises(SettingsError, match="redis_url is missing; set it, such as redis://"):
-        load({}).decided()
+        load({}).resolve()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.blocks.cache_groups import HOST_GROUPS, member
+from kvroute.blocks.cache_groups import HOST_GROUPS, group_fingerprint
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import Load, TierFacts
@@ -196,7 +196,7 @@ async def test_the_block_table_publishes_host_blocks_as_such(make: MakeEngine) -
     table.apply(await pending_events(engine), Changes())
     gpu = {hash_ for hash_ in engine._pool.copies() if isinstance(hash_, int)}
     host = {hash_ for hash_ in engine._pool.copies_in_host() if isinstance(hash_, int)}
-    assert set(table.held()) == gpu | {member(hash_, HOST_GROUPS) for hash_ in host}  # type: ignore[arg-type]
+    assert set(table.held()) == gpu | {group_fingerprint(hash_, HOST_GROUPS) for hash_ in host}  # type: ignore[arg-type]
     assert len(host) == 12
 
 

@@ -383,8 +383,8 @@ def test_keys_make_it_the_default(tmp_path: Path) -> None:
         ({"escape_special_tokens": True}, True),
         ({"models": [{"model": "m", "escape_special_tokens": True}]}, True),
     ):
-        (one,) = load({"redis_url": "redis://r", **given_}).decided()
-        assert RouterSettings.model_validate(one.for_routers()).escapes is escapes
+        (one,) = load({"redis_url": "redis://r", **given_}).resolve()
+        assert RouterSettings.model_validate(one.for_routers()).escapes_special_tokens is escapes
 
 
 @pytest.fixture(scope="module")

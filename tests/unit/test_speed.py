@@ -44,7 +44,7 @@ def test_short_prompts_teach_no_slowness() -> None:
     assert speed.slowness == pytest.approx(1.0, rel=0.2)
 
 
-def test_short_prompts_in_one_step_teach_no_slowness() -> None:
+def test_short_prompts_in_one_step_do_not_change_the_learned_slowness() -> None:
     speed = PrefillSpeed(step_s=FIXED_S / 3)
     for _ in range(2000):
         for left in range(8, 0, -1):
@@ -74,17 +74,17 @@ def test_a_stall_is_forgotten_when_the_prompts_behind_it_are_answered() -> None:
             queue.join(name, PendingRequest(0.1, 2500, 2500, now_s))
         for name in names:
             now_s += 0.1
-            queue.served(name, now_s)
+            queue.finish_prefill(name, now_s)
     for name in names:
         queue.join(name, PendingRequest(0.1, 2500, 2500, now_s))
     now_s += 60.0  # nothing for a minute; then all of them at once
     for name in names:
-        queue.served(name, now_s)
+        queue.finish_prefill(name, now_s)
     assert queue.speed.slowness < 3.0
     for _ in range(10):
         queue.join("a", PendingRequest(1.0, 25_000, 25_000, now_s))
         now_s += 1.0
-        queue.served("a", now_s)
+        queue.finish_prefill("a", now_s)
     assert queue.speed.slowness < 1.5
 
 
@@ -105,7 +105,7 @@ def test_a_change_of_speed_is_known_after_ten_prompts(times: float) -> None:
     assert times / 2 < speed.slowness < times * 2
 
 
-def test_an_engine_that_is_much_slower_than_it_claims_is_known_after_some_prompts() -> None:
+def test_a_much_slower_engine_than_reported_is_learned_after_some_prompts() -> None:
     speed = PrefillSpeed()
     for _ in range(40):
         alone(speed, 0.1, 2.0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvroute.blocks.cache_groups import member
+from kvroute.blocks.cache_groups import group_fingerprint
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import GPU, GROUPS, HOST, TIERS, Tier, TierBlocks, up_to
 from kvroute.contract.generation import Chunk
@@ -32,8 +32,8 @@ def fleet_with(disk: TierFacts) -> Fleet:
     fleet.replicas.tiers = {"a": {HOST: FAST, DISK: disk}}
     fleet.caches.update()
     fleet.mirror.add("a", CHAIN[:50])
-    fleet.mirror.add("a", map(HOST.member, CHAIN[:120]))
-    fleet.mirror.add("a", map(DISK.member, CHAIN[100:]))
+    fleet.mirror.add("a", map(HOST.fingerprint, CHAIN[:120]))
+    fleet.mirror.add("a", map(DISK.fingerprint, CHAIN[100:]))
     return fleet
 
 
@@ -73,7 +73,7 @@ def test_a_block_is_evicted_when_its_last_copy_is_removed() -> None:
     mirror.join("a")
     mirror.set_tiers({"a": (HOST, DISK)})
     block = CHAIN[0]
-    copies = [tier.member(block) for tier in (GPU, HOST, DISK)]
+    copies = [tier.fingerprint(block) for tier in (GPU, HOST, DISK)]
     mirror.add("a", copies)
     for copy in copies:
         mirror.remove("a", [copy])
@@ -87,6 +87,9 @@ def test_a_block_is_evicted_when_its_last_copy_is_removed() -> None:
 
 def test_tiers_have_their_own_fingerprints_and_groups() -> None:
     block = CHAIN[0]
-    assert len({member(block, GROUPS * t.number + g) for t in TIERS for g in range(GROUPS)}) == 32
-    assert HOST.member(HOST.member(block)) == block == GPU.member(block)
+    assert (
+        len({group_fingerprint(block, GROUPS * t.number + g) for t in TIERS for g in range(GROUPS)})
+        == 32
+    )
+    assert HOST.fingerprint(HOST.fingerprint(block)) == block == GPU.fingerprint(block)
     assert (list(up_to(GPU)), list(up_to(HOST))) == ([], [HOST])

@@ -108,7 +108,7 @@ def test_a_span_has_the_tokens_from_host_memory(
     fleet = Fleet(model="m", revision="", block_size=4, rng=random.Random(0), observer=observer)
     fleet.update([record("full", host=TierFacts(1000, 1000, 1e6)), record("free")])
     fleet.mirror.join("full")
-    fleet.mirror.add("full", map(HOST.member, fleet.caches.chain(PROMPT)))
+    fleet.mirror.add("full", map(HOST.fingerprint, fleet.caches.chain(PROMPT)))
     attempt = sent(fleet, "full")
     attempt.receive(Chunk((1,), 8, is_last=True), 1.0)
     attempt.end()

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.generation import BYTES_A_TOKEN, Chunk, Emit, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import (
+    BYTES_PER_TOKEN,
+    Chunk,
+    Emit,
+    EngineDeadError,
+    GenerateRequest,
+)
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.messages import Dispatch, Fingerprints, RouterMessage
@@ -107,7 +113,7 @@ async def hang(_: bytes, rank: int) -> bytes:
 async def served(
     engine: Engine, *, most: int = 1000, links: int = 1
 ) -> AsyncIterator[tuple[Server, list[Link]]]:
-    server = Server(engine.generate, {"echo": echo}, most=most)
+    server = Server(engine.generate, {"echo": echo}, max_requests=most)
     await server.start(LOOPBACK)
     connected = [await linked(server) for _ in range(links)]
     yield server, connected
@@ -158,7 +164,7 @@ def test_a_long_message_takes_several_frames(size: int) -> None:
     assert [*Reader().feed(b"".join(parts))] == [(MessageKind.BEGIN, payload)]
 
 
-def test_a_message_that_is_too_long_is_refused_before_it_is_there() -> None:
+def test_a_message_that_is_too_long_is_refused_before_it_has_arrived() -> None:
     reader = Reader()
     reader.largest = 100
     with pytest.raises(FramingError):
@@ -215,7 +221,7 @@ SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "lora", "e
 
 
 @given(st.floats())
-def test_an_order_crosses_as_it_is_or_as_one_that_an_engine_can_count_with(order_s: float) -> None:
+def test_an_order_is_sent_unchanged_or_limited_to_a_valid_number(order_s: float) -> None:
     got = crossed(request(order_s=order_s)).order_s
     if math.isfinite(order_s):
         assert got == min(max(order_s, -MAX_ORDER_S), MAX_ORDER_S)
@@ -236,7 +242,9 @@ def test_a_router_that_knows_no_order_sends_requests_in_theirs() -> None:
 @pytest.mark.parametrize(
     ("given_s", "got_s"), [(2.5, 2.5), (-1.0, 0.0), (math.inf, 0.0), (1e300, MAX_ORDER_S)]
 )
-def test_a_wait_crosses_if_a_replica_can_count_with_it(given_s: float, got_s: float) -> None:
+def test_a_wait_is_sent_unchanged_or_limited_to_a_valid_number(
+    given_s: float, got_s: float
+) -> None:
     assert crossed(request(waited_s=given_s)).waited_s == got_s
 
 
@@ -246,7 +254,7 @@ def test_a_wait_crosses_if_a_replica_can_count_with_it(given_s: float, got_s: fl
 async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
     engine = Engine(tokens=20)
     async with served(engine, links=2) as (_, links):
-        streams = [link.open(request(), most_waiting=MOST) for link in links for _ in range(50)]
+        streams = [link.open(request(), max_waiting=MOST) for link in links for _ in range(50)]
         await until(lambda: engine.running == 100)
         await until(lambda: all(stream.is_preparing for stream in streams))  # both ends know it
         before = [link.received_messages for link in links]
@@ -261,10 +269,10 @@ async def test_a_step_is_one_message_for_all_streams_of_a_router() -> None:
         assert [await stream.next() for stream in streams] == [None] * 100
 
 
-async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
+async def test_chunks_that_arrive_before_a_read_are_joined() -> None:
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         await engine.steps(5)
         await until(lambda: not link.streams)
@@ -274,10 +282,10 @@ async def test_what_comes_while_nobody_reads_is_one_chunk() -> None:
         assert await stream.next() is None
 
 
-async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
+async def test_the_memory_for_a_slow_reader_is_limited() -> None:
     engine = Engine(tokens=100_000)
     async with served(engine) as (server, (link,)):
-        stream = link.open(request(), most_waiting=50)
+        stream = link.open(request(), max_waiting=50)
         await until(lambda: engine.running == 1)
         await engine.steps(60)
         with pytest.raises(SlowReaderError, match="has not read 51 tokens"):
@@ -287,10 +295,10 @@ async def test_a_slow_reader_costs_so_much_and_no_more() -> None:
         assert not server.running
 
 
-async def test_bytes_count_as_what_a_slow_reader_costs() -> None:
+async def test_http_bytes_count_towards_the_limit_of_a_slow_reader() -> None:
     stream = Stream(Link("a", b""), 0, 50)
     for number in range(3):
-        stream.push(Chunk((number,), 0, http=HttpPart(b"x" * 20 * BYTES_A_TOKEN)))
+        stream.push(Chunk((number,), 0, http=HttpPart(b"x" * 20 * BYTES_PER_TOKEN)))
     with pytest.raises(SlowReaderError):
         await stream.next()
 
@@ -308,7 +316,7 @@ async def test_an_error_of_the_engine_comes_after_what_it_generated(
 ) -> None:
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         await engine.steps(2)
         engine.error = error
@@ -319,25 +327,25 @@ async def test_an_error_of_the_engine_comes_after_what_it_generated(
             await stream.next()
 
 
-async def test_a_replica_whose_engine_is_dead_refuses_what_comes() -> None:
+async def test_a_replica_with_a_dead_engine_refuses_further_requests() -> None:
     """Whoever asks it now has lost nothing."""
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         engine.error = EngineDeadError("it died")
         engine.step()
         with pytest.raises(EngineDeadError):
             await stream.next()
         with pytest.raises(RefusedError):
-            await link.open(request(), most_waiting=MOST).next()
+            await link.open(request(), max_waiting=MOST).next()
 
 
 @pytest.mark.parametrize("how", ["cancel", "the link", "the server"])
-async def test_who_leaves_ends_the_request(how: str) -> None:
+async def test_a_cancel_a_lost_link_or_a_closed_server_ends_the_request(how: str) -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         if how == "cancel":
             stream.cancel()
@@ -354,7 +362,7 @@ async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
         server.methods = {"hang": hang}
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         call = asyncio.create_task(link.call("hang"))
         await until(lambda: server.running == 2)
         (peer,) = server.peers
@@ -364,18 +372,18 @@ async def test_a_connection_that_ends_ends_its_streams_and_calls() -> None:
         with pytest.raises(LostError):
             await call
         with pytest.raises(LostError):
-            link.open(request(), most_waiting=MOST)
+            link.open(request(), max_waiting=MOST)
 
 
 async def test_a_million_tokens_pass() -> None:
     engine = Engine()
     async with served(engine) as (_, (link,)):
-        link.open(request(1_000_000), most_waiting=MOST)
+        link.open(request(1_000_000), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         assert len(engine.requests[0].token_ids) == 1_000_000
 
 
-async def test_a_call_is_answered_or_says_why_not() -> None:
+async def test_a_call_returns_an_answer_or_raises_the_reason() -> None:
     async with served(Engine()) as (_, (link,)):
         assert await link.call("echo", b"x" * 3_000_000) == b"x" * 3_000_000
         with pytest.raises(ValueError, match="has no method 'what'"):
@@ -386,15 +394,15 @@ async def test_a_call_is_answered_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("stops", [False, True])
-async def test_a_replica_without_room_refuses_at_once(stops: bool) -> None:
+async def test_a_replica_at_its_maximum_refuses_requests_at_once(stops: bool) -> None:
     engine = Engine()
     async with served(engine, most=1) as (server, (link,)):
-        first = link.open(request(), most_waiting=MOST)
+        first = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         if stops:
             server.stop()
         with pytest.raises(RefusedError, match="is stopping" if stops else "runs 1 requests"):
-            await link.open(request(), most_waiting=MOST).next()
+            await link.open(request(), max_waiting=MOST).next()
         idle = asyncio.create_task(server.idle())
         await engine.steps(5)
         assert ids(await read(first)) == [1, 2, 3, 4, 5]
@@ -407,8 +415,8 @@ async def test_a_router_that_does_not_read_is_given_up_and_the_others_go_on(
     monkeypatch.setattr(replicas_end, "MAX_UNSENT", 50)
     engine = Engine(tokens=1_000_000)
     async with served(engine, links=2) as (server, (deaf, fine)):
-        deaf.open(request(), most_waiting=1 << 40)
-        good = fine.open(request(), most_waiting=1 << 40)
+        deaf.open(request(), max_waiting=1 << 40)
+        good = fine.open(request(), max_waiting=1 << 40)
         await until(lambda: engine.running == 2)
         assert deaf.transport is not None
         deaf.transport.pause_reading()
@@ -429,10 +437,10 @@ def is_over(engine: Engine) -> bool:
     return engine.running == 1
 
 
-async def test_what_waited_for_a_router_goes_out_when_it_reads_again() -> None:
+async def test_waiting_chunks_are_sent_when_the_router_reads_again() -> None:
     engine = Engine()
     async with served(engine) as (server, (link,)):
-        stream = link.open(request(), most_waiting=MOST)
+        stream = link.open(request(), max_waiting=MOST)
         await until(lambda: engine.running == 1)
         (peer,) = server.peers
         peer.pause_writing()
@@ -450,15 +458,15 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
         peer.transport.pause_reading()
         for _ in range(20):
             with contextlib.suppress(RefusedError):
-                link.open(request(500_000), most_waiting=MOST)
-        with pytest.raises(RefusedError, match="has not read"):
-            link.open(request(), most_waiting=MOST)
+                link.open(request(500_000), max_waiting=MOST)
+        with pytest.raises(RefusedError, match="bytes to read first"):
+            link.open(request(), max_waiting=MOST)
 
 
 # Strangers.
 
 
-async def test_a_replica_tells_what_is_pending_until_that_is_nothing() -> None:
+async def test_a_replica_reports_pending_tokens_until_there_are_none() -> None:
     async with served(Engine(), links=0) as (server, _):
         heard: list[Sequence[int]] = []
         server.report_pending([1, 2])
@@ -490,9 +498,9 @@ async def test_both_ends_must_know_the_secret() -> None:
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 
-async def test_another_version_is_told_apart() -> None:
+async def test_another_protocol_version_is_refused_with_a_clear_error() -> None:
     async with impostor((MessageKind.CHALLENGE, Challenge(0, b"n" * 16))) as port:
-        with pytest.raises(LostError, match=f"version is 0; this router has {VERSION}"):
+        with pytest.raises(LostError, match=f"version is 0, and this router's is {VERSION}"):
             await connect("a", LOOPBACK, port, b"secret", within_s=5)
 
 
@@ -515,7 +523,7 @@ async def impostor(*messages: tuple[MessageKind, Any]) -> AsyncIterator[int]:
         await asyncio.wait_for(gone.wait(), 5)
 
 
-async def test_who_proves_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_without_a_proof_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas_end, "PROOF_S", 0.05)
     async with served(Engine()) as (server, (link,)):
         reader, writer = await asyncio.open_connection(LOOPBACK, server.port)
@@ -581,7 +589,7 @@ def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
     async def run() -> None:
         engine = Engine()
         async with served(engine, links=2) as (server, (link, other)):
-            stream = link.open(request(), most_waiting=MOST)
+            stream = link.open(request(), max_waiting=MOST)
             await until(lambda: engine.running == 1)
             (peer,) = (peer for peer in server.peers if is_to(peer, link))
             assert peer.transport is not None
@@ -617,7 +625,7 @@ async def test_a_frame_of_many_chunks_lets_others_have_their_turns() -> None:
 async def test_a_port_is_taken_from_the_range_or_the_error_says_which() -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
-        server = Server(Engine().generate, {}, most=1)
+        server = Server(Engine().generate, {}, max_requests=1)
         with pytest.raises(PortsTakenError, match=f"no port of {port}-{port} is free on"):
             await server.start(LOOPBACK, range(port, port + 1))
         await server.start(LOOPBACK, range(port, port + 50))

@@ -1,1 +1,1 @@
-"""HAProxy as Ray Serve starts it: its configuration, error pages and health check."""
+"""HAProxy: corrections of the configuration, error pages and health check that Serve gives it."""

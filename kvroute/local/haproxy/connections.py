@@ -1,4 +1,4 @@
-"""HAProxy's limits on the number of connections and on their idle time."""
+"""HAProxy's limits: how many client connections it accepts, and how long they may be idle."""
 
 import re
 import resource
@@ -6,14 +6,14 @@ import resource
 from kvroute.process.memory import memory_bytes
 
 DEFAULT_IDLE_S = 90.0  # default of --idle-timeout-s: seconds that a connection may stay idle
-FILES_EACH = 2  # file descriptors of one connection: to the client and to a router
-OTHER_FILES = 500  # file descriptors for listeners, health checks and HAProxy itself
-BYTES_EACH = 64_000  # memory of one connection with TLS, without its requests' buffers
-MEMORY_SHARE = 1 / 8  # share of the machine's memory for connections
-NEAR = 0.8  # share of the connection limit above which each connection closes after its response
+FILES_EACH = 2  # file descriptors per client connection: its own, and one to a router
+OTHER_FILES = 500  # file descriptors kept for listeners, health checks and HAProxy itself
+BYTES_EACH = 64_000  # memory of one connection with TLS, without buffers for requests
+MEMORY_SHARE = 1 / 8  # share of the machine's memory that connections may take
+NEAR = 0.8  # above this share of the limit, each connection is closed after its response
 
 
-def limited(config: str, *, most: int, idle_s: float) -> str:
+def limited(config: str, *, limit: int, idle_s: float) -> str:
     """Return Serve's configuration with limits on client connections.
 
     Idle connections never take more than the share NEAR of the limit. The rest is for connections
@@ -23,13 +23,13 @@ def limited(config: str, *, most: int, idle_s: float) -> str:
 
     Args:
         config: Serve's configuration of HAProxy.
-        most: Largest number of client connections.
+        limit: Maximum number of client connections.
         idle_s: Seconds that a connection may stay idle after its first request.
     """
-    near = int(most * NEAR)
+    near = int(limit * NEAR)
     close = f"    http-after-response set-header connection close if {{ fe_conn ge {near} }}\n"
     for pattern, replacement in (
-        (r"^( +maxconn) .*", rf"\g<1> {most}"),
+        (r"^( +maxconn) .*", rf"\g<1> {limit}"),
         (r"^( +timeout http-keep-alive) .*", rf"\g<1> {int(idle_s * 1000)}ms"),
         (r"^( +timeout client) .*", rf"\g<1> {int(max(idle_s, DEFAULT_IDLE_S) * 1000)}ms"),
         (r"^(frontend http_frontend\n\s+bind .*\n)", rf"\g<1>{close}"),
@@ -38,8 +38,8 @@ def limited(config: str, *, most: int, idle_s: float) -> str:
     return config
 
 
-def most_connections() -> int:
-    """Return for how many connections this process has file descriptors and memory."""
+def max_connections() -> int:
+    """Return the number of connections for which there are file descriptors and memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     by_memory = int(memory_bytes() * MEMORY_SHARE / BYTES_EACH)
     if files == resource.RLIM_INFINITY:

@@ -1,44 +1,46 @@
-"""HAProxy's own error responses, as JSON in the format of the API that the client called."""
+"""Error responses that HAProxy sends itself: JSON in the format of the API that was called."""
 
 import json
 
-MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for routes of Anthropic's API
-# HAProxy parses a request's head up to these two sizes, and answers larger heads as malformed
-# HTTP. They exceed the limits below, so that most oversized requests get an exact message.
-BUFFER_BYTES = 65_536
-MAX_PARSED = 1000  # headers
-MAX_HEAD_BYTES = 16_384  # largest size of all headers of a request together
-MAX_HEADERS = 100  # largest number of headers of a request
-MAX_URL_BYTES = 8192  # largest size of a request's URL
+MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for requests to Anthropic's API
+# HAProxy parses the head of a request up to these two limits. It treats larger heads as malformed
+# HTTP. These limits exceed the limits below, so that most oversized requests get a clear message.
+BUFFER_BYTES = 65_536  # size of the buffer for a request's head
+MAX_PARSED = 1000  # maximum number of headers that HAProxy parses
+MAX_HEAD_BYTES = 16_384  # maximum total size of a request's headers in bytes
+MAX_HEADERS = 100  # maximum number of headers of a request
+MAX_URL_BYTES = 8192  # maximum size of a request's URL in bytes
 UNREACHABLE = "no router of this cluster can be reached; try again"
-UNREACHABLE_BODY = "txn.unreachable"  # HAProxy's variable with the error in the API's format
-EARLY = {  # status -> message of errors that HAProxy finds before it has the whole request
+UNREACHABLE_BODY = "txn.unreachable"  # HAProxy's variable with UNREACHABLE in the API's format
+EARLY = {  # status -> message of an error that HAProxy finds before it has the whole request
     400: "the client closed its side of the connection before the answer; keep it open",
     408: "the request did not arrive in time; send it faster",
     500: "the server failed to answer",
 }
-ANTHROPICS = {"server_error": "overloaded_error"}  # OpenAI's type of an error -> Anthropic's type
-VALID_ID = "^[!-~]{1,128}$"  # request ids that routers accept
+ANTHROPIC_TYPES = {"server_error": "overloaded_error"}  # OpenAI's error type -> Anthropic's type
+VALID_ID = "^[!-~]{1,128}$"  # pattern of the request ids that routers accept
 
 
-def openais(message: str, *, kind: str, code: str | None = None) -> str:
+def openai_error(message: str, *, kind: str, code: str | None = None) -> str:
+    """Return an error in the format of OpenAI's API."""
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
-def anthropics(message: str, *, kind: str) -> str:
-    error = {"type": ANTHROPICS.get(kind, kind), "message": message}
+def anthropic_error(message: str, *, kind: str) -> str:
+    """Return an error in the format of Anthropic's API."""
+    error = {"type": ANTHROPIC_TYPES.get(kind, kind), "message": message}
     return json.dumps({"type": "error", "error": error})
 
 
-def for_both(message: str, *, kind: str) -> str:
-    """Return an error that clients of both APIs can parse, for requests to an unknown route."""
+def common_error(message: str, *, kind: str) -> str:
+    """Return an error that clients of both APIs can parse, if the API is not known."""
     error = {"message": message, "type": kind, "param": None, "code": None}
     return json.dumps({"type": "error", "error": error})
 
 
 def unreachable_page() -> str:
-    """Return the HTTP response that HAProxy's `errorfile` sends if a router was lost."""
-    body = for_both(UNREACHABLE, kind="server_error")
+    """Return the HTTP response that HAProxy sends if a router was lost, for `errorfile`."""
+    body = common_error(UNREACHABLE, kind="server_error")
     head = (
         "HTTP/1.1 503 Service Unavailable",
         "content-type: application/json",
@@ -49,10 +51,10 @@ def unreachable_page() -> str:
 
 
 def replies() -> str:
-    """Return the configuration of errors that HAProxy finds without a rule."""
+    """Return the configuration of the errors that HAProxy detects without one of our rules."""
     early = "".join(
         f"    http-error status {status} content-type application/json "
-        f"string {_quoted(for_both(message, kind=_kind(status)))}\n"
+        f"string {_quoted(common_error(message, kind=_kind(status)))}\n"
         for status, message in EARLY.items()
     )
     return (
@@ -75,15 +77,15 @@ def refusal(
     Args:
         status: HTTP status of the refusal.
         message: Message of the error.
-        when: HAProxy's condition for a refusal.
+        when: HAProxy's condition under which it refuses a request.
         kind: OpenAI's type of the error.
         code: OpenAI's code of the error.
         headers: Further headers in HAProxy's syntax, with a space at the end.
     """
     rule = f"    http-request return status {status} content-type application/json {headers}"
     return (
-        f"{rule}string {_quoted(anthropics(message, kind=kind))} if {when} {MESSAGES}\n"
-        f"{rule}string {_quoted(openais(message, kind=kind, code=code))} if {when}\n"
+        f"{rule}string {_quoted(anthropic_error(message, kind=kind))} if {when} {MESSAGES}\n"
+        f"{rule}string {_quoted(openai_error(message, kind=kind, code=code))} if {when}\n"
     )
 
 
@@ -97,7 +99,7 @@ def _quoted(text: str) -> str:
 
 
 def _request_id() -> str:
-    """Return the rules that add an id to each response: the client's own id, or a new one."""
+    """Return the rules that add an id to each response: the client's id, or a new one."""
     own, header = "var(txn.request_id)", "x-request-id"
     return (
         "    unique-id-format %[uuid]\n"
@@ -110,11 +112,11 @@ def _request_id() -> str:
 
 
 def _unreachable() -> str:
-    """Return the rules that format the error for requests that reach no router."""
+    """Return the rules that format UNREACHABLE for the API that the client called."""
     rule = f"    http-request set-var-fmt({UNREACHABLE_BODY})"
     return (
-        f"{rule} {_quoted(openais(UNREACHABLE, kind='server_error'))}\n"
-        f"{rule} {_quoted(anthropics(UNREACHABLE, kind='server_error'))} if {MESSAGES}\n"
+        f"{rule} {_quoted(openai_error(UNREACHABLE, kind='server_error'))}\n"
+        f"{rule} {_quoted(anthropic_error(UNREACHABLE, kind='server_error'))} if {MESSAGES}\n"
     )
 
 
@@ -141,12 +143,12 @@ def checks() -> str:
             ),
             refusal(
                 400,
-                "the request names no path of this server; name one that begins with /",
+                "the request's URL has no path of this server; send a path that begins with /",
                 when="!{ path_beg / }",
             ),
             refusal(
                 400,
-                "this server has no WebSockets; send POST requests, and read streams as "
+                "this server does not support WebSockets; send POST requests, and read streams as "
                 "server-sent events",
                 when="{ req.hdr(upgrade) -i websocket }",
             ),

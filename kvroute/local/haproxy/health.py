@@ -1,4 +1,7 @@
-"""Makes HAProxy's health check /-/healthz fail while the cluster stops."""
+"""Makes HAProxy's health check /-/healthz fail while the cluster stops.
+
+Load balancers then send no more requests to the cluster.
+"""
 
 import re
 import socket
@@ -7,8 +10,8 @@ from pathlib import Path
 
 ADMIN_SOCKET = "admin.sock"  # file of HAProxy's admin socket, in the node's folder
 STOPPING = "proc.stopping"  # HAProxy's process variable: true while the cluster stops
-STATEMENT = f"experimental-mode on; set var {STOPPING} bool(true)\n"
-RULE = (
+STATEMENT = f"experimental-mode on; set var {STOPPING} bool(true)\n"  # sets STOPPING
+RULE = (  # makes health checks fail while STOPPING is set
     "    http-request return status 503 content-type text/plain string stopping hdr retry-after 1 "
     f"if healthcheck {{ var({STOPPING}) -m bool }}\n"
 )
@@ -26,10 +29,8 @@ def fail_health_checks(folder: Path) -> None:
         folder: The cluster's folder, which has a folder with an admin socket for each node.
     """
     for path in folder.glob(f"*/{ADMIN_SOCKET}"):
-        with (
-            closing(socket.socket(socket.AF_UNIX)) as client,
-            suppress(OSError),
-        ):  # that HAProxy has ended
+        # There is an OSError if this HAProxy has ended.
+        with closing(socket.socket(socket.AF_UNIX)) as client, suppress(OSError):
             client.settimeout(1.0)
             client.connect(str(path))
             client.sendall(STATEMENT.encode())

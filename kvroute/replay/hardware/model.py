@@ -1,6 +1,6 @@
 """The speed of a modelled replica. The defaults describe an 8B model on a GPU like H200.
 
-The engine itself is in another module, so that the command line, which lists profiles, starts fast.
+The engine itself is in another module: the command line lists profiles, and must start fast.
 """
 
 from dataclasses import dataclass, replace
@@ -14,20 +14,21 @@ HOST_GB_PER_S = 50.0  # speed of copies from host memory in GB/s
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
+    """The times of an engine's steps."""
+
     prefill: PrefillModel = PREFILL
-    step_s: float = 5e-3  # fixed time of a step
-    sequence_s: float = 20e-6  # time of each sequence in a step
-    context_token_s: float = 27e-9  # time of each context token that a decode reads
-    chunk_tokens: int = 8192  # most tokens of a step, prefill and decode together
-    max_sequences: int = 256
+    step_s: float = 5e-3  # fixed time of each step
+    sequence_s: float = 20e-6  # time that each sequence adds to a step
+    context_token_s: float = 27e-9  # time that each context token of a decode adds to a step
+    chunk_tokens: int = 8192  # maximum tokens of a step, prefill and decode together
+    max_sequences: int = 256  # maximum number of sequences in a step
 
     def alone_s(self, hit_tokens: int, input_tokens: int, output_tokens: int) -> float:
-        """Return the seconds from arrival to last token of a request alone on a replica."""
-        decodes = output_tokens - 1  # the prefill's last step has the first token
+        """Return the seconds from arrival to last token if the replica has only this request."""
+        decodes = output_tokens - 1  # the last step of the prefill generates the first token
         steps = -(-(input_tokens - hit_tokens) // self.chunk_tokens) + decodes
-        context_tokens = (
-            decodes * input_tokens + decodes * output_tokens // 2
-        )  # tokens read in all steps
+        # Sum over all decode steps of the context tokens that the step reads.
+        context_tokens = decodes * input_tokens + decodes * output_tokens // 2
         return (
             self.prefill.seconds(hit_tokens, input_tokens)
             + steps * (self.step_s + self.sequence_s)
@@ -35,7 +36,7 @@ class EngineModel:
         )
 
     def at_speed(self, factor: float) -> "EngineModel":
-        """Return an engine that does everything `factor` times as fast."""
+        """Return an engine that is `factor` times as fast in everything."""
         return replace(
             self,
             prefill=PrefillModel(factor * self.prefill.tokens_per_s, self.prefill.attention_tokens),

@@ -1,7 +1,7 @@
-"""Profiles of a replica's speed and cache: named ones, or a JSON file with the same numbers.
+"""Profiles of a replica's speed and cache: named profiles, or a JSON file with the same numbers.
 
-The default `h200-8b` has rounded results of `derived`; the other profiles have its exact results.
-No named profile is measured: docs/measurements.md compares `h100-8b` with an H100.
+The default `h200-8b` has the rounded results of derived(); the other profiles have exact results.
+No named profile was measured. docs/measurements.md compares `h100-8b` with a real H100.
 """
 
 from dataclasses import dataclass
@@ -16,16 +16,16 @@ from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.settings.help import expectation
 
 DEFAULT_ENGINE = "h200-8b"
-ASSUMED = EngineModel()
+ASSUMED = EngineModel()  # has the default values of a profile
 
-PEAK_FLOPS_SHARE = 0.4  # share of the dense BF16 peak that prefill reaches
-STEP_OVERHEAD_S = 1.5e-3  # seconds of scheduling and launches in a step
-MEMORY_SHARE = 0.9  # share of a GPU's memory for weights and KV cache: vLLM's default
-BYTES = 2  # bytes of a number in BF16, as in weights and KV cache
+PEAK_FLOPS_SHARE = 0.4  # share of the GPU's dense BF16 peak that prefill is assumed to reach
+STEP_OVERHEAD_S = 1.5e-3  # assumed time of scheduling and kernel launches in a step
+MEMORY_SHARE = 0.9  # share of a GPU's memory for weights and KV cache, as by default in vLLM
+BYTES = 2  # size of a BF16 number, the type of weights and KV cache
 
 
 class ProfileError(ValueError):
-    """A profile cannot be used. The message says why and what to write."""
+    """A profile cannot be used. The message says why, and what the user should write."""
 
 
 class Profile(BaseModel):
@@ -34,8 +34,9 @@ class Profile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     prefill_tokens_per_s: PositiveFloat = ASSUMED.prefill.tokens_per_s  # speed at a prompt's start
-    # Position in the prompt at which the speed is half of that.
+    # Position in the prompt at which prefill has half of that speed.
     attention_tokens: PositiveFloat = ASSUMED.prefill.attention_tokens
+    # See EngineModel for the next five fields.
     step_s: PositiveFloat = ASSUMED.step_s
     sequence_s: NonNegativeFloat = ASSUMED.sequence_s
     context_token_s: NonNegativeFloat = ASSUMED.context_token_s
@@ -43,9 +44,10 @@ class Profile(BaseModel):
     max_sequences: PositiveInt = ASSUMED.max_sequences
     kv_tokens: PositiveInt = 800_000  # tokens in the KV cache
     kv_bytes: PositiveInt = KV_BYTES  # bytes of a token's keys and values
-    host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # copies from host memory, all GPUs together
+    host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # speed of copies from host memory to all GPUs
 
     def engine(self) -> EngineModel:
+        """Return the model of an engine with this profile."""
         return EngineModel(
             PrefillModel(self.prefill_tokens_per_s, self.attention_tokens),
             self.step_s,
@@ -58,7 +60,7 @@ class Profile(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's peak figures from its manufacturer."""
+    """The peak figures of a GPU, from its manufacturer."""
 
     flops: float  # dense BF16 operations per second
     memory_bytes_per_s: float
@@ -68,7 +70,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense transformer's shape."""
+    """The shape of a dense transformer."""
 
     parameters: float
     layers: int
@@ -89,12 +91,12 @@ LLAMA_70B = Model(70.6e9, layers=80, width=8192, kv_width=1024)
 
 
 def derived(gpu: Gpu, model: Model, *, gpus: int = 1) -> Profile:
-    """Return the profile of a replica of the model on `gpus` GPUs, derived from peak figures.
+    """Derive the profile of a replica on `gpus` GPUs from the GPU's peak figures.
 
-    A token's prefill takes 2 FLOPs for each parameter, and 4 x layers x width for each token before
-    it; both are equal at parameters / (2 x layers x width) tokens. A step reads the weights once,
-    and the keys and values of all context tokens, at the memory's peak speed. Communication between
-    GPUs is assumed to take no time. Each GPU has its own link to host memory.
+    Prefill of a token takes 2 FLOPs for each parameter, and 4 x layers x width FLOPs for each token
+    before it. Both terms are equal after parameters / (2 x layers x width) tokens. A step reads the
+    weights once, and the keys and values of all context tokens, at the memory's peak speed.
+    Communication between GPUs is assumed to take no time. Each GPU has its own link to host memory.
     """
     weight_bytes = BYTES * model.parameters
     kv_bytes = 2 * BYTES * model.layers * model.kv_width  # bytes of one token
@@ -132,7 +134,7 @@ def load_profile(name_or_file: str) -> Profile:
         content = Path(name_or_file).read_bytes()
     except OSError as error:
         raise ProfileError(
-            f"--engine is {name_or_file!r}, which is no profile and cannot be read "
+            f"--engine is {name_or_file!r}, which is neither a profile nor a readable file "
             f"({error.strerror}); expected one of {', '.join(PROFILES)}, or a JSON file such as "
             f"{Profile().model_dump_json()}"
         ) from None
@@ -148,6 +150,6 @@ def _explain(details: ErrorDetails) -> str:
         return f"{details['msg']}; expected an object such as {Profile().model_dump_json()}"
     name = str(details["loc"][0])
     if name not in Profile.model_fields:
-        return f"{name!r} is no field of a profile; expected {', '.join(Profile.model_fields)}"
+        return f"{name!r} is not a field of a profile; expected {', '.join(Profile.model_fields)}"
     example = Profile.model_fields[name].default
     return f"{name} is {details['input']!r}; {expectation(details['msg'])}, such as {example}"

@@ -1,1 +1,1 @@
-"""The routing policies that a replay compares."""
+"""The routing policies that a replay compares: kvroute, and models of other routers."""

@@ -1,4 +1,4 @@
-"""The names of the policies, for --help: to import the policies themselves takes half a second."""
+"""The names of the policies, for --help: an import of the policies takes half a second."""
 
 POLICY_NAMES = (
     "kvroute",

@@ -1,6 +1,6 @@
-"""Routing policies for a replay: kvroute's production code, and models of other routers.
+"""The policies of a replay: kvroute's production code, and models of other routers.
 
-Each policy has a router's information: the index, after its delay, and its own requests.
+Each policy has the information of a router: the delayed index, and the router's own requests.
 """
 
 import random
@@ -13,7 +13,7 @@ from kvroute.contract.keep import SESSION_BITS, RetentionHint, hash_number
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
-from kvroute.replay.policies.protocol import LoadReport, Policy, Sending, Setup
+from kvroute.replay.policies.protocol import Decision, LoadReport, Policy, Setup
 from kvroute.replay.policies.rivals import (
     Baseline,
     ConsistentHash,
@@ -32,22 +32,22 @@ from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.returns import Retention, SessionHints
 
-RETRY_SHARE = 1 / 60  # interval of the search for idle sessions, as a share of IDLE_S
+RETRY_SHARE = 1 / 60  # interval between two searches for idle sessions, as a share of IDLE_S
 
 
 class Production:
-    """kvroute: the Fleet, queue, seats and messages of a real router, on the trace's clock."""
+    """kvroute: fleet, queue, seats and messages of a real router, on the clock of the replay."""
 
-    report_s = 0.25  # as replicas do (TELL_INTERVAL_S in replica/deployment.py)
-    report_age_s = 0.002
+    report_s = 0.25  # seconds between two reports: REPORT_INTERVAL_S in replica/deployment.py
+    report_age_s = 0.002  # seconds until a report reaches the router
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self._names = [str(replica) for replica in range(setup.replicas)]
         self._now_s = 0.0
         self._queue = Queue[Request](lambda: self._fleet.loads.scale.busy_s)
         self._seats = Seats[Request](lambda: self._fleet.cache_tokens)
-        self._retentions: dict[int, Retention] = {}  # request not yet sent -> its retention
-        self._has_reported = False  # whether the last message listed waiting requests
+        self._retentions: dict[int, Retention] = {}  # undispatched request -> its retention
+        self._has_published_queue = False  # whether the latest message listed waiting requests
         self._peer_publisher = PeerPublisher(
             queue=self._queue,
             seats=self._seats,
@@ -83,13 +83,13 @@ class Production:
         for name in self._names:
             self._fleet.mirror.join(name)
 
-    def arrived(self, request: Request, now_s: float) -> None:
-        """Let the request wait for a seat if its session needs one, then for its turn."""
+    def on_arrival(self, request: Request, now_s: float) -> None:
+        """Let the request wait for a seat if its session needs one, and then in the queue."""
         placement = self._place(request, now_s)
         retention = self._fleet.retention(placement, self._hints(request))
         self._retentions[request.index] = retention
-        least_s = min([candidate.backlog_s for candidate in placement.ranking])
-        is_busy = least_s >= self._queue.busy_backlog_s
+        shortest_s = min([candidate.backlog_s for candidate in placement.ranking])
+        is_busy = shortest_s >= self._queue.busy_backlog_s
         self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure.value)
         waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
         if self._seats.is_free(waiter, now_s):
@@ -102,28 +102,30 @@ class Production:
         return SessionHints(session, is_end=request.is_end, has_tools=request.has_tools)
 
     def _queue_up(self, request: Request, placement: Placement, now_s: float) -> None:
-        there = placement.ranking[0]
+        candidate = placement.ranking[0]
         self._queue.add(
-            QueuedRequest(request, now_s, there.own_s + there.copy_s, holder_id=placement.holder_id)
+            QueuedRequest(
+                request, now_s, candidate.own_s + candidate.copy_s, holder_id=placement.holder_id
+            )
         )
 
-    def sends(self, now_s: float) -> Iterator[Sending]:
-        """Queue the requests that get a seat now, and yield the requests that leave the queue."""
+    def take_decisions(self, now_s: float) -> Iterator[Decision]:
+        """Queue the requests that get a seat now; yield the requests that leave the queue."""
         while waiter := self._seats.due(now_s):
             self._queue_up(waiter.request, self._place(waiter.request, now_s), waiter.arrived_s)
-            yield from self._sends(now_s)  # takes the seat before another session gets it
-        yield from self._sends(now_s)
+            yield from self._queue_decisions(now_s)  # now, so that no other session gets this seat
+        yield from self._queue_decisions(now_s)
 
-    def _sends(self, now_s: float) -> Iterator[Sending]:
+    def _queue_decisions(self, now_s: float) -> Iterator[Decision]:
         while queued := self._queue.pop_next(
             self._fleet.loads.capacities(self._names, now_s), now_s
         ):
             yield self._send(queued, now_s)
 
-    def wakes_s(self) -> float | None:
-        """Return the seconds until a replica has room for a request, or seats may be idle."""
+    def wake_after_s(self) -> float | None:
+        """Return the seconds until a replica may have capacity, or a session may be idle."""
         waits_s = [RETRY_SHARE * IDLE_S] if self._seats else []
-        if self._queue and self._peer_subscriber.alive:  # whose requests may come first
+        if self._queue and self._peer_subscriber.alive:  # other routers' requests may come first
             waits_s.append(self._queue.wake_s)
         elif self._queue:
             waits_s.append(
@@ -136,7 +138,7 @@ class Production:
             request.reusable, request.input_tokens, allowed_ids or self._names, now_s
         )
 
-    def _send(self, queued: QueuedRequest[Request], now_s: float) -> Sending:
+    def _send(self, queued: QueuedRequest[Request], now_s: float) -> Decision:
         request = queued.request
         self._queue.sent(queued, now_s)
         placement = self._place(request, now_s, queued.allowed_ids)
@@ -145,47 +147,49 @@ class Production:
         context = RequestContext(now_s, retention=retention)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s, context)
         self._attempts[request.index] = attempt
-        return Sending(
+        return Decision(
             request,
             int(best.replica_id),
             queued.order_s - now_s,
             attempt.dispatch.new_tokens,
-            self.kept(retention.keep),
+            self.retention_hint(retention.keep),
         )
 
     def best(self, placement: Placement) -> Candidate:
+        """Return the replica to which the request goes."""
         return placement.ranking[0]
 
-    def kept(self, keep: RetentionHint) -> RetentionHint | None:
-        """Return the retention hint for a request's blocks at the end of the answer."""
+    def retention_hint(self, keep: RetentionHint) -> RetentionHint | None:
+        """Return the retention hint to send for the request's blocks; None: no hint."""
         return keep
 
-    def first_token(self, request: Request, now_s: float) -> None:
+    def on_first_token(self, request: Request, now_s: float) -> None:
         self._attempts[request.index].first_token(now_s)
 
-    def finished(self, request: Request, now_s: float) -> None:
+    def on_finish(self, request: Request, now_s: float) -> None:
         attempt = self._attempts.pop(request.index)
         attempt.last_chunk_s, attempt.is_complete = now_s, True
         attempt.end()
 
-    def index_changed(
+    def on_index_change(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
     ) -> None:
         self._fleet.mirror.remove(self._names[replica], removed)
         self._fleet.mirror.add(self._names[replica], added)
 
-    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None:
+    def on_reports(self, reports: Sequence[LoadReport], now_s: float) -> None:
         for name, report in zip(self._names, reports, strict=True):
             self._fleet.loads.report(name, report.pending_tokens)
 
     def take_message(self, now_s: float) -> RouterMessage | None:
         self._now_s = now_s
         message = self._peer_publisher.take()
-        has_reported, self._has_reported = (
-            self._has_reported,
+        had_queue, self._has_published_queue = (
+            self._has_published_queue,
             bool(message.waiting and message.waiting.places),
         )
-        return message if message.events or has_reported or self._has_reported else None
+        is_needed = message.events or had_queue or self._has_published_queue
+        return message if is_needed else None
 
     def receive(self, message: RouterMessage, now_s: float) -> None:
         self._now_s = now_s
@@ -195,15 +199,15 @@ class Production:
 class LeastRecentlyUsed(Production):
     """kvroute without retention hints, so that engines evict the least recently used blocks."""
 
-    def kept(self, keep: RetentionHint) -> RetentionHint | None:
+    def retention_hint(self, keep: RetentionHint) -> RetentionHint | None:
         return None
 
 
 class MinTtft(Production):
-    """The replica with the earliest first token: queued prefill plus the prompt's own, after hits.
+    """The replica with the earliest first token: queued prefill plus the prompt's own prefill.
 
-    This is Mooncake's rule as it is commonly described, without KV transfers between replicas. It
-    is kvroute's cost with only the terms W, reload, own and copy.
+    This is Mooncake's rule as it is commonly described, without KV transfers between replicas. Of
+    kvroute's terms of the cost, it uses waiting, reload, own and copy.
     """
 
     def best(self, placement: Placement) -> Candidate:

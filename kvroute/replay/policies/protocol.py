@@ -15,13 +15,13 @@ from kvroute.replay.workload.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a router knows of its replicas at the start."""
+    """The facts about its replicas that a router knows at the start."""
 
     replicas: int
     kv_tokens: int
     prefill: PrefillModel
     block_tokens: int
-    chunk_tokens: int = 8192  # largest number of tokens in an engine step: max_num_batched_tokens
+    chunk_tokens: int = 8192  # maximum tokens in an engine step: vLLM's max_num_batched_tokens
     tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)  # slower tiers of each replica
 
     @property
@@ -29,14 +29,14 @@ class Setup:
         return self.kv_tokens // self.block_tokens
 
 
-class Sending(NamedTuple):
-    """A request that goes to a replica."""
+class Decision(NamedTuple):
+    """A policy's decision to send a request to a replica."""
 
     request: Request
     replica: int
-    order_s: float = 0.0  # added to its arrival for its place in the replica's queue
+    order_s: float = 0.0  # added to the request's time of arrival in the replica's queue
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
-    keep: RetentionHint | None = None  # retention hint for its blocks
+    keep: RetentionHint | None = None  # retention hint for the request's blocks
 
 
 class LoadReport(NamedTuple):
@@ -47,36 +47,39 @@ class LoadReport(NamedTuple):
 
 
 class Policy(Protocol):
-    """One router's decisions, and the events from which it learns."""
+    """A routing policy in one router: its decisions, and the events that it learns from."""
 
-    report_s: float  # seconds between two reports of the replicas; infinite: it reads none
+    report_s: float  # seconds between two reports of each replica; infinite: it uses no reports
     report_age_s: float  # age of a report when it reaches the router
 
-    def arrived(self, request: Request, now_s: float) -> None:
-        """Accept a client's request. It waits in the router until `sends` returns it."""
+    def on_arrival(self, request: Request, now_s: float) -> None:
+        """Accept a client's request. It waits in the router until `take_decisions` returns it."""
 
-    def sends(self, now_s: float) -> Iterable[Sending]:
-        """Return the requests that go to replicas now, in this order."""
+    def take_decisions(self, now_s: float) -> Iterable[Decision]:
+        """Return the requests that go to replicas now, in their order."""
 
-    def wakes_s(self) -> float | None:
-        """Return the seconds until `sends` should be called if no event happens; None: never."""
+    def wake_after_s(self) -> float | None:
+        """Return the seconds until `take_decisions` should be called again; None: at an event."""
 
-    def first_token(self, request: Request, now_s: float) -> None: ...
+    def on_first_token(self, request: Request, now_s: float) -> None:
+        """Record a request's first token."""
 
-    def finished(self, request: Request, now_s: float) -> None: ...
+    def on_finish(self, request: Request, now_s: float) -> None:
+        """Record the end of a request's answer."""
 
-    def index_changed(
+    def on_index_change(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
-    ) -> None: ...
+    ) -> None:
+        """Record that a replica has cached or evicted blocks."""
 
-    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None:
-        """Receive every replica's report, in the replicas' order.
+    def on_reports(self, reports: Sequence[LoadReport], now_s: float) -> None:
+        """Receive the reports of all replicas, in the order of the replicas.
 
-        A single router gets no reports, since it knows of all requests.
+        A single router gets no reports, since it knows all requests.
         """
 
     def take_message(self, now_s: float) -> RouterMessage | None:
-        """Return its events for the other routers since the last call."""
+        """Return a message for the other routers with the events since the last call, or None."""
 
     def receive(self, message: RouterMessage, now_s: float) -> None:
-        """Receive a message of another router, after its delay."""
+        """Receive a message from another router."""

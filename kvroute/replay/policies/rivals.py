@@ -1,4 +1,4 @@
-"""Models of other routers' policies, written from their sources. Dynamo's is in dynamo.py."""
+"""Models of other routers' policies, based on their source code. dynamo.py has Dynamo's."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import RouterMessage
-from kvroute.replay.policies.protocol import LoadReport, Sending, Setup
+from kvroute.replay.policies.protocol import Decision, LoadReport, Setup
 from kvroute.replay.workload.trace import Request
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.baselines import RANKINGS
@@ -17,7 +17,7 @@ from kvroute.router.placement.policy import Candidate
 
 
 class Counting:
-    """A policy that counts its own requests and nothing else."""
+    """A policy that knows only the requests that it has sent itself."""
 
     report_s = math.inf
     report_age_s = 0.0
@@ -26,59 +26,61 @@ class Counting:
         self.replicas = range(setup.replicas)
         self.setup = setup
         self.rng = rng
-        self.active = [0] * setup.replicas  # replica -> requests whose answer has not ended
-        self.queued = [0] * setup.replicas  # replica -> requests without a first token
-        self.at: dict[int, int] = {}  # request -> replica
-        self._arrived: list[Request] = []
+        self.active = [0] * setup.replicas  # replica -> number of unfinished requests
+        self.queued = [0] * setup.replicas  # replica -> number of requests without a first token
+        self.replica_of: dict[int, int] = {}  # request index -> its replica
+        self._new: list[Request] = []
 
     def pick(self, request: Request) -> int:
-        """Return the replica for this request."""
+        """Choose the replica for a request."""
         raise NotImplementedError
 
-    def arrived(self, request: Request, now_s: float) -> None:
-        self._arrived.append(request)
+    def on_arrival(self, request: Request, now_s: float) -> None:
+        self._new.append(request)
 
-    def sends(self, now_s: float) -> Iterable[Sending]:
-        arrived, self._arrived = self._arrived, []
-        return [Sending(request, self.choose(request)) for request in arrived]
+    def take_decisions(self, now_s: float) -> Iterable[Decision]:
+        new, self._new = self._new, []
+        return [Decision(request, self.choose(request)) for request in new]
 
-    def wakes_s(self) -> float | None:
+    def wake_after_s(self) -> float | None:
         return None
 
     def choose(self, request: Request) -> int:
+        """Choose the replica for a request, and count the request."""
         replica = self.pick(request)
-        self.at[request.index] = replica
+        self.replica_of[request.index] = replica
         self.active[replica] += 1
         self.queued[replica] += 1
-        self.sent(request, replica)
+        self.on_dispatch(request, replica)
         return replica
 
-    def sent(self, request: Request, replica: int) -> None: ...
+    def on_dispatch(self, request: Request, replica: int) -> None:
+        """Record that a request goes to a replica."""
 
-    def first_token(self, request: Request, now_s: float) -> None:
-        self.queued[self.at[request.index]] -= 1
+    def on_first_token(self, request: Request, now_s: float) -> None:
+        self.queued[self.replica_of[request.index]] -= 1
 
-    def finished(self, request: Request, now_s: float) -> None:
-        self.active[self.at.pop(request.index)] -= 1
+    def on_finish(self, request: Request, now_s: float) -> None:
+        self.active[self.replica_of.pop(request.index)] -= 1
 
-    def index_changed(
+    def on_index_change(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
     ) -> None: ...
 
-    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None: ...
+    def on_reports(self, reports: Sequence[LoadReport], now_s: float) -> None: ...
 
     def take_message(self, now_s: float) -> RouterMessage | None:
         return None
 
     def receive(self, message: RouterMessage, now_s: float) -> None: ...
 
-    def least(self, cost: Sequence[float], among: Sequence[int] | None = None) -> int:
-        """Return the replica with the least cost, a random one among equals."""
+    def cheapest(self, cost: Sequence[float], among: Sequence[int] | None = None) -> int:
+        """Return the replica with the lowest cost; choose at random among equal ones."""
         return min(among or self.replicas, key=lambda replica: (cost[replica], self.rng.random()))
 
 
 class Baseline(Counting):
-    """A baseline policy that `--policy` also offers for a live router."""
+    """A baseline policy that real routers offer as well (`kvroute serve --policy`)."""
 
     def __init__(self, name: str, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
@@ -93,10 +95,10 @@ class Baseline(Counting):
 
 
 class ConsistentHash(Counting):
-    """A ring with 100 points per replica.
+    """Consistent hashing on a ring with 100 points per replica.
 
-    The key is the session. If the trace names no session, the key is the prompt's first two
-    blocks, since all prompts may share the first one.
+    The key is the session. If the trace has no sessions, the key is the prompt's first two
+    blocks, since all prompts may share the first block.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
@@ -112,34 +114,35 @@ class ConsistentHash(Counting):
 
 
 class SGLang(Counting):
-    """SGLang's cache_aware: least load if unbalanced, else the longest match above 30%.
+    """SGLang's cache_aware: the least loaded replica if load is unbalanced, else the best match.
 
-    From sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs; thresholds are the
-    defaults of RouterArgs. It stores where it last sent each block. Nothing is evicted, because its
-    tree is larger than a trace.
+    A match must be longer than 30% of the prompt. The source is sgl-project/sglang,
+    sgl-model-gateway/src/policies/cache_aware.rs, with the default thresholds of RouterArgs. The
+    policy remembers for each block the replica that it was last sent to. Nothing is evicted, since
+    its tree is larger than a trace.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
-        self.tree: dict[Fingerprint, int] = {}  # block -> the replica it was last sent to
+        self.tree: dict[Fingerprint, int] = {}  # block -> replica to which it was last sent
 
     def pick(self, request: Request) -> int:
-        most, fewest = max(self.active), min(self.active)
-        if most - fewest > 64 and most > 1.5 * fewest:
-            return self.least(self.active)
-        known = list(takewhile(self.tree.__contains__, request.blocks))
-        if len(known) * request.block_tokens > 0.3 * request.input_tokens:
-            return self.tree[known[-1]]
-        return self.least(self.active)
+        highest, lowest = max(self.active), min(self.active)
+        if highest - lowest > 64 and highest > 1.5 * lowest:
+            return self.cheapest(self.active)
+        matched = list(takewhile(self.tree.__contains__, request.blocks))
+        if len(matched) * request.block_tokens > 0.3 * request.input_tokens:
+            return self.tree[matched[-1]]
+        return self.cheapest(self.active)
 
-    def sent(self, request: Request, replica: int) -> None:
+    def on_dispatch(self, request: Request, replica: int) -> None:
         self.tree.update(dict.fromkeys(request.blocks, replica))
 
 
 class Indexed(Counting):
-    """A policy that also follows the index."""
+    """A policy that also knows which replica has cached which blocks, from the index."""
 
-    tier_credit = 1.0  # value of a block in a slower tier only; a block in GPU memory counts 1
+    tier_credit = 1.0  # value of a block that is only in a slower tier; 1 is a block in GPU memory
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
@@ -148,17 +151,17 @@ class Indexed(Counting):
             self.mirror.join(str(replica))
 
     def hits(self, request: Request) -> list[float]:
-        """Return the value of the prompt's leading blocks on each replica."""
+        """Return the value of the cached prefix on each replica, in blocks."""
         hits = self.mirror.hits(request.reusable)
         gpu = [hits.get(str(replica), 0) for replica in self.replicas]
         counts: list[float] = [*gpu]
         for tier in self.setup.tiers:
-            hits = self.mirror.hits([*map(tier.member, request.reusable)])
+            hits = self.mirror.hits([*map(tier.fingerprint, request.reusable)])
             for replica, near in enumerate(gpu):
                 counts[replica] += self.tier_credit * max(0, hits.get(str(replica), 0) - near)
         return counts
 
-    def index_changed(
+    def on_index_change(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
     ) -> None:
         self.mirror.remove(str(replica), removed)
@@ -166,7 +169,7 @@ class Indexed(Counting):
 
 
 class Prefilling(Indexed):
-    """Least cost, by the prompt tokens to compute on each replica."""
+    """A policy whose cost depends on the prompt tokens that each replica has to compute."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
@@ -174,55 +177,57 @@ class Prefilling(Indexed):
         self.new_tokens: dict[int, float] = {}  # request index -> prompt tokens to compute
 
     def missing_tokens(self, request: Request) -> list[float]:
-        """Return the prompt tokens that each replica has to compute."""
+        """Return how many tokens of the prompt each replica would have to compute."""
         return [request.input_tokens - hit * request.block_tokens for hit in self.hits(request)]
 
     def pick(self, request: Request) -> int:
         missing = self.missing_tokens(request)
-        replica = self.least(self.cost(request, missing))
+        replica = self.cheapest(self.cost(request, missing))
         self.new_tokens[request.index] = missing[replica]
         return replica
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
-        """Return the cost of each replica, which has to compute `missing` tokens of the prompt."""
+        """Return the cost of each replica, which has to compute `missing` prompt tokens."""
         raise NotImplementedError
 
-    def sent(self, request: Request, replica: int) -> None:
+    def on_dispatch(self, request: Request, replica: int) -> None:
         self.prefill_tokens[replica] += self.new_tokens[request.index]
 
-    def first_token(self, request: Request, now_s: float) -> None:
-        super().first_token(request, now_s)
-        self.prefill_tokens[self.at[request.index]] -= self.new_tokens.pop(request.index)
+    def on_first_token(self, request: Request, now_s: float) -> None:
+        super().on_first_token(request, now_s)
+        self.prefill_tokens[self.replica_of[request.index]] -= self.new_tokens.pop(request.index)
 
 
 class LMetric(Prefilling):
-    """A replica's pending prompt tokens times its requests, both with this request.
+    """LMetric: the cost is a replica's pending prompt tokens times its number of requests.
 
-    From "LMetric: Simple is Better - Multiplication May Be All You Need for LLM Request
-    Scheduling", arXiv 2603.15202. In its favour, a prompt counts as cached as soon as it was sent.
+    Both numbers include this request. The source is "LMetric: Simple is Better - Multiplication May
+    Be All You Need for LLM Request Scheduling", arXiv 2603.15202. To its advantage, a prompt counts
+    as cached as soon as it is sent.
     """
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
         return [(self.prefill_tokens[r] + missing[r]) * (self.active[r] + 1) for r in self.replicas]
 
-    def sent(self, request: Request, replica: int) -> None:
-        super().sent(request, replica)
+    def on_dispatch(self, request: Request, replica: int) -> None:
+        super().on_dispatch(request, replica)
         self.mirror.expect(str(replica), request.blocks)
 
-    def finished(self, request: Request, now_s: float) -> None:
-        self.mirror.unexpect(str(self.at[request.index]), request.blocks)
-        super().finished(request, now_s)
+    def on_finish(self, request: Request, now_s: float) -> None:
+        self.mirror.unexpect(str(self.replica_of[request.index]), request.blocks)
+        super().on_finish(request, now_s)
 
 
 class LlmD(Indexed):
-    """llm-d's scorers: 2 x cached share of the prompt + free KV share + shortness of the queue.
+    """llm-d's score: 2 x cached share of the prompt + free share of the KV cache + short queue.
 
-    From llm-d/llm-d-inference-scheduler: weights in
-    deploy/config/epp-precise-prefix-cache-config.yaml, which leaves speculative indexing at its
-    default, off; the queue's scale in queuedepth/README.md. It scrapes queues and KV use from vLLM,
-    every 50 ms by default (refreshMetricsInterval). A single router uses its own counters here
-    instead, which are never late, minus the one request that runs. A block in host memory only
-    counts 0.8, the default weight of `cpu` in llm-d-kv-cache-manager.
+    The source is llm-d/llm-d-inference-scheduler. The weights are those of
+    deploy/config/epp-precise-prefix-cache-config.yaml, with speculative indexing off, its default.
+    queuedepth/README.md has the scale of the queue. llm-d scrapes queues and KV use from vLLM, by
+    default every 50 ms (refreshMetricsInterval). Here, a single router uses its own counters
+    instead, which are never late; it subtracts one request, which is not in the queue but runs. A
+    block that is only in host memory counts 0.8, the default weight of `cpu` in
+    llm-d-kv-cache-manager.
     """
 
     report_s = 0.05
@@ -230,8 +235,8 @@ class LlmD(Indexed):
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
-        self.kv_tokens = [0] * setup.replicas
-        self.scraped: list[tuple[int, float]] | None = None  # replica -> waiting, KV use
+        self.kv_tokens = [0] * setup.replicas  # replica -> prompt tokens of its unfinished requests
+        self.scraped: list[tuple[int, float]] | None = None  # replica -> queue length, KV use
 
     def pick(self, request: Request) -> int:
         blocks = max(1, len(request.reusable))
@@ -244,47 +249,47 @@ class LlmD(Indexed):
             - ((longest - waiting[r]) / spread if spread else 1.0)
             for r in self.replicas
         ]
-        return self.least(cost)
+        return self.cheapest(cost)
 
     def counted(self) -> list[tuple[int, float]]:
-        """Return what a scrape would show now if this router were the only one."""
+        """Return what a scrape would show now, from this router's own counters."""
         return [
             (max(0, queued - 1), min(1.0, tokens / self.setup.kv_tokens))
             for queued, tokens in zip(self.queued, self.kv_tokens, strict=True)
         ]
 
-    def reported(self, reports: Sequence[LoadReport], now_s: float) -> None:
+    def on_reports(self, reports: Sequence[LoadReport], now_s: float) -> None:
         capacity = self.setup.capacity_blocks
         self.scraped = [(load.waiting, load.used_blocks / capacity) for load, _ in reports]
 
-    def sent(self, request: Request, replica: int) -> None:
+    def on_dispatch(self, request: Request, replica: int) -> None:
         self.kv_tokens[replica] += request.input_tokens
 
-    def finished(self, request: Request, now_s: float) -> None:
-        self.kv_tokens[self.at[request.index]] -= request.input_tokens
-        super().finished(request, now_s)
+    def on_finish(self, request: Request, now_s: float) -> None:
+        self.kv_tokens[self.replica_of[request.index]] -= request.input_tokens
+        super().on_finish(request, now_s)
 
 
 class LlmDSpeculative(LlmD):
-    """llm-d with speculative indexing, as in preciseprefixcache/README.md.
+    """llm-d with speculative indexing, as preciseprefixcache/README.md describes it.
 
-    A prompt's blocks count as cached on the replica that it was sent to, for EXPECTED_S.
+    For EXPECTED_S, the blocks of a prompt count as cached on the replica to which it was sent.
     """
 
-    EXPECTED_S = 2.0  # llm-d's default
+    EXPECTED_S = 2.0  # seconds; the default of llm-d
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
         self.expected = deque[tuple[float, int, Request]]()  # time of sending, replica, request
 
-    def sends(self, now_s: float) -> Iterable[Sending]:
+    def take_decisions(self, now_s: float) -> Iterable[Decision]:
         while self.expected and self.expected[0][0] <= now_s - self.EXPECTED_S:
             _, replica, request = self.expected.popleft()
             self.mirror.unexpect(str(replica), request.blocks)
-        sendings = list(super().sends(now_s))
-        self.expected += ((now_s, replica, request) for request, replica, *_ in sendings)
-        return sendings
+        decisions = list(super().take_decisions(now_s))
+        self.expected += ((now_s, replica, request) for request, replica, *_ in decisions)
+        return decisions
 
-    def sent(self, request: Request, replica: int) -> None:
-        super().sent(request, replica)
+    def on_dispatch(self, request: Request, replica: int) -> None:
+        super().on_dispatch(request, replica)
         self.mirror.expect(str(replica), request.blocks)

@@ -1,1 +1,1 @@
-"""The requests of a replay: the trace, its pace, and sessions that wait for their answers."""
+"""The requests of a replay: the trace, its pace, and sessions whose turns wait for answers."""

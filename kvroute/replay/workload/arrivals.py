@@ -1,4 +1,4 @@
-"""The requests of a trace, as they arrive at a given pace."""
+"""Sets the arrival times of a trace's requests for a pace."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from kvroute.replay.workload.trace import Request, at_speed, native_rps
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests with their arrival times and dependencies."""
+    """Requests with their arrival times, and the requests that wait for answers."""
 
     requests: list[Request]
     loop: Loop
-    summary: str  # the pace, for the terminal
+    summary: str  # description of the pace, for the terminal
 
 
 def arrivals_at(
@@ -30,16 +30,16 @@ def arrivals_at(
     engine: EngineModel,
     saturation_rps: Callable[[], float],
 ) -> Arrivals:
-    """Return the trace's requests at the pace.
+    """Return the requests of a trace with arrival times for a pace.
 
     Args:
         pace: The pace.
-        recorded: The trace's requests at its own pace.
-        engine: Engine for the durations of answers that the trace lacks.
+        recorded: The requests of the trace with their recorded arrival times.
+        engine: Engine that determines the duration of an answer if the trace does not have it.
         saturation_rps: Computes the saturation; called only if the pace depends on it.
 
     Raises:
-        TraceError: The trace does not allow the pace.
+        TraceError: The trace cannot be replayed at this pace.
     """
     native = native_starts_per_s(recorded) if pace.is_closed_loop else native_rps(recorded)
     if pace.sessions is not None:

@@ -1,9 +1,9 @@
-"""Closed loops: each turn of a session arrives some time after the answer to the turn before.
+"""Closed loops: each turn of a session arrives some time after the previous turn was answered.
 
-In that time people think and tools run. It is taken from the trace and is the same at any speed:
-the time between two arrivals minus the duration of the answer between them. If the trace has no
-durations, the answer's duration on an idle replica is used. So turns arrive as recorded on an idle
-cluster, and later on a busy one.
+During this time, people think and tools run. It comes from the trace and does not depend on the
+speed of the replay: it is the time between two arrivals minus the duration of the answer between
+them. If the trace has no durations, the duration on an idle replica is used. So turns arrive as
+recorded if the cluster is idle, and later if it is busy.
 """
 
 from collections import defaultdict
@@ -22,16 +22,16 @@ Turns = Sequence[Request]  # the requests of one session, in order
 class FollowUp:
     """The next turn of a session."""
 
-    index: int  # index of its request
-    think_s: float  # seconds between the end of the earlier answer and its arrival
+    index: int  # index of the next turn's request
+    think_s: float  # seconds between the end of the previous answer and this turn's arrival
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoopSession:
     """A session of a closed loop."""
 
-    turns: Sequence[int]  # indices of its requests, in order
-    alone_s: float  # duration on an idle replica that has every repeated block cached
+    turns: Sequence[int]  # indices of the session's requests, in order
+    alone_s: float  # duration on an idle replica whose cache never evicts a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Loop:
     queued: Sequence[int] = ()  # first turns of sessions that wait until another session ends
 
 
-OPEN_LOOP = Loop()  # no request waits
+OPEN_LOOP = Loop()  # no request waits for an answer
 
 
 def native_starts_per_s(recorded: Sequence[Request]) -> float:
-    """Return the sessions that start per second of the trace's own time.
+    """Return how many sessions start per second in the recorded trace.
 
     Raises:
         TraceError: The trace has fewer than two sessions.
@@ -65,7 +65,7 @@ def native_starts_per_s(recorded: Sequence[Request]) -> float:
 def starts_at_speed(
     recorded: Sequence[Request], speed: float, engine: EngineModel
 ) -> tuple[list[Request], Loop]:
-    """Return the requests and dependencies of sessions that start `speed` times as fast.
+    """Return the requests and the loop if sessions start at `speed` times the recorded rate.
 
     The duration of each session stays the same.
     """
@@ -77,10 +77,10 @@ def starts_at_speed(
 def starts_at_once(
     recorded: Sequence[Request], count: int, engine: EngineModel
 ) -> tuple[list[Request], Loop]:
-    """Return the requests and dependencies if `count` sessions run at a time.
+    """Return the requests and the loop if `count` sessions run at any time.
 
-    The first sessions arrive at 0 s, in the trace's order. A later session gets the arrival time
-    that it would have on an idle cluster; a replay starts it when another session ends.
+    The first `count` sessions of the trace arrive at 0 s. Each later session gets the arrival time
+    that it would have on an idle cluster. The replay starts it when another session ends.
     """
     sessions = _sessions(recorded)
     free_s = [0.0] * count  # heap of the times at which running sessions end
@@ -119,7 +119,7 @@ def _loop(sessions: Sequence[Turns], engine: EngineModel) -> Loop:
 
 
 def _moved(sessions: Sequence[Turns], starts_s: Sequence[float]) -> list[list[Request]]:
-    """Return the sessions with new start times, their requests numbered by arrival."""
+    """Return the sessions with new start times, their requests numbered in order of arrival."""
     moved = [
         [replace(turn, arrival_s=start_s + turn.arrival_s - turns[0].arrival_s) for turn in turns]
         for turns, start_s in zip(sessions, starts_s, strict=True)
@@ -134,25 +134,25 @@ def _in_order(sessions: Sequence[Turns]) -> list[Request]:
 
 
 def _sessions(requests: Iterable[Request]) -> list[list[Request]]:
-    """Return the turns of each session, in order.
+    """Return the turns of each session in order.
 
-    A request without a session is a session of its own. So is a request that arrived before an
-    earlier answer of its session had ended, since parallel agents may share a session's name.
+    A request without a session's name is a session of its own. Parallel agents may share a name: so
+    a request that arrived before the previous turn was answered starts another session.
     """
     sessions: list[list[Request]] = []
-    branches: dict[str, list[list[Request]]] = defaultdict(list)  # by name
+    branches: dict[str, list[list[Request]]] = defaultdict(list)  # name -> sessions of this name
     for request in requests:
-        own = branches[request.session] if request.session else []
-        free = (turns for turns in own if _has_answer(turns[-1], request.arrival_s))
+        same_name = branches[request.session] if request.session else []
+        free = (turns for turns in same_name if _has_answer(turns[-1], request.arrival_s))
         turns = next(free, None)
         if turns is None:
             turns = []
-            own.append(turns)
+            same_name.append(turns)
             sessions.append(turns)
         turns.append(request)
     return sessions
 
 
 def _has_answer(turn: Request, at_s: float) -> bool:
-    """Return whether the answer had ended; without recorded durations, it had."""
+    """Return whether the turn's answer had ended at a time; assume so if it has no duration."""
     return turn.arrival_s + (turn.answered_s or 0.0) <= at_s

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The pace. At most one of the first four fields is set; without any: the trace's own speed."""
+    """The pace. At most one of the first four fields is set; if none is, it is the recorded one."""
 
     load: float | None = None  # arrival rate as a share of saturation
-    speed: float | None = None  # arrival rate as a multiple of the trace's
-    rate: float | None = None  # requests per second; in a closed loop, started sessions
+    speed: float | None = None  # arrival rate as a multiple of the recorded rate
+    rate: float | None = None  # requests per second; in a closed loop, started sessions per second
     sessions: int | None = None  # number of sessions that run at once, in a closed loop
     is_closed_loop: bool = False
 
     @property
     def unit(self) -> str:
+        """Return the word for what `rate` counts."""
         return "sessions" if self.is_closed_loop else "requests"

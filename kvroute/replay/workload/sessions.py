@@ -1,4 +1,4 @@
-"""Adds clients' hints about ended sessions to a trace that has none."""
+"""Adds clients' hints that a session ends to a trace without such hints."""
 
 import random
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from kvroute.replay.workload.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Shares of requests that carry the hint that their session ends."""
+    """The shares of requests with the hint that their session ends."""
 
-    right: float = 0.0  # share among requests whose prompt no later request continues
-    wrong: float = 0.0  # share among all other requests
+    right: float = 0.0  # share of the requests whose prompt no later request continues
+    wrong: float = 0.0  # share of all other requests
 
 
 def with_ends(requests: Sequence[Request], ends: Ends, seed: int) -> list[Request]:
-    """Return the requests, some with the hint that their session ends."""
+    """Add the hint to a random part of the requests."""
     rng, continued = random.Random(seed), set[Fingerprint]()
     hinted = []
     for request in reversed(requests):

@@ -1,12 +1,14 @@
-"""The requests of a recorded trace, with their arrival times in a replay.
+"""Reads the requests of a recorded trace.
 
 The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input_length` and
-`output_length` (tokens) and `hash_ids`, one for each block of the prompt. Ids are chained: equal
-ids mean equal prefixes up to that block. Blocks after the last id belong to this request only. A
-cluster's request log (request_log.py) also has the block size, the requested model, and the time
-and outcome of each request. Optional fields are the `session` of a request, `tools` if its model
-may call them (or a `tool_call`, or a `hint` of 1, if it does so), and `session_end` if the client
-sent that hint.
+`output_length` (tokens), and `hash_ids` with an id for each block of the prompt. Ids are chained:
+equal ids mean equal prefixes up to and with that block. No other request has the blocks after the
+last id. A cluster's request log (request_log.py) also has the block size, the requested model, and
+the time and outcome of each request. Optional fields are:
+
+- `session`: the session of the request.
+- `tools`: true if the model may call tools. `tool_call`, or a `hint` of 1, means the same.
+- `session_end`: true if the client sent the hint that the session ends.
 """
 
 import json
@@ -22,46 +24,48 @@ from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 
-BLOCK_TOKENS = 512  # block size of a trace that names none, as in Mooncake's traces
-MAX_TOKENS = 100_000_000  # largest accepted prompt; more tokens are a mistake in the trace
+BLOCK_TOKENS = 512  # block size of a trace that does not have it, as in Mooncake's traces
+MAX_TOKENS = 100_000_000  # maximum length of a prompt; a longer one is a mistake in the trace
 NOT_RUN = ("failed", "refused")  # outcomes of requests that are not replayed
-TICK_S = 3.0  # longest time in seconds over which requests with equal timestamps are spread
+TICK_S = 3.0  # requests with equal timestamps are spread over at most so many seconds
 
 
 class TraceError(ValueError):
-    """The trace cannot be replayed. The message names the line and the reason."""
+    """The trace cannot be replayed. The message has the line and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
+    """One request of a trace."""
+
     index: int  # position in the order of arrival
     arrival_s: float
     input_tokens: int
     output_tokens: int
     blocks: tuple[Fingerprint, ...]  # the prompt's full blocks
-    block_tokens: int = BLOCK_TOKENS  # tokens per block, the same in all requests of a trace
-    model: str | None = None  # the same in all requests; None if the trace names no model
-    session: str | None = None  # session of which the request is a turn
-    answered_s: float | None = None  # recorded seconds from its arrival to the end of its answer
+    block_tokens: int = BLOCK_TOKENS  # tokens per block, equal in all requests of a trace
+    model: str | None = None  # model, equal in all requests; None if the trace has no models
+    session: str | None = None  # name of the session that the request belongs to
+    answered_s: float | None = None  # recorded seconds from arrival to the end of the answer
     has_tools: bool = False  # whether the model may call tools in this session
-    is_end: bool = False  # whether its client sent the hint that the session ends
-    own_blocks: int = 0  # number of blocks at the end for which the trace has no ids
+    is_end: bool = False  # whether the client sent the hint that the session ends
+    own_blocks: int = 0  # number of the last blocks, for which the trace has no ids
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
-        """Return the blocks that a cache can supply; the last token is always computed."""
+        """Return the blocks that a cache can provide; the last token is always computed."""
         return self.blocks[: reusable_blocks(self.input_tokens, self.block_tokens)]
 
 
 def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) -> list[Request]:
-    """Return the trace's requests in order of arrival, starting at 0 s, at the trace's own speed.
+    """Return the requests of a trace in order of arrival; the first one arrives at 0 s.
 
     Args:
         path: File with the trace, or a folder with the request logs of several routers, of which
             all .jsonl files are read.
-        limit: Largest number of requests; None: all.
-        seed: Seed for spreading requests with equal timestamps.
-        model: Read only requests for this model.
+        limit: Maximum number of requests; None: all requests.
+        seed: Seed of the random numbers that spread requests with equal timestamps.
+        model: Read only the requests for this model; None: the trace has one model.
 
     Raises:
         TraceError: The trace cannot be replayed.
@@ -89,12 +93,12 @@ def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) 
 
 
 def at_speed(requests: Iterable[Request], speed: float) -> list[Request]:
-    """Return the requests with `speed` times the rate of arrivals."""
+    """Return the requests with `speed` times their rate of arrivals."""
     return [replace(request, arrival_s=request.arrival_s / speed) for request in requests]
 
 
 def native_rps(recorded: Sequence[Request]) -> float:
-    """Return the requests per second in the trace's own time."""
+    """Return the recorded number of requests per second."""
     return len(recorded) / span_s(recorded)
 
 
@@ -104,27 +108,29 @@ def span_s(requests: Sequence[Request]) -> float:
 
 
 def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
-    """Return each request's hit tokens in one shared cache without eviction."""
+    """Return the hit tokens of each request if all had one shared cache without eviction."""
     seen: set[Fingerprint] = set()
     hits = []
     for request in requests:
         reusable = request.reusable
-        known = next((i for i, block in enumerate(reusable) if block not in seen), len(reusable))
-        hits.append(known * request.block_tokens)
+        hit_blocks = next(
+            (i for i, block in enumerate(reusable) if block not in seen), len(reusable)
+        )
+        hits.append(hit_blocks * request.block_tokens)
         seen.update(request.blocks)
     return hits
 
 
 def unnamed(requests: Sequence[Request]) -> str:
-    """Return a line about the blocks without ids in the trace, or ""."""
-    lines = sum(request.own_blocks > 0 for request in requests)
-    if not lines:
+    """Return a sentence about blocks without ids in the trace, or ""."""
+    affected = sum(request.own_blocks > 0 for request in requests)
+    if not affected:
         return ""
     tokens = sum(request.own_blocks * request.block_tokens for request in requests)
     share = tokens / sum(request.input_tokens for request in requests)
     return (
-        f"blocks without an id: in {lines:,} of {len(requests):,} requests, {tokens:,} tokens "
-        f"({share:.1%} of all); each counts as a block that no other request has"
+        f"blocks without an id: in {affected:,} of {len(requests):,} requests, {tokens:,} tokens "
+        f"({share:.1%} of all tokens); each counts as a block that no other request has"
     )
 
 
@@ -148,7 +154,7 @@ def _requests(path: Path, model: str | None) -> Iterator[Request]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield each line with its location. An incomplete last line in a folder is skipped."""
+    """Yield each line with its location; skip incomplete last lines of request logs."""
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         with file.open() as lines:
             for number, line in enumerate(lines, 1):
@@ -158,28 +164,28 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _request(where: str, line: str) -> Request | None:
-    """Parse a line; return None for a request that failed or never ran."""
+    """Parse a line; return None for a request that failed or was refused."""
     try:
         row = json.loads(line)
         input_tokens = int(row["input_length"])
         block_tokens = int(row.get("block_size", BLOCK_TOKENS))
         if not 1 <= input_tokens <= MAX_TOKENS:
             raise ValueError(f"input_length is {input_tokens}; expected 1 to {MAX_TOKENS}")
-        least = reusable_blocks(input_tokens, block_tokens)
+        reusable = reusable_blocks(input_tokens, block_tokens)
         ids = row["hash_ids"][: input_tokens // block_tokens]
         request = Request(
             index=0,
             arrival_s=row["timestamp"] / 1000.0,
             input_tokens=input_tokens,
             output_tokens=max(1, int(row["output_length"])),
-            blocks=(*_named_blocks(ids), *_own_blocks(where, len(ids), least)),
+            blocks=(*_named_blocks(ids), *_own_blocks(where, len(ids), reusable)),
             block_tokens=block_tokens,
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
             answered_s=_answered_s(row),
             has_tools=bool(row.get("tools") or row.get("tool_call") or row.get("hint") == 1),
             is_end=bool(row.get("session_end")),
-            own_blocks=max(0, least - len(ids)),
+            own_blocks=max(0, reusable - len(ids)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise TraceError(f"{where} is not a request of a Mooncake trace: {error!r}") from None
@@ -187,19 +193,19 @@ def _request(where: str, line: str) -> Request | None:
 
 
 def _named_blocks(ids: Iterable[Any]) -> Iterator[Fingerprint]:
-    """Yield the blocks that a line names. Ids start at 0, which means "no block" in the router."""
+    """Yield the blocks with ids. Ids start at 0, which stands for "no block" in the router."""
     for id_ in ids:
         yield Fingerprint(int(id_) + 1)
 
 
-def _own_blocks(where: str, named: int, least: int) -> Iterator[Fingerprint]:
-    """Yield a unique fingerprint for each block for which a line has tokens but no id."""
-    for number in range(named, least):
+def _own_blocks(where: str, named: int, reusable: int) -> Iterator[Fingerprint]:
+    """Yield a unique fingerprint for each block that has no id."""
+    for number in range(named, reusable):
         yield Fingerprint(xxh3_64_intdigest(f"{where}, block {number}".encode()))
 
 
 def _answered_s(row: dict[str, Any]) -> float | None:
-    """Return the seconds from arrival to the end of the answer, or None if they were not logged."""
+    """Return the seconds from arrival to the end of the answer, or None if not recorded."""
     if row.get("duration_s") is None:
         return None
     answered_s = float(row["duration_s"]) + float(row.get("queued_s") or 0.0)
@@ -209,7 +215,7 @@ def _answered_s(row: dict[str, Any]) -> float | None:
 
 
 def _spread(times_s: Sequence[float], rng: random.Random) -> list[float]:
-    """Spread requests with equal timestamps uniformly over the time until the next timestamp."""
+    """Spread requests with equal timestamps at random over the time until the next timestamp."""
     ticks = [(time_s, len(list(group))) for time_s, group in groupby(times_s)]
     ends_s = [min(later - time_s, TICK_S) for (time_s, _), (later, _) in pairwise(ticks)]
     spread: list[float] = []

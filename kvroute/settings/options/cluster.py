@@ -1,4 +1,4 @@
-"""All options of a cluster."""
+"""The options of a cluster: those of its models, and those of the cluster itself."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from kvroute.settings.options.model import ModelOptions
 
 
 class Options(ModelOptions):
-    """All options; the options of this class apply to the whole cluster."""
+    """All options. The options that this class adds apply to the whole cluster."""
 
     models: Annotated[
         list[dict[str, Any]],

@@ -1,4 +1,4 @@
-"""The options for replicas and routers, and the groups and types of all options."""
+"""The options that replicas and routers have in common, and the groups of all options."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,10 +12,10 @@ from kvroute.settings import parsers
 from kvroute.settings.help import Option, option
 from kvroute.store.keys import DEFAULT_CLUSTER
 
-CPU_BLOCK_SIZE = 32  # default tokens per block on CPUs
-GPU_BLOCK_SIZE = 16  # default tokens per block on GPUs
+CPU_BLOCK_SIZE = 32  # default number of tokens per KV block on CPUs
+GPU_BLOCK_SIZE = 16  # default number of tokens per KV block on GPUs
 
-
+# The groups of options, which are headings in --help and in the documents.
 MODEL = "Model"
 REPLICAS = "Replicas"
 ENDPOINT = "Endpoint"
@@ -27,19 +27,19 @@ PREFIXES = "Named prefixes"
 ADAPTERS = "LoRA adapters"
 ATTACHED = "Your own vLLM servers (--attach)"
 SIMULATED = "Simulated engine (--engine simulated)"
-GROUPS = (  # in the order of --help and of the documents
+GROUPS = (  # all groups in the order of --help and of the documents
     *(MODEL, REPLICAS, ENDPOINT, CACHE, QUEUE, PREFIXES, ADAPTERS),
     *(ATTACHED, CLUSTER, LOGS, SIMULATED),
 )
-FIRST = ("host", "port", "api_keys", "policy")  # the first options of their groups
-WHOLE_CLUSTER = (ENDPOINT, QUEUE, CLUSTER, LOGS)  # groups whose options are the same for all models
+FIRST = ("host", "port", "api_keys", "policy")  # these options come first in their groups
+WHOLE_CLUSTER = (ENDPOINT, QUEUE, CLUSTER, LOGS)  # groups whose options apply to all models alike
 
 Positive = Field(ge=1)
 NotNegative = Field(ge=0)
 
 
 def in_order(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
-    """Return the options by group, those that most users need first."""
+    """Sort the options by group; in a group, the options that most users need come first."""
     return dict(sorted(fields.items(), key=lambda item: _rank(*item)))
 
 
@@ -49,7 +49,7 @@ def _rank(name: str, field: FieldInfo) -> tuple[int, int]:
 
 
 class CommonOptions(BaseModel):
-    """The options for every replica and every router of a model."""
+    """The options that both the replicas and the routers of a model receive."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), defer_build=True

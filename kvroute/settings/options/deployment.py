@@ -1,4 +1,4 @@
-"""The options for Ray Serve."""
+"""The options for Ray Serve, which starts and stops the replicas of a model."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from kvroute.settings.options.common import CLUSTER, REPLICAS, NotNegative, Posi
 
 
 class DeploymentOptions(BaseModel):
-    """The options for Serve, which starts the replicas; replicas do not receive them."""
+    """The options for Ray Serve. Neither replicas nor routers receive them."""
 
     replicas: Annotated[
         int, Positive, Option(REPLICAS, "Number of replicas, each with its own KV cache.")

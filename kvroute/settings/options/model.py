@@ -1,4 +1,4 @@
-"""All options that can have one value for each model."""
+"""The options of one model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,7 @@ from kvroute.settings.options.router import RouterOptions
 
 
 class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
-    """All options of one model."""
+    """All options of one model: for its replicas, for the routers, and for Ray Serve."""
 
     multi_task_prompt: Annotated[
         Path | None,
@@ -53,7 +53,7 @@ class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
     ] = []  # noqa: RUF012  # pydantic copies the default
 
 
-PER_MODEL = tuple(  # names of the options that can differ between several models
+PER_MODEL = tuple(  # names of the options that can have different values for each model
     name
     for name, field in in_order(ModelOptions.model_fields).items()
     if option(field).group not in WHOLE_CLUSTER

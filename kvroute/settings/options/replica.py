@@ -1,4 +1,4 @@
-"""The options for every replica of a model."""
+"""The options that the replicas of a model receive."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,11 +20,11 @@ from kvroute.settings.options.common import (
     Positive,
 )
 
-Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # vLLM's names
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # as vLLM names them
 
 
 class ReplicaOptions(CommonOptions):
-    """The options for every replica."""
+    """The options that the replicas of a model receive, including the common ones."""
 
     dtype: Annotated[
         Dtype,

@@ -1,4 +1,4 @@
-"""The options for every router."""
+"""The options that routers receive."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +19,7 @@ from kvroute.settings.options.common import (
 
 
 class RouterOptions(CommonOptions):
-    """The options for every router."""
+    """The options that routers receive for a model, including the common ones."""
 
     max_body_mb: Annotated[int, Positive, Option(ENDPOINT, "Maximum request body in MB.")] = 16
     max_requests: Annotated[
@@ -48,7 +48,7 @@ class RouterOptions(CommonOptions):
             kind=str,
         ),
     ] = "auto"
-    # The default is 10 minutes: after that time agents and the official clients give up.
+    # The default is 10 minutes: after that time, agents and the official clients give up.
     max_seat_wait_s: Annotated[
         float,
         Field(ge=0, le=1e6),

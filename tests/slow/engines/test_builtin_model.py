@@ -89,7 +89,7 @@ def test_a_failed_conversion_says_why_and_counts_for_nothing(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "executable", "/bin/ls")
-    with pytest.raises(RuntimeError, match=r"could not be converted:\n.*ls"):
+    with pytest.raises(RuntimeError, match=r"conversion of .* has failed:\n.*ls"):
         resolve(BUILTIN_MODEL)
     assert not builtin_model.is_converted()
 

@@ -46,7 +46,7 @@ def test_what_left_the_engines_memory_is_found_in_host_memory() -> None:
     assert engine.division.group_entries == (0, HOST_GROUPS)
     assert engine.ask(0, PROMPT) == 0
     alone = set(engine.table.held())
-    assert {HOST.member(each) for each in alone} == alone  # each is in both
+    assert {HOST.fingerprint(each) for each in alone} == alone  # each is in both
     flood(engine)
     assert engine.ask(0, PROMPT) == PROMPT - 1
     assert sum(transfer.reloaded_tokens for transfer in engine.transfers) == PROMPT - 1
@@ -140,7 +140,7 @@ def test_of_a_prompt_with_more_blocks_than_host_memory_the_first_ones_are_kept()
     engine.ask(0, 40 * BLOCK + 1)
     engine.ask(0, 12 * BLOCK + 1)
     chain = Space("m", "", BLOCK).chain(np.arange(16 * BLOCK, dtype=np.uint32), Scope())
-    assert set(engine.table.in_host.values()) == set(map(HOST.member, chain))
+    assert set(engine.table.in_host.values()) == set(map(HOST.fingerprint, chain))
     assert engine.compare().drift == 0
 
 

@@ -107,7 +107,7 @@ def test_streams_live_through_a_wait_and_all_see_why(cluster: Cluster, holder: s
             finding for finding in findings(doctor(cluster, "--json")) if finding.name == "seats"
         ]
         assert check.grade == "warning"
-        assert "since --max-sessions is 1; 3 requests waiting for one" in check.finding
+        assert "since --max-sessions is 1; 3 requests waiting for a seat" in check.finding
         assert "--max-sessions is 1" in status(cluster)
         with pytest.raises(openai.APIError, match="its deadline is 16 s"):
             late.result()

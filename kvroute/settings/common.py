@@ -1,4 +1,4 @@
-"""The common settings of replicas and routers, with values for options that a user may omit."""
+"""The settings that replicas and routers have in common."""
 
 from kvroute.contract.adapters import Adapter
 from kvroute.settings import parsers
@@ -7,13 +7,16 @@ from kvroute.store.keys import DEFAULT_CLUSTER
 
 
 class CommonSettings(CommonOptions):
-    """The common settings. `model` is what an engine loads: a folder or a hub name."""
+    """The common options with final values, also for the options that a user has omitted.
 
-    served_model_name: str
+    `model` is what an engine loads: a folder or a hub name.
+    """
+
+    served_model_name: str  # the model name that clients send
     redis_url: str
     cluster: str = DEFAULT_CLUSTER
-    block_size: int = CPU_BLOCK_SIZE  # tokens
-    adapters: tuple[Adapter, ...] = ()  # the LoRA adapters
+    block_size: int = CPU_BLOCK_SIZE  # tokens of one KV block
+    adapters: tuple[Adapter, ...] = ()  # the LoRA adapters that clients can request
 
     @property
     def metrics_ports(self) -> range:
