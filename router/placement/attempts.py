@@ -262,7 +262,9 @@ class Attempt:
         self.load.finish(self.request_id)
         self._teach_step()
         if self.is_over and self.last_chunk_s is not None and self.capacity_blocks:
-            self.mirror.computed(self.replica_id, self.dispatch.expected.blocks, self.last_chunk_s)
+            self.mirror.record_computed(
+                self.replica_id, self.dispatch.expected.blocks, self.last_chunk_s
+            )
         else:
             self.mirror.unexpect(self.replica_id, self.dispatch.expected.blocks)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:

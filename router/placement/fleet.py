@@ -14,7 +14,7 @@ from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
 from kvroute.prefill.speed import PrefillModel
 from kvroute.router.admission.seats import Seats
-from kvroute.router.index.handshake import NONE, Handshake
+from kvroute.router.index.handshake import NO_REASONS, Handshake
 from kvroute.router.placement.attempts import (
     NO_OBSERVER,
     Attempt,
@@ -104,7 +104,7 @@ class Fleet:
         records: Iterable[ReplicaRecord],
         *,
         unleased: Iterable[str] = (),
-        unreadable: Mapping[str, str] = NONE,
+        unreadable: Mapping[str, str] = NO_REASONS,
     ) -> None:
         """Take over the replicas' current records; see Replicas.update."""
         self.replicas.update(records, unleased=unleased, unreadable=unreadable)

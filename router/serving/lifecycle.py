@@ -37,7 +37,7 @@ class Lifecycle:
         )
         works = self._works() | parts.prefixes.tasks() | parts.telemetry.tasks()
         self._tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
-        await parts.feed.loaded(within_s=LOADED_S)
+        await parts.feed.wait_until_loaded(timeout_s=LOADED_S)
 
     def check(self) -> None:
         """Raise the error of a task that has ended: no task should end by itself."""

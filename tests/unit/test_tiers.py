@@ -15,7 +15,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.receipts import receipt
 from tests.support.records import record
 
-BLOCK = 4  # tokens; a replica computes 1000 a second
+BLOCK = 4  # tokens per block; a replica computes 1000 tokens per second
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 DISK = Tier(2, "disk", "a disk", 0xA5A5A5A5A5A5A5A5, "--disk-gb")
 FAST = TierFacts(blocks=1000, block_bytes=1000, bytes_per_s=1e6)  # 1 ms for a block, 4 to compute
@@ -41,7 +41,7 @@ def place(fleet: Fleet) -> Placement:
     return fleet.place_chain(CHAIN, BLOCK * len(CHAIN) + 1, ["a", "b"], 0.0)
 
 
-def test_a_hit_goes_on_in_each_slower_tier() -> None:
+def test_a_hit_continues_in_each_slower_tier() -> None:
     there = place(fleet_with(SLOW)).at("a")
     assert there.hit_blocks == 200
     assert there.reloads == (TierBlocks(HOST, 70), TierBlocks(DISK, 80))
@@ -68,7 +68,7 @@ def test_a_receipt_names_each_tier() -> None:
     assert (other["host_tokens"], other["disk_tokens"], other["reload_s"]) == (0, 0, 0.0)
 
 
-def test_a_block_is_gone_when_its_last_copy_is() -> None:
+def test_a_block_is_evicted_when_its_last_copy_is() -> None:
     mirror = Mirror()
     mirror.join("a")
     mirror.set_tiers({"a": (HOST, DISK)})
