@@ -37,7 +37,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
-from kvroute.router.sessions.returns import WHYS
+from kvroute.router.sessions.returns import EVICTION_REASONS
 from kvroute.store.responses import Responses
 
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -163,7 +163,7 @@ class RequestCounts(RequestObserver):
         for code in REFUSALS:
             self._refusals.labels(code)
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
-        self._evicted = {why: evicted.labels(why) for why in WHYS}
+        self._evicted = {why: evicted.labels(why) for why in EVICTION_REASONS}
         self._hits = {tier: tiers.labels(tier.name) for tier in TIERS}
         self._saved_s = {
             tier: counter(

@@ -22,7 +22,7 @@ from kvroute.router.placement.load import ReplicaLoad
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
-from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints, Why
+from kvroute.router.sessions.returns import NO_HINTS, EvictionReason, Retention, SessionHints
 
 MUCH = 0.25  # least share of a prompt that a replica must have cached to be worth a wait
 
@@ -343,7 +343,7 @@ class Attempt:
         return saved_s
 
     @property
-    def evicted_why(self) -> Why:
+    def evicted_why(self) -> EvictionReason:
         """Return why the evicted tokens of the ledger, if any, were evicted."""
         return self.context.retention.lost if self.context.retention else "usual"
 

@@ -106,7 +106,7 @@ class RequestHandler:
         expanded = await self._expand(call)
         call = expanded.call
         rendered = await self._renderer.render(call, expanded.prefix)
-        broken = self._broken(expanded, rendered, context.lora, self._chats.look)
+        broken = self._broken(expanded, rendered, context.lora, self._chats.compare)
         features = rendered.placed_features()
         receipts = []
         for prompt in rendered.token_ids:
@@ -146,7 +146,7 @@ class RequestHandler:
         self._parts.fleet.end_session(session)
         self._parts.seat_wake.ring()
         self._parts.publisher.session_ended(session)
-        if not self._parts.fleet.returns.believes_ends:
+        if not self._parts.fleet.returns.trusts_ends:
             return {}
         return await end_session(self._parts.links, session)
 
@@ -170,7 +170,7 @@ class RequestHandler:
             at_s=time.monotonic(),
             prompts=len(rendered.token_ids),
             named_tokens=named_tokens,
-            broken=self._broken(expanded, rendered, context.lora, self._chats.see),
+            broken=self._broken(expanded, rendered, context.lora, self._chats.store),
             features=rendered.placed_features(),
         )
 
