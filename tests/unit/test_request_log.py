@@ -153,7 +153,7 @@ def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id:
 
 
 async def test_a_line_has_the_place_where_its_chat_changed(router: Router) -> None:
-    await router.answer(400, broken=Break("user", 3, Difference(40, SPAN, SPAN, alike=300)))
+    await router.answer(400, broken=Break("user", 3, Difference(40, SPAN, SPAN, common=300)))
     (line,) = await logged(router)
     assert line["ledger"].items() >= {"broken": 300, "new": 84, "tail": 16}.items()
     assert (line["broken"]["message"], line["broken"]["token"], line["broken"]["tokens"]) == (
