@@ -181,7 +181,7 @@ def found_at(size: str) -> str:
 
 FOUND = replica("kvroute_engine_cached_tokens_total")
 ASKED = replica("kvroute_engine_prompt_tokens_total")
-WHYS = ("ended", "unlikely", "usual")  # as in router/sessions/returns.py
+EVICTION_REASONS = ("ended", "unlikely", "usual")  # as in router/sessions/returns.py
 
 RETENTION = Row(
     "Retention",
@@ -193,7 +193,10 @@ RETENTION = Row(
             "were the next in turn, or their replica is gone; the next panel says what more memory "
             "would bring.",
             grafana.FRACTION,
-            tuple(Query(share(per_second(lost(why)), per_second(PROMPTS)), why) for why in WHYS),
+            tuple(
+                Query(share(per_second(lost(why)), per_second(PROMPTS)), why)
+                for why in EVICTION_REASONS
+            ),
             stacking="normal",
             width=12,
         ),

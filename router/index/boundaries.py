@@ -69,8 +69,8 @@ class Boundaries:
         while replicas and end:
             able, bound = replicas, end
             for lookup in lookups:
-                holders, bound = lookup.holders_at(end, replicas)
-                able &= holders
+                group_able, bound = lookup.holders_at(end, replicas)
+                able &= group_able
                 if not able:
                     break
             if able:

@@ -21,7 +21,7 @@ from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.composer import PrefixComposer
-from kvroute.router.prompts.image_homes import ImageHomes, first_image
+from kvroute.router.prompts.image_affinity import ImageAffinity, first_image
 from kvroute.store.named_prefix import Prefix
 from kvroute.wire.structs import token_ids_of
 
@@ -102,14 +102,14 @@ class Renderer:
         questions: Questions,
         fleet: Fleet,
         composer: PrefixComposer,
-        homes: ImageHomes,
+        image_affinity: ImageAffinity,
         *,
         max_model_len: Callable[[], int],
     ) -> None:
         self._questions = questions
         self._fleet = fleet
         self._composer = composer
-        self._homes = homes
+        self._image_affinity = image_affinity
         self._max_model_len = max_model_len
 
     async def render(self, call: Call, prefix: Prefix | None) -> RenderedCall:
@@ -160,7 +160,7 @@ class Renderer:
         """Have a replica render the body; problem: why a router does not."""
         http = msgspec.structs.replace(http_call(call, call.raw), problem=problem)
         image = first_image(call.body)
-        home = None if image is None else partial(self._homes.home, image)
+        home = None if image is None else partial(self._image_affinity.replica_for, image)
         packed = await self._questions.ask("render", encode_call(http), prefer=home)
         rendered = decode_rendered(packed)
         if rendered.refusal is not None:
@@ -182,5 +182,5 @@ class Renderer:
                 "messages stands before chats of text only; declare it as a prompt",
                 code="unsupported_parameter",
             )
-        ids = [self._composer.behind(prefix, token_id) for token_id in rendered.token_ids]
+        ids = [self._composer.after_prefix(prefix, token_id) for token_id in rendered.token_ids]
         return RenderedCall(rendered.call, ids, has_prefix=True)

@@ -32,7 +32,7 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.receipts import receipt
 from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
-from kvroute.router.prompts.image_homes import ImageHomes
+from kvroute.router.prompts.image_affinity import ImageAffinity
 from kvroute.router.prompts.scored import scored_prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.conversations import Expanded
@@ -52,12 +52,12 @@ class RequestHandler:
         self._parts = parts
         self._policy = parts.settings.policy
         self._chats = Chats()
-        self._homes = ImageHomes()
+        self._image_affinity = ImageAffinity()
         self._renderer = Renderer(
             parts.questions,
             parts.fleet,
             parts.prefixes.composer,
-            self._homes,
+            self._image_affinity,
             max_model_len=parts.max_model_len,
         )
 
@@ -215,7 +215,7 @@ class RequestHandler:
                 new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
                 context.entry.computed(generation.request_id, new_tokens, time.monotonic())
         if rendered.image is not None:
-            self._homes.answered(rendered.image, generations[0].replica_id)
+            self._image_affinity.record(rendered.image, generations[0].replica_id)
 
 
 def _owner(call: Call, context: RequestContext) -> Owner | None:
