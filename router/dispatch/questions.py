@@ -64,7 +64,7 @@ class Questions:
     def _chosen(
         self, running: Collection[str], prefer: Callable[[Collection[str]], str] | None
     ) -> str:
-        owed = {id_: self._links.owed(id_) for id_ in running}
-        least = min(running, key=lambda id_: (owed[id_], random.random()))
+        pending_calls = {id_: self._links.pending_calls(id_) for id_ in running}
+        least = min(running, key=lambda id_: (pending_calls[id_], random.random()))
         preferred = prefer(running) if prefer else least
-        return preferred if owed[preferred] <= owed[least] + MANY else least
+        return preferred if pending_calls[preferred] <= pending_calls[least] + MANY else least

@@ -416,7 +416,7 @@ async def test_a_preferred_replica_is_asked_until_it_owes_many_more_answers_than
 async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvroute.router.connections.links.NOTED_S", 0.0)
+    monkeypatch.setattr("kvroute.router.connections.links.REPORT_AFTER_S", 0.0)
     async with Client(IMMORTAL, IMMORTAL).serving() as client:
         await client.wired.servers["r0"].close()
         links = client.wired.links

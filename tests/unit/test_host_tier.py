@@ -207,7 +207,7 @@ def test_a_first_token_after_a_reload_teaches_nothing_about_the_prefill() -> Non
     attempt = fleet.sent(place(fleet), "a", "r", 0.0)
     assert attempt.dispatch.loads_first
     answer(attempt, at_s=50.0)
-    subscriber.receive(publisher.take())
+    subscriber.receive(publisher.next_message())
     assert attempt.load.speed.slowness == peer.loads.of("a").speed.slowness == 1.0
 
 

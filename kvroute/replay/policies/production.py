@@ -178,7 +178,7 @@ class Production:
 
     def take_message(self, now_s: float) -> RouterMessage | None:
         self._now_s = now_s
-        message = self._peer_publisher.take()
+        message = self._peer_publisher.next_message()
         has_reported, self._has_reported = (
             self._has_reported,
             bool(message.waiting and message.waiting.places),
