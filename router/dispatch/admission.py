@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.ranks import replica_of
-from kvroute.router.admission.waits import AT_EASE, Urgency
+from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
@@ -39,7 +39,7 @@ class Gate:
         self.holding = holding
         self.seating = seating
 
-    async def running(self, gone: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
+    async def running(self, gone: Collection[str], urgency: Urgency = DEFAULT_URGENCY) -> list[str]:
         """Return the ranks that may get a request; wait for one while there is none.
 
         Args:
@@ -48,7 +48,11 @@ class Gate:
         Raises:
             ApiError: there was no replica for RECOVERY_S, or within the request's own wait limit.
         """
-        within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
+        within_s = (
+            RECOVERY_S
+            if urgency.requested_wait_s is None
+            else min(RECOVERY_S, urgency.requested_wait_s)
+        )
         deadline = time.monotonic() + within_s
         while not (running := _left(self.liveness.trusted(), gone)):
             if time.monotonic() >= deadline:
@@ -127,7 +131,7 @@ class Ticket:
         self._seat_s = await seating.seat(placement, self.context)
         if not self._seat_s:
             return True
-        urgency = self.context.urgency.after(self._seat_s)
+        urgency = self.context.urgency.after_waiting(self._seat_s)
         self.context = replace(self.context, urgency=urgency)
         return False
 

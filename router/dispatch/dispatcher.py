@@ -12,7 +12,7 @@ from kvroute.contract.generation import GenerateRequest, TokenIds, dispatch_id
 from kvroute.contract.http_call import HttpCall
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.turns import Turns
+from kvroute.router.api.fair_lock import FairLock
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.dispatch.admission import Gate, Ticket
@@ -67,7 +67,7 @@ class Dispatcher:
         self._shared_tokens = shared_tokens
         self._blamed = blamed or PoisonList()
         self._waiting = 0  # requests that wait for a replica with room
-        self._turns = Turns()
+        self._lock = FairLock()
         self._beginning = {is_batch: asyncio.Semaphore(BEGINNING) for is_batch in (False, True)}
 
     async def begin_all(
@@ -140,9 +140,9 @@ class Dispatcher:
         The further prompts have no wait limit: the first prompt decides whether the call waits too
         long.
         """
-        context = replace(context, urgency=context.urgency.without_bound())
+        context = replace(context, urgency=context.urgency.without_limit())
         async with self._beginning[context.urgency.is_batch]:
-            await self._turns.next()
+            await self._lock.wait()
             return await self.begin(token_ids, call, context)
 
     async def start(

@@ -28,14 +28,14 @@ def over_limit(error: OverLimitError, room: Headroom) -> ApiError:
     headers = rate_headers(room)
     if math.isinf(error.wait_s):
         headers["x-should-retry"] = "false"
-        remedy = f"this request alone has {error.asked}; send fewer tokens at a time"
+        remedy = f"this request alone has {error.requested}; send fewer tokens at a time"
     else:
         wait_s = max(1, math.ceil(error.wait_s))
         headers["retry-after"] = str(wait_s)
         remedy = f"try again in {wait_s} s"
     return ApiError(
         429,
-        f"tenant {error.tenant} has reached its limit of {error.most} {KINDS[error.limit]}"
+        f"tenant {error.tenant} has reached its limit of {error.maximum} {KINDS[error.limit]}"
         f"{_shared(error)}{_counted(error)}; {remedy}",
         type="rate_limit_error",
         code=CODE,
@@ -73,5 +73,6 @@ def _counted(error: OverLimitError) -> str:
     if error.limit != "uncached_tokens":
         return ""
     return (
-        f". This request has {error.asked} of them; tokens that a replica has cached do not count"
+        f". This request has {error.requested} of them; tokens that a replica has cached do not "
+        "count"
     )

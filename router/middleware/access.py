@@ -15,14 +15,20 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.keys.key_file import ROLES, Role
 from kvroute.keys.keyring import Caller, Keyring
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RESPONSES
+from kvroute.router.api.calls import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    STATELESS_ROUTES,
+)
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.scoring import SCORING
 
 OPEN = ("/health", "/ping", "/ui")  # routes without a key; the page asks for one for its events
 ANY = ("/v1/models", "/version")  # routes for a key of any role
 USE = (
-    *(CHATS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *PASSED_ON),
+    *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
     *("/v1/route", "/v1/sessions"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")

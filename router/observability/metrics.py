@@ -16,7 +16,7 @@ from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
-from kvroute.router.accounting.accounts import NAMED, named
+from kvroute.router.accounting.accounts import MAX_NAMES, name_of
 from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
@@ -224,14 +224,14 @@ class OverLimit:
         self._counter = Counter(
             "kvroute_tenant_refused_requests",
             "Requests rejected for a limit of their tenant: requests, prompt_tokens, "
-            f"uncached_tokens. All tenants after the first {NAMED} count as `{OTHER}`.",
+            f"uncached_tokens. All tenants after the first {MAX_NAMES} count as `{OTHER}`.",
             ("tenant", "limit"),
             registry=registry,
         )
         self._tenants = set[str]()
 
     def count(self, tenant: str, limit: str) -> None:
-        name = named(tenant, self._tenants, most=NAMED)
+        name = name_of(tenant, self._tenants, limit=MAX_NAMES)
         self._tenants.add(name)
         self._counter.labels(name, limit).inc()
 

@@ -14,7 +14,7 @@ from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.router.admission.limits import Entry
 from kvroute.router.admission.seats import Seats
-from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
+from kvroute.router.admission.waits import DEFAULT_URGENCY, NO_WAIT, Refusal, Urgency, Wait
 from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.ledger import NOTHING, Ledger, account
@@ -109,7 +109,7 @@ class RequestContext(Struct, frozen=True):
     broken: Break | None = None  # where the prompt differs from the chat's earlier prompt
     is_resumed: bool = False  # true: a lost replica has generated the first part
     features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
-    urgency: Urgency = AT_EASE
+    urgency: Urgency = DEFAULT_URGENCY
     sharer: str = ""  # unit of fair sharing; empty: none
     wait: Wait = NO_WAIT  # wait of this prompt in the router
     hints: SessionHints = NO_HINTS

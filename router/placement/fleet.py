@@ -352,7 +352,7 @@ class Fleet:
     def _take_seat(self, turn: SessionTurn, dispatch: Dispatch, now_s: float) -> None:
         if self.seats is not None:
             block = dispatch.known_block or NO_BLOCK
-            known = block, dispatch.prompt_tokens - dispatch.new_tokens
+            cached = block, dispatch.prompt_tokens - dispatch.new_tokens
             self.seats.sent(
-                turn, dispatch.prompt_tokens, tenant=turn.tenant, known=known, now_s=now_s
+                turn, dispatch.prompt_tokens, tenant=turn.tenant, cached=cached, now_s=now_s
             )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvroute.router.api.calls import CHATS, MESSAGES, RESPONSES
+from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, RESPONSES
 from kvroute.router.prompts.chat_template import without_header
 
 
@@ -15,7 +15,7 @@ def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
     Returns:
         None if the body is not a chat, or continues a stored response.
     """
-    if path == CHATS:
+    if path == CHAT_COMPLETIONS:
         given, instructions = body.get("messages"), None
     elif path == MESSAGES:
         given, instructions = body.get("messages"), body.get("system")

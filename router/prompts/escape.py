@@ -14,7 +14,7 @@ from pydantic_core import from_json
 
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.call_limits import MAX_VALUES
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.api.response_object import members
 from kvroute.router.prompts.special_tokens import SpecialTokens
@@ -23,7 +23,7 @@ from kvroute.router.prompts.special_tokens import SpecialTokens
 CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
 # Route -> fields of its bodies whose text can be in the prompt.
 FIELDS = {
-    CHATS: CHAT,
+    CHAT_COMPLETIONS: CHAT,
     MESSAGES: CHAT,
     f"{MESSAGES}/count_tokens": CHAT,
     "/tokenize": CHAT,

@@ -126,13 +126,13 @@ class Holding:
         if not held.is_batch:  # batch requests never pass others
             self._arrivals.add(held.prefill_s, self._queue.turn_s(held) - held.arrived_s, now_s)
         self._queue.add(held)
-        refusal = await self._released(held, urgency.most_s)
+        refusal = await self._released(held, urgency.max_wait_s)
         later_s = self._clock()
         waited_s = later_s - now_s
         if refusal != "no_replica" and not held.was_background:
             self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
-            if urgency.own_s is None:
-                self._margin.learn(forecast_s / urgency.most_s, is_late=refusal is not None)
+            if urgency.requested_wait_s is None:
+                self._margin.learn(forecast_s / urgency.max_wait_s, is_late=refusal is not None)
         if refusal is not None:
             raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, held.tenant))
         self._queue.sent(held, later_s)
@@ -152,7 +152,7 @@ class Holding:
 
     def check(self, urgency: Urgency, sharer: str) -> None:
         """Raise ApiError if even an empty prompt would wait too long; takes microseconds."""
-        if urgency.most_s < math.inf:
+        if urgency.max_wait_s < math.inf:
             self._check(urgency, self._least_s(urgency, sharer))
 
     async def _released(self, held: QueuedRequest[Answer], within_s: float) -> Refusal | None:
@@ -230,7 +230,7 @@ class Holding:
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
         """Return how long an empty prompt would wait."""
-        now_s, kind = self._clock(), (urgency.later_s, urgency.priority, sharer)
+        now_s, kind = self._clock(), (urgency.delay_s, urgency.priority, sharer)
         if now_s - self._forecast_s > FRESH_S:
             self._forecasts.clear()
             self._forecast_s = now_s
@@ -259,7 +259,7 @@ class Holding:
 
     def _check(self, urgency: Urgency, forecast_s: float) -> None:
         most_s = self._margin.factor * forecast_s
-        if most_s > urgency.most_s:
+        if most_s > urgency.max_wait_s:
             raise self._refusal(urgency, "forecast", most_s)
 
     def _refusal(
@@ -274,7 +274,7 @@ class Holding:
         self._fleet.observer.turned_away(urgency.priority, refusal)
         if refusal == "no_replica":
             return no_replica()
-        if not urgency.is_batch and urgency.own_s is None:
+        if not urgency.is_batch and urgency.requested_wait_s is None:
             self._refused = (min(wait_s, MAX_REFUSED_S), self._clock())
         if refusal == "full":
             return queue_full()
@@ -289,7 +289,7 @@ def _held(placement: Placement, context: RequestContext) -> QueuedRequest[Answer
         request=_answer(),
         arrived_s=context.at_s,
         prefill_s=best.own_s + best.copy_s + best.lora_s,
-        priority_s=urgency.later_s,
+        priority_s=urgency.delay_s,
         is_interactive=urgency.is_interactive,
         is_batch=urgency.is_batch,
         tenant=context.sharer,
@@ -303,7 +303,7 @@ def _empty(urgency: Urgency, sharer: str, now_s: float) -> QueuedRequest[Answer]
         request=_answer(),
         arrived_s=now_s,
         prefill_s=0.0,
-        priority_s=urgency.later_s,
+        priority_s=urgency.delay_s,
         is_interactive=urgency.is_interactive,
         is_batch=urgency.is_batch,
         tenant=sharer,

@@ -15,7 +15,7 @@ from msgspec import Struct
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall, HttpPart, decode_rendered, encode_call
-from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
@@ -122,7 +122,7 @@ class Renderer:
         has_prefix = prefix is not None
         is_rendered = has_prefix or not call.needs_prompt_text
         try:
-            if call.path == CHATS:
+            if call.path == CHAT_COMPLETIONS:
                 ids = [await self._chat(call, prefix)]
                 return RenderedCall(call, ids, is_rendered, has_prefix)
             if call.path == COMPLETIONS:

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
 from kvroute.keys.keyring import salted
-from kvroute.router.api.calls import PASSED_ON, Call
+from kvroute.router.api.calls import STATELESS_ROUTES, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.dispatch.ended_sessions import end_session
@@ -69,7 +69,7 @@ class RequestHandler:
             OverLimitError: the call would exceed a limit of its tenant.
         """
         try:
-            if call.path in PASSED_ON:
+            if call.path in STATELESS_ROUTES:
                 response = await passed_on(call, context.request_id, self._parts, self._renderer)
             else:
                 response = await self._generate(call, context)
@@ -77,7 +77,7 @@ class RequestHandler:
             response = whole_response(error.refusal, path=call.path)
         if response.status_code >= 400:
             if context.entry is not None:
-                context.entry.give_back(time.monotonic())
+                context.entry.refund(time.monotonic())
             refusal = ApiError(response.status_code, "", code="refused_by_engine")
             self._parts.telemetry.refused(refusal)
         return response
@@ -90,7 +90,7 @@ class RequestHandler:
         with request_spans.step("tokenise"):
             rendered = await self._renderer.render(expanded.call, expanded.prefix)
         if context.entry is not None:
-            context.entry.take(rendered.tokens)
+            context.entry.add_prompt_tokens(rendered.tokens)
         context = self._described(context, expanded, rendered)
         generations = await parts.dispatcher.begin_all([*rendered.prompts()], context)
         self._count(generations, context, expanded, rendered)
@@ -213,7 +213,7 @@ class RequestHandler:
             self._parts.prefixes.count(generation, expanded.prefix, owner)
             if context.entry is not None:
                 new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
-                context.entry.computed(generation.request_id, new_tokens, time.monotonic())
+                context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
         if rendered.image is not None:
             self._image_affinity.record(rendered.image, generations[0].replica_id)
 

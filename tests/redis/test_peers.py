@@ -198,23 +198,23 @@ async def test_a_tenants_requests_count_on_all_routers(redis_url: str) -> None:
     async with connected(redis_url, one, other):
         entry = one.limits.enter("acme", 0.0)
         assert entry
-        await until(lambda: other.limits.under_way("acme") == (1, 0))
-        entry.take(5)
-        await until(lambda: other.limits.under_way("acme") == (1, 5))
+        await until(lambda: other.limits.in_flight("acme") == (1, 0))
+        entry.add_prompt_tokens(5)
+        await until(lambda: other.limits.in_flight("acme") == (1, 5))
         entry.leave()
-        await until(lambda: other.limits.under_way("acme") == (0, 0))
+        await until(lambda: other.limits.in_flight("acme") == (0, 0))
 
 
 async def test_the_tenants_requests_of_a_silent_router_end(redis_url: str) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         one.limits.enter("acme", 0.0)
-        await until(lambda: other.limits.under_way("acme") == (1, 0))
+        await until(lambda: other.limits.in_flight("acme") == (1, 0))
     other.now_s += SILENCE_S - 1
     other.listener.receive(RouterMessage(VERSION, other.listener.own, []))  # it hears itself
     other.now_s += 2
     other.listener.forget_silent()
-    assert (other.limits.under_way("acme"), other.limits.shared_by) == ((0, 0), 1)
+    assert (other.limits.in_flight("acme"), other.limits.shared_by) == ((0, 0), 1)
 
 
 async def test_routers_that_are_cut_off_share_the_limits_until_they_are_connected_again(

@@ -7,19 +7,19 @@ from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.router.admission.seats import Seats, Waiter
 
 CAPACITY = 1000  # tokens
-MANY = 2000  # requests; enough for every average to be what all of them are
+MANY = 2000  # requests, after which a moving average equals their value
 
 numbers = itertools.count(1)
 
 
 class Sessions:
-    """Sessions that send their turns through one router, or several that tell each other."""
+    """Sessions that send their turns through one router, or through several connected ones."""
 
     def __init__(self, most: int | None = None, routers: int = 1) -> None:
         self.now_s = 0.0
         self.routers = [Seats[int](lambda: CAPACITY, most) for _ in range(routers)]
         self.seats = self.routers[0]
-        self.ends: dict[int, Fingerprint] = {}  # of the latest turn of each session
+        self.ends: dict[int, Fingerprint] = {}  # session -> last block of its latest turn
         self.turns: dict[int, int] = {}
         self.running: list[int] = []  # sessions, one entry for each request
 
@@ -32,7 +32,7 @@ class Sessions:
     def begin(self, session: int, tokens: int, tenant: int = 0) -> None:
         """Send a session's first turn, which ends at once."""
         waiter = self.waiter(session, tokens, tenant)
-        assert self.seats.is_free(waiter, self.now_s)
+        assert self.seats.can_send(waiter, self.now_s)
         self.send(waiter)
         self.end(session)
 
@@ -45,9 +45,9 @@ class Sessions:
     def ask(self, session: int, tokens: int, tenant: int = 0, router: int = 0) -> bool:
         """Send the next turn, or let it wait. Return whether it was sent."""
         seats, waiter = self.routers[router], self.waiter(session, tokens, tenant)
-        if not seats.is_free(waiter, self.now_s):
+        if not seats.can_send(waiter, self.now_s):
             seats.add(waiter)
-            self.tell()
+            self.report()
             return False
         self.send(waiter)
         return True
@@ -57,26 +57,26 @@ class Sessions:
         self.turns[waiter.session] = waiter.turn.number
         self.running.append(waiter.session)
         for seats in self.routers:
-            known = (NO_BLOCK, 0)
+            cached = (NO_BLOCK, 0)
             tenant = waiter.tenant
-            seats.sent(waiter.turn, waiter.tokens, tenant=tenant, known=known, now_s=self.now_s)
+            seats.sent(waiter.turn, waiter.tokens, tenant=tenant, cached=cached, now_s=self.now_s)
 
     def end(self, session: int) -> None:
         self.running.remove(session)
         for seats in self.routers:
             seats.ended(session, self.now_s)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         for number, seats in enumerate(self.routers):
             for other in self.routers:
                 if other is not seats:
                     other.receive(f"{number}", seats.report(self.now_s), self.now_s)
 
     def seated(self, router: int = 0) -> list[int]:
-        """Send all turns that may go now. Return their sessions, in order."""
-        found, seats = [], self.routers[router]
+        """Send all turns that can be sent now. Return their sessions, in order."""
+        sent, seats = [], self.routers[router]
         while waiter := seats.due(self.now_s):
             self.send(waiter)
-            found.append(waiter.session)
-            self.tell()
-        return found
+            sent.append(waiter.session)
+            self.report()
+        return sent

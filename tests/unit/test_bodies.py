@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from kvroute.router.api import bodies as bodies_module
-from kvroute.router.api.bodies import INLINE_BYTES, WAITING_LIMITS, Bodies
+from kvroute.router.api.bodies import HELD_LIMITS, INLINE_BYTES, Bodies
 from kvroute.router.api.calls import COMPLETIONS, parse_call
 from kvroute.router.api.errors import ApiError, shown
 
@@ -145,7 +145,7 @@ async def test_the_memory_of_unparsed_bodies_is_limited(bodies: Bodies) -> None:
 
     reading = [asyncio.create_task(refusal(bodies, waiting())) for _ in range(25)]
     await asyncio.sleep(0.1)
-    assert bodies._held <= WAITING_LIMITS * (4 << 20)
+    assert bodies._held <= HELD_LIMITS * (4 << 20)
     refused = {(task.result().status, task.result().code) for task in reading if task.done()}
     assert refused == {(429, "overloaded")}
     go_on.set()

@@ -148,7 +148,7 @@ async def test_images_are_placed_by_what_they_show() -> None:
 
 async def test_a_request_that_finds_no_replica_in_its_time_is_counted() -> None:
     client = Client()
-    context = RequestContext(time.monotonic(), urgency=Urgency("interactive", own_s=0.0))
+    context = RequestContext(time.monotonic(), urgency=Urgency("interactive", requested_wait_s=0.0))
     with pytest.raises(ApiError, match="no replica is ready"):
         await client.dispatcher.begin(PROMPT, completion(), context)
     assert client.diary.refusals == [("interactive", "no_replica")]
@@ -525,7 +525,7 @@ async def test_an_answer_whose_replica_was_lost_does_not_wait_again() -> None:
 
 async def test_only_the_first_prompt_of_a_call_is_refused_for_its_wait() -> None:
     client = Client(IMMORTAL)
-    context = RequestContext(time.monotonic() - 1, urgency=Urgency(most_s=0.001), prompts=2)
+    context = RequestContext(time.monotonic() - 1, urgency=Urgency(max_wait_s=0.001), prompts=2)
     async with releasing(client):
         busy = keep_busy(client)
         with pytest.raises(ApiError, match="would wait"):

@@ -167,7 +167,7 @@ async def test_a_request_is_refused_that_would_wait_too_long() -> None:
     with pytest.raises(
         ApiError, match=r"would wait up to 56.6 s until .*, and --max-wait-s is 30 s"
     ) as error:
-        await router.turn(LONG, Urgency(most_s=30))
+        await router.turn(LONG, Urgency(max_wait_s=30))
     assert (error.value.status, error.value.type) == (429, "rate_limit_error")
     assert int(response(error.value).headers["retry-after"]) >= 1
     assert router.diary.refusals == [("default", "forecast")]
@@ -177,7 +177,7 @@ async def test_a_request_is_refused_that_would_wait_too_long() -> None:
 
 
 async def test_a_refusal_says_when_to_come_again() -> None:
-    error = too_long(Urgency(most_s=10, own_s=10), "would wait 31.5 s", 31.5)
+    error = too_long(Urgency(max_wait_s=10, requested_wait_s=10), "would wait 31.5 s", 31.5)
     assert error.headers["retry-after"] == "22"
     assert "its deadline is 10 s; try again in 22 s" in error.message
 
@@ -187,13 +187,13 @@ async def test_what_has_waited_too_long_is_refused() -> None:
     async with router.running():
         router.send(7_500, "a")  # slightly more than the queue holds
         with pytest.raises(ApiError, match=r"has waited 0 s until"):  # by the test's clock
-            await router.turn(SHORT, Urgency("interactive", most_s=0.1))
+            await router.turn(SHORT, Urgency("interactive", max_wait_s=0.1))
         assert not router.queue
     assert router.diary.refusals == [("interactive", "deadline")]
 
 
 async def test_even_an_empty_prompt_would_wait_too_long() -> None:
-    router, hurried = Router("a"), Urgency(most_s=1)
+    router, hurried = Router("a"), Urgency(max_wait_s=1)
     router.holding.check(hurried, "")
     router.send(LONG, "a")
     router.holding.check(hurried, "")
@@ -211,8 +211,8 @@ async def test_a_fleet_that_has_time_refuses_nobody() -> None:
     for _ in range(50):  # much has come of late
         router.send(20_000, "a").first_token(router.now_s)
         await router.turn(20_000)
-    router.holding.check(Urgency(later_s=3600, most_s=1), "")
-    await router.turn(LONG, Urgency(later_s=3600, most_s=1))
+    router.holding.check(Urgency(delay_s=3600, max_wait_s=1), "")
+    await router.turn(LONG, Urgency(delay_s=3600, max_wait_s=1))
 
 
 async def test_too_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ async def test_it_is_the_fleets_fault_if_no_replica_runs_until_the_deadline() ->
     router = Router("a")
     async with router.running():
         router.send(LONG, "a")
-        task = await router.asks(SHORT, Urgency(most_s=20))
+        task = await router.asks(SHORT, Urgency(max_wait_s=20))
         router.replicas.clear()
         router.holding._overdue(next(iter(router.queue)))
         with pytest.raises(ApiError, match="no replica is ready"):
@@ -328,7 +328,7 @@ async def test_who_waits_in_vain_teaches_a_margin_but_for_deadlines_of_its_own(
     async with router.running():
         router.send(8_600, "a")  # 0.15 s more than the queue holds
         with pytest.raises(ApiError, match="has waited"):
-            await router.turn(SHORT, Urgency(most_s=0.2, own_s=own_s))
+            await router.turn(SHORT, Urgency(max_wait_s=0.2, requested_wait_s=own_s))
     assert (router.holding.margin > 1.0) == (own_s is None)
 
 
@@ -337,7 +337,7 @@ async def test_replicas_are_told_that_requests_were_refused_for_want_of_them() -
     async with router.running():
         sent = router.send(LONG, "a")
         with pytest.raises(ApiError, match="would wait"):
-            await router.turn(LONG, Urgency(most_s=0.5))
+            await router.turn(LONG, Urgency(max_wait_s=0.5))
         sent.end()
         told = [(await router.turn()).missed_s]
         told.append((await router.turn(urgency=BATCH)).missed_s)
@@ -352,6 +352,6 @@ async def test_a_request_that_wants_to_wait_less_makes_no_fleet_larger() -> None
     async with router.running():
         sent = router.send(LONG, "a")
         with pytest.raises(ApiError, match="would wait"):
-            await router.turn(LONG, Urgency(most_s=0.5, own_s=0.5))
+            await router.turn(LONG, Urgency(max_wait_s=0.5, requested_wait_s=0.5))
         sent.end()
         assert (await router.turn()).missed_s == 0.0

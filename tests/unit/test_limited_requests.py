@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.keys.limits import OTHER, TenantLimits
-from kvroute.router.accounting.accounts import NAMED
+from kvroute.router.accounting.accounts import MAX_NAMES
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
@@ -50,7 +50,7 @@ class Model:
 
     async def answer(self, call: Any, context: RequestContext) -> Response:
         if (entry := context.entry) is not None:
-            entry.take(self.tokens)
+            entry.add_prompt_tokens(self.tokens)
             entry.admit("p", self.tokens, self.new, time.monotonic())
         found: Response = await self.then()
         return found
@@ -121,7 +121,7 @@ class Served:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        return self.limits.under_way("acme")
+        return self.limits.in_flight("acme")
 
 
 async def test_a_response_has_the_rest_of_the_limits() -> None:
@@ -199,13 +199,13 @@ async def test_tokens_of_a_failed_request_are_given_back_but_not_when_the_client
     served = Served(TenantLimits(uncached_tokens_per_minute=10_000))
     served.model.then = served.model.fail
     assert (await served.chat()).status_code == 503
-    assert served.limits.room("acme", 0.0).tokens_left == 10_000
+    assert served.limits.headroom("acme", 0.0).tokens_left == 10_000
     served.model.then = served.model.hold
     task = asyncio.create_task(served.chat())
     await until(lambda: served.under_way[1] == 100)
     task.cancel()
     await until(lambda: served.under_way == (0, 0))
-    assert served.limits.room("acme", 0.0).tokens_left == 9_900
+    assert served.limits.headroom("acme", 0.0).tokens_left == 9_900
 
 
 async def test_a_stream_is_under_way_until_its_end() -> None:
@@ -269,7 +269,7 @@ def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
 def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
     registry = CollectorRegistry()
     refusals = OverLimit(registry)
-    for number in range(2 * NAMED):
+    for number in range(2 * MAX_NAMES):
         refusals.count(f"t{number}", "requests")
         refusals.count("t0", "requests")
     found = {
@@ -278,6 +278,6 @@ def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
         for sample in metric.samples
         if sample.name.endswith("_total")
     }
-    assert len(found) == NAMED + 1
-    assert found[OTHER] == NAMED
-    assert found["t0"] == 2 * NAMED + 1
+    assert len(found) == MAX_NAMES + 1
+    assert found[OTHER] == MAX_NAMES
+    assert found["t0"] == 2 * MAX_NAMES + 1

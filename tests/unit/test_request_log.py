@@ -24,7 +24,7 @@ from kvroute.local.progress import StartError
 from kvroute.replay.workload.trace import read
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Urgency, Wait
+from kvroute.router.admission.waits import DEFAULT_URGENCY, NO_WAIT, Urgency, Wait
 from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.attempts import RequestContext
@@ -64,7 +64,7 @@ class Router:
         broken: Break | None = None,
         features: Sequence[Feature] = (),
         tenant: str = "",
-        urgency: Urgency = AT_EASE,
+        urgency: Urgency = DEFAULT_URGENCY,
         wait: Wait = NO_WAIT,
         hints: SessionHints = NO_HINTS,
         **fields: Any,

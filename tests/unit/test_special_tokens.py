@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.api.call_limits import MAX_VALUES
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call, parse_call
+from kvroute.router.api.calls import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Call,
+    parse_call,
+)
 from kvroute.router.api.errors import ApiError
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.escape import Escape
@@ -62,7 +69,7 @@ class Model:
             id_ for id_ in self._loop.run(self.prompts.rendered(text)).tolist() if id_ in self.ids
         ]
 
-    def escaped(self, body: Body, path: str = CHATS) -> Call:
+    def escaped(self, body: Body, path: str = CHAT_COMPLETIONS) -> Call:
         return self.escape.call(parse_call(path, json.dumps(body).encode()))
 
 
@@ -185,7 +192,7 @@ def test_an_escaped_escape_sequence_hides_no_special_token(model: Model, twice: 
     raw = json.dumps(body).replace("HERE", arguments).encode()
     sent = json.loads(raw)["messages"][1]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(sent) == {"a": token}
-    made = model.escape.call(parse_call(CHATS, raw)).body["messages"][1]["tool_calls"][0]
+    made = model.escape.call(parse_call(CHAT_COMPLETIONS, raw)).body["messages"][1]["tool_calls"][0]
     assert token not in json.loads(made["function"]["arguments"])["a"]
 
 
@@ -247,11 +254,11 @@ def test_a_body_without_special_tokens_is_unchanged_byte_for_byte(
     text = data.draw(st.text())
     raw = json.dumps(chat({"role": "user", "content": text}, max_tokens=3, stop=["<s>"])).encode()
     assume(not any(text.rstrip().endswith(token[:1]) for token in model.tokens))
-    call = parse_call(CHATS, raw)
+    call = parse_call(CHAT_COMPLETIONS, raw)
     assert model.escape.call(call) is call
 
 
-@pytest.mark.parametrize("path", [CHATS, RESPONSES, MESSAGES, "/tokenize"])
+@pytest.mark.parametrize("path", [CHAT_COMPLETIONS, RESPONSES, MESSAGES, "/tokenize"])
 @pytest.mark.parametrize("written", ["<|im_end|>", "\\u003c|im_end|>", "<\\u007Cim_end|\\u003E"])
 def test_special_tokens_are_broken_on_each_route_and_in_each_notation(
     prompts: Prompts, path: str, written: str
@@ -292,7 +299,7 @@ def test_special_tokens_are_broken_in_other_fields_of_prompts(prompts: Prompts) 
 def test_arguments_are_read_as_vllm_reads_them(prompts: Prompts, arguments: str) -> None:
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     body = chat(calling(call(arguments)), result("<|im_end|>"))
-    escaped = escape.call(parse_call(CHATS, json.dumps(body).encode()))
+    escaped = escape.call(parse_call(CHAT_COMPLETIONS, json.dumps(body).encode()))
     assert "u2060" in json.dumps(_arguments(escaped))
     assert json.loads(escaped.raw)["messages"] == escaped.body["messages"]
 
@@ -300,7 +307,9 @@ def test_arguments_are_read_as_vllm_reads_them(prompts: Prompts, arguments: str)
 def test_a_byte_order_mark_changes_nothing(prompts: Prompts) -> None:
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     raw = json.dumps(chat({"role": "user", "content": "Hi <|im_end|>"})).encode()
-    plain, marked = [escape.call(parse_call(CHATS, mark + raw)) for mark in (b"", b"\xef\xbb\xbf")]
+    plain, marked = [
+        escape.call(parse_call(CHAT_COMPLETIONS, mark + raw)) for mark in (b"", b"\xef\xbb\xbf")
+    ]
     assert plain.raw == marked.raw
     assert "<|im_end|>" not in marked.raw.decode()
 
@@ -309,7 +318,7 @@ def test_a_byte_order_mark_changes_nothing(prompts: Prompts) -> None:
 def test_json_in_a_string_may_be_escaped_twice(prompts: Prompts, backslash: str) -> None:
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     raw = json.dumps(chat(calling(call('{"a": "@u003c|im_end|>"}')), result("a")))
-    called = parse_call(CHATS, raw.replace("@", backslash).encode())
+    called = parse_call(CHAT_COMPLETIONS, raw.replace("@", backslash).encode())
     assert json.loads(_arguments(called)) == {"a": "<|im_end|>"}
     assert json.loads(_arguments(escape.call(called))) == {"a": "<\u2060|im_end|>"}
 
@@ -323,7 +332,7 @@ def test_arguments_that_are_nested_too_deep_are_refused(prompts: Prompts) -> Non
     endless = "[" * 100_000 + "]" * 100_000
     body = chat(calling(call(endless)), {"role": "user", "content": "<|im_end|>"})
     with pytest.raises(ApiError, match="nested too deep"):
-        escape.call(parse_call(CHATS, json.dumps(body).encode()))
+        escape.call(parse_call(CHAT_COMPLETIONS, json.dumps(body).encode()))
 
 
 def test_texts_to_rank_are_unchanged(prompts: Prompts) -> None:
@@ -342,7 +351,9 @@ def test_the_end_of_an_answer_to_be_continued_is_unchanged(prompts: Prompts) -> 
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     for content in ("<|im_end|> <", [{"type": "text", "text": "<"}, {"type": "text", "text": "<"}]):
         body = chat({"role": "user", "content": "<"}, {"role": "assistant", "content": content})
-        asked, answer = escape.call(parse_call(CHATS, json.dumps(body).encode())).body["messages"]
+        asked, answer = escape.call(parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())).body[
+            "messages"
+        ]
         assert asked["content"] == "<\u2060"
         if isinstance(content, str):
             assert answer["content"] == "<\u2060|im_end|> <"
@@ -355,7 +366,7 @@ def test_a_role_that_could_complete_a_special_token_is_refused(prompts: Prompts,
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     body = chat({"role": role, "content": "a"})
     with pytest.raises(ApiError, match="expected one of system"):
-        escape.call(parse_call(CHATS, json.dumps(body).encode()))
+        escape.call(parse_call(CHAT_COMPLETIONS, json.dumps(body).encode()))
 
 
 def test_tags_are_unchanged(tmp_path: Path) -> None:
@@ -372,7 +383,7 @@ async def test_long_texts_are_searched_in_pieces(prompts: Prompts) -> None:
     escaping = Prompts(prompts.model, escapes=True)
     cut = "a" * (PIECE - 3) + "<|im_end|>"
     body = chat({"role": "user", "content": cut + "<|im_end|>" * INLINE_BYTES})
-    given_ = parse_call(CHATS, json.dumps(body).encode())
+    given_ = parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())
     assert await prompts.escaped(given_) is given_
     call = await escaping.escaped(given_)
     escaping.close()
@@ -435,7 +446,7 @@ def test_a_deletion_by_the_template_makes_no_special_token(
 )
 def test_a_special_token_around_a_deleted_literal_is_broken(smollm3: Model, evil: str) -> None:
     raw = f'{{"messages": [{{"role": "system", "content": "{evil}"}}]}}'.encode()
-    called = smollm3.escape.call(parse_call(CHATS, raw))
+    called = smollm3.escape.call(parse_call(CHAT_COMPLETIONS, raw))
     text = called.body["messages"][0]["content"]
     for literal in DELETED:
         text = text.replace(literal, "")
@@ -465,7 +476,7 @@ def test_a_template_may_delete_a_single_character(tmp_path: Path) -> None:
 def test_a_special_token_in_a_repeated_name_of_arguments_is_broken(prompts: Prompts) -> None:
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     body = chat(calling(call('{"a": "<|im_end|>", "a": "b"}')), result("a"))
-    escaped = escape.call(parse_call(CHATS, json.dumps(body).encode()))
+    escaped = escape.call(parse_call(CHAT_COMPLETIONS, json.dumps(body).encode()))
     assert json.loads(_arguments(escaped)) == {"a": "b"}
     assert "<|im_end|>" not in _arguments(escaped)
 
@@ -475,7 +486,7 @@ def test_values_in_arguments_are_bounded_together(prompts: Prompts) -> None:
     half = json.dumps({"a": "<", "b": [1] * (MAX_VALUES // 2 + 10)})
     for calls in (1, 2):
         body = chat(calling(*[call(half)] * calls), result("a"))
-        given_ = parse_call(CHATS, json.dumps(body).encode())
+        given_ = parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())
         if calls == 1:
             assert "<\u2060" in json.loads(_arguments(escape.call(given_)))["a"]
             continue
@@ -496,7 +507,7 @@ def test_a_name_between_brackets_makes_no_special_token(tmp_path: Path, name: st
                 '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": '
                 f'"{written}", "arguments": "{{{quote}{nested}{quote}: 1}}"}}}}]}}]}}'
             )
-            called = parse_call(CHATS, raw.encode())
+            called = parse_call(CHAT_COMPLETIONS, raw.encode())
             assert model.made(called.body)
             assert not model.made(model.escape.call(called).body)
     model.close()
@@ -517,7 +528,7 @@ def test_values_that_a_model_has_to_repeat_keep_their_ends(prompts: Prompts) -> 
     named = {"default": {"type": "string", "description": "<"}}
     tool = {"name": "f", "parameters": {"properties": {"a": schema, **named}}}
     body = chat({"role": "user", "content": "<"}, tools=[{"type": "function", "function": tool}])
-    (made,) = escape.call(parse_call(CHATS, json.dumps(body).encode())).body["tools"]
+    (made,) = escape.call(parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())).body["tools"]
     properties = made["function"]["parameters"]["properties"]
     exact = {"enum": ["<", "<\u2060|im_end|>"], "const": "a<", "default": "<"}
     assert properties["a"] == {**exact, "description": "<\u2060"}
@@ -530,7 +541,9 @@ def test_an_answer_that_is_followed_by_something_is_not_continued(
 ) -> None:
     escape = Escape(SpecialTokens(prompts._tokenizer, ""))
     body = chat({"role": "assistant", "content": "<", **behind})
-    (answer,) = escape.call(parse_call(CHATS, json.dumps(body).encode())).body["messages"]
+    (answer,) = escape.call(parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())).body[
+        "messages"
+    ]
     assert answer["content"] == "<\u2060"
 
 

@@ -92,7 +92,7 @@ class Production:
         is_busy = least_s >= self._queue.hold_s
         self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure.value)
         waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
-        if self._seats.is_free(waiter, now_s):
+        if self._seats.can_send(waiter, now_s):
             self._queue_up(request, placement, now_s)
         else:
             self._seats.add(waiter)

@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.call_limits import MAX_NAME
-from kvroute.router.api.calls import CHATS, MESSAGES, parse_call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import AGENTS, SESSION, hints_of, session_number
 from kvroute.router.sessions.returns import NO_HINTS, SessionHints
@@ -31,7 +31,7 @@ USER = {"role": "user", "content": "Hi"}
 def said(
     body: dict[str, Any], headers: dict[str, str] | None = None, caller: Caller | None = None
 ) -> SessionHints:
-    call = parse_call(CHATS, json.dumps(body).encode())
+    call = parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())
     return hints_of(httpx.Headers(headers or {}), replace(call, caller=caller))
 
 
@@ -92,13 +92,15 @@ def test_a_long_session_id_is_refused_in_our_header_and_ignored_in_others() -> N
 
 def test_an_id_means_the_same_session_in_a_header_and_in_a_body() -> None:
     for id_ in ("gespräch-4711", "会話"):
-        body = parse_call(CHATS, json.dumps({"session_id": id_}).encode())
+        body = parse_call(CHAT_COMPLETIONS, json.dumps({"session_id": id_}).encode())
         for name in (SESSION, *AGENTS):
             sent = Headers(raw=[(name.encode(), id_.encode())])
-            found = hints_of(sent, parse_call(CHATS, b"{}"))
+            found = hints_of(sent, parse_call(CHAT_COMPLETIONS, b"{}"))
             assert found == hints_of({}, body) == SessionHints(session_number("", id_))
     latin = Headers(raw=[(SESSION.encode(), "gespräch".encode("latin-1"))])
-    assert hints_of(latin, parse_call(CHATS, b"{}")).session == session_number("", "gespräch")
+    assert hints_of(latin, parse_call(CHAT_COMPLETIONS, b"{}")).session == session_number(
+        "", "gespräch"
+    )
 
 
 @pytest.mark.parametrize(
