@@ -48,7 +48,7 @@ class Accounts(RequestObserver):
     """
 
     def __init__(self, *, gpus: int, lasting: Ledgers) -> None:
-        self.totals: dict[str, Counter[str]] = {}  # tenant -> its usage since the start
+        self.totals: dict[str, Counter[str]] = {}  # tenant -> usage since the router's start
         self._gpus = gpus
         self._lasting = lasting
         # Replica id -> its clock, for replicas where requests of this router decode.

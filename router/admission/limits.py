@@ -42,7 +42,7 @@ class OverLimitError(Exception):
     maximum: int  # value of the limit in the key file
     requested: int  # amount that the request would add
     wait_s: float  # seconds until the request may be admitted; inf if it exceeds the limit alone
-    # Number of routers that are cut off from each other. Each enforces this part of `maximum`.
+    # Number of routers that are cut off from each other. Each enforces an equal part of `maximum`.
     shared_by: int = 1
 
 
@@ -81,7 +81,8 @@ class Limits:
     """
 
     def __init__(self, limits_of: Callable[[str], TenantLimits | None]) -> None:
-        self.on_change: Callable[[], object] = lambda: None  # called when a report has news
+        # Called when there is something new to report.
+        self.on_change: Callable[[], object] = lambda: None
         self._limits_of = limits_of
         self._usages: dict[str, Usage] = {}  # tenant with limits -> its usage, if any
         self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> its counts
@@ -362,7 +363,7 @@ class Entry:
         self._charge(id_, uncached_tokens, now_s)
 
     def charge_computed(self, id_: str, uncached_tokens: int, now_s: float) -> None:
-        """Correct a prompt's charge at its first token, to the tokens that the engine computed."""
+        """Change a prompt's charge, at its first token, to the tokens that the engine computed."""
         if id_ in self._charges:
             self._computed.add(id_)
             self._charge(id_, uncached_tokens, now_s)

@@ -9,8 +9,8 @@ The limit starts only if two conditions hold: the contexts exceed the cache, and
 busy and compute more evicted tokens than new ones. It ends when the contexts of all active sessions
 fit.
 
-The first prompt of a conversation needs no seat, because no other turn may follow it. Sessions get
-seats in the order of their arrival. With several tenants, the tenant whose seats take the fewest
+The first prompt of a session needs no seat, because it may be the only one. Sessions get seats in
+the order of their arrival. With several tenants, the tenant whose seats take the fewest
 tokens comes first. A session loses its seat when it has sent nothing for IDLE_S, or when its client
 ends it.
 
@@ -38,7 +38,7 @@ BUSY_WEIGHT = 0.01  # weight of the latest request in that share
 # fewer turns were completed with 30 s.
 IDLE_S = 60.0
 MAX_SESSIONS = 50_000  # upper bound of active sessions, and of stored shared prefixes
-MAX_CONTEXTS = 64  # conversations of one session whose tokens count; the latest ones
+MAX_CONTEXTS = 64  # latest conversations of one session whose tokens are counted
 INTERVAL_WEIGHT = 0.1  # weight of the latest interval between two seats in the moving average
 # Seconds for which a free seat is left to a session of another router that arrived earlier.
 PATIENCE_S = 1.0
@@ -111,15 +111,15 @@ class Seats(Generic[R]):
     """
 
     def __init__(self, capacity_tokens: Callable[[], int], most: int | None = None) -> None:
-        self.on_change: Callable[[], object] = lambda: None  # called when a report has news
+        # Called when there is something new to report.
+        self.on_change: Callable[[], object] = lambda: None
         self._capacity_tokens = capacity_tokens
         self._most = most
         self._is_limited = most is not None
         self._active = OrderedDict[int, ActiveSession]()  # by number, the least recently used first
         self._shared = OrderedDict[int, int]()  # session -> tokens of its shared prefix
-        self._starts = OrderedDict[
-            Fingerprint, None
-        ]()  # last cached blocks of sessions' first prompts
+        # Last cached block of each session's first prompt.
+        self._starts = OrderedDict[Fingerprint, None]()
         self._tokens = 0  # context tokens of all active sessions
         self._seats = 0  # number of sessions that hold a seat
         self._seat_tokens = Counter[int]()  # tenant -> context tokens of its sessions with a seat
@@ -344,7 +344,7 @@ class Seats(Generic[R]):
         self._seat(self._session_of(waiter, now_s), now_s)
 
     def _session_of(self, waiter: Waiter[R], now_s: float) -> ActiveSession:
-        """Return the session of a request as active, with the tokens that the request adds."""
+        """Return the request's session, after adding it to the active ones with the new tokens."""
         session = self._active.get(waiter.session)
         if session is None:
             shared = self._shared.get(waiter.session, 0)

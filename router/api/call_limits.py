@@ -1,4 +1,4 @@
-"""Limits on fields of a body which could otherwise delay or harm other requests at a replica."""
+"""Limits on fields of a body, so that they cannot delay or harm other requests at a replica."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,9 +18,9 @@ MAX_NAME = 256  # longest name, salt or session id, in characters
 MAX_COPIED = 16 << 20
 # Fields with a list of texts to score. Each text takes 100 us of a replica's event loop.
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
-# Name of a field -> largest number of its items. A replica's event loop checks every stop string for
-# each output token, and tokenizes every bad word. vLLM's GPU engines have space for 128 stop ids, and
-# for 1024 ids in the last two fields. With more ids, they crash.
+# Name of a field -> largest number of its items. A replica's event loop checks every stop string
+# for each output token, and tokenizes every bad word. vLLM's GPU engines have space for 128 stop
+# ids, and for 1024 ids in the last two fields. With more ids, they crash.
 MAX_ITEMS = {
     "messages": MAX_MESSAGES,
     **dict.fromkeys(("input", *SCORED), 4096),
@@ -38,8 +38,8 @@ MAX_TEXT = 16_384  # largest number of characters of all texts in one of LISTED_
 GRAMMARS = ("response_format", "structured_outputs", "text", "output_config", "output_format")
 MAX_GRAMMAR_VALUES = 16_384  # largest number of JSON values in all of GRAMMARS and the tools
 MAX_GRAMMAR_BYTES = 131_072  # largest size of one of GRAMMARS as JSON, in bytes
-# Arguments of transformers' apply_chat_template that are not variables of templates. vLLM takes them
-# from chat_template_kwargs too, and `padding` with `max_length` could make a prompt very long.
+# Arguments of transformers' apply_chat_template that are no variables of templates. vLLM takes them
+# from bodies as well, where `padding` with `max_length` could make a prompt very long.
 TOKENIZER_ARGUMENTS = (
     *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),

@@ -109,9 +109,8 @@ class Call(Struct, frozen=True):
         if self.path == COUNT_TOKENS:
             thinking = self.body.get("thinking")
             budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
-            max_tokens = (
-                budget + 1 if type(budget) is int else 1
-            )  # vLLM requires more than the budget
+            # vLLM requires max_tokens to be larger than the budget for thinking.
+            max_tokens = budget + 1 if type(budget) is int else 1
             raw = msgspec.json.encode({**self.body, "max_tokens": max_tokens})
             return replace(self, path=MESSAGES, raw=raw)
         if self.path == TOKENIZE:
@@ -163,10 +162,10 @@ class Call(Struct, frozen=True):
         return len(embeds) + len(prompts)
 
     def prefix(self) -> tuple[str, str] | None:
-        """Return the prefix's name, after the name of the field or header that has it.
+        """Return the name of the prefix that the request uses.
 
         Returns:
-            None if the request has no prefix.
+            The field or header that has the name, and the name. None if there is no prefix.
 
         Raises:
             ApiError: the body has both task_id and prefix_id, or the name is not valid.

@@ -10,11 +10,12 @@ from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
 from kvroute.router.api.response_object import members
 
 CHAT_BATCH = f"{CHAT_COMPLETIONS}/batch"
+# Fields that vLLM does not support in batches.
 SINGLE_CHATS = (
     "stream",
     "tools",
     "use_beam_search",
-)  # fields that vLLM does not support in batches
+)
 
 
 def parse_chat_batch(raw: bytes) -> list[Call]:

@@ -22,7 +22,7 @@ MAX_MESSAGES = 8192  # largest number of messages in a chat
 MAX_PARTS = 1024  # largest number of parts in a message's content
 
 Name = Annotated[str, Field(max_length=256)]
-# Number of replicas that hold the prefix.
+# Number of replicas that keep the prefix in their caches.
 Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
 Pinned = StrictBool | Literal["host"]  # "host" pins in host memory instead of GPU memory
 

@@ -107,7 +107,7 @@ def _anthropic(error: ApiError) -> bytes:
 
 
 def error_event(body: bytes, status: int, *, path: str) -> bytes:
-    """Return the event of an error response's body, to end a stream that had no other event."""
+    """Return the error event for an error response's body, in a stream without other events."""
     try:
         members = msgspec.json.decode(body)["error"]
         message, kind = str(members["message"]), str(members["type"])

@@ -48,7 +48,7 @@ class ParseProcess:
             except (OSError, asyncio.IncompleteReadError):
                 await self._end()
                 raise _too_complex() from None
-            except BaseException:  # the client disconnected while the process parses its body
+            except BaseException:  # cancelled by a disconnect, while the process parses the body
                 await self._end()
                 raise
             if self._jobs >= MAX_JOBS:

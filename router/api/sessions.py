@@ -41,12 +41,8 @@ USER_ID_MARK = "_session_"  # text before the session id in `user_id` of Claude 
 MAX_USER = 1024  # longest `user_id` in characters; longer ones are ignored
 # TTLs with which a client asks to keep a prompt in the cache. OpenAI's `in_memory` does not ask.
 TTLS = ("5m", "30m", "1h", "24h")
-CACHEABLE_FIELDS = (
-    "system",
-    "tools",
-    "messages",
-    "input",
-)  # fields whose items can have `cache_control`
+# Fields whose items can have a `cache_control`.
+CACHEABLE_FIELDS = ("system", "tools", "messages", "input")
 
 
 def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:

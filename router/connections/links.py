@@ -50,7 +50,7 @@ class Links:
         replicas: Callable[[], ServeReplicas],
         on_pending: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
     ) -> None:
-        """Create the connections' owner; `run` connects.
+        """Create the object without any connection. `run` makes them.
 
         Args:
             replicas: returns the replicas that Serve runs.
@@ -190,7 +190,7 @@ class Links:
                 link.lose(LostError("Ray Serve has removed the replica"))
 
     async def _connect(self, replica_id: str) -> bool:
-        """Connect once. Return True when the connection has ended, or False if there was none."""
+        """Connect, and wait until the connection ends. Return False if there was no connection."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)

@@ -189,9 +189,8 @@ class PeerSubscriber:
         self._fleet = fleet
         self._queue = queue
         self._limits = limits
-        self._last_received_s = (
-            -math.inf
-        )  # time of the last message of any router, also of this one
+        # Time of the last message of any router, including this one.
+        self._last_received_s = -math.inf
         # Start of the current period in which messages arrive without a gap of CUT_OFF_S.
         self._connected_since_s = 0.0
         self._clock = clock

@@ -92,7 +92,7 @@ class Boundaries:
     def known_blocks(
         self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]
     ) -> int:
-        """Return the last boundary before which some replica's first group has or had the block.
+        """Return the last boundary whose block some replica has or had in its first group.
 
         Args:
             is_known: returns whether any replica has or had a block.
@@ -144,7 +144,7 @@ class _GroupBlocks:
 
 
 class _Lookup:
-    """Finds the replicas that have the blocks of one group that a hit of one chain needs."""
+    """Finds the replicas whose blocks of one group can serve a boundary of one chain."""
 
     def __init__(self, group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> None:
         self._group = group

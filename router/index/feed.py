@@ -94,7 +94,7 @@ class Feed:
         self._vanished_s: dict[str, float] = {}  # replica id -> when its record was first missing
         self._unreadable: Mapping[str, str] = {}  # replica id -> why its record cannot be read
         self._poll_due_s = 0.0  # time of the next poll, on the monotonic clock as all times here
-        self._step_began_s = 0.0  # time when requests could last use the event loop
+        self._step_began_s = 0.0  # time when the feed last let requests use the event loop
         self._equal_s = time.monotonic()  # time when the mirror was last equal to the index
         self._outage = Outage(log, "the mirror follows this router's own requests")
         self._has_loaded = asyncio.Event()  # the first poll has ended
@@ -187,7 +187,7 @@ class Feed:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Read all records, and load the replicas again of which the mirror has missed changes.
+        """Read all records, and reload the replicas whose changes the mirror has missed.
 
         A Redis that refuses writes counts as unreachable: replicas cannot renew their leases, so
         their records vanish although they run.
@@ -203,7 +203,7 @@ class Feed:
         self._poll_due_s = time.monotonic() + POLL_S
 
     def _end_outage(self) -> None:
-        """Make this poll load the replicas again whose blocks were inferred during the outage."""
+        """End the outage, and make this poll reload the replicas whose blocks were inferred."""
         self._outage.end()
         self._mirror.is_fed = True
         for replica_id in self._mirror.inferred:
@@ -235,7 +235,7 @@ class Feed:
     def _is_behind(self, record: ReplicaRecord) -> bool:
         """Return whether the mirror has missed changes of the replica.
 
-        That is so if it does not have the changes that the record counted at the previous poll.
+        A change counts as missed if the record had counted it at the previous poll already.
         """
         seen = self._seen.get(record.id, NOTHING_SEEN)
         if seen.incarnation != record.incarnation or record.seq < seen.seq:

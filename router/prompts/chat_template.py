@@ -326,7 +326,7 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _of_prefix(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message of a named prefix with the role with which the prefix was rendered."""
+    """Return a message of a prefix, with the role that it had when the prefix was rendered."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 

@@ -32,10 +32,10 @@ FIELDS = {
 }
 OTHER_FIELDS = ("messages",)  # such fields of all other routes
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Characters whose number is about that of the values in a JSON text: a comma, or the start of an
-# array or object.
+# Characters that are counted to estimate the number of values in a JSON text.
 VALUE_MARKS = ",[{"
-# Marks in a text up to which those inside of strings are counted as well, which is faster.
+# A text with no more than this many VALUE_MARKS is not searched for strings, whose marks should not
+# count.
 CHEAP_MARKS = 1000
 STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)  # a string in JSON
 # Members of a tool's schema whose text the model has to repeat exactly.
@@ -112,9 +112,7 @@ class _Values:
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self._tokens = tokens
-        self._in_arguments = (
-            0  # approximate number of JSON values in the arguments of all tool calls
-        )
+        self._in_arguments = 0  # estimated number of JSON values in the arguments of tool calls
 
     def field(self, name: str, value: Any) -> Any:
         """Return the value of a body's field without special tokens.

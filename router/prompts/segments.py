@@ -1,9 +1,9 @@
 """Cuts text into segments that can be tokenised separately, and caches their token ids.
 
 A tokenizer first splits a text at its added tokens, such as <|im_end|>, and then processes each
-piece between them separately. So if a text is cut where an added token starts, the token ids of the
-segments are together those of the whole text. The segments of a chat are its messages, which every
-later turn repeats exactly.
+piece between them separately. So a text can be cut where an added token starts: the joined token
+ids of the segments are those of the whole text. The segments of a chat are its messages, which
+every later turn repeats exactly.
 """
 
 import json
@@ -134,9 +134,7 @@ def _size_bytes(segment: str, token_ids: TokenIds) -> int:
 def _ids(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
     try:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    except (
-        Exception
-    ) as error:  # the library raises a bare Exception for a word that the model lacks
+    except Exception as error:  # the library raises it for a word that the model does not have
         raise ValueError(f"the tokenizer refuses the probe {texts[0]!r}") from error
     return [encoding.ids for encoding in encodings]
 
@@ -165,7 +163,7 @@ def _steps(part: Any) -> list[Mapping[str, Any]]:
         return []
     try:
         state = json.loads(part.__getstate__())
-    except Exception as error:  # the library raises a bare Exception for a part written in Python
+    except Exception as error:  # the library raises it for a part that is written in Python
         raise ValueError(f"the {type(part).__name__} cannot be inspected") from error
     return list(_nested(state))
 

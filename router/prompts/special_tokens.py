@@ -9,7 +9,7 @@ A special token can also arise in a template:
 - The template joins two strings. So if a string ends with the first characters of a special token,
   these are broken too. White space at the end does not count, because templates remove it.
 - The template puts a name between `<` and `>` or other characters. So a name is broken too if it
-  starts with a special token without its first character.
+  becomes a special token with such a character before it, as the name `|im_end|>` does.
 - The template deletes a part of a text. SmolLM3's template deletes `/no_think`, which turns
   `<|im_/no_thinkend|>` into `<|im_end|>`. So text is broken where such a deletion is harmful.
 """
@@ -41,7 +41,7 @@ MAX_ROUNDS = 2  # rounds of deletions; a text that needs more rounds counts as h
 
 
 class SpecialTokens:
-    """Breaks the special tokens of one tokenizer and its chat template in texts."""
+    """Breaks the special tokens of a tokenizer and its chat template, where a text has them."""
 
     def __init__(self, tokenizer: Any, template: str) -> None:
         """Find the special tokens.
@@ -59,7 +59,7 @@ class SpecialTokens:
         self._firsts = {token[0] for token in tokens}
         self._starts = _starts_of(self._tokens)
         self._deletions = _Deletions(_deleted_by(template))
-        # A name becomes a special token if the template writes the first character before it.
+        # First characters of special tokens that the template writes directly before values.
         before = {token[0] for token in tokens if _is_before_values(token[0], template)}
         tails = {token[1:] for token in tokens if token[0] in before or not _is_word(token[1:])}
         insides = {
@@ -133,7 +133,7 @@ class _Deletions:
         self._starts = _starts_of(literals)
 
     def prevent(self, text: str, mark: str, is_harmful: Callable[[str], bool]) -> str:
-        """Return the text. If deletions could make it harmful, break each literal by the mark.
+        """Return the text, with each literal broken by the mark if deletions could be harmful.
 
         Args:
             mark: the character to insert.
@@ -144,10 +144,7 @@ class _Deletions:
         return self._starts.sub(lambda start: start[0] + mark, text)
 
     def _may_become(self, text: str, is_harmful: Callable[[str], bool]) -> bool:
-        """Return whether the deletion of one or all literals may make the text harmful.
-
-        The template may delete the literals in any order.
-        """
+        """Return whether deleting one literal, or all in turn, may make the text harmful."""
         if any(
             is_harmful(text.replace(literal, "")) for literal in self._literals if literal in text
         ):

@@ -73,9 +73,7 @@ class Prompts:
         backend.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # all valid token ids are less than this
-        self._longest_token = max(
-            map(len, vocabulary)
-        )  # length of the longest token, in characters
+        self._longest_token = max(map(len, vocabulary))  # its length in characters
         self._tokenizer = tokenizer
         self._template = ChatTemplate(
             tokenizer,
@@ -223,7 +221,7 @@ class Prompts:
             raise invalid(None, "the body is nested too deep; send fewer nested values") from None
 
     async def rendered(self, text: str) -> TokenIds:
-        """Return the ids of a text that the template rendered, and that has its special tokens."""
+        """Return the ids of a rendered chat. The text already contains the special tokens."""
         segments = self._cutter.cut(text) if self._cutter else [text]
         ids_of = {segment: self._cache.get(segment) for segment in segments}
         missing = [segment for segment, token_ids in ids_of.items() if token_ids is None]
@@ -233,10 +231,10 @@ class Prompts:
         return np.concatenate([ids_of[segment] for segment in segments])
 
     def check_length(self, field: str, text: str, max_model_len: int | None) -> None:
-        """Check that a text could fit in the context if it had the longest tokens only.
+        """Check a text's length before it is tokenised.
 
         Raises:
-            ApiError: the text is too long for the context in any case.
+            ApiError: the text would not fit in the context even if it had the longest tokens only.
         """
         if max_model_len is not None and len(text) > max_model_len * self._longest_token:
             raise context_length_exceeded(

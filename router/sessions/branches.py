@@ -42,7 +42,7 @@ class Branches:
 
 
 def relative(amounts: Sequence[float]) -> list[float]:
-    """Divide each amount by the mean of all amounts; return ones if all are zero."""
+    """Divide each amount by the mean of all amounts. If all are zero, return 1 for each."""
     total, count = sum(amounts), len(amounts)
     if not total:
         return [1.0] * count

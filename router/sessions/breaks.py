@@ -1,7 +1,7 @@
 """Finds a change in a chat's history: where the new prompt differs from that of an earlier turn.
 
-A cached prefix can be reused only up to the first change. The engine computes everything after the
-change again, although both prompts have this text in common.
+A cached prefix can be reused only up to the first change. The engine computes all text after the
+change again, even text that both prompts have in common.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,8 @@ ENOUGH_TOKENS = 64
 # A piece at position p after the first difference is searched in the first 2 * p + MIN_REACH tokens
 # of the new prompt after that difference.
 MIN_REACH = 2_048
-MAX_SEARCHED = 131_072  # tokens after the first difference that are searched, in milliseconds
+# Largest number of tokens after the first difference that are searched. This takes milliseconds.
+MAX_SEARCHED = 131_072
 FIRST_STEP = 1_024  # tokens compared in the first step; each step compares twice as many
 TOKEN_BYTES = 4  # size of a token id in an array
 
@@ -143,7 +144,7 @@ def _find_agreement(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None
 
 
 def _probes(last: int) -> Iterator[int]:
-    """Yield positions to search for: each about twice the one before, then one near the end."""
+    """Yield positions of pieces to search for: each about twice as far, then one near the end."""
     probe = 0
     while probe <= last:
         yield probe

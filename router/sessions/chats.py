@@ -27,7 +27,7 @@ MIN_CHARACTERS = 16  # a shorter message does not identify a chat, since many ch
 KEY_MESSAGES = 8  # number of a chat's last messages by which it can be found
 CHATS_PER_MESSAGE = 4  # chats with the same message that can be found by it; the latest ones
 MAX_LOOKUPS = 16  # messages of a new chat that are looked up, the newest first
-SURE_MESSAGES = 2  # equal messages in a row that show that two prompts belong to one chat
+SURE_MESSAGES = 2  # with this many equal messages in a row, two prompts belong to one chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Other parts of a prompt that can change: the definitions of tools, the rendering by the chat
@@ -198,7 +198,10 @@ class Chats:
 
 
 def _overlap(old: SentChat, new: SentChat, number: int) -> Earlier | None:
-    """Compare a stored turn with a new one. Both have the message `number` of the new one.
+    """Compare a stored turn with a new one.
+
+    Args:
+        number: number of a message of the new turn that the stored turn has too.
 
     Returns:
         None if they have no message in common after the first change. Then they are two chats that

@@ -29,10 +29,12 @@ from kvroute.contract.keep import (
 EvictionReason = Literal["ended", "unlikely", "usual"]
 EVICTION_REASONS: tuple[EvictionReason, ...] = get_args(EvictionReason)
 MAX_ENDS = 50_000  # turns that the router remembers
-# Blocks to search backwards for the end of the earlier turn. Its answer may be this long.
+# Blocks of a prompt that are searched for the end of the earlier turn. The answer to that turn
+# follows its end, and may have this many blocks.
 MAX_ANSWER_BLOCKS = 256
 MAX_COUNTED = 20_000  # counted turns at which all counts are halved, so that old turns count less
-PRIOR_TURNS = 20.0  # weight of the assumption that a kind of turns returns like the mean, in turns
+# Weight, in turns, of the prior assumption that each kind of turns returns as often as the mean.
+PRIOR_TURNS = 20.0
 # Last turn number of each kind but the last one: turn 1, turn 2, turns 3 and 4, all later turns.
 LAST_TURNS = (1, 2, 4)
 BUCKETS = len(LAST_TURNS) + 1  # kinds by the turn's number
@@ -40,8 +42,8 @@ ENDED = 2 * BUCKETS  # kind of the turns that are the last ones, according to th
 KINDS = ENDED + 1  # number of kinds: BUCKETS without tools, BUCKETS with tools, and ENDED
 # A kind is unlikely to return if its share of returns is less than this part of the largest share.
 UNLIKELY = 0.4
-# If more than this share of ended sessions continue, clients' ends no longer mean that the blocks
-# are evicted first.
+# If a larger share of the sessions that clients have ended continues, the blocks of ended sessions
+# are no longer evicted first.
 MAX_WRONG_ENDS = 0.1
 
 
@@ -216,7 +218,7 @@ class Returns:
         return NO_BLOCK
 
     def _lost(self, earlier: _End | None) -> EvictionReason:
-        """Return the reason for which a turn's blocks would have been evicted."""
+        """Return the reason of the eviction, if the turn's blocks were evicted."""
         match self.counts.order(earlier.kind) if earlier else Order.USUAL:
             case Order.ENDED:
                 return "ended"
