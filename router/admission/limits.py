@@ -227,18 +227,18 @@ class Limits:
         before = self._others.get(router)
         if before is None and not is_complete:
             return
-        known = before if before and not is_complete else dict[str, TenantCounts]()
+        counted = before if before and not is_complete else dict[str, TenantCounts]()
         reported = {count.tenant: count for count in counts}
-        limit = MAX_TENANTS - len(known)
-        new = [*islice((tenant for tenant in reported if tenant not in known), limit)]
+        limit = MAX_TENANTS - len(counted)
+        new = [*islice((tenant for tenant in reported if tenant not in counted), limit)]
         reported = {
-            tenant: reported[tenant] for tenant in [*new, *(reported.keys() & known.keys())]
+            tenant: reported[tenant] for tenant in [*new, *(reported.keys() & counted.keys())]
         }
         for tenant, count in reported.items():
             last = before.get(tenant) if before else None
             self._charge_other(count, last, before is None, now_s)
-        known.update(reported)
-        self._others[router] = known
+        counted.update(reported)
+        self._others[router] = counted
 
     def forget(self, router: str) -> None:
         """Drop the counts of a router that has ended or is silent."""

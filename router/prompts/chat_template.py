@@ -289,12 +289,12 @@ def _tool(given: Any) -> dict[str, Any]:
         raise OnlyReplicaError("a tool is not a function with a name")
     strict, deferred = _flag(function, "strict"), _flag(given, "defer_loading")
     own_deferred = _flag(function, "defer_loading")
-    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    fields = {name: function.get(name) for name in ("name", "description", "parameters")}
     if strict is not None:
-        known["strict"] = strict
+        fields["strict"] = strict
     if own_deferred is not None or deferred is not None:
-        known["defer_loading"] = deferred if own_deferred is None else own_deferred
-    tool = {"type": "function", "function": known}
+        fields["defer_loading"] = deferred if own_deferred is None else own_deferred
+    tool = {"type": "function", "function": fields}
     return tool if deferred is None else {**tool, "defer_loading": deferred}
 
 

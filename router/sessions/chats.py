@@ -167,8 +167,8 @@ class Chats:
 
     def _earlier(self, turn: SentChat) -> Earlier | None:
         """Find the chat's earlier turn by the newest message that both turns have."""
-        known = (n for n in reversed(turn.key_numbers) if turn.messages[n] in self._by_message)
-        for number in islice(known, MAX_LOOKUPS):
+        common = (n for n in reversed(turn.key_numbers) if turn.messages[n] in self._by_message)
+        for number in islice(common, MAX_LOOKUPS):
             stored = reversed(self._by_message[turn.messages[number]])
             if overlaps := [overlap for old in stored if (overlap := _overlap(old, turn, number))]:
                 return max(overlaps, key=lambda earlier: earlier.first_change)

@@ -210,9 +210,9 @@ class Returns:
         end = self._sessions.get(session, NO_BLOCK) if session else NO_BLOCK
         if end in self._ends and end in chain:  # agents use one id for several conversations
             return end
-        known = min(known_blocks, len(chain))
-        first = max(shared_blocks, known - MAX_ANSWER_BLOCKS)
-        for index in range(known - 1, first - 1, -1):
+        end_index = min(known_blocks, len(chain))
+        first = max(shared_blocks, end_index - MAX_ANSWER_BLOCKS)
+        for index in range(end_index - 1, first - 1, -1):
             if chain[index] in self._ends:
                 return chain[index]
         return NO_BLOCK

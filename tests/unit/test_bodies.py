@@ -78,7 +78,9 @@ async def test_only_large_bodies_are_parsed_in_a_process_and_they_share_it(bodie
 
 
 @pytest.mark.parametrize("filling", ["", LARGE], ids=["small", "large"])
-async def test_small_and_large_bad_bodies_get_the_same_error(bodies: Bodies, filling: str) -> None:
+async def test_invalid_small_and_large_bodies_get_the_same_error(
+    bodies: Bodies, filling: str
+) -> None:
     bad = await refusal(bodies, request(body(cache_salt="x" * 300, prompt=f"a{filling}")))
     assert (bad.status, bad.param, len(bad.message) < 200) == (400, "cache_salt", True)
     cut = await refusal(bodies, request(body(prompt=f"a{filling}")[:-2]))
@@ -93,7 +95,7 @@ async def test_a_body_that_kills_the_process_is_refused_and_the_next_one_is_pars
     assert (await bodies.read(PARSE, request(body(prompt=LARGE)))).n == 1
 
 
-async def test_a_body_of_a_million_lists_costs_this_process_no_memory(bodies: Bodies) -> None:
+async def test_a_body_of_a_million_lists_takes_no_memory_in_the_router(bodies: Bodies) -> None:
     lists = request(b'{"prompt": [' + b"[]," * 1_300_000 + b"[]]}")
     before = psutil.Process().memory_full_info().uss
     assert (await refusal(bodies, lists)).code == "request_too_large"
@@ -116,7 +118,7 @@ async def test_a_client_that_leaves_before_the_end_of_its_body_gets_status_499(
     assert not bodies._held
 
 
-async def test_a_body_that_stops_is_refused_after_a_time(
+async def test_a_body_that_stops_is_refused_after_a_timeout(
     bodies: Bodies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "SILENCE_S", 0.01)

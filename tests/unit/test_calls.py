@@ -59,7 +59,7 @@ def refusal(path: str = COMPLETIONS, **body: Any) -> ApiError:
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from([CHAT_COMPLETIONS, COMPLETIONS])
 )
-def test_any_body_is_read_or_refused(body: dict[str, Any], path: str) -> None:
+def test_any_body_is_parsed_or_refused(body: dict[str, Any], path: str) -> None:
     try:
         call = called(path, **body)
         call.prefix()
@@ -86,7 +86,7 @@ def test_token_ids_are_arrays(prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]])
-def test_each_prompt_gets_a_body_of_its_own(prompt: list[Any]) -> None:
+def test_each_prompt_gets_its_own_body(prompt: list[Any]) -> None:
     call = called(prompt=prompt, max_tokens=3)
     for number, each in enumerate(prompt):
         assert json.loads(call.with_prompt(number)) == {"prompt": each, "max_tokens": 3}
@@ -194,7 +194,7 @@ def test_an_images_uuid_is_a_short_string(uuid: object) -> None:
 
 
 @pytest.mark.parametrize("spelt", ["uuid", r"\u0075uid"])
-def test_tenants_cannot_send_uuids_of_images(spelt: str) -> None:
+def test_uuids_of_images_are_refused_from_tenants(spelt: str) -> None:
     raw = json.dumps(seen(uuid="logo", image_url="data:,")).replace("uuid", spelt).encode()
     call = parse_call(CHAT_COMPLETIONS, raw)
     assert call.with_caller(None).caller is None
@@ -208,7 +208,7 @@ def test_tenants_cannot_send_uuids_of_images(spelt: str) -> None:
     assert called(CHAT_COMPLETIONS, **seen(**tool)).with_caller(caller).caller is caller
 
 
-def test_a_prefix_has_one_name() -> None:
+def test_a_request_can_name_only_one_prefix() -> None:
     assert called(prefix_id=5).prefix() == ("prefix_id", "5")
     assert called(task_id="law").prefix() == ("task_id", "law")
     assert called().prefix() is None

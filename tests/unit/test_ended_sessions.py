@@ -56,7 +56,7 @@ class Replicas:
         return b""
 
 
-async def test_every_rank_of_every_replica_is_told() -> None:
+async def test_an_end_is_sent_to_every_rank_of_every_replica() -> None:
     replicas = Replicas("a", "b", ranks=2)
     async with replicas.wired as wired:
         assert await end_session(wired.links, LONGEST) == {}
@@ -77,7 +77,7 @@ async def test_replicas_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "said", [SessionHints(5, is_end=True), SessionHints(is_end=True), SessionHints(5), NO_HINTS]
 )
-async def test_the_end_of_a_last_request_is_told_to_all(said: SessionHints) -> None:
+async def test_the_end_of_a_last_request_is_sent_to_all(said: SessionHints) -> None:
     replicas, ended = Replicas("a", "b"), EndedSessions()
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0), observer=ended)
     async with replicas.wired as wired:
@@ -95,7 +95,7 @@ async def test_the_end_of_a_last_request_is_told_to_all(said: SessionHints) -> N
         running.cancel()
 
 
-async def test_ends_that_nobody_tells_of_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ends_that_are_not_reported_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ended_sessions, "WAITING", 3)
     ended = EndedSessions()
     for session in range(1, 9):
@@ -113,7 +113,7 @@ def chain(*ends: int) -> list[Fingerprint]:
     return [Fingerprint(end) for end in ends]
 
 
-def test_a_turn_after_the_end_has_lost_what_was_ended() -> None:
+def test_a_turn_after_the_end_has_lost_the_ended_blocks() -> None:
     returns = Returns()
     for session in (1, 2):
         returns.begin(returns.retention(chain(10 * session), 0, SessionHints(session)).turn)
@@ -179,7 +179,7 @@ async def test_a_session_ends_for_every_model_or_for_one() -> None:
 @pytest.mark.parametrize(
     ("path", "status"), [("/v1/sessions/x?model=z", 404), (f"/v1/sessions/{'x' * 257}", 400)]
 )
-async def test_what_cannot_be_ended_is_refused(path: str, status: int) -> None:
+async def test_an_invalid_end_is_refused(path: str, status: int) -> None:
     application = Application()
     answer = await application.client.delete(path)
     assert (answer.status_code, "error" in answer.json()) == (status, True)

@@ -77,7 +77,7 @@ def test_a_request_is_never_more_urgent_than_its_key(
     assert priority == PRIORITIES[expected]
 
 
-def test_a_bodys_priority_is_seconds() -> None:
+def test_the_priority_in_a_body_is_a_delay_in_seconds() -> None:
     assert urgency(priority=5).delay_s == 5
     found = urgency({PRIORITY: "interactive"}, priority=5)
     assert (found.delay_s, found.is_interactive) == (5, True)
