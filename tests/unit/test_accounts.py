@@ -28,14 +28,14 @@ TOKENS_PER_S = 1000.0  # speed of prefill for prompts of every length
 
 
 class AsPredicted(PrefillSpeed):
-    """The speed of a replica that is exactly as fast as predicted."""
+    """The speed of a replica that is always as fast as predicted."""
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
         """Ignore measured times."""
 
 
 class Kept:
-    """Accounts that outlive the router, in memory."""
+    """A store of accounts in memory."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Counter[str]] = {}
@@ -208,7 +208,7 @@ ATTEMPTS = st.lists(
 def test_accounts_are_the_sums_of_their_requests(
     attempts: Sequence[tuple[str, int, int, int, Outcome | None]], gpus: int
 ) -> None:
-    """Together, the requests take no more GPU time than has passed."""
+    """All requests together are charged no more GPU time than has elapsed."""
     charged, expected, sent = Charged(gpus=gpus), Counter[tuple[str, str]](), []
     now_s = 0.0
     for number, (tenant, tokens, *_) in enumerate(attempts):
@@ -246,5 +246,5 @@ def test_accounts_are_the_sums_of_their_requests(
         for name in charged.accounts.totals
         for cause in CAUSES
     )
-    decoded_s = sum(each["decode_us"] for each in charged.kept.sums.values()) / US
+    decoded_s = sum(usage["decode_us"] for usage in charged.kept.sums.values()) / US
     assert 0 <= decoded_s <= 2 * gpus * now_s + 1e-3  # two replicas

@@ -52,8 +52,8 @@ class Model:
         if (entry := context.entry) is not None:
             entry.add_prompt_tokens(self.tokens)
             entry.admit("p", self.tokens, self.new, time.monotonic())
-        found: Response = await self.then()
-        return found
+        response: Response = await self.then()
+        return response
 
     async def done(self) -> Response:
         return Response(b"{}")
@@ -128,10 +128,10 @@ async def test_a_response_has_the_rest_of_the_limits() -> None:
     served = Served(TenantLimits(max_requests=4, uncached_tokens_per_minute=6000))
     answer = await served.chat()
     assert answer.status_code == 200
-    found = {name: value for name, value in answer.headers.items() if "ratelimit" in name}
-    assert re.fullmatch(r"\d+ms|[01]s", found.pop("x-ratelimit-reset-tokens"))
-    assert 5900 <= int(found.pop("x-ratelimit-remaining-tokens")) <= 6000
-    assert found == {
+    headers = {name: value for name, value in answer.headers.items() if "ratelimit" in name}
+    assert re.fullmatch(r"\d+ms|[01]s", headers.pop("x-ratelimit-reset-tokens"))
+    assert 5900 <= int(headers.pop("x-ratelimit-remaining-tokens")) <= 6000
+    assert headers == {
         "x-ratelimit-limit-requests": "4",
         "x-ratelimit-remaining-requests": "3",  # this one is still under way
         "x-ratelimit-reset-requests": "1s",
@@ -272,12 +272,12 @@ def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
     for number in range(2 * MAX_NAMES):
         refusals.count(f"t{number}", "requests")
         refusals.count("t0", "requests")
-    found = {
+    refused_by_tenant = {
         sample.labels["tenant"]: sample.value
         for metric in registry.collect()
         for sample in metric.samples
         if sample.name.endswith("_total")
     }
-    assert len(found) == MAX_NAMES + 1
-    assert found[OTHER] == MAX_NAMES
-    assert found["t0"] == 2 * MAX_NAMES + 1
+    assert len(refused_by_tenant) == MAX_NAMES + 1
+    assert refused_by_tenant[OTHER] == MAX_NAMES
+    assert refused_by_tenant["t0"] == 2 * MAX_NAMES + 1

@@ -23,22 +23,22 @@ class Chats:
         self._fresh = count(1)
 
     def turn(
-        self, before: list[Fingerprint], said: SessionHints = NO_HINTS, *, times: int = 1
+        self, before: list[Fingerprint], hints: SessionHints = NO_HINTS, *, times: int = 1
     ) -> tuple[list[Fingerprint], Retention]:
         chain = [*before, Fingerprint(next(self._fresh))]
-        retention = self.returns.retention(chain, len(before), said)
+        retention = self.returns.retention(chain, len(before), hints)
         for _ in range(times):
             self.returns.begin(retention.turn)
         return chain, retention
 
-    def talk(self, turns: int, said: SessionHints = NO_HINTS) -> None:
+    def talk(self, turns: int, hints: SessionHints = NO_HINTS) -> None:
         chain: list[Fingerprint] = []
         for _ in range(turns):
-            chain, _ = self.turn(chain, said)
+            chain, _ = self.turn(chain, hints)
 
-    def first(self, said: SessionHints = NO_HINTS) -> Order:
+    def first(self, hints: SessionHints = NO_HINTS) -> Order:
         """Return the retention of a conversation's first turn."""
-        return self.turn([], said)[1].keep.order
+        return self.turn([], hints)[1].keep.order
 
 
 def test_turns_of_a_conversation_are_numbered_and_have_one_session() -> None:
@@ -47,7 +47,7 @@ def test_turns_of_a_conversation_are_numbered_and_have_one_session() -> None:
     chain, second = chats.turn(chain)
     _, third = chats.turn(chain)
     _, other = chats.turn([])
-    assert [each.turn.number for each in (first, second, third, other)] == [1, 2, 3, 1]
+    assert [retention.turn.number for retention in (first, second, third, other)] == [1, 2, 3, 1]
     assert first.turn.session == second.turn.session == third.turn.session != other.turn.session
 
 
@@ -132,8 +132,8 @@ def test_a_turn_that_is_sent_twice_counts_once(turns: list[tuple[int, bool, bool
     for chats, times in ((once, 1), (twice, 2)):
         chains: dict[int, list[Fingerprint]] = {}
         for which, has_tools, is_end in turns:
-            said = SessionHints(is_end=is_end, has_tools=has_tools)
-            chains[which], _ = chats.turn(chains.get(which, []), said, times=times)
+            hints = SessionHints(is_end=is_end, has_tools=has_tools)
+            chains[which], _ = chats.turn(chains.get(which, []), hints, times=times)
     assert once.returns.counts == twice.returns.counts
 
 
@@ -141,8 +141,8 @@ def test_a_turn_that_is_sent_twice_counts_once(turns: list[tuple[int, bool, bool
 def test_counts_add_up(turns: list[tuple[int, bool, bool]]) -> None:
     chats, chains = Chats(), dict[int, list[Fingerprint]]()
     for which, has_tools, is_end in turns:
-        said = SessionHints(is_end=is_end, has_tools=has_tools)
-        chains[which], _ = chats.turn(chains.get(which, []), said)
+        hints = SessionHints(is_end=is_end, has_tools=has_tools)
+        chains[which], _ = chats.turn(chains.get(which, []), hints)
     assert sum(chats.returns.counts.sent) == len(turns)
     assert sum(chats.returns.counts.returned) == len(turns) - len(chains)
 
