@@ -190,7 +190,11 @@ def found_at(size: str) -> str:
 
 CACHED_TOKENS = replica("kvroute_engine_cached_tokens_total")
 PROMPT_TOKENS = replica("kvroute_engine_prompt_tokens_total")
-REASONS = ("ended", "unlikely", "usual")  # reasons of evictions: router/sessions/returns.py
+EVICTION_REASONS = (
+    "ended",
+    "unlikely",
+    "usual",
+)  # reasons of evictions: router/sessions/returns.py
 
 RETENTION = Row(
     "Retention",
@@ -202,7 +206,10 @@ RETENTION = Row(
             "blocks were the least recently used, or their replica was lost. The next panel shows "
             "what more memory would change.",
             grafana.FRACTION,
-            tuple(Query(share(per_second(lost(why)), per_second(PROMPTS)), why) for why in REASONS),
+            tuple(
+                Query(share(per_second(lost(why)), per_second(PROMPTS)), why)
+                for why in EVICTION_REASONS
+            ),
             stacking="normal",
             width=12,
         ),

@@ -5,13 +5,13 @@ estimated:
 
 prefill     the speed model's time for the computed tokens, corrected by measured times to first
             token, times the number of GPUs of the replica's rank
-decode      the request's share of the replica's time between its first and last token
+decode      the request's share of the replica's time between the request's first and last token
             (decode_time.py), times the same number of GPUs
 saved       the prefill time of the tokens that came from the cache, estimated in the same way
 
-A request that continues at another replica after a loss counts as one request with its client's
-tokens, and its GPU seconds are those of both replicas. If a replica is lost before a request's
-first token, its work for the request is unknown and charged to no tenant.
+If a replica is lost and another one continues its request, this counts as one request: with the
+tokens that the client sent and received, and with the GPU seconds of both replicas. If a replica is
+lost before a request's first token, its work for the request is unknown and not charged.
 """
 
 from collections import Counter
@@ -26,28 +26,33 @@ from kvroute.router.placement.attempts import Attempt, Outcome, RequestObserver
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 
-NAMED = 100  # tenants with their own name in the metrics: the first ones that sent a request
+# Number of tenants with their own name in the metrics. All later tenants have the name OTHER.
+MAX_NAMES = 100
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "moved")
 PHASES = ("prefill", "decode")
-US = 1_000_000  # microseconds per second; times are whole microseconds, so that sums are exact
+US = 1_000_000  # microseconds per second; accounts have whole microseconds, so sums are exact
 
 
 class Ledgers(Protocol):
-    """A store of accounts that outlives the router."""
+    """A store of accounts that keeps them when the router ends."""
 
     def add(self, tenant: str, used: Account) -> None: ...
 
 
 class Accounts(RequestObserver):
-    """Counts requests with an API key when they end."""
+    """Counts each request that has an API key, when it ends.
+
+    Args:
+        gpus: number of GPUs of each rank; 1 on CPUs.
+        lasting: the store that keeps the accounts when the router ends.
+    """
 
     def __init__(self, *, gpus: int, lasting: Ledgers) -> None:
-        self.totals: dict[str, Counter[str]] = {}  # by tenant, since the router's start
-        self._gpus = gpus  # GPUs of each rank; 1 on CPUs
+        self.totals: dict[str, Counter[str]] = {}  # tenant -> usage since the router's start
+        self._gpus = gpus
         self._lasting = lasting
-        self._decoding: dict[
-            str, DecodeTime
-        ] = {}  # replicas at which this router's requests decode
+        # Replica id -> its clock, for replicas where requests of this router decode.
+        self._decoding: dict[str, DecodeTime] = {}
 
     def first_token(self, attempt: Attempt) -> None:
         if not attempt.context.tenant or attempt.first_token_s is None:
@@ -60,10 +65,10 @@ class Accounts(RequestObserver):
 
     def ended(self, attempt: Attempt) -> None:
         tenant = attempt.context.tenant
-        if not tenant or attempt.outcome == "moved":  # counted when it ends at another replica
+        if not tenant or attempt.outcome == "moved":  # another replica continues it
             return
-        usage = used(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
-        bounded(self.totals, tenant, most=NAMED).update(usage)
+        usage = usage_of(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
+        account_of(tenant, self.totals, limit=MAX_NAMES).update(usage)
         self._lasting.add(tenant, usage)
 
     def _decode_s(self, attempt: Attempt) -> float:
@@ -76,21 +81,21 @@ class Accounts(RequestObserver):
         return seconds
 
 
-def bounded(accounts: dict[str, Counter[str]], tenant: str, *, most: int) -> Counter[str]:
-    """Return the tenant's account, or that of OTHER if there would be more than `most`."""
-    return accounts.setdefault(named(tenant, accounts, most=most), Counter())
+def account_of(tenant: str, accounts: dict[str, Counter[str]], *, limit: int) -> Counter[str]:
+    """Return the tenant's account, or that of OTHER if there are `limit` other accounts."""
+    return accounts.setdefault(name_of(tenant, accounts, limit=limit), Counter())
 
 
-def named(tenant: str, known: Collection[str], *, most: int) -> str:
-    """Return the tenant's name, or OTHER if there are `most` other names already."""
-    has_room = len(known) - (OTHER in known) < most
-    return tenant if has_room or tenant in known else OTHER
+def name_of(tenant: str, names: Collection[str], *, limit: int) -> str:
+    """Return the tenant's name, or OTHER if there are `limit` other names already."""
+    has_room = len(names) - (OTHER in names) < limit
+    return tenant if has_room or tenant in names else OTHER
 
 
-def used(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
-    """Return what an ended attempt adds to its tenant's account, without zeros.
+def usage_of(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
+    """Return the usage that an attempt adds to its tenant's account when it ends, without zeros.
 
-    These are its outcome, its tokens by cause, and its times in microseconds.
+    This is its outcome, its tokens by cause, and its times in microseconds.
     """
     usage = {attempt.outcome or "ok": 1, "output_tokens": attempt.output_tokens}
     usage["decode_us"] = round(US * gpus * decode_s)
@@ -106,6 +111,7 @@ def used(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
 
 
 def _prefill_us(attempt: Attempt, start: int, end: int, gpus: int) -> int:
+    """Return the predicted GPU microseconds to compute the prompt's tokens from start to end."""
     load = attempt.load
     return round(US * gpus * load.speed.slowness * load.model.seconds(start, end))
 

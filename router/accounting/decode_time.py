@@ -1,31 +1,32 @@
 """Divides a replica's time among the requests that decode there at the same time.
 
-While n requests decode, each is charged 1/n of the passing time. Nothing is charged for the time in
-which the engine computes prompts, as predicted by the speed model. So the charges of all requests
-and all prefills add up to the time that the replica was busy.
+While n requests decode, each is charged 1/n of the elapsed time. Time in which the engine computes
+prompts, as predicted by the speed model, is not charged for decoding. So the charges for decoding
+and for prefill add up to the time that the replica was busy.
 
-The result is an estimate. The router learns of other routers' requests some milliseconds later, and
-updates the clock only when one of its own requests starts or ends decoding. Between two updates, n
-is the mean of the numbers at both.
+The result is an estimate. The router learns of other routers' requests some milliseconds late. It
+updates the clock only when one of its own requests starts or ends decoding. For the time between
+two updates, n is the mean of its values at both.
 """
 
 from kvroute.router.placement.load import ReplicaLoad
 
 
 class DecodeTime:
-    """A replica's clock of charged time, for as long as requests of this router decode there."""
+    """A clock of the charged time of one replica, while requests of this router decode there."""
 
     def __init__(self, load: ReplicaLoad, now_s: float) -> None:
         self._load = load
         self._updated_s = now_s  # time of the last update
-        self._requests = len(load.decoding)  # requests that decoded then
-        self._prefilled_s = load.prefilled_s  # the replica's sum of computed prefill then
-        self._prefill_s = 0.0  # computed prefill that is not yet subtracted from the passing time
-        self._charged_s = 0.0  # the clock: time charged to a request that decoded all the time
+        self._requests = len(load.decoding)  # number of requests that decoded at the last update
+        self._prefilled_s = load.prefilled_s  # the replica's total prefill at the last update
+        self._prefill_s = 0.0  # prefill that is not yet subtracted from the elapsed time
+        self._charged_s = 0.0  # the clock: time charged to a request that decodes since the start
         self._starts_s: dict[str, float] = {}  # request id -> value of the clock at its first token
 
     @property
     def is_over(self) -> bool:
+        """Return whether no request of this router decodes there any more."""
         return not self._starts_s
 
     def begin(self, request_id: str, now_s: float) -> None:
@@ -34,7 +35,7 @@ class DecodeTime:
         self._starts_s[request_id] = self._charged_s
 
     def end(self, request_id: str, now_s: float) -> float:
-        """Return the seconds charged to a request; 0 if it had no first token.
+        """End a request, and return the seconds charged to it; 0 if it had no first token.
 
         The replica's load must no longer include the request.
         """

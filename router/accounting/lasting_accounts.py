@@ -1,8 +1,8 @@
 """Adds tenants' usage to Redis every few seconds, in one account for each day.
 
-While Redis is away, usage is kept here: at most MAX_TENANTS accounts and one batch for each of
-KEPT_DAYS days. A batch without a reply from Redis is sent again unchanged, and counts once. A
-router that is killed loses the usage of the last FLUSH_S seconds.
+While Redis is away, usage stays in memory: for each of KEPT_DAYS days, at most MAX_TENANTS accounts
+and one batch. A batch without a reply from Redis is sent again unchanged, and Redis counts it once.
+A router that is killed loses the usage of the last FLUSH_S seconds.
 """
 
 import asyncio
@@ -15,23 +15,28 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
-from kvroute.router.accounting.accounts import bounded
+from kvroute.router.accounting.accounts import account_of
 from kvroute.store.accounts import KEPT_DAYS, MAX_TENANTS, Account, DailyAccounts, encode
 
-FLUSH_S = 2.0  # time between two writes
-DAY_S = 86_400
+FLUSH_S = 2.0  # seconds between two writes
+DAY_S = 86_400  # seconds per day
 
 
 @dataclass(slots=True)
 class Day:
-    """A day's usage that Redis has not confirmed."""
+    """The usage of one day that Redis has not confirmed yet."""
 
-    accounts: dict[str, Counter[str]] = field(default_factory=dict)  # not sent yet
-    batch: tuple[int, bytes] | None = None  # number and content of a batch sent without a reply
+    accounts: dict[str, Counter[str]] = field(default_factory=dict)  # tenant -> usage not sent yet
+    batch: tuple[int, bytes] | None = None  # number and content of a batch that has no reply yet
 
 
 class LastingAccounts:
-    """One router's accounts of one model; `clock` returns seconds since 1970."""
+    """One router's accounts for one model.
+
+    Args:
+        router_id: id of this router. With a batch's number, Redis recognises a repeated batch.
+        clock: returns seconds since 1970.
+    """
 
     def __init__(
         self, store: DailyAccounts, router_id: str, *, clock: Callable[[], float] = time.time
@@ -39,17 +44,17 @@ class LastingAccounts:
         self._store = store
         self._router_id = router_id
         self._clock = clock
-        self._days: dict[int, Day] = {}  # days since 1970, oldest first
-        self._batches = 0
+        self._days: dict[int, Day] = {}  # day number since 1970 -> its usage, oldest first
+        self._batches = 0  # number of the latest batch
 
     def add(self, tenant: str, used: Account) -> None:
-        """Add usage to the tenant's account of today; Redis gets it with the next write."""
+        """Add usage to the tenant's account of today. The next write sends it to Redis."""
         today = int(self._clock() // DAY_S)
         if today not in self._days:
             self._days[today] = Day()
             if len(self._days) > KEPT_DAYS:
                 del self._days[min(self._days)]
-        bounded(self._days[today].accounts, tenant, most=MAX_TENANTS).update(used)
+        account_of(tenant, self._days[today].accounts, limit=MAX_TENANTS).update(used)
 
     async def run(self) -> None:
         """Write the usage to Redis every FLUSH_S until cancelled."""
@@ -58,12 +63,16 @@ class LastingAccounts:
             await self.close()
 
     async def close(self) -> None:
-        """Write the usage to Redis now, if Redis answers; the feed logs an outage."""
+        """Write the usage to Redis now, if Redis can be reached. The feed logs an outage."""
         with contextlib.suppress(RedisError, OSError):
             await self.flush()
 
     async def flush(self) -> None:
-        """Write all usage to Redis; after RedisError or OSError, the rest is kept for later."""
+        """Write all usage to Redis.
+
+        Raises:
+            RedisError, OSError: Redis is away; the usage that is left is sent by a later call.
+        """
         for number, day in list(self._days.items()):
             date = datetime.date(1970, 1, 1) + datetime.timedelta(days=number)
             if day.batch:
@@ -73,7 +82,7 @@ class LastingAccounts:
             if not day.batch and not day.accounts:
                 self._days.pop(number, None)
 
-    async def of_days(self, days: Iterable[datetime.date]) -> dict[str, Account]:
+    async def sum_of_days(self, days: Iterable[datetime.date]) -> dict[str, Account]:
         """Return each tenant's sum over the days, as stored in Redis.
 
         Raises:

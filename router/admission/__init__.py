@@ -1,1 +1,1 @@
-"""Which requests wait before they go to a replica, for how long, and which are refused."""
+"""Admission control: the limits of tenants, the seats of sessions, and the waits of requests."""

@@ -1,19 +1,20 @@
-"""Limits how many sessions are active while their contexts do not fit in the fleet's caches.
+"""Limits the number of active sessions while their contexts do not fit in the fleet's caches.
 
-When the active sessions need more KV cache than the fleet has, each turn finds that other sessions
-have evicted its blocks, and the replicas compute the same contexts again and again. Fewer active
-sessions then complete more turns. So a session sends requests only while it holds a seat, and all
-seats together take at most CACHE_SHARE of the fleet's cache.
+If the active sessions need more KV cache than the fleet has, the turns of one session evict the
+blocks of others, and the replicas compute the same contexts again and again. Fewer active sessions
+then complete more turns. So the requests of a session are sent only while the session holds a seat.
+All sessions with a seat together may take CACHE_SHARE of the fleet's cache.
 
-Nothing is limited before two things come together: the contexts exceed the cache, and the replicas
-are all busy while they compute more of what was evicted than of what is new. The limit is then in
-force until the contexts of all active sessions fit.
+The limit starts only if two conditions hold: the contexts exceed the cache, and all replicas are
+busy and compute more evicted tokens than new ones. It ends when the contexts of all active sessions
+fit.
 
-The first prompt of a conversation needs no seat: it may be the only one. Sessions wait in the order
-in which they came. With several tenants, the one whose seats take the fewest tokens comes first. A
-session loses its seat when it has sent nothing for IDLE_S, or when its client ends it.
+The first prompt of a session needs no seat, because it may be the only one. Sessions get seats in
+the order of their arrival. With several tenants, the tenant whose seats take the fewest
+tokens comes first. A session loses its seat when it has sent nothing for IDLE_S, or when its client
+ends it.
 
-Arithmetic only: the caller passes the time, in seconds of any monotonic clock.
+This module only computes. Callers pass the time, in seconds of a monotonic clock.
 """
 
 import math
@@ -26,17 +27,23 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import WaitingSessions
 
-CACHE_SHARE = 0.9  # share of the fleet's KV cache for seats; .7 and 1.1 served a sixth fewer turns
-MIN_PRESSURE = 1.0  # evicted tokens that are computed again for each new token
-MIN_BUSY = 0.5  # share of recent requests that found every replica busy
+# Share of the fleet's KV cache that sessions with seats may take. In measurements, a sixth fewer
+# turns were completed with 0.7 and with 1.1.
+CACHE_SHARE = 0.9
+# The limit starts at this cache pressure: evicted tokens that are computed again per new token.
+MIN_PRESSURE = 1.0
+MIN_BUSY = 0.5  # the limit starts if this share of recent requests found every replica busy
 BUSY_WEIGHT = 0.01  # weight of the latest request in that share
-IDLE_S = 60.0  # a session that has sent nothing for so long is not active; 30 s served a sixth less
-MAX_SESSIONS = 50_000  # bound of the active sessions and of the stored shared prefixes
-MAX_CONTEXTS = 64  # conversations of one session whose tokens count, the latest ones
-INTERVAL_WEIGHT = 0.1  # weight of the latest interval between two seats in the mean
-PATIENCE_S = 1.0  # another router's session comes first for so long while there is room
+# Seconds without a request after which a session is no longer active. In measurements, a sixth
+# fewer turns were completed with 30 s.
+IDLE_S = 60.0
+MAX_SESSIONS = 50_000  # upper bound of active sessions, and of stored shared prefixes
+MAX_CONTEXTS = 64  # latest conversations of one session whose tokens are counted
+INTERVAL_WEIGHT = 0.1  # weight of the latest interval between two seats in the moving average
+# Seconds for which a free seat is left to a session of another router that arrived earlier.
+PATIENCE_S = 1.0
 
-R = TypeVar("R")
+R = TypeVar("R")  # type of the caller's requests
 
 
 @dataclass(slots=True)
@@ -44,17 +51,16 @@ class ActiveSession:
     """An active session."""
 
     tenant: int
-    used_s: float  # when its latest request was sent or ended
-    shared_tokens: int = 0  # tokens at the start of its prompts that other sessions use, too
+    used_s: float  # time when its latest request was sent or ended
+    shared_tokens: int = 0  # tokens at the start of its prompts that other sessions have too
     running: int = 0  # number of its requests that wait for a seat or have not ended
-    seated_s: float | None = None  # since when it holds a seat; None: it holds none
-    tokens: int = 0  # tokens of its contexts together, without the shared ones
-    contexts: OrderedDict[Fingerprint, int] = field(
-        default_factory=OrderedDict
-    )  # last block -> tokens
+    seated_s: float | None = None  # time when it got its seat, or None if it has none
+    tokens: int = 0  # sum of the tokens of its contexts, without the shared tokens
+    # Last block of a conversation -> tokens of its context.
+    contexts: OrderedDict[Fingerprint, int] = field(default_factory=OrderedDict)
 
-    def turn(self, turn: SessionTurn, tokens: int) -> None:
-        """Replace the context that this turn continues by its own, of that many tokens."""
+    def add_turn(self, turn: SessionTurn, tokens: int) -> None:
+        """Replace the context of the earlier turn by that of this turn, with this many tokens."""
         for block in (turn.before, turn.end):
             self.tokens -= self.contexts.pop(block, 0)
         self.contexts[turn.end] = max(0, tokens - self.shared_tokens)
@@ -71,29 +77,29 @@ class Waiter(Generic[R]):
     turn: SessionTurn
     tokens: int  # prompt tokens
     tenant: int
-    arrived_s: float
+    arrived_s: float  # time of arrival
 
     @property
     def session(self) -> int:
-        """Return the number of its session."""
+        """Return the number of the request's session."""
         return self.turn.session
 
 
 @dataclass(frozen=True, slots=True)
 class SeatState:
-    """What operators see of the seats."""
+    """The state of the seats, for metrics and the live page."""
 
-    is_limited: bool
-    most: int | None  # seats, where the operator has set a number
+    is_limited: bool  # requests without a seat have to wait
+    most: int | None  # number of seats, if the operator has set it
     sessions: int  # number of active sessions
-    tokens: int  # tokens of their contexts
-    seats: int
-    seat_tokens: int  # context tokens of the sessions that hold seats
-    limit_tokens: int  # context tokens that these sessions may have together
-    waiting: int  # requests without a seat, in this router
-    oldest_s: float  # how long the first of them has waited
-    all_waiting: int  # requests without a seat, in all routers
-    all_oldest_s: float  # how long the first of those has waited
+    tokens: int  # context tokens of all active sessions
+    seats: int  # number of sessions that hold a seat
+    seat_tokens: int  # context tokens of these sessions
+    limit_tokens: int  # upper bound of the context tokens of these sessions
+    waiting: int  # number of requests in this router that wait for a seat
+    oldest_s: float  # longest wait of these requests until now, in seconds
+    all_waiting: int  # number of requests in all routers that wait for a seat
+    all_oldest_s: float  # longest wait of these requests until now, in seconds
 
 
 class Seats(Generic[R]):
@@ -101,30 +107,34 @@ class Seats(Generic[R]):
 
     Args:
         capacity_tokens: returns the size of the fleet's KV cache.
-        most: the number of seats; None: as many as fit in the cache, while it is too small.
+        most: a fixed number of seats. None: while the cache is too small, as many as fit.
     """
 
     def __init__(self, capacity_tokens: Callable[[], int], most: int | None = None) -> None:
+        # Called when there is something new to report.
         self.on_change: Callable[[], object] = lambda: None
         self._capacity_tokens = capacity_tokens
         self._most = most
         self._is_limited = most is not None
-        self._active = OrderedDict[int, ActiveSession]()  # the one idle for the longest first
+        self._active = OrderedDict[int, ActiveSession]()  # by number, the least recently used first
         self._shared = OrderedDict[int, int]()  # session -> tokens of its shared prefix
-        self._starts = OrderedDict[Fingerprint, None]()  # last blocks with which sessions began
-        self._tokens = 0  # tokens of all active sessions
-        self._seats = 0
-        self._seat_tokens = Counter[int]()  # tenant -> its seats
-        self._busy_share = 0.0
-        self._pressure = 0.0
-        self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # tenant -> waiting
-        self._elsewhere: dict[
-            str, tuple[int, float]
-        ] = {}  # router -> number of waiting requests, first arrival
-        self._has_new_seats = False  # since the waiting requests were looked through
-        self._blocked_s = math.inf  # since when there is room and another router's session is first
-        self._granted_s = 0.0  # when a waiting session last got a seat, or the first began to wait
-        self._interval_s = 0.0  # mean time between two of these; 0: unknown
+        # Last cached block of each session's first prompt.
+        self._starts = OrderedDict[Fingerprint, None]()
+        self._tokens = 0  # context tokens of all active sessions
+        self._seats = 0  # number of sessions that hold a seat
+        self._seat_tokens = Counter[int]()  # tenant -> context tokens of its sessions with a seat
+        self._busy_share = 0.0  # share of recent requests that found every replica busy
+        self._pressure = 0.0  # evicted tokens that are computed again per new token
+        self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # tenant -> its requests
+        # Other router -> number of its waiting requests, and time of arrival of the first one.
+        self._other_routers: dict[str, tuple[int, float]] = {}
+        # A session has got a seat since the waiting requests were last searched for its requests.
+        self._has_new_seats = False
+        # Time since when a seat is free, but a session of another router comes first.
+        self._blocked_s = math.inf
+        # Time when a waiting session last got a seat, or when the first request began to wait.
+        self._granted_s = 0.0
+        self._interval_s = 0.0  # mean time between two seats that are granted; 0 if unknown
 
     def __len__(self) -> int:
         return sum(map(len, [*self._waiting.values()]))
@@ -136,7 +146,12 @@ class Seats(Generic[R]):
     # The requests of all routers.
 
     def observe(self, *, is_busy: bool, pressure: float) -> None:
-        """Record whether a new request found every replica busy, and how tight the caches are."""
+        """Record the state of the fleet when a new request arrives.
+
+        Args:
+            is_busy: whether every replica is busy.
+            pressure: evicted tokens that are computed again per new token.
+        """
         self._busy_share += BUSY_WEIGHT * (is_busy - self._busy_share)
         self._pressure = pressure
 
@@ -146,56 +161,56 @@ class Seats(Generic[R]):
         tokens: int,
         *,
         tenant: int,
-        known: tuple[Fingerprint, int],
+        cached: tuple[Fingerprint, int],
         now_s: float,
     ) -> None:
         """Record that a router has sent a request of a session.
 
         Args:
-            tokens: of its prompt.
-            known: the last block of the part that some replica had cached, and its tokens.
+            tokens: length of the prompt.
+            cached: last block and number of tokens of the part that some replica had cached.
         """
         self._drop_idle(now_s)
         session = self._active.get(turn.session)
         if session is None:
-            shared = self._shared_tokens(turn, *known)
+            shared = self._shared_tokens(turn, *cached)
             session = self._active[turn.session] = ActiveSession(tenant, now_s, shared)
         before = session.tokens
-        session.turn(turn, tokens)
-        self._count(session, session.tokens - before)
+        session.add_turn(turn, tokens)
+        self._add_tokens(session, session.tokens - before)
         session.running += 1
-        self._use(turn.session, session, now_s)
+        self._mark_used(turn.session, session, now_s)
         if turn.number > 1 and session.seated_s is None:
             self._seat(session, now_s)
 
     def ended(self, session: int, now_s: float) -> None:
         """Record that a request of the session has ended."""
-        if found := self._active.get(session):
-            found.running = max(0, found.running - 1)
-            self._use(session, found, now_s)
+        if active := self._active.get(session):
+            active.running = max(0, active.running - 1)
+            self._mark_used(session, active, now_s)
 
     def session_ended(self, session: int) -> None:
-        """Take back the seat of a session that its client has ended."""
+        """Remove a session that its client has ended, and free its seat."""
         if session in self._active:
             self._drop(session)
 
     # Requests of this router.
 
-    def is_free(self, waiter: Waiter[R], now_s: float) -> bool:
-        """Return whether a new request may go on at once."""
+    def can_send(self, waiter: Waiter[R], now_s: float) -> bool:
+        """Return whether a new request can be sent now. If it needs a free seat, take it."""
         self._update(now_s)
         if not self._is_limited or waiter.turn.number == 1:
             return True
         session = self._active.get(waiter.session)
         if session and session.seated_s is not None:
             return True
-        if self._waiting or self._elsewhere or not self._has_room(waiter):
+        if self._waiting or self._other_routers or not self._has_room(waiter):
             return False
         self._reserve(waiter, now_s)
         return True
 
     def add(self, waiter: Waiter[R]) -> None:
-        """Let a request wait for a seat. Its session is active meanwhile."""
+        """Add a request that waits for a seat. Its session counts as active meanwhile."""
         self._session_of(waiter, waiter.arrived_s).running += 1
         if not self._waiting:
             self._granted_s = waiter.arrived_s
@@ -203,7 +218,7 @@ class Seats(Generic[R]):
         self.on_change()
 
     def remove(self, waiter: Waiter[R]) -> bool:
-        """Return whether the request waited; it does no longer."""
+        """Remove a waiting request. Return whether it was waiting."""
         waiters = self._waiting.get(waiter.tenant)
         if not waiters or waiter not in waiters:
             return False
@@ -216,7 +231,7 @@ class Seats(Generic[R]):
         return True
 
     def due(self, now_s: float) -> Waiter[R] | None:
-        """Return a request that may go on now, and no longer waits; None: there is none."""
+        """Remove and return a waiting request that can be sent now; None if there is none."""
         if not self._waiting:
             return None
         self._update(now_s)
@@ -226,16 +241,17 @@ class Seats(Generic[R]):
         return waiter
 
     def forecast_s(self, waiter: Waiter[R]) -> float:
-        """Return how long a new request would wait for a seat; 0 while that is unknown."""
-        return (len(self) + self._waiting_elsewhere() + 1) * self._interval_s
+        """Return the expected wait of a new request for a seat, in seconds; 0 if unknown."""
+        return (len(self) + self._waiting_at_others() + 1) * self._interval_s
 
-    def _waiting_elsewhere(self) -> int:
-        return sum(count for count, _ in [*self._elsewhere.values()])
+    def _waiting_at_others(self) -> int:
+        """Return the number of requests that wait for a seat in other routers."""
+        return sum(count for count, _ in [*self._other_routers.values()])
 
     def state(self, now_s: float) -> SeatState:
-        """Return what operators see. Another thread may ask."""
+        """Return the state for operators. Other threads may call this."""
         arrivals_s = [waiters[0].arrived_s for waiters in [*self._waiting.values()] if waiters]
-        elsewhere_s = [arrived_s for _, arrived_s in [*self._elsewhere.values()]]
+        others_s = [arrived_s for _, arrived_s in [*self._other_routers.values()]]
         return SeatState(
             self._is_limited,
             self._most,
@@ -246,33 +262,33 @@ class Seats(Generic[R]):
             self._limit_tokens(),
             len(self),
             now_s - min(arrivals_s, default=now_s),
-            len(self) + self._waiting_elsewhere(),
-            now_s - min([*arrivals_s, *elsewhere_s], default=now_s),
+            len(self) + self._waiting_at_others(),
+            now_s - min([*arrivals_s, *others_s], default=now_s),
         )
 
     # The other routers.
 
     def report(self, now_s: float) -> WaitingSessions:
-        """Return what other routers need to know of the requests that wait here."""
+        """Return the waiting requests of this router, for the other routers."""
         arrivals_s = [waiters[0].arrived_s for waiters in self._waiting.values()]
         oldest_s = max(0.0, now_s - min(arrivals_s)) if arrivals_s else 0.0
         return WaitingSessions(len(self), oldest_s)
 
     def receive(self, router: str, waiting: WaitingSessions, now_s: float) -> None:
-        """Take over what another router has reported just now."""
+        """Record another router's report."""
         if waiting.requests:
-            self._elsewhere[router] = (waiting.requests, now_s - waiting.oldest_s)
+            self._other_routers[router] = (waiting.requests, now_s - waiting.oldest_s)
         else:
             self.forget(router)
 
     def forget(self, router: str) -> None:
-        """Forget a router that is gone, or where nothing waits."""
-        self._elsewhere.pop(router, None)
+        """Forget a router that has ended, or that has no waiting requests."""
+        self._other_routers.pop(router, None)
 
-    # How many seats there are.
+    # The number of seats.
 
     def _drop_idle(self, now_s: float) -> None:
-        """Take back the seats of idle sessions, and of the oldest where there are too many."""
+        """Remove idle sessions. If there are still too many, remove the least recently used."""
         while len(self._active) > MAX_SESSIONS:
             self._drop(next(iter(self._active)))
         while self._active:
@@ -280,12 +296,12 @@ class Seats(Generic[R]):
             if now_s - session.used_s < IDLE_S:
                 break
             if session.running:
-                self._use(number, session, now_s)
+                self._mark_used(number, session, now_s)
             else:
                 self._drop(number)
 
     def _update(self, now_s: float) -> None:
-        """Forget idle sessions; begin or end the limit."""
+        """Remove idle sessions, and start or end the limit if its conditions have changed."""
         self._drop_idle(now_s)
         if self._most is not None:
             return
@@ -294,12 +310,12 @@ class Seats(Generic[R]):
             self._is_limited = not fits
         elif not fits and self._pressure >= MIN_PRESSURE and self._busy_share >= MIN_BUSY:
             self._is_limited = True
-            self._take_back(now_s)
+            self._unseat_latest()
 
-    def _take_back(self, now_s: float) -> None:
-        """Take seats from the sessions that got theirs last until the others fit."""
-        seated = [each for each in self._active.values() if each.seated_s is not None]
-        for session in sorted(seated, key=lambda each: each.seated_s or 0.0, reverse=True):
+    def _unseat_latest(self) -> None:
+        """Take seats from the sessions that got them last, until the other sessions fit."""
+        seated = [session for session in self._active.values() if session.seated_s is not None]
+        for session in sorted(seated, key=lambda session: session.seated_s or 0.0, reverse=True):
             if self._seat_tokens.total() <= self._limit_tokens():
                 break
             self._unseat(session)
@@ -308,23 +324,27 @@ class Seats(Generic[R]):
         return int(CACHE_SHARE * self._capacity_tokens())
 
     def _has_room(self, waiter: Waiter[R]) -> bool:
-        """Return whether its session can get a seat. One that exceeds the cache alone can, too."""
+        """Return whether the request's session can get a seat.
+
+        If no session has a seat, it can get one even if it does not fit in the cache.
+        """
         if self._most is not None:
             return self._seats < self._most
         tokens = self._needed_tokens(waiter)
         return not self._seats or self._seat_tokens.total() + tokens <= self._limit_tokens()
 
     def _needed_tokens(self, waiter: Waiter[R]) -> int:
+        """Return the context tokens that the session will have with this request."""
         session = self._active.get(waiter.session)
         shared = session.shared_tokens if session else self._shared.get(waiter.session, 0)
         return max(waiter.tokens - shared, session.tokens if session else 0)
 
     def _reserve(self, waiter: Waiter[R], now_s: float) -> None:
-        """Give its session a seat before the request is sent: it may have to wait for a replica."""
+        """Give the request's session a seat now. The request itself may be sent some time later."""
         self._seat(self._session_of(waiter, now_s), now_s)
 
     def _session_of(self, waiter: Waiter[R], now_s: float) -> ActiveSession:
-        """Return the active session of a request, with the tokens that it will need."""
+        """Return the request's session, after adding it to the active ones with the new tokens."""
         session = self._active.get(waiter.session)
         if session is None:
             shared = self._shared.get(waiter.session, 0)
@@ -332,18 +352,19 @@ class Seats(Generic[R]):
         context = max(0, waiter.tokens - session.shared_tokens - session.tokens)
         session.contexts[waiter.turn.end] = session.contexts.get(waiter.turn.end, 0) + context
         session.tokens += context
-        self._count(session, context)
-        self._use(waiter.session, session, now_s)
+        self._add_tokens(session, context)
+        self._mark_used(waiter.session, session, now_s)
         return session
 
     def _next(self, now_s: float) -> Waiter[R] | None:
+        """Return the waiting request that can be sent next, or None if all have to wait."""
         first = min(
             (waiters[0] for waiters in self._waiting.values()),
-            key=lambda each: (self._seat_tokens[each.tenant], each.arrived_s),
+            key=lambda waiter: (self._seat_tokens[waiter.tenant], waiter.arrived_s),
         )
         if not self._is_limited:
             return first
-        if self._has_new_seats:  # a seat is the session's, whichever of its requests got it
+        if self._has_new_seats:  # all waiting requests of a session can use its new seat
             for waiter in self:
                 session = self._active.get(waiter.session)
                 if session and session.seated_s is not None:
@@ -352,17 +373,17 @@ class Seats(Generic[R]):
         if not self._has_room(first):
             self._blocked_s = math.inf
             return None
-        if any(arrived_s < first.arrived_s for _, arrived_s in self._elsewhere.values()):
+        if any(arrived_s < first.arrived_s for _, arrived_s in self._other_routers.values()):
             self._blocked_s = min(self._blocked_s, now_s)
             if now_s - self._blocked_s < PATIENCE_S:
                 return None
         self._blocked_s = math.inf
-        self._granted(now_s)
+        self._record_interval(now_s)
         self._reserve(first, now_s)
         return first
 
-    def _granted(self, now_s: float) -> None:
-        """Record that a session which had waited gets a seat."""
+    def _record_interval(self, now_s: float) -> None:
+        """Update the mean interval between two seats, because a waiting session gets a seat now."""
         interval_s = now_s - self._granted_s
         share = INTERVAL_WEIGHT if self._interval_s else 1.0
         self._interval_s += share * (interval_s - self._interval_s)
@@ -370,15 +391,19 @@ class Seats(Generic[R]):
 
     # Sums.
 
-    def _use(self, number: int, session: ActiveSession, now_s: float) -> None:
+    def _mark_used(self, number: int, session: ActiveSession, now_s: float) -> None:
         session.used_s = now_s
         self._active.move_to_end(number)
 
     def _shared_tokens(self, turn: SessionTurn, block: Fingerprint, tokens: int) -> int:
-        """Return how many tokens at the start of a session's prompts other sessions use, too.
+        """Return the number of tokens at the start of a session's prompts that are shared.
 
-        These are the tokens that were cached before its first prompt, if another session has begun
-        with them.
+        These are the tokens of its first prompt that were already cached, if the first prompt of
+        another session had the same ones.
+
+        Args:
+            block: last block of the prompt's cached part.
+            tokens: number of tokens in this part.
         """
         if turn.session not in self._shared:
             is_shared = turn.number == 1 and block in self._starts
@@ -390,7 +415,7 @@ class Seats(Generic[R]):
                 table.popitem(last=False)
         return self._shared[turn.session]
 
-    def _count(self, session: ActiveSession, tokens: int) -> None:
+    def _add_tokens(self, session: ActiveSession, tokens: int) -> None:
         self._tokens += tokens
         if session.seated_s is not None:
             self._seat_tokens[session.tenant] += tokens

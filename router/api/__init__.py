@@ -1,1 +1,1 @@
-"""Requests, responses and errors in OpenAI's shapes."""
+"""Parsing and validation of requests, and responses and errors in the clients' formats."""

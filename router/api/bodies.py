@@ -1,7 +1,7 @@
 """Reads and parses requests' bodies without delaying other requests.
 
-A small body is parsed on the event loop. A large body is parsed in a child process: its JSON may
-have millions of values, and the event loop would stand still until all of them were built.
+A small body is parsed in the event loop. A large body is parsed in a child process: its JSON may
+have millions of values, and the event loop would be blocked until all of them were created.
 """
 
 import asyncio
@@ -14,28 +14,31 @@ from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.fair_lock import FairLock
 from kvroute.router.api.parse_process import ParseProcess
 from kvroute.router.api.parsing import parse
-from kvroute.router.api.turns import Turns
 
-INLINE_BYTES = 128 << 10  # largest body parsed on the event loop: usually 1 ms, at worst 20 ms
-SMALL_BYTES = 8 << 10  # bodies up to this size, which take less than 1 ms, are parsed at once
-SILENCE_S = 30.0  # longest time between two parts of a body
-WAITING_LIMITS = 16  # unparsed bodies of the largest size that fit in memory at the same time
+# Largest body in bytes that is parsed in the event loop. This usually takes 1 ms, at most 20 ms.
+INLINE_BYTES = 128 << 10
+# Largest body in bytes that is parsed without waiting for others. This takes less than 1 ms.
+SMALL_BYTES = 8 << 10
+SILENCE_S = 30.0  # longest time between two parts of a body, in seconds
+# Memory for unparsed bodies, as a multiple of the largest body.
+HELD_LIMITS = 16
 
 Model = TypeVar("Model", bound=BaseModel)
 Result = TypeVar("Result")
 
 
 class Bodies:
-    """Reads and parses bodies of up to `limit_mb` megabytes; a bad body raises ApiError."""
+    """Reads and parses bodies of up to `limit_mb` megabytes. An invalid body raises ApiError."""
 
     def __init__(self, *, limit_mb: int) -> None:
         self._limit_mb = limit_mb
-        self._limit = limit_mb << 20  # bytes
-        self._held = 0  # bytes of unparsed bodies in memory
+        self._limit = limit_mb << 20  # largest body in bytes
+        self._held = 0  # size of all unparsed bodies in memory, in bytes
         self._process = ParseProcess()
-        self._turns = Turns()
+        self._lock = FairLock()
 
     async def parsed(self, model: type[Model], request: Request) -> Model:
         """Return the request's body as an instance of the model."""
@@ -46,7 +49,11 @@ class Bodies:
         await self._process.close()
 
     async def read(self, parse: Callable[[bytes], Result], request: Request) -> Result:
-        """Return the result of `parse`, which must be importable, for the request's body."""
+        """Read the request's body, and return the result of `parse` for it.
+
+        Args:
+            parse: a function that can be imported, since a child process may call it.
+        """
         body = bytearray()
         try:
             await self._read(request, body)
@@ -54,7 +61,7 @@ class Bodies:
                 return await self._process.run(parse, body)
             if len(body) <= SMALL_BYTES:
                 return parse(bytes(body))
-            await self._turns.next()
+            await self._lock.wait()
             return parse(bytes(body))
         finally:
             self._held -= len(body)
@@ -62,8 +69,12 @@ class Bodies:
     async def _read(self, request: Request, body: bytearray) -> None:
         """Read the whole body into `body`.
 
-        A body that is too large is also read to its end, because the client does not read the
-        error before it has sent everything.
+        A body that is too large is read to its end as well, because a client does not read the
+        error before it has sent the whole body.
+
+        Raises:
+            ApiError: the body is too large or stopped, the client disconnected, or other bodies
+                take too much memory.
         """
         size, parts = 0, aiter(request.stream())
         while True:
@@ -88,7 +99,8 @@ class Bodies:
             raise self._too_large(size)
 
     def _hold(self, size: int) -> None:
-        if self._held + size > WAITING_LIMITS * self._limit:
+        """Add the size to that of all bodies in memory, if this is below the limit."""
+        if self._held + size > HELD_LIMITS * self._limit:
             raise ApiError(
                 429,
                 f"the router holds {self._held >> 20} MB of other requests' bodies, which is its "
@@ -112,13 +124,13 @@ async def _bodies(request: Request) -> Bodies:
     return bodies
 
 
-BodyReader = Annotated[Bodies, Depends(_bodies)]  # the type of a route's parameter
+BodyReader = Annotated[Bodies, Depends(_bodies)]  # type of a parameter of a route
 
 
 def _silent(size: int) -> ApiError:
     return ApiError(
         408,
-        f"the body stopped after {size} bytes: nothing came for {SILENCE_S:g} s. Send the request "
+        f"the body stopped after {size} bytes: no data came for {SILENCE_S:g} s. Send the request "
         "again",
         code="request_timeout",
     )

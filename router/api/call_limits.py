@@ -1,4 +1,4 @@
-"""Limits on the fields of a body that would delay or harm other requests at a replica."""
+"""Limits on fields of a body, so that they cannot delay or harm other requests at a replica."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,16 +8,19 @@ import msgspec
 from kvroute.router.api.declaration import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 
-MAX_N = 128  # choices for one prompt
-MAX_CHOICES = 1024  # number of prompts times n, in one request
-MAX_VALUES = 100_000  # JSON values of a body without token ids; a replica's event loop parses them
-MAX_NAME = 256  # characters of a name, a salt or a session id
-MAX_COPIED = 16 << 20  # bytes of the other fields times the prompts, since each prompt gets a copy
-# Lists of the scoring routes. Each item is a prompt and takes a replica's event loop 100 us.
+MAX_N = 128  # largest number of choices for one prompt
+MAX_CHOICES = 1024  # largest number of choices in one request: prompts times n
+# Largest number of JSON values in a body, without token ids. A replica's event loop parses them.
+MAX_VALUES = 100_000
+MAX_NAME = 256  # longest name, salt or session id, in characters
+# Each prompt of a request gets a copy of the other fields. This is the largest size of all copies
+# together, in bytes.
+MAX_COPIED = 16 << 20
+# Fields with a list of texts to score. Each text takes 100 us of a replica's event loop.
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
-# Largest number of items of a field. The replica's event loop compares every output token with
-# every stop string, and tokenizes every bad word. vLLM's GPU engines have room for 128 stop ids and
-# 1024 ids in the last two fields, and crash if there are more.
+# Name of a field -> largest number of its items. A replica's event loop checks every stop string
+# for each output token, and tokenizes every bad word. vLLM's GPU engines have space for 128 stop
+# ids, and for 1024 ids in the last two fields. With more ids, they crash.
 MAX_ITEMS = {
     "messages": MAX_MESSAGES,
     **dict.fromkeys(("input", *SCORED), 4096),
@@ -26,16 +29,17 @@ MAX_ITEMS = {
     **dict.fromkeys(("bad_words", "stop_token_ids"), 128),
     **dict.fromkeys(("allowed_token_ids", "logit_bias"), 1024),
 }
-MAX_KEYS = 4096  # members of an object such as metadata; the replica needs 20 us for a bad one
-LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")
-MAX_TEXT = 16_384  # characters of all texts in one of LISTED_TEXTS
+# Largest number of members in an object such as metadata. A replica needs 20 us for an invalid one.
+MAX_KEYS = 4096
+LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")  # fields with lists of texts
+MAX_TEXT = 16_384  # largest number of characters of all texts in one of LISTED_TEXTS
 # Fields that vLLM compiles to a grammar. A replica's event loop needs 6 us for each JSON value, and
-# 0.6 us for each character of a structural tag that is a text.
+# 0.6 us for each character of a structural tag that is sent as a string.
 GRAMMARS = ("response_format", "structured_outputs", "text", "output_config", "output_format")
-MAX_GRAMMAR_VALUES = 16_384  # JSON values in all of GRAMMARS and the tools together
-MAX_GRAMMAR_BYTES = 131_072  # bytes of one of GRAMMARS, as JSON
-# Arguments of transformers' apply_chat_template, which vLLM also takes from chat_template_kwargs.
-# They are not variables of templates. `padding` with `max_length` could make a prompt very long.
+MAX_GRAMMAR_VALUES = 16_384  # largest number of JSON values in all of GRAMMARS and the tools
+MAX_GRAMMAR_BYTES = 131_072  # largest size of one of GRAMMARS as JSON, in bytes
+# Arguments of transformers' apply_chat_template that are no variables of templates. vLLM takes them
+# from bodies as well, where `padding` with `max_length` could make a prompt very long.
 TOKENIZER_ARGUMENTS = (
     *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -71,8 +75,7 @@ def check_lengths(body: Mapping[str, Any], *, has_token_input: bool) -> None:
     """Raise an ApiError if a list or an object in the body has too many items.
 
     Args:
-        body: The body.
-        has_token_input: True if the field `input` is the token ids of one text, not several items.
+        has_token_input: whether the field `input` has the token ids of one text.
     """
     for name, items in body.items():
         if isinstance(items, dict):
@@ -118,7 +121,7 @@ def _check_text(name: str, texts: object) -> None:
 
 
 def check_copies(body: Mapping[str, Any], *, prompts: int, body_bytes: int) -> None:
-    """Raise an ApiError if the copies of the other fields, one for each prompt, are too large."""
+    """Raise an ApiError if the copies of the other fields for each prompt are too large."""
     if prompts < 2 or prompts * body_bytes <= MAX_COPIED:
         return
     size = len(msgspec.json.encode({**body, "prompt": None, "prompt_embeds": None}))
@@ -132,7 +135,7 @@ def check_copies(body: Mapping[str, Any], *, prompts: int, body_bytes: int) -> N
 
 
 def values_in(values: Iterable[Any]) -> int:
-    """Return the number of JSON values at any depth; the count stops soon after MAX_VALUES."""
+    """Return the number of JSON values at any depth. Stop counting soon after MAX_VALUES."""
     count = 0
     pending = [values]
     while pending and count <= MAX_VALUES:

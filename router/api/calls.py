@@ -1,7 +1,8 @@
-"""Parses the parts of a request's body that a router needs.
+"""Parses the fields of a request's body that a router needs.
 
-The replica's HTTP application checks the fields. A router reads what it needs to find the prompt
-and a replica for it, and rejects bodies that would delay or harm other requests.
+The replica's HTTP application checks all fields. A router reads only the fields that it needs to
+find the prompt and a replica for it. It also refuses bodies that could delay or harm other
+requests.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,15 +33,15 @@ from kvroute.router.api.errors import invalid, shown, unsupported
 from kvroute.router.api.media_options import check_media_options
 from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
 
-CHATS = "/v1/chat/completions"
+CHAT_COMPLETIONS = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 TOKENIZE = "/tokenize"
 COUNT_TOKENS = "/v1/messages/count_tokens"
-INVOCATIONS = "/invocations"  # SageMaker's route: the fields of the body select the task
-# Routes that any replica can answer, since they do not use the engine's KV cache.
-PASSED_ON = (
+INVOCATIONS = "/invocations"  # SageMaker's route, where the fields of the body select the task
+# Routes that any replica can answer, because they do not use the engine's KV cache.
+STATELESS_ROUTES = (
     TOKENIZE,
     "/detokenize",
     COUNT_TOKENS,
@@ -55,21 +56,23 @@ PASSED_ON = (
     INVOCATIONS,
 )
 
-# Fields of a message's part that hold an image, a video or a sound. The part may also have a uuid.
+# Fields of a part of a message that have an image, a video or a sound.
 MEDIA = (
     *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
     *("audio_url", "audio_embeds", "input_audio"),
 )
-PROMPT_FIELDS = ("prompt", "prompt_embeds")  # fields of a completion that hold its prompts
-# Fields that make vLLM put the prompt's text into the response.
+PROMPT_FIELDS = ("prompt", "prompt_embeds")  # fields of a completion that have its prompts
+# Fields with which the response includes the prompt's text.
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
-# Fields that would let a client replace the prompt after routing, or use the GPU after its request.
+# Fields that are refused. With them, a client could replace the prompt after routing, or use the
+# GPU after its request has ended.
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "background")
-# Fields, and types of parts, that bodies of /v1/messages can have and chats cannot.
+# Fields and types of parts that only bodies of /v1/messages have, but not chats.
 MESSAGES_FIELDS = frozenset({"system", "stop_sequences"})
 MESSAGES_PARTS = frozenset({"tool_use", "tool_result"})
 
 PREFIX = "x-kvroute-prefix"  # header with the name of a declared prefix
+# Description of a valid name, for error messages.
 PREFIX_NAME = "the name of a declared prefix: a number, or up to 128 characters without ␟"
 _PREFIX_ID = TypeAdapter[str](PrefixId)
 
@@ -78,13 +81,13 @@ class Call(Struct, frozen=True):
     """A request to one of the routes above, with its parsed body."""
 
     path: str
-    raw: bytes  # the body's bytes as the client sent them
-    body: Mapping[str, Any]
-    input_values: int = 0  # JSON values in the items of a list `input`
-    caller: Caller | None = None  # None if the cluster has no API keys
+    raw: bytes  # the body as the client sent it
+    body: Mapping[str, Any]  # the parsed body
+    input_values: int = 0  # number of JSON values in the field `input`, if it is a list
+    caller: Caller | None = None  # owner of the API key; None if the cluster has no API keys
     is_stored: bool = False  # the response will be stored
     prefix_name: str = ""  # value of the header PREFIX; empty if there is none
-    wants_receipts: bool = False  # the response includes the receipts of the routing decisions
+    wants_receipts: bool = False  # the response should include the receipts of routing
 
     @property
     def model(self) -> str | None:
@@ -93,7 +96,7 @@ class Call(Struct, frozen=True):
 
     @property
     def cache_salt(self) -> str:
-        """Return the salt of the request's cached blocks: the tenant's and the body's together."""
+        """Return the salt of the request's cached blocks, from the tenant and the body."""
         return salted(self.caller, self.body.get("cache_salt") or "")
 
     @property
@@ -102,22 +105,23 @@ class Call(Struct, frozen=True):
         return owner(self.caller, self.body.get("cache_salt") or "")
 
     def as_generating(self) -> "Call | None":
-        """Return the generating call whose prompt tokens this call counts; None on other routes."""
+        """Return the generating call whose tokens this call counts; None on other routes."""
         if self.path == COUNT_TOKENS:
             thinking = self.body.get("thinking")
             budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
-            max_tokens = budget + 1 if type(budget) is int else 1  # must be above the budget
+            # vLLM requires max_tokens to be larger than the budget for thinking.
+            max_tokens = budget + 1 if type(budget) is int else 1
             raw = msgspec.json.encode({**self.body, "max_tokens": max_tokens})
             return replace(self, path=MESSAGES, raw=raw)
         if self.path == TOKENIZE:
-            return replace(self, path=CHATS if "messages" in self.body else COMPLETIONS)
+            return replace(self, path=CHAT_COMPLETIONS if "messages" in self.body else COMPLETIONS)
         return None
 
-    def asked_by(self, caller: Caller | None) -> "Call":
+    def with_caller(self, caller: Caller | None) -> "Call":
         """Return the call with its caller.
 
         Raises:
-            ApiError: an image has a uuid. vLLM would share it between tenants: a tenant that knows
+            ApiError: an image has a uuid, although there are API keys. In vLLM, a tenant that knows
                 the uuid could use the image of another tenant, or replace it.
         """
         if caller is not None and next(_named_parts(self.raw, self.body), None):
@@ -129,6 +133,7 @@ class Call(Struct, frozen=True):
 
     @property
     def n(self) -> int:
+        """Return the number of choices for each prompt."""
         n = self.body.get("n")
         return n if type(n) is int and n > 0 else 1
 
@@ -136,15 +141,15 @@ class Call(Struct, frozen=True):
     def reads_cache(self) -> bool:
         """Return whether the engine can reuse cached blocks for the prompt.
 
-        It computes the whole prompt if the client wants log-probabilities of the prompt's tokens.
+        If the client wants log-probabilities of the prompt's tokens, the engine computes all of it.
         """
         if self.body.get("prompt_logprobs") is not None:
             return False
-        logprobs = {CHATS: "top_logprobs", COMPLETIONS: "logprobs"}.get(self.path, "")
+        logprobs = {CHAT_COMPLETIONS: "top_logprobs", COMPLETIONS: "logprobs"}.get(self.path, "")
         return not self.body.get("echo") or self.body.get(logprobs) is None
 
     def prompts(self) -> list[str] | list[TokenIds] | None:
-        """Return a completion's prompts; None if they are not valid."""
+        """Return a completion's prompts, or None if they are not valid."""
         prompt = self.body.get("prompt")
         if isinstance(prompt, str | np.ndarray):
             return [prompt]  # type: ignore[return-value]
@@ -152,15 +157,18 @@ class Call(Struct, frozen=True):
 
     @property
     def prompt_count(self) -> int:
-        """Return how many prompts a completion has, including embeddings."""
+        """Return the number of a completion's prompts, including those that are embeddings."""
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
         return len(embeds) + len(prompts)
 
     def prefix(self) -> tuple[str, str] | None:
-        """Return the field or header that names a prefix, and the prefix's name.
+        """Return the name of the prefix that the request uses.
+
+        Returns:
+            The field or header that has the name, and the name. None if there is no prefix.
 
         Raises:
-            ApiError: the body has both fields, or the name is not valid.
+            ApiError: the body has both task_id and prefix_id, or the name is not valid.
         """
         given = {
             name: self.body[name]
@@ -179,7 +187,7 @@ class Call(Struct, frozen=True):
 
     @property
     def needs_prompt_text(self) -> bool:
-        """Return whether the response includes the prompt's text, for which vLLM needs the body."""
+        """Return whether the response includes the prompt's text. vLLM takes it from the body."""
         return any(self.body.get(name) is True for name in WITH_PROMPT_TEXT)
 
     def with_prompt(self, number: int) -> bytes:
@@ -188,7 +196,7 @@ class Call(Struct, frozen=True):
         All other fields keep the bytes that the client sent.
 
         Args:
-            number: index of the prompt; as in vLLM, prompt_embeds come first.
+            number: index of the prompt. As in vLLM, those of prompt_embeds come first.
         """
         fields = msgspec.json.decode(self.raw, type=dict[str, msgspec.Raw])
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
@@ -219,7 +227,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     check_name("cache_salt", body.get("cache_salt"))
     check_count("n", body.get("n"), MAX_N)
     given = body.get("input")
-    is_text = path in PASSED_ON and isinstance(given, list) and bool(_token_ids(given))
+    is_text = path in STATELESS_ROUTES and isinstance(given, list) and bool(_token_ids(given))
     check_lengths(body, has_token_input=is_text)
     prompt = body.get("prompt")
     if path == COMPLETIONS and isinstance(prompt, list):
@@ -238,7 +246,7 @@ def parse_call(path: str, raw: bytes) -> Call:
 
 
 def parse_any(raw: bytes) -> Call:
-    """Parse the body of a generating route that is found by the fields of the body."""
+    """Parse the body of a generating request whose route is recognised by the body's fields."""
     return parse_call(_route_of(json_object(raw)), raw)
 
 
@@ -246,12 +254,13 @@ def parse_invocation(raw: bytes) -> Call:
     """Parse the body of /invocations: a chat, a completion, or a call of a pooling model."""
     body = json_object(raw.removeprefix(BOM))
     if "messages" in body:
-        return parse_call(CHATS, raw)
+        return parse_call(CHAT_COMPLETIONS, raw)
     is_completion = not body.keys().isdisjoint(PROMPT_FIELDS)
     return parse_call(COMPLETIONS if is_completion else INVOCATIONS, raw)
 
 
 def _route_of(body: Mapping[str, Any]) -> str:
+    """Return the generating route that a body with these fields is for."""
     if "messages" not in body:
         return RESPONSES if "input" in body else COMPLETIONS
     tools, contents = objects(body.get("tools")), message_parts(body)
@@ -260,18 +269,18 @@ def _route_of(body: Mapping[str, Any]) -> str:
         or any("input_schema" in tool for tool in tools)
         or any(str(part.get("type")) in MESSAGES_PARTS for part in contents)
     )
-    return MESSAGES if is_message else CHATS
+    return MESSAGES if is_message else CHAT_COMPLETIONS
 
 
 def message_parts(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the parts of a body's messages in order; only content that is a list has parts."""
+    """Yield the parts of a body's messages, in order. Only content that is a list has parts."""
     for field in ("messages", "input"):
         for message in objects(body.get(field)):
             yield from objects(message.get("content"))
 
 
 def objects(value: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the objects in a list; nothing if the value is not a list."""
+    """Yield the objects in a list. Yield nothing if the value is not a list."""
     if isinstance(value, list):
         yield from (item for item in value if isinstance(item, dict))
 
@@ -288,8 +297,11 @@ def _named_parts(raw: bytes, body: Mapping[str, Any]) -> Iterator[tuple[str, Any
 def _check_images(raw: bytes, body: Mapping[str, Any]) -> None:
     """Check the uuids of images.
 
-    A uuid must be short because it is hashed with each block of its image. A part that has only a
-    uuid means an image that other replicas do not have.
+    A uuid must be short, because it is hashed with each block of its image. The image must be there
+    too: an image with only a uuid would have to be cached already at the chosen replica.
+
+    Raises:
+        ApiError: a uuid is not valid, or its image is missing.
     """
     for field, value, uuid in _named_parts(raw, body):
         check_name("uuid", uuid)
@@ -307,9 +319,9 @@ def _prefix_id(field: str, value: object) -> str:
 
 
 def _compact(prompt: Sequence[Any]) -> Any:
-    """Return lists of token ids as arrays, which take a tenth of the memory.
+    """Return a prompt with lists of token ids as arrays, which take a tenth of the memory.
 
-    Any other prompt is returned unchanged.
+    Return other prompts unchanged.
     """
     if ids := _token_ids(prompt):
         return ids[0]
@@ -322,14 +334,14 @@ def _compact(prompt: Sequence[Any]) -> Any:
 
 
 def _token_ids(given: Sequence[Any]) -> list[TokenIds]:
-    """Return the token ids as one array in a list; an empty list if they are not token ids."""
+    """Return a list with the token ids as one array, or an empty list for other values."""
     if not given or not all(type(item) is int and 0 <= item < 2**32 for item in given):
         return []
     return [np.array(given, np.uint32)]
 
 
 def _listed(given: Any) -> Sequence[Any]:
-    """Return one prompt or several as a list; an empty list for null."""
+    """Return the prompts as a list, which is empty for null."""
     if given is None:
         return []
     is_single = not isinstance(given, list) or _token_ids(given)

@@ -1,20 +1,25 @@
-"""Parses a body with several chats, the format of vLLM's route for batches of chats."""
+"""Parses a batch of chats in one body, in the format of vLLM's route."""
 
 from msgspec import Raw
 from msgspec.json import decode, encode
 
 from kvroute.router.api.call_limits import MAX_CHOICES, MAX_COPIED
-from kvroute.router.api.calls import CHATS, Call, parse_call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, Call, parse_call
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
 from kvroute.router.api.response_object import members
 
-CHAT_BATCH = f"{CHATS}/batch"
-SINGLE_CHATS = ("stream", "tools", "use_beam_search")  # fields that vLLM's batches do not support
+CHAT_BATCH = f"{CHAT_COMPLETIONS}/batch"
+# Fields that vLLM does not support in batches.
+SINGLE_CHATS = (
+    "stream",
+    "tools",
+    "use_beam_search",
+)
 
 
 def parse_chat_batch(raw: bytes) -> list[Call]:
-    """Return one call for each conversation, with all other fields of the body.
+    """Return one call per conversation, each with all other fields of the body.
 
     Raises:
         ApiError: the body is not a batch, or one of its chats is not valid.
@@ -33,7 +38,9 @@ def parse_chat_batch(raw: bytes) -> list[Call]:
             f"conversations needs a copy; the limit is {MAX_COPIED} together. Send fewer at once",
             code="request_too_large",
         )
-    return [parse_call(CHATS, encode({**fields, "messages": chat})) for chat in conversations]
+    return [
+        parse_call(CHAT_COMPLETIONS, encode({**fields, "messages": chat})) for chat in conversations
+    ]
 
 
 def _check(body: dict[str, object]) -> None:
@@ -57,7 +64,7 @@ def _check(body: dict[str, object]) -> None:
             raise unsupported(
                 name,
                 f"{name} is {shown(body[name])}, which a batch of chats does not support; "
-                f"leave {name} out, or send each conversation to {CHATS}",
+                f"leave {name} out, or send each conversation to {CHAT_COMPLETIONS}",
             )
 
 

@@ -1,4 +1,4 @@
-"""The body that declares a named prefix."""
+"""The body of a request that declares a named prefix."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -18,21 +18,22 @@ from pydantic_core import PydanticCustomError, ValidationError
 from kvroute.contract.prefix_id import PrefixId
 from kvroute.router.api.errors import invalid, shown
 
-MAX_MESSAGES = 8192  # messages of a chat
-MAX_PARTS = 1024  # parts of a message's content
+MAX_MESSAGES = 8192  # largest number of messages in a chat
+MAX_PARTS = 1024  # largest number of parts in a message's content
 
 Name = Annotated[str, Field(max_length=256)]
+# Number of replicas that keep the prefix in their caches.
 Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
 Pinned = StrictBool | Literal["host"]  # "host" pins in host memory instead of GPU memory
 
 
 def _problem(message: str) -> PydanticCustomError:
-    """Return the error that a validator raises; braces in the message stay as they are."""
+    """Return an error for a validator to raise. Braces in the message are not interpreted."""
     return PydanticCustomError("kvroute", "{message}", {"message": message})
 
 
 def _as_one(value: object, validate: ValidatorFunctionWrapHandler) -> object:
-    """Make a union fail as one field, not once for each member."""
+    """Validate a union, with one error for the whole union instead of one per member."""
     try:
         return validate(value)
     except ValidationError:
@@ -40,6 +41,7 @@ def _as_one(value: object, validate: ValidatorFunctionWrapHandler) -> object:
 
 
 def _part_text(index: int, part: object) -> str:
+    """Return the text of one part of a message."""
     if not isinstance(part, dict):
         raise _problem(f'part {index} is not an object such as {{"type": "text", "text": "hi"}}')
     if part.get("type") != "text":
@@ -52,7 +54,7 @@ def _part_text(index: int, part: object) -> str:
 
 
 def _plain_text(content: object, info: ValidationInfo) -> str:
-    """Return the text of a message; as in vLLM, text parts are joined by newlines."""
+    """Return the text of a message. As in vLLM, text parts are joined by newlines."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and 0 < len(content) <= MAX_PARTS:

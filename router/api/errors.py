@@ -10,8 +10,9 @@ import msgspec
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
-ANTHROPIC = "/v1/messages"  # the route whose errors have Anthropic's format
-ANTHROPIC_TYPES = {  # Anthropic's type of error for each HTTP status
+ANTHROPIC = "/v1/messages"  # route whose errors have Anthropic's format
+# HTTP status -> Anthropic's type of error.
+ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -21,26 +22,26 @@ ANTHROPIC_TYPES = {  # Anthropic's type of error for each HTTP status
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-EVENTS = "text/event-stream"  # the content type of streams
-RESPONSES = (
-    "/v1/responses"  # on this route, an error in a stream is an event with a name and a number
-)
-DONE = b"data: [DONE]\n\n"  # the end of streams of chats and completions
-MAX_MESSAGE = 1500  # characters of a replica's message, since vLLM quotes whole values in messages
+EVENTS = "text/event-stream"  # content type of streams
+RESPONSES = "/v1/responses"  # route whose error events have a name and a sequence number
+DONE = b"data: [DONE]\n\n"  # end of streams of chats and completions
+# Longest error message of a replica, in characters. vLLM may quote a whole prompt in a message.
+MAX_MESSAGE = 1500
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
-FINAL = frozenset({"replicas_died", "request_blamed"})  # error codes that a retry would repeat
+# Error codes after which clients should not retry, because the request would fail again.
+FINAL = frozenset({"replicas_died", "request_blamed"})
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Ends a request with an error response."""
+    """An error that ends the request with an error response."""
 
     status: int
     message: str
     type: str = "invalid_request_error"
-    param: str | None = None  # the field to change
-    code: str | None = None  # identifies the error for programs
-    headers: Mapping[str, str] = field(default_factory=dict)  # added to the response's headers
+    param: str | None = None  # name of the field to change
+    code: str | None = None  # name of the error for programs
+    headers: Mapping[str, str] = field(default_factory=dict)  # further headers of the response
 
     def __str__(self) -> str:
         return self.message
@@ -57,20 +58,21 @@ class ApiError(Exception):
 
 
 def event(error: ApiError, before: bytes, *, path: str = "") -> bytes:
-    """Return the end of a stream that fails after its first byte, in the format of its route's API.
+    """Return the last event of a stream that fails, in the format of the route's API.
 
-    `before` are the last bytes that the client received. In a stream of the Responses API, the
-    event's sequence number follows the last one in them.
+    Args:
+        before: the last bytes that the client received. In the Responses API, the event's sequence
+            number is one more than the last one in these bytes.
     """
     if path == ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(error) + b"\n\n"
     if path == RESPONSES:
-        return b"event: error\ndata: " + _of_responses(error, before) + b"\n\n"
+        return b"event: error\ndata: " + _responses_event(error, before) + b"\n\n"
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def _of_responses(error: ApiError, before: bytes) -> bytes:
-    """Return OpenAI's ResponseErrorEvent."""
+def _responses_event(error: ApiError, before: bytes) -> bytes:
+    """Return the JSON of an error event of the Responses API."""
     numbers = _NUMBER.findall(before)
     return msgspec.json.encode(
         {
@@ -86,8 +88,8 @@ def _of_responses(error: ApiError, before: bytes) -> bytes:
 def response(error: ApiError, *, path: str = "") -> Response:
     """Return the error response for a route.
 
-    Its headers ask the client to retry after a second if the error is likely to pass, and not to
-    retry if that would do harm.
+    If the error is temporary, a header asks the client to retry after a second. If a retry would do
+    harm, another header asks it not to retry.
     """
     headers = {"retry-after": "1"} if error.status in (429, 503) else {}
     if error.code in FINAL:
@@ -104,8 +106,8 @@ def _anthropic(error: ApiError) -> bytes:
     return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
 
 
-def event_of_refusal(body: bytes, status: int, *, path: str) -> bytes:
-    """Return the end of a stream that had no event yet, made from an error response's body."""
+def error_event(body: bytes, status: int, *, path: str) -> bytes:
+    """Return the error event for an error response's body, in a stream without other events."""
     try:
         members = msgspec.json.decode(body)["error"]
         message, kind = str(members["message"]), str(members["type"])
@@ -115,11 +117,12 @@ def event_of_refusal(body: bytes, status: int, *, path: str) -> bytes:
     return event(error, b"", path=path)
 
 
-def refusal_of_replica(data: bytes, status: int, *, path: str) -> bytes:
+def replica_error(data: bytes, status: int, *, path: str) -> bytes:
     """Return the body of a replica's error response in the format of the route's API.
 
-    vLLM's errors of /v1/messages have types that Anthropic does not know, such as BadRequestError.
-    For a route that the model does not have, vLLM's body is `{"detail": "Not Found"}`.
+    On /v1/messages, vLLM's errors have types that Anthropic's API does not have, such as
+    BadRequestError. On routes that the model does not support, vLLM's body is
+    `{"detail": "Not Found"}`.
     """
     try:
         body = msgspec.json.decode(data)
@@ -167,7 +170,11 @@ def redis_away(error: Exception, param: str | None = None) -> ApiError:
 
 @contextmanager
 def needing_redis() -> Iterator[None]:
-    """Raise ApiError if the block fails because Redis cannot be reached."""
+    """Run a block that needs Redis.
+
+    Raises:
+        ApiError: 503: Redis cannot be reached.
+    """
     try:
         yield
     except (RedisError, OSError) as error:
@@ -175,7 +182,7 @@ def needing_redis() -> Iterator[None]:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Return the first `limit` characters of a value's JSON, to quote it in a message."""
+    """Return the first `limit` characters of a value's JSON, to show the value in a message."""
     text = ""
     for piece in _pieces(value, limit):
         text += piece
@@ -185,7 +192,7 @@ def shown(value: object, limit: int = 80) -> str:
 
 
 def _pieces(value: object, limit: int) -> Iterator[str]:
-    """Yield the value's JSON in pieces; a string is cut at `limit` characters."""
+    """Yield the value's JSON in pieces. A string is cut off after `limit` characters."""
     if isinstance(value, str):
         yield json.dumps(value[:limit], ensure_ascii=False)
     elif isinstance(value, list):

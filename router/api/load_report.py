@@ -1,25 +1,24 @@
 """A response header with the load of a model's replicas, for load balancers that read ORCA reports.
 
-vLLM's server sends the same header with the load of its one engine.
+vLLM's server sends the same header with the load of its only engine.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.api.calls import CHATS, COMPLETIONS
+from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS
 
-FORMAT_HEADER = "endpoint-load-metrics-format"  # a request header that asks for TEXT or JSON
-REPORT_HEADER = "endpoint-load-metrics"
-REPORTING = (CHATS, COMPLETIONS)  # routes whose responses can have the report
+FORMAT_HEADER = "endpoint-load-metrics-format"  # request header with the format: TEXT or JSON
+REPORT_HEADER = "endpoint-load-metrics"  # response header with the report
+REPORTING = (CHAT_COMPLETIONS, COMPLETIONS)  # routes whose responses can have the report
 
 
-def load_of(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, float]:
-    """Return the load under vLLM's names.
+def cluster_load(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, float]:
+    """Return the load of all replicas of a model, with vLLM's names of the metrics.
 
     Args:
-        records: the records of all replicas of the model.
-        queued: requests that wait in this router.
+        queued: number of requests that wait in this router.
     """
     blocks = sum(record.facts.capacity_blocks for record in records)
     used = sum(record.load.used_blocks for record in records)
@@ -31,7 +30,7 @@ def load_of(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, float
 
 
 def report_headers(form: str, load: Mapping[str, float]) -> dict[str, str]:
-    """Return the header with the report; empty if vLLM does not know the format."""
+    """Return the header with the report, or no header if vLLM does not know the format."""
     if form.lower() == "text":
         values = (f"named_metrics.{name}={value}" for name, value in load.items())
         return {REPORT_HEADER: f"TEXT {', '.join(values)}"}

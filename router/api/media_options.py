@@ -1,7 +1,7 @@
 """Limits on a client's options for the model's processor of images, sound and video.
 
-vLLM passes these options to the processor without a check. With a large value, an image of 10 MB
-would become one of 10 GB, and the replica would run out of memory.
+vLLM passes these options to the processor without a check. With a large value, the processor could
+enlarge an image of 10 MB to 10 GB, and the replica would run out of memory.
 """
 
 import math
@@ -10,16 +10,18 @@ from typing import Any
 
 from kvroute.router.api.errors import invalid, shown
 
-FIELDS = ("mm_processor_kwargs", "media_io_kwargs")
-MAX_PIXELS = 1 << 24  # pixels of an image; the default limit of Qwen's processors is 12.8 million
+FIELDS = ("mm_processor_kwargs", "media_io_kwargs")  # fields of a body with such options
+# Largest value of the options that count pixels. The default of Qwen's processors is 12.8 million.
+MAX_PIXELS = 1 << 24
 PIXELS = ("min_pixels", "max_pixels", "total_pixels")  # options that count pixels
-MAX_EDGE = 4096  # pixels along an edge, or frames of a video
-EDGES = (  # options that are limited by MAX_EDGE
+MAX_EDGE = 4096  # largest length of an edge in pixels, and largest number of frames of a video
+# Options that are limited by MAX_EDGE.
+EDGES = (
     *("height", "width", "shortest_edge", "longest_edge", "max_length", "sampling_rate"),
     *("num_frames", "max_frames", "min_frames", "max_image_size"),
 )
 MAX_OTHER = 256.0  # largest value of any other option, such as crops, frames per second and factors
-MAX_DEPTH = 4  # levels of nested objects and lists
+MAX_DEPTH = 4  # largest number of nested objects and lists
 
 Option = tuple[str, float, float]  # name of an option, its value, the limit
 
@@ -35,7 +37,7 @@ def check_media_options(body: Mapping[str, Any]) -> None:
 
 
 def _numbers(name: str, value: object, depth: int) -> Iterator[Option]:
-    """Yield each number in the value, with the option that it belongs to."""
+    """Yield each number in the value, with the name and limit of its option."""
     if depth < 0:
         yield f"the nesting of {name}", math.inf, MAX_DEPTH
     elif isinstance(value, Mapping):

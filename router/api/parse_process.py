@@ -1,8 +1,9 @@
 """A child process that parses large bodies, one after another.
 
-`python -m kvroute.router.api.parse_process` is that process. Every message starts with its length
-in 8 bytes. The router sends two messages for each job, a pickled function and a body, and gets one
-back, the pickled result. The process has a memory limit and exits when its standard input closes.
+The router starts it as `python -m kvroute.router.api.parse_process`. Each message on its pipes
+starts with the length in 8 bytes. For each job, the router sends two messages, a pickled function
+and a body, and the process answers with one message, the pickled result. The process has a memory
+limit, and exits when its standard input is closed.
 """
 
 import asyncio
@@ -15,27 +16,31 @@ from typing import Any, BinaryIO, TypeVar
 
 from kvroute.router.api.errors import ApiError
 
-MEMORY_BYTES = 2 << 30  # address space of the process; parsing a body of 16 MB can take almost 1 GB
-JOBS = 100  # bodies that one process parses before a new one starts, which frees its memory
-LENGTH_BYTES = 8  # size of the length in front of each message
-PIECE_BYTES = 1 << 18  # bytes written to the pipe at once, so that the body is not copied whole
+# Limit of the process's address space. Parsing a body of 16 MB can take almost 1 GB.
+MEMORY_BYTES = 2 << 30
+MAX_JOBS = 100  # bodies after which the process is replaced, to free its memory
+LENGTH_BYTES = 8  # size of the length at the start of each message
+PIECE_BYTES = 1 << 18  # bytes written to the pipe at once, to avoid a copy of the whole body
 
 Result = TypeVar("Result")
 
 
 class ParseProcess:
-    """A process that starts with the first job. It must be used from one event loop."""
+    """Runs the child process, and starts it for the first job. Use it in one event loop only."""
 
     def __init__(self) -> None:
         self._process: Process | None = None
-        self._jobs = 0  # bodies that the present process has got
+        self._jobs = 0  # number of bodies sent to the current process
         self._lock = asyncio.Lock()  # held during one job
 
     async def run(self, parse: Callable[[bytes], Result], raw: bytearray) -> Result:
-        """Return the result of the function, which must be importable, for the body.
+        """Call `parse` with the body in the child process, and return the result.
+
+        Args:
+            parse: a function that can be imported.
 
         Raises:
-            ApiError: the function raised it, or parsing the body killed the process.
+            ApiError: `parse` raised it, or the process died while it parsed the body.
         """
         async with self._lock:
             try:
@@ -43,10 +48,10 @@ class ParseProcess:
             except (OSError, asyncio.IncompleteReadError):
                 await self._end()
                 raise _too_complex() from None
-            except BaseException:  # the client has left, and the process still parses its body
+            except BaseException:  # cancelled by a disconnect, while the process parses the body
                 await self._end()
                 raise
-            if self._jobs >= JOBS:
+            if self._jobs >= MAX_JOBS:
                 await self._end()
         if isinstance(result, ApiError):
             raise result
@@ -94,7 +99,7 @@ def _too_complex() -> ApiError:
 
 
 def main(jobs: BinaryIO, results: BinaryIO) -> None:
-    """Parse bodies until the input ends."""
+    """Parse bodies until the input ends. This is the main function of the child process."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     while job := _read_message(jobs):
         result = pickle.dumps(_outcome(pickle.loads(job), _read_message(jobs)))
@@ -104,7 +109,7 @@ def main(jobs: BinaryIO, results: BinaryIO) -> None:
 
 
 def _read_message(jobs: BinaryIO) -> bytes:
-    """Return the next message; empty at the end of the input."""
+    """Return the next message, or b"" at the end of the input."""
     return jobs.read(int.from_bytes(jobs.read(LENGTH_BYTES)))
 
 

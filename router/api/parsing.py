@@ -1,4 +1,4 @@
-"""Validates a request's body. An ApiError names the wrong field and the expected value.
+"""Validates a request's body. An ApiError names the invalid field and what is expected there.
 
 Routers call these functions through bodies.py, so that a large body does not delay other requests.
 """
@@ -15,18 +15,23 @@ from kvroute.router.api.errors import ApiError, invalid, shown
 
 Model = TypeVar("Model", bound=BaseModel)
 BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark
-_WHOLE, _YES_OR_NO = TypeAdapter[int](int), TypeAdapter[bool](bool)
+_INTEGER, _BOOLEAN = TypeAdapter[int](int), TypeAdapter[bool](bool)
+# Field -> type that vLLM converts its value to.
 _TYPES: Mapping[str, TypeAdapter[Any]] = {
-    **dict.fromkeys(("n", "priority", "prompt_logprobs", "top_logprobs"), _WHOLE),
+    **dict.fromkeys(("n", "priority", "prompt_logprobs", "top_logprobs"), _INTEGER),
     **dict.fromkeys(
         ("echo", "store", "background", "return_prompt_text", "enable_response_messages"),
-        _YES_OR_NO,
+        _BOOLEAN,
     ),
 }
 
 
 def parse(model: type[Model], raw: bytes) -> Model:
-    """Return the validated body; unknown fields are dropped, and null means the default."""
+    """Return the validated body. Unknown fields are dropped, and null means the default.
+
+    Raises:
+        ApiError: 400: the body is not valid.
+    """
     given = {name: value for name, value in json_object(raw).items() if value is not None}
     try:
         return model.model_validate(given)
@@ -35,10 +40,10 @@ def parse(model: type[Model], raw: bytes) -> Model:
 
 
 def json_object(raw: bytes) -> dict[str, object]:
-    """Return the body as a JSON object; a byte order mark before it is allowed.
+    """Return the body as a JSON object. It may start with a byte order mark.
 
     Raises:
-        ApiError: 400, the body is not a JSON object.
+        ApiError: 400: the body is not a JSON object.
     """
     try:
         body: object = pydantic_core.from_json(raw.removeprefix(BOM), allow_inf_nan=False)
@@ -56,11 +61,12 @@ def json_object(raw: bytes) -> dict[str, object]:
 
 
 def read_as_vllm_does(body: dict[str, Any]) -> None:
-    """Replace the fields of a body that the router acts on by the values that vLLM reads.
+    """Convert the values of fields that the router uses, as vLLM converts them.
 
-    vLLM reads `"2"` and `2.0` as the whole number 2, and `"no"` as false. If the router did not do
-    the same, it could count other choices than the replica, or store a response that the replica
-    does not. A value that vLLM rejects stays unchanged, and the replica answers with vLLM's error.
+    vLLM reads `"2"` and `2.0` as the integer 2, and `"no"` as false. Without the same conversion,
+    the router could count a different number of choices than the replica, or store a response that
+    should not be stored. A value that vLLM rejects is left unchanged: the replica answers with
+    vLLM's error.
     """
     for name in _TYPES.keys() & body.keys():
         if body[name] is not None:
@@ -78,11 +84,11 @@ def _first_error(model: type[BaseModel], error: ValidationError) -> ApiError:
 
 
 def _expected(model: type[BaseModel], error: ErrorDetails) -> str:
-    """Return the field's description, or the validator's message for a nested field."""
+    """Return the description of the field, or for a nested field the message of the validator."""
     *parents, name = error["loc"]
     field = model.model_fields.get(str(name)) if not parents else None
     if field is not None and field.description is not None:
         return f"expected {field.description}"
-    if error["type"] == "model_type":  # pydantic's message names our classes
+    if error["type"] == "model_type":  # pydantic's message would name a class of kvroute
         return "expected an object"
     return error["msg"][:1].lower() + error["msg"][1:]

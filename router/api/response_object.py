@@ -1,6 +1,6 @@
-"""Reads and changes response objects of the Responses API, in bodies and in events of streams.
+"""Reads and changes response objects of the Responses API, in bodies and in stream events.
 
-Only the changed members are encoded again. All other bytes stay as the replica wrote them.
+Only changed members are encoded again. All other bytes stay as the replica wrote them.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,12 @@ from typing import Any
 import msgspec
 
 PREVIOUS = "previous_response_id"
-NO_PREVIOUS = b'"previous_response_id":null'  # the bytes that a replica writes
-OBJECT = "response"  # the member of an event that holds the response object
-DATA = b"data: "
-# JSON cannot contain these lines, since a line end within a string is escaped.
+# The member PREVIOUS as a replica writes it.
+NO_PREVIOUS = b'"previous_response_id":null'
+OBJECT = "response"  # member of an event that holds the response object
+DATA = b"data: "  # start of the line of an event that has its JSON
+# First lines of the events that end a stream. JSON cannot contain such a line, because line ends in
+# strings are escaped.
 LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
 
 Members = dict[str, msgspec.Raw]
@@ -22,7 +24,11 @@ _members = msgspec.json.Decoder(Members)
 
 
 def members(raw: bytes | msgspec.Raw) -> Members:
-    """Return a JSON object's members as raw bytes. May raise any of DECODE_ERRORS."""
+    """Return the members of a JSON object as raw bytes.
+
+    Raises:
+        DECODE_ERRORS: the bytes are not a JSON object.
+    """
     return _members.decode(raw)
 
 
@@ -32,16 +38,17 @@ def with_previous(response: Members, previous_id: str) -> Members:
 
 
 def events_with_previous(data: bytes, previous_id: str) -> bytes:
-    """Return whole events of a stream, with the previous response's id in each response object."""
+    """Return complete events of a stream, with the previous id in each response object."""
     if NO_PREVIOUS not in data:
         return data
     return b"\n\n".join(_event_with_previous(event, previous_id) for event in data.split(b"\n\n"))
 
 
 def last_response(data: bytes) -> Members | None:
-    """Return the response object of a stream's final event; None if `data` has no such event.
+    """Return the response object of a stream's final event, or None if there is no such event.
 
-    It may raise any of DECODE_ERRORS.
+    Raises:
+        DECODE_ERRORS: the event cannot be read.
     """
     if not any(line in data for line in LAST_EVENTS):
         return None
@@ -54,7 +61,7 @@ def last_response(data: bytes) -> Members | None:
 def as_input(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return output items as input items of the next response.
 
-    Empty messages, which vLLM cannot read, and log-probabilities are left out.
+    Leave out log-probabilities, and empty messages, which vLLM cannot read.
     """
     return [_input_item(item) for item in output if not _is_empty_message(item)]
 
@@ -88,7 +95,10 @@ def _without_logprobs(part: Any) -> Any:
 
 
 def listed(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]]:
-    """Return input items as the API lists them: with an id, a type, and the content in parts."""
+    """Return input items in the form in which the API lists them.
+
+    Each item has an id, a type, and its content as a list of parts.
+    """
     return [_listed(item, f"msg_{response_id}_{number}") for number, item in enumerate(items)]
 
 

@@ -1,7 +1,7 @@
-"""Generative scoring: the likelihood of given next tokens after a query and each of several items.
+"""Generative scoring: how likely given next tokens are after a query and each of several items.
 
-vLLM's server has this route. Here each item becomes a prompt of a completion, so that the prompts
-are routed to replicas that have the query in their caches.
+vLLM's server has the same route. In kvroute, each item becomes a prompt of a completion, so that
+prompts are routed to replicas that have the query cached.
 """
 
 import math
@@ -22,12 +22,15 @@ from kvroute.router.api.response_object import members
 from kvroute.router.placement.receipts import RECEIPTS
 
 SCORING = "/generative_scoring"
-MAX_TOKENS = 1 << 20  # tokens of all prompts together; writing them takes the router about 50 ms
-COPIED_FIELDS = (  # fields of the body that are copied to the completion
+# Largest number of tokens of all prompts. Encoding them takes the router about 50 ms.
+MAX_TOKENS = 1 << 20
+# Fields of the body that are copied to the completion.
+COPIED_FIELDS = (
     *("model", "cache_salt", "priority", "timeout", "user", "prefix_id", "task_id"),
     *("session_id", "session_end", "prompt_cache_retention", "prompt_cache_options"),
 )
-OWN_FIELDS = {  # fields of the completion that make it return the log-probabilities
+# Fields of the completion that make it return the log-probabilities of its first token.
+OWN_FIELDS = {
     "max_tokens": 1,
     "temperature": 0,
     "logprobs": 1,
@@ -56,10 +59,10 @@ class Scoring(BaseModel):
 
 
 def parse_scoring(raw: bytes) -> tuple[Scoring, bytes, str | None]:
-    """Return the request, the body without a byte order mark, and the model's name in the body.
+    """Parse a body, and return the request, the body without a byte order mark, and the model.
 
     Raises:
-        ApiError: 400, the body is not a scoring request.
+        ApiError: 400: the body is not a scoring request.
     """
     raw = raw.removeprefix(BOM)
     model = json_object(raw).get("model")
@@ -69,7 +72,9 @@ def parse_scoring(raw: bytes) -> tuple[Scoring, bytes, str | None]:
 def completion(scoring: Scoring, raw: bytes, prompts: Sequence[TokenIds]) -> Call:
     """Return the completion whose log-probabilities are the scores.
 
-    `raw` is the scoring request's body; `prompts` are the token ids of the query with each item.
+    Args:
+        raw: the body of the scoring request.
+        prompts: token ids of the query with each item.
 
     Raises:
         ApiError: a copied field is not valid, or the prompts have too many tokens.
@@ -91,7 +96,12 @@ def completion(scoring: Scoring, raw: bytes, prompts: Sequence[TokenIds]) -> Cal
 
 
 def scores(scoring: Scoring, completed: Mapping[str, Any], *, id_: str) -> dict[str, Any]:
-    """Return vLLM's response object for the completion; `id_` is the request's id."""
+    """Return the response in vLLM's format.
+
+    Args:
+        completed: the response of the completion.
+        id_: id of the request.
+    """
     receipts = {RECEIPTS: completed[RECEIPTS]} if RECEIPTS in completed else {}
     return {
         "id": f"generative-scoring-{id_}",
@@ -108,7 +118,7 @@ def scores(scoring: Scoring, completed: Mapping[str, Any], *, id_: str) -> dict[
 
 
 def _score(scoring: Scoring, choice: Mapping[str, Any]) -> float:
-    """Return the first label's likelihood among all tokens or, with a softmax, among the labels."""
+    """Return the probability of the first label: among all labels with softmax, else all tokens."""
     (top_logprobs,) = choice["logprobs"]["top_logprobs"]
     labels = dict.fromkeys(scoring.label_token_ids)
     logprobs = [top_logprobs[f"token_id:{label}"] for label in labels]

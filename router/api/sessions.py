@@ -1,7 +1,7 @@
-"""Reads the session id, the end of the session and cache hints from a request's body and headers.
+"""Reads a request's session id, the end of the session, and hints for caching.
 
-kvroute's own fields are checked. Unknown values in fields of other APIs and of coding agents are
-ignored and never rejected, since new versions of these APIs may have new values.
+Invalid values in kvroute's own fields are refused. In fields of other APIs and of coding agents,
+unknown values are ignored, because new versions of these APIs may have new values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,12 @@ from kvroute.router.api.calls import Call, objects
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.sessions.returns import SessionHints
 
-SESSION = "x-session-id"
-FINAL = "x-dynamo-session-final"  # header; true: this is the session's last request
-CODEX, CODEX_THREAD = "session-id", "thread-id"  # a session of Codex may have several threads
-AGENTS = (  # headers of coding agents that hold a session id, in order of precedence
+SESSION = "x-session-id"  # kvroute's own header with the session id
+FINAL = "x-dynamo-session-final"  # header that is `true` in the last request of a session
+# Headers of Codex with the id of a session, and of one of its threads.
+CODEX, CODEX_THREAD = "session-id", "thread-id"
+# Headers of coding agents with a session id, in order of precedence.
+AGENTS = (
     "x-dynamo-session-id",
     "x-claude-code-session-id",
     CODEX,
@@ -27,26 +29,24 @@ AGENTS = (  # headers of coding agents that hold a session id, in order of prece
     "x-opencode-session",  # OpenCode, for providers whose name begins with "opencode"
     "x-session-affinity",  # OpenCode with other providers, and other agents
 )
-# Headers in which a sub-agent with its own session id sends the id of the session that started it.
-# Parent and sub-agent then count as one session. Claude Code's sub-agents have no own session id.
+# Headers in which a sub-agent sends the id of the session that started it. Both then count as one
+# session. Claude Code's sub-agents do not need this: they use the session id of their parent.
 PARENTS = (
     "x-dynamo-parent-session-id",
     "x-parent-session-id",  # OpenCode
 )
+# Header of Codex with the id of the thread that started this one.
 CODEX_PARENT = ("x-codex-parent-thread-id",)
-USER_ID_MARK = "_session_"  # stands before the session id in `user_id` of Claude Code < 2.1.78
-MAX_USER = 1024  # characters of a `user_id`; longer ones are ignored
-TTLS = (
-    "5m",
-    "30m",
-    "1h",
-    "24h",
-)  # TTLs that ask to keep a prompt; OpenAI's `in_memory` does not ask
-CACHEABLE_FIELDS = ("system", "tools", "messages", "input")  # their items can have `cache_control`
+USER_ID_MARK = "_session_"  # text before the session id in `user_id` of Claude Code before 2.1.78
+MAX_USER = 1024  # longest `user_id` in characters; longer ones are ignored
+# TTLs with which a client asks to keep a prompt in the cache. OpenAI's `in_memory` does not ask.
+TTLS = ("5m", "30m", "1h", "24h")
+# Fields whose items can have a `cache_control`.
+CACHEABLE_FIELDS = ("system", "tools", "messages", "input")
 
 
 def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:
-    """Return the session, its end and the cache hints that a request sends.
+    """Return what a request says about its session and about caching.
 
     Raises:
         ApiError: the session id is not valid, or `session_end` is not a boolean.
@@ -63,12 +63,16 @@ def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:
 
 
 def session_number(namespace: str, id_: str) -> int:
-    """Return a number of SESSION_BITS bits for a session id in a namespace; it is never 0."""
+    """Return a hash of SESSION_BITS bits of a session id in a namespace. It is never 0."""
     return hash_number(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
 
 
 def checked_id(name: str, value: object) -> str:
-    """Return a session id; empty if the value is None. It raises ApiError if it is not valid."""
+    """Check a session id and return it. Return "" if the value is None.
+
+    Raises:
+        ApiError: 400: the session id is not valid.
+    """
     if value is None:
         return ""
     if not isinstance(value, str) or len(value) > MAX_NAME:
@@ -78,7 +82,7 @@ def checked_id(name: str, value: object) -> str:
 
 
 def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
-    """Return the session id of the most specific field or header; empty if there is none."""
+    """Return the session id of the most specific field or header, or "" if there is none."""
     own_id = checked_id("session_id", body.get("session_id"))
     if own_id := own_id or checked_id(SESSION, _header(headers, SESSION)):
         return own_id
@@ -88,17 +92,17 @@ def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
 
 
 def _parent(headers: Mapping[str, str]) -> str:
-    """Return the id of the session that started this sub-agent; empty if it is not a sub-agent.
+    """Return the id of the session that started this sub-agent, or "" if it is not a sub-agent.
 
-    A sub-agent of Codex is a thread. Its session is either the session of the thread that started
-    it, or its own one, whose id is the thread's id.
+    A sub-agent of Codex is a thread. It either belongs to the session of the thread that started
+    it, or has a session of its own, with the same id as the thread.
     """
     has_own_session = headers.get(CODEX) == headers.get(CODEX_THREAD)
     return _first(headers, (*PARENTS, *(CODEX_PARENT if has_own_session else ())))
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
-    """Return the value of the first header that is set; empty if none is, or it is too long."""
+    """Return the value of the first header that is set, or "" if it is too long or none is set."""
     for name in names:
         if value := _header(headers, name):
             return value if len(value) <= MAX_NAME else ""
@@ -108,7 +112,7 @@ def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
 def _header(headers: Mapping[str, str], name: str) -> str | None:
     """Return a header as UTF-8 text, like the text of bodies and paths.
 
-    The server decodes headers as Latin-1. A value that is not UTF-8 stays as it is.
+    The server decodes headers as Latin-1. A value that is not UTF-8 is returned unchanged.
     """
     value = headers.get(name)
     if value is None or value.isascii():
@@ -120,7 +124,10 @@ def _header(headers: Mapping[str, str], name: str) -> str | None:
 
 
 def _session_of_user(metadata: object) -> str:
-    """Return the session id in Claude Code's `user_id`, which is JSON or ends with the id."""
+    """Return the session id in Claude Code's `user_id`, or "".
+
+    The `user_id` is either a JSON object, or a text that ends with the session id.
+    """
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user, str) or len(user) > MAX_USER:
         return ""
@@ -141,7 +148,7 @@ def _is_end(value: object) -> bool:
 
 
 def _is_marked(call: Call) -> bool:
-    """Return whether Anthropic's `cache_control` asks to keep some of the prompt."""
+    """Return whether a `cache_control`, as in Anthropic's API, asks to keep part of the prompt."""
     if b"cache_control" not in call.raw:
         return False
     controls = (part.get("cache_control") for part in _cacheable(call.body))
@@ -154,7 +161,7 @@ def _is_marked(call: Call) -> bool:
 
 
 def _cacheable(body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield every object that can have a `cache_control`, which some clients send in chats too."""
+    """Yield every object that can have a `cache_control`. Some clients send it in chats too."""
     yield body
     for name in CACHEABLE_FIELDS:
         for item in objects(body.get(name)):

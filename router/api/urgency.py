@@ -1,4 +1,4 @@
-"""Reads from a request's headers, body and API key how long it can wait."""
+"""Reads a request's priority and wait limit from its headers, body and API key."""
 
 import math
 from collections.abc import Mapping
@@ -10,41 +10,43 @@ from kvroute.keys.keyring import Caller
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError, invalid, shown
 
-PRIORITY = "x-kvroute-priority"  # header: one of PRIORITIES
-DEADLINE = "x-kvroute-deadline-s"  # header: seconds within which a replica must start the request
-EARLIEST_S, LATEST_S = -60.0, 3600.0  # smallest and largest `priority` of a body, in seconds
-MAX_DEADLINE_S = 1e6  # longest deadline; a longer one is cut to this
-MAX_USER = 64  # characters of a user's name; longer names are hashed
+PRIORITY = "x-kvroute-priority"  # header with one of PRIORITIES
+DEADLINE = "x-kvroute-deadline-s"  # header with the seconds until a replica must start the request
+MIN_DELAY_S, MAX_DELAY_S = -60.0, 3600.0  # range of the `priority` in a body, in seconds
+MAX_DEADLINE_S = 1e6  # longest deadline in seconds; longer ones are reduced to it
+MAX_USER = 64  # longest name of a user, in characters; longer names are hashed
 
 
 def urgency_of(
-    headers: Mapping[str, str], body: Mapping[str, Any], caller: Caller | None, *, most_s: float
+    headers: Mapping[str, str], body: Mapping[str, Any], caller: Caller | None, *, max_wait_s: float
 ) -> Urgency:
     """Return the request's urgency, which is never higher than that of its API key.
 
-    `most_s` is the limit of --max-wait-s; 0 means no limit.
+    Args:
+        max_wait_s: the value of --max-wait-s; 0 means no limit.
 
     Raises:
         ApiError: the priority or the deadline is not valid.
     """
     requested = _priority(headers.get(PRIORITY))
-    own_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
-    later_s = _later_s(body.get("priority"))
+    requested_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
+    delay_s = _delay_s(body.get("priority"))
     if caller is not None:
         requested = less_urgent(caller.priority, requested or caller.priority)
-        later_s = max(0.0, later_s)
+        delay_s = max(0.0, delay_s)
     priority = requested or "default"
-    bound_s = math.inf if priority == "batch" or not most_s else most_s
-    deadline_s = own_s or math.inf
-    if own_s is not None and own_s >= bound_s:
-        own_s = None  # the limit of the queue is shorter
-    return Urgency(priority, later_s, own_s or bound_s, own_s, deadline_s)
+    limit_s = math.inf if priority == "batch" or not max_wait_s else max_wait_s
+    deadline_s = requested_s or math.inf
+    if requested_s is not None and requested_s >= limit_s:
+        requested_s = None  # the limit of --max-wait-s is shorter
+    return Urgency(priority, delay_s, requested_s or limit_s, requested_s, deadline_s)
 
 
 def sharer_of(caller: Caller | None, user: object) -> str:
-    """Return the name for which the queue counts a fair share: the tenant, or the body's user.
+    """Return the name to which the queue gives a fair share: the tenant, or the user in the body.
 
-    It is empty if the request has neither.
+    Returns:
+        "" if the request has neither.
     """
     if caller is not None:
         return caller.tenant
@@ -85,10 +87,10 @@ def _seconds(name: str, given: object, seconds: float) -> float:
     raise _invalid(name, given, "a number of seconds above 0")
 
 
-def _later_s(priority: object) -> float:
+def _delay_s(priority: object) -> float:
     if not isinstance(priority, int):  # vLLM rejects the request
         return 0.0
-    return float(max(EARLIEST_S, min(LATEST_S, priority)))
+    return float(max(MIN_DELAY_S, min(MAX_DELAY_S, priority)))
 
 
 def _invalid(name: str, given: object, expected: str) -> ApiError:

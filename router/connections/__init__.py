@@ -1,1 +1,1 @@
-"""A router's connections to the replicas, and how it notices that one is lost."""
+"""A router's connections to replicas and to other routers, and the detection of hung replicas."""

@@ -1,4 +1,4 @@
-"""This router's connections: one to each replica that Ray Serve runs, for all of its ranks."""
+"""The connections of this router: one to each replica that Ray Serve runs, for all its ranks."""
 
 import asyncio
 import logging
@@ -18,26 +18,31 @@ from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream
 log = logging.getLogger("kvroute.links")
 
 CHECK_INTERVAL_S = 0.1  # seconds between comparisons with the replicas that Serve runs
-CONNECT_S = 5.0  # the longest wait for an address, and for a connection
-FIRST_PAUSE_S = 0.1  # seconds between the first two attempts to connect; doubles each time
+CONNECT_S = 5.0  # longest wait for a replica's address, and for a connection, in seconds
+# Seconds between the first two attempts to connect. The pause doubles with each attempt, up to
+# LONGEST_PAUSE_S.
+FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-NOTED_S = (
-    5.0  # seconds without a connection until it is reported; Serve may just replace the replica
-)
+# Seconds without a connection after which a replica is reported. Serve replaces most replicas that
+# have ended within this time.
+REPORT_AFTER_S = 5.0
 
 
 class UnansweredError(Exception):
-    """The replica did not answer; the message is the reason."""
+    """The replica did not answer a call. The message says why."""
 
 
 class LateError(UnansweredError):
-    """It may still be at work on the question; one that hangs loses its connection instead."""
+    """The replica did not answer a call in time, but it may still be working on it.
+
+    A replica that hangs loses its connection instead.
+    """
 
 
 class Links:
-    """Connects to replicas as they come, and again when a connection ends.
+    """Connects to each replica that Serve runs, and again when a connection ends.
 
-    Requests and questions go to ranks; all else is about replicas.
+    Requests and calls go to ranks. All other methods are about replicas.
     """
 
     def __init__(
@@ -45,14 +50,21 @@ class Links:
         replicas: Callable[[], ServeReplicas],
         on_pending: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
     ) -> None:
-        """told: called with what a rank says that it has to compute."""
+        """Create the object without any connection. `run` makes them.
+
+        Args:
+            replicas: returns the replicas that Serve runs.
+            on_pending: called with the id of a rank and the prompt tokens that it reports as not
+                yet computed.
+        """
         self._on_pending = on_pending
         self.losses = 0  # connections that ended while Serve ran the replica
-        self._failures: dict[str, tuple[float, str]] = {}  # replica id -> since when, and why
+        # Replica id -> time of the first failure to connect, and the reason of the last one.
+        self._failures: dict[str, tuple[float, str]] = {}
         self._replicas = replicas
-        self._links: dict[str, Link] = {}  # replica id -> its connection, if it is ready
-        self._kept: dict[str, asyncio.Task[None]] = {}
-        self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> its ranks, as it last told
+        self._links: dict[str, Link] = {}  # replica id -> its connection, if it is open
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # replica id -> task that connects to it
+        self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> ranks that it last reported
 
     def connected(self) -> list[str]:
         """Return the ranks of the replicas that Serve runs and that can get requests now."""
@@ -61,19 +73,24 @@ class Links:
         return [rank_id for id_ in ready for rank_id in ranks[id_]]
 
     def running(self) -> list[str]:
-        """Return the known ranks of the replicas that Serve runs."""
-        ids = self._replicas().ids()
-        return [rank_id for id_ in ids for rank_id in self.told_ranks(id_) or rank_ids(id_, 1)]
+        """Return the ranks of all replicas that Serve runs.
 
-    def told_ranks(self, replica_id: str) -> tuple[str, ...]:
-        """Empty until the replica has told."""
+        A replica that has not reported its ranks counts as one rank.
+        """
+        ids = self._replicas().ids()
+        return [rank_id for id_ in ids for rank_id in self.reported_ranks(id_) or rank_ids(id_, 1)]
+
+    def reported_ranks(self, replica_id: str) -> tuple[str, ...]:
+        """Return the ranks that the replica has reported; none before its first report."""
         return self._ranks.get(replica_id, ())
 
     def unconnected(self) -> dict[str, str]:
-        """Return the replicas that have had no connection for a while, and the reasons."""
+        """Return the replicas without a connection for REPORT_AFTER_S, with the reasons."""
         now_s = time.monotonic()
         return {
-            id_: why for id_, (since_s, why) in self._failures.items() if now_s - since_s >= NOTED_S
+            id_: reason
+            for id_, (since_s, reason) in self._failures.items()
+            if now_s - since_s >= REPORT_AFTER_S
         }
 
     def busy(self) -> set[str]:
@@ -81,7 +98,7 @@ class Links:
         return {id_ for id_, link in self._links.items() if link.streams}
 
     def received_messages(self, replica_id: str) -> int:
-        """Return the number of messages that have come from the replica."""
+        """Return the number of messages that this router has received from the replica."""
         link = self._links.get(replica_id)
         return link.received_messages if link else 0
 
@@ -107,27 +124,28 @@ class Links:
         """Call a method of a rank and return its answer.
 
         Raises:
-            UnansweredError: there was no answer in time.
+            UnansweredError: the rank did not answer, or refused the call.
+            LateError: the rank did not answer within `within_s` seconds.
         """
         replica_id, rank = split(rank_id)
         if (link := self._open(replica_id)) is None:
-            _, reason = self._failures.get(replica_id, (0.0, "Serve does not run it"))
+            _, reason = self._failures.get(replica_id, (0.0, "Ray Serve does not run this replica"))
             raise UnansweredError(f"there is no connection: {reason}")
         try:
             async with asyncio.timeout(within_s):
                 return await link.call(method, body, rank)
         except TimeoutError:
-            raise LateError(f"it has not answered within {within_s:g} s") from None
+            raise LateError(f"no answer within {within_s:g} s") from None
         except (LostError, RefusedError, FailedError, EngineDeadError, ValueError) as error:
             raise UnansweredError(str(error)) from error
 
     def lose(self, replica_id: str, error: Exception) -> None:
-        """End the connection and all requests on it."""
+        """Close the connection to the replica, and end all requests on it with this error."""
         if link := self._links.get(replica_id):
             link.lose(error)
 
     def _open(self, replica_id: str) -> Link | None:
-        """Return the connection to the replica; None: it has just ended."""
+        """Return the open connection to the replica, or None if there is none."""
         link = self._links.get(replica_id)
         return link if link is not None and link.is_open else None
 
@@ -136,26 +154,27 @@ class Links:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    self._compare(tasks)
+                    self._update_tasks(tasks)
                     await asyncio.sleep(CHECK_INTERVAL_S)
         finally:
             for link in [*self._links.values()]:
-                link.lose(LostError("this router ends"))
+                link.lose(LostError("this router is shutting down"))
 
-    def _compare(self, tasks: asyncio.TaskGroup) -> None:
+    def _update_tasks(self, tasks: asyncio.TaskGroup) -> None:
+        """Start a task for each new replica, and cancel the tasks of removed replicas."""
         running = self._replicas().ids()
         for replica_id in running:
-            if replica_id not in self._kept:
-                keeping = tasks.create_task(self._keep(replica_id), name=f"link {replica_id}")
-                self._kept[replica_id] = keeping
-        for replica_id in self._kept.keys() - running:
+            if replica_id not in self._tasks:
+                work = self._stay_connected(replica_id)
+                self._tasks[replica_id] = tasks.create_task(work, name=f"link {replica_id}")
+        for replica_id in self._tasks.keys() - running:
             link = self._links.get(replica_id)
-            if link is None or not link.streams:  # a replica that stops finishes what it runs
-                self._kept.pop(replica_id).cancel()
+            if link is None or not link.streams:  # a replica that drains finishes its requests
+                self._tasks.pop(replica_id).cancel()
 
-    async def _keep(self, replica_id: str) -> None:
-        """Stay connected to the replica until cancelled."""
-        held = self._replicas().hold(replica_id)
+    async def _stay_connected(self, replica_id: str) -> None:
+        """Connect to the replica, and again when the connection ends, until cancelled."""
+        handle = self._replicas().hold(replica_id)
         pause_s = FIRST_PAUSE_S
         try:
             while True:
@@ -164,14 +183,14 @@ class Links:
                 await asyncio.sleep(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
         finally:
-            del held
+            del handle
             self._failures.pop(replica_id, None)
             self._ranks.pop(replica_id, None)
             if link := self._links.pop(replica_id, None):
-                link.lose(LostError("the replica has left"))
+                link.lose(LostError("Ray Serve has removed the replica"))
 
     async def _connect(self, replica_id: str) -> bool:
-        """Return True when the connection has ended, or False if it could not be made."""
+        """Connect, and wait until the connection ends. Return False if there was no connection."""
         try:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)
@@ -185,7 +204,7 @@ class Links:
                 on_pending=partial(self._report_pending, replica_id),
             )
         except (RayError, UnknownReplicaError, LostError, TimeoutError, *DECODE_ERRORS) as error:
-            self._note(replica_id, str(error) or f"silence for {CONNECT_S:g} s")
+            self._record_failure(replica_id, str(error) or f"no answer within {CONNECT_S:g} s")
             return False
         self._failures.pop(replica_id, None)
         self._links[replica_id] = link
@@ -195,11 +214,11 @@ class Links:
         return True
 
     def _report_pending(self, replica_id: str, pending_tokens: Sequence[int]) -> None:
-        for rank_id, tokens in zip(self.told_ranks(replica_id), pending_tokens, strict=False):
+        for rank_id, tokens in zip(self.reported_ranks(replica_id), pending_tokens, strict=False):
             self._on_pending(rank_id, tokens)
 
-    def _note(self, replica_id: str, reason: str) -> None:
-        since_s, known = self._failures.get(replica_id, (time.monotonic(), ""))
-        if known != reason:
+    def _record_failure(self, replica_id: str, reason: str) -> None:
+        since_s, last_reason = self._failures.get(replica_id, (time.monotonic(), ""))
+        if last_reason != reason:
             log.warning("no connection to replica %s: %s", replica_id, reason)
         self._failures[replica_id] = since_s, reason

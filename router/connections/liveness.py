@@ -1,8 +1,8 @@
-"""A hung replica is declared dead: requests that wait for it fail over, and Serve replaces it.
+"""Detects hung replicas and kills them, so that their requests fail over and Serve replaces them.
 
-Silence only makes a replica suspect. It is declared dead when it does not answer a probe either, so
-a busy replica is never declared dead, however slow it is. A replica whose connection ends needs no
-such evidence: its requests fail over at once.
+A replica that sends no messages is only suspect, and gets no new requests. It is declared dead if
+it does not answer probes either. A busy replica answers probes, however slow it is. If a connection
+ends, no probe is needed: the requests on it fail over at once.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ from kvroute.router.placement.fleet import Fleet
 
 log = logging.getLogger("kvroute.liveness")
 
-CHECK_INTERVAL_S = 0.25
-PROBE_CHECKS = 6  # checks without a sign of life; then the replica is probed
-SUSPECT_CHECKS = 8  # then the replica gets no new requests
+CHECK_INTERVAL_S = 0.25  # seconds between two checks of all replicas
+PROBE_CHECKS = 6  # number of checks without a sign of life after which a replica is probed
+# Number of checks without a sign of life after which a replica gets no new requests.
+SUSPECT_CHECKS = 8
 
 
 class HungError(Exception):
@@ -30,8 +31,8 @@ class HungError(Exception):
 class Liveness:
     """One router's view of which replicas are alive.
 
-    Time is counted in checks, not in seconds: a router that was itself stopped must not blame the
-    replicas when it continues.
+    Time is counted in checks, not in seconds. So if the router itself was stopped for a while, no
+    replica looks silent when the router continues.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class Liveness:
         self._fleet = fleet
         self._dead_checks = max(SUSPECT_CHECKS, round(hang_timeout_s / CHECK_INTERVAL_S))
         self._quiet: dict[str, int] = {}  # replica id -> checks without a sign of life
-        self._received: dict[str, int] = {}  # replica id -> its messages at the last check
-        self._probed: set[str] = set()  # ids of replicas with a probe in flight
+        self._received: dict[str, int] = {}  # replica id -> messages received until the last check
+        self._probed: set[str] = set()  # ids of replicas that have not answered a probe yet
 
     def running(self) -> list[str]:
         """Return the ranks that can get requests now."""
@@ -68,7 +69,7 @@ class Liveness:
                 self.check(tasks)
 
     def check(self, tasks: asyncio.TaskGroup) -> None:
-        """Probe quiet replicas, and kill those that have been quiet for too long."""
+        """Probe silent replicas, and kill those that have been silent for the hang timeout."""
         replicas = self._replicas()
         watched = self._links.busy().union(replicas.ids())
         for replica_id in self._quiet.keys() - watched:
@@ -78,7 +79,7 @@ class Liveness:
             quiet = self._quiet[replica_id] = self._quiet_checks(replica_id)
             if quiet and quiet % self._dead_checks == 0:
                 log.warning("replica %s does not respond; killing it", replica_id)
-                # At once: Ray needs seconds to kill a hung process.
+                # End the requests now, since Ray needs seconds to kill a hung process.
                 self._links.lose(replica_id, HungError(f"replica {replica_id} does not answer"))
                 tasks.create_task(replicas.kill(replica_id))
             elif quiet >= PROBE_CHECKS and replica_id not in self._probed:
@@ -87,18 +88,18 @@ class Liveness:
 
     def _quiet_checks(self, replica_id: str) -> int:
         """Return the number of checks, up to this one, without a sign of life."""
-        quiet, heard = self._quiet.get(replica_id, 0), self._links.received_messages(replica_id)
-        has_spoken = heard != self._received.get(replica_id, heard)
-        self._received[replica_id] = heard
-        # An idle replica with a valid lease is alive. This does not hold for a replica that was
-        # declared dead: it is idle because its requests were ended.
-        is_alive = has_spoken or (quiet < self._dead_checks and self._is_idle(replica_id))
+        quiet, received = self._quiet.get(replica_id, 0), self._links.received_messages(replica_id)
+        has_sent = received != self._received.get(replica_id, received)
+        self._received[replica_id] = received
+        # An idle replica counts as alive. But a replica that was declared dead does not: it is idle
+        # only because its requests were ended.
+        is_alive = has_sent or (quiet < self._dead_checks and self._is_idle(replica_id))
         return 0 if is_alive else quiet + 1
 
     def _is_idle(self, replica_id: str) -> bool:
         if self._links.pending_calls(replica_id):
             return False
-        ranks = self._links.told_ranks(replica_id) or self._fleet.replicas.ranks_of(replica_id)
+        ranks = self._links.reported_ranks(replica_id) or self._fleet.replicas.ranks_of(replica_id)
         return bool(ranks) and all(map(self._fleet.loads.is_idle, ranks))
 
     async def _probe(self, replica_id: str) -> None:
@@ -106,6 +107,6 @@ class Liveness:
             await self._replicas().probe(replica_id)
             self._quiet[replica_id] = 0
         except RayError:
-            return  # unreachable: no sign of life
+            return  # the process cannot be reached, which is no sign of life
         finally:
             self._probed.remove(replica_id)

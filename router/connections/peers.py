@@ -1,10 +1,10 @@
-"""Messages between routers: each router knows the other routers' requests within milliseconds.
+"""Messages between routers, so that each knows the other routers' requests within milliseconds.
 
-Routers that know only their own requests overload the same replica. So each router publishes when
-its requests are dispatched, get their first token and end, and counts the requests of the other
-routers like its own. These messages are hints: if one is lost, only the load is balanced less well.
-A router that may have missed messages of another router ends all requests that it has counted for
-that router.
+Routers that know only their own requests would send them to the same replica and overload it. So
+each router publishes an event when one of its requests is dispatched, gets its first token or ends.
+It counts the requests of other routers like its own. These messages are hints: if one is lost, only
+the load is balanced less well. If a router may have missed messages of another router, it treats
+all requests of that router as ended.
 """
 
 import asyncio
@@ -44,14 +44,15 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.peers")
 
-# Most events that may wait to be published. One more drops all of them and sends Restarted instead.
-WAITING_EVENTS = 10_000
+# Largest number of events that wait to be published. If there is one more, all are dropped, and the
+# event Restarted is sent instead.
+MAX_EVENTS = 10_000
 BATCH_S = 0.002  # seconds between two messages of one router
 ALIVE_S = 1.0  # seconds between a router's heartbeats
-SILENCE_S = 4.0  # requests of a router that sent no message for so many seconds count as ended
-# A router that receives no message for so many seconds, not even its own, counts as cut off from
-# all other routers.
-DEAF_S = 2.0
+SILENCE_S = 4.0  # seconds without a message after which a router's requests count as ended
+# A router that receives no message for this many seconds, not even its own, counts as cut off from
+# the other routers.
+CUT_OFF_S = 2.0
 RETRY_S = 0.5  # seconds between attempts to reach Redis during an outage
 
 
@@ -68,8 +69,15 @@ class PeerPublisher(RequestObserver):
         scale: Callable[[], LearnedScale | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Create the publisher, and publish changes of limits, queue and seats from now on.
+
+        Args:
+            router: id of this router; random by default.
+            scale: returns the learned scale of costs to publish, if there is one.
+            clock: returns seconds of a monotonic clock.
+        """
         self._scale = scale
-        self._scaled_s = -math.inf  # when the scale was last published
+        self._scale_sent_s = -math.inf  # time when the scale was last published
         self.router = router or uuid.uuid4().hex[:12]
         self._limits = limits
         self._queue = queue
@@ -94,22 +102,22 @@ class PeerPublisher(RequestObserver):
         self._emit(RequestEnded(attempt.request_id, attempt.is_over))
 
     def blamed(self, digest: bytes) -> None:
-        """Publish that a request stopped a replica."""
+        """Publish the digest of a request that stopped a replica."""
         self._emit(PoisonedRequest(digest))
 
     def session_ended(self, session: int) -> None:
         self._emit(SessionEnded(session))
 
-    def take(self) -> RouterMessage:
-        """Return the next message to publish: the events since the last call and current counts."""
+    def next_message(self) -> RouterMessage:
+        """Return the next message: the events since the last call, and the current counts."""
         events, self._events = self._events, []
         now_s = self._clock()
         tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
         waiting = None if self._queue is None else self._queue.report(now_s)
         sessions = WaitingSessions() if self._seats is None else self._seats.report(now_s)
-        scale = self._scale() if now_s >= self._scaled_s + ALIVE_S else None
+        scale = self._scale() if now_s >= self._scale_sent_s + ALIVE_S else None
         if scale is not None:
-            self._scaled_s = now_s
+            self._scale_sent_s = now_s
         return RouterMessage(
             version=VERSION,
             router=self.router,
@@ -124,8 +132,7 @@ class PeerPublisher(RequestObserver):
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
         """Publish the events in order, within milliseconds, until cancelled.
 
-        While no other router is known, only heartbeats are published, so that new routers find
-        this one.
+        While there is no other router, publish heartbeats only, so that new routers find this one.
         """
         due_s = -math.inf  # time of the next heartbeat
         while True:
@@ -139,26 +146,26 @@ class PeerPublisher(RequestObserver):
                 continue
             due_s = time.monotonic() + ALIVE_S
             try:
-                await index.publish_to_routers(encode(self.take()))
+                await index.publish_to_routers(encode(self.next_message()))
                 await asyncio.sleep(BATCH_S)
             except (RedisError, OSError):
                 self._events = [Restarted()]
                 if self._limits is not None:
-                    self._limits.unsent()
+                    self._limits.force_complete_report()
                 due_s = -math.inf
                 await asyncio.sleep(RETRY_S)
 
     def _emit(self, event: Event) -> None:
-        if len(self._events) >= WAITING_EVENTS:
+        if len(self._events) >= MAX_EVENTS:
             self._events = [Restarted()]
         self._events.append(event)
         self._has_events.set()
 
 
 class PeerSubscriber:
-    """Receives the other routers' messages, and counts their requests in this router.
+    """Receives the other routers' messages, and counts their requests.
 
-    They count as load of the replicas and towards the limits of tenants.
+    These requests count as load of the replicas, and towards the limits of tenants.
     """
 
     def __init__(
@@ -171,13 +178,21 @@ class PeerSubscriber:
         queue: Queue[Any] | None = None,
         blamed: Callable[[bytes], object] = lambda digest: None,
     ) -> None:
+        """Create the subscriber.
+
+        Args:
+            own: id of this router, whose messages are ignored.
+            blamed: called with the digest of a request that stopped a replica.
+        """
         self.own = own
         self._blamed = blamed
         self._fleet = fleet
         self._queue = queue
         self._limits = limits
-        self._heard_s = -math.inf  # when the last message came from any router, this one included
-        self._hearing_s = 0.0  # since when messages have come without a gap of DEAF_S
+        # Time of the last message of any router, including this one.
+        self._last_received_s = -math.inf
+        # Start of the current period in which messages arrive without a gap of CUT_OFF_S.
+        self._connected_since_s = 0.0
         self._clock = clock
         self._attempts: dict[str, dict[str, Attempt]] = {}  # router -> request id -> attempt
         self._outage = Outage(log, "the requests of other routers are unknown")
@@ -203,7 +218,7 @@ class PeerSubscriber:
                 await asyncio.sleep(RETRY_S)
 
     def receive_packed(self, payload: bytes, index: Index) -> None:
-        """Decode and receive a message, or count it as unreadable in the index's statistics."""
+        """Decode and process a message. Count it in the index's statistics if it is unreadable."""
         try:
             message = decode(payload)
         except DECODE_ERRORS as error:
@@ -212,7 +227,11 @@ class PeerSubscriber:
         self.receive(message)
 
     def receive(self, message: RouterMessage) -> None:
-        self._hear()
+        """Process a message of another router.
+
+        A message of this router itself only shows that messages arrive.
+        """
+        self._record_message()
         if message.router == self.own:
             return
         self._last_message_s[message.router] = now_s = self._clock()
@@ -230,8 +249,8 @@ class PeerSubscriber:
         for event in message.events:
             match event:
                 case Dispatch():
-                    if again := attempts.pop(event.request_id, None):
-                        again.end()
+                    if earlier := attempts.pop(event.request_id, None):
+                        earlier.end()
                     attempts[event.request_id] = self._fleet.begin(event, self._clock())
                     if self._queue is not None:
                         self._queue.taken(event.replica_id)
@@ -249,32 +268,33 @@ class PeerSubscriber:
                     _end(attempts)
 
     def forget_silent(self) -> None:
-        """End the requests of silent routers: they died, or this router is disconnected."""
+        """End the requests of silent routers: either they died, or this router is disconnected."""
         self._share_limits()
         limit_s = self._clock() - SILENCE_S
         for router in [router for router, at_s in self._last_message_s.items() if at_s < limit_s]:
             self._forget(router)
 
     def forget_all(self) -> None:
-        self._heard_s = -math.inf
+        """End the requests of all other routers, because Redis cannot be reached."""
+        self._last_received_s = -math.inf
         self._share_limits()
         for router in list(self._last_message_s):
             self._forget(router)
 
-    def _hear(self) -> None:
+    def _record_message(self) -> None:
         now_s = self._clock()
-        if now_s - self._heard_s > DEAF_S:
-            self._hearing_s = now_s
-        self._heard_s = now_s
+        if now_s - self._last_received_s > CUT_OFF_S:
+            self._connected_since_s = now_s
+        self._last_received_s = now_s
 
     def _share_limits(self) -> None:
-        """Enforce only this router's share of the limits while it is cut off from the others."""
+        """Enforce only a share of the limits while this router is cut off from the other ones."""
         if self._limits is None:
             return
         now_s = self._clock()
-        if now_s - self._heard_s > DEAF_S:
+        if now_s - self._last_received_s > CUT_OFF_S:
             self._limits.cut_off(now_s)
-        elif now_s - self._hearing_s >= SILENCE_S:
+        elif now_s - self._connected_since_s >= SILENCE_S:
             self._limits.rejoin(now_s)
 
     def _forget(self, router: str) -> None:

@@ -1,7 +1,7 @@
-"""Gives the rest of this process access to the replicas that Ray Serve knows.
+"""Access to the replicas that Ray Serve runs, for the rest of this process.
 
-This is a separate module because Serve sends the request router's module to each process by value.
-State in that module would exist twice.
+This is a separate module because Serve sends a pickled copy of the request router's module to each
+process. State in that module would exist twice.
 """
 
 from collections.abc import Collection
@@ -11,10 +11,10 @@ from kvroute.wire.address import Address
 
 
 class ServeReplicas(Protocol):
-    """The replicas of one deployment, as Ray Serve knows them."""
+    """The replicas of one deployment that Ray Serve runs."""
 
     def ids(self) -> Collection[str]:
-        """Return the ids of the replicas that Serve would send a request to now."""
+        """Return the ids of the replicas that can get requests now, according to Serve."""
         ...
 
     def hold(self, replica_id: str) -> object:
@@ -25,7 +25,7 @@ class ServeReplicas(Protocol):
         ...
 
     async def address(self, replica_id: str) -> Address:
-        """Request the replica's address from the replica itself.
+        """Ask the replica for its address.
 
         Raises:
             RayError, UnknownReplicaError: the replica cannot be called.
@@ -34,7 +34,7 @@ class ServeReplicas(Protocol):
         ...
 
     async def probe(self, replica_id: str) -> None:
-        """Return when the replica's process has answered.
+        """Wait until the replica's process answers.
 
         Raises:
             RayError: the process cannot be reached.
@@ -47,11 +47,11 @@ class ServeReplicas(Protocol):
 
 
 class UnknownReplicaError(Exception):
-    """Serve does not run this replica."""
+    """Ray Serve does not run this replica."""
 
 
 class _NoReplicas:
-    """No replicas: used until Serve's request router has registered itself."""
+    """An empty set of replicas, in use until Serve's request router has registered itself."""
 
     def ids(self) -> Collection[str]:
         return ()
@@ -80,5 +80,5 @@ def replicas(deployment: str) -> ServeReplicas:
 
 
 def running_replicas(deployment: str) -> list[str]:
-    """Return the ids of the deployment's replicas that Serve would send a request to now."""
+    """Return the ids of the deployment's replicas that can get requests now."""
     return list(replicas(deployment).ids())

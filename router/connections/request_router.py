@@ -1,8 +1,8 @@
-"""A request router for Ray Serve that only learns from Serve which replicas run.
+"""A request router for Ray Serve, from which kvroute learns which replicas run.
 
-Requests do not pass through it: kvroute's routers have their own connections to replicas. Serve
-sends this module to each process by value, so state that is shared with the rest of the router is
-in replicas.py.
+No requests pass through it, because kvroute's routers have their own connections to replicas. Serve
+sends a pickled copy of this module to each process. So all state that the rest of the router uses
+is in replicas.py.
 """
 
 import asyncio
@@ -19,10 +19,11 @@ from kvroute.wire.address import Address, address_in
 
 
 class KnownReplicas(RequestRouter):
-    """The replicas that Serve knows. Implements replicas.ServeReplicas."""
+    """The replicas that Serve runs. Implements replicas.ServeReplicas."""
 
     def initialize_state(self) -> None:
-        self.running: dict[str, RunningReplica] = {}
+        self.running: dict[str, RunningReplica] = {}  # replica id -> its handle
+        # Handles of running replicas, and of removed ones that a caller still holds.
         self.known: WeakValueDictionary[str, RunningReplica] = WeakValueDictionary()
         register(deployment_name(self), self)
 
@@ -46,7 +47,7 @@ class KnownReplicas(RequestRouter):
         raise UnknownReplicaError(replica_id)
 
     async def probe(self, replica_id: str) -> None:
-        """Call a thread of the replica's process that answers even if its event loop is blocked."""
+        """Call a thread of the replica's process that answers even if the event loop is blocked."""
         if replica := self.known.get(replica_id):
             await replica.get_queue_len(deadline_s=0)  # the deadline has no effect
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.ranks import replica_of
-from kvroute.router.admission.waits import AT_EASE, Urgency
+from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
@@ -40,7 +40,9 @@ class Gate:
         self.holding = holding
         self.seating = seating
 
-    async def running(self, excluded_ids: Collection[str], urgency: Urgency = AT_EASE) -> list[str]:
+    async def running(
+        self, excluded_ids: Collection[str], urgency: Urgency = DEFAULT_URGENCY
+    ) -> list[str]:
         """Return the ranks that may get a request. If there is no such rank, wait for one.
 
         Args:
@@ -49,7 +51,11 @@ class Gate:
         Raises:
             ApiError: no replica was ready within RECOVERY_S or the request's own wait limit.
         """
-        within_s = RECOVERY_S if urgency.own_s is None else min(RECOVERY_S, urgency.own_s)
+        within_s = (
+            RECOVERY_S
+            if urgency.requested_wait_s is None
+            else min(RECOVERY_S, urgency.requested_wait_s)
+        )
         deadline = time.monotonic() + within_s
         while not (running := _without(self.liveness.trusted(), excluded_ids)):
             if time.monotonic() >= deadline:
@@ -132,7 +138,7 @@ class Ticket:
         self._seat_s = await seating.seat(placement, self.context)
         if not self._seat_s:
             return True
-        urgency = self.context.urgency.after(self._seat_s)
+        urgency = self.context.urgency.after_waiting(self._seat_s)
         self.context = replace(self.context, urgency=urgency)
         return False
 

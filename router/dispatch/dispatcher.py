@@ -12,7 +12,7 @@ from kvroute.contract.generation import GenerateRequest, TokenIds, dispatch_id
 from kvroute.contract.http_call import HttpCall
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.turns import Turns
+from kvroute.router.api.fair_lock import FairLock
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.dispatch.admission import Gate, Ticket
@@ -70,7 +70,7 @@ class Dispatcher:
         self._shared_tokens = shared_tokens
         self._blamed = blamed or PoisonList()
         self._waiting = 0  # requests that pause because all replicas have refused them
-        self._turns = Turns()
+        self._lock = FairLock()
         self._starting = {is_batch: asyncio.Semaphore(MAX_STARTING) for is_batch in (False, True)}
 
     async def generate_all(
@@ -146,9 +146,9 @@ class Dispatcher:
         Such prompts start one by one, so that requests with one prompt are handled in between. They
         have no limit on their wait: whether a call waits too long depends on its first prompt.
         """
-        context = replace(context, urgency=context.urgency.without_bound())
+        context = replace(context, urgency=context.urgency.without_limit())
         async with self._starting[context.urgency.is_batch]:
-            await self._turns.next()
+            await self._lock.wait()
             return await self.generate(token_ids, call, context)
 
     async def start(

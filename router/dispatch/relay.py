@@ -9,7 +9,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.http_call import HttpPart
-from kvroute.router.api.errors import EVENTS, ApiError, refusal_of_replica
+from kvroute.router.api.errors import EVENTS, ApiError, replica_error
 from kvroute.router.dispatch.generation import Generation
 
 SHOWN_REPLICAS = 32  # the most replica ids in a header
@@ -174,5 +174,5 @@ def complete_response(part: HttpPart, *, path: str) -> Response:
         path: path of the request.
     """
     is_error = part.status >= 400
-    data = refusal_of_replica(part.data, part.status, path=path) if is_error else part.data
+    data = replica_error(part.data, part.status, path=path) if is_error else part.data
     return Response(data, part.status, media_type=part.content_type)

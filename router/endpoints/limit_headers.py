@@ -32,14 +32,14 @@ def over_limit(error: OverLimitError, headroom: Headroom) -> ApiError:
     headers = rate_headers(headroom)
     if math.isinf(error.wait_s):
         headers["x-should-retry"] = "false"
-        remedy = f"this request alone has {error.asked}; send fewer tokens in one request"
+        remedy = f"this request alone has {error.requested}; send fewer tokens in one request"
     else:
         wait_s = max(1, math.ceil(error.wait_s))
         headers["retry-after"] = str(wait_s)
         remedy = f"try again in {wait_s} s"
     return ApiError(
         429,
-        f"tenant {error.tenant} has reached its limit of {error.most} {KINDS[error.limit]}"
+        f"tenant {error.tenant} has reached its limit of {error.maximum} {KINDS[error.limit]}"
         f"{_shared(error)}{_counted(error)}; {remedy}",
         type="rate_limit_error",
         code=CODE,
@@ -79,5 +79,6 @@ def _counted(error: OverLimitError) -> str:
     if error.limit != "uncached_tokens":
         return ""
     return (
-        f". This request has {error.asked} of them. Tokens that a replica has cached do not count"
+        f". This request has {error.requested} of them. Tokens that a replica has cached do not "
+        "count"
     )

@@ -42,7 +42,7 @@ def add_headers(request: Request, entry: Entry | None, response: Response) -> No
     """Add headers that show how much of the tenant's limits is left."""
     if entry is not None:
         limits: Limits = request.app.state.limits
-        response.headers.update(rate_headers(limits.room(entry.tenant, time.monotonic())))
+        response.headers.update(rate_headers(limits.headroom(entry.tenant, time.monotonic())))
 
 
 def leaving(entry: Entry | None) -> AbstractContextManager[None]:
@@ -60,7 +60,7 @@ def _leaving(entry: Entry) -> Iterator[None]:
         yield
     except ApiError as error:
         if error.status in NOT_COMPUTED and error.code not in FINAL:
-            entry.give_back(time.monotonic())
+            entry.refund(time.monotonic())
         raise
     finally:
         entry.leave()
@@ -78,7 +78,7 @@ def counting_refusals(request: Request, models: Models) -> Iterator[None]:
         model = getattr(request.state, "model", models.first)
         model.telemetry.over_limit(over.tenant, over.limit)
         limits: Limits = request.app.state.limits
-        error = over_limit(over, limits.room(over.tenant, time.monotonic()))
+        error = over_limit(over, limits.headroom(over.tenant, time.monotonic()))
         model.telemetry.refused(error)
         raise error from None
     except Exception as error:

@@ -14,13 +14,13 @@ from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
-    CHATS,
+    CHAT_COMPLETIONS,
     COMPLETIONS,
     INVOCATIONS,
     MESSAGES,
-    PASSED_ON,
     PREFIX,
     RESPONSES,
+    STATELESS_ROUTES,
     Call,
     parse_any,
     parse_call,
@@ -87,7 +87,15 @@ class Answers:
 
 routes.routes += [
     Answers(path).route()
-    for path in (CHATS, CHAT_BATCH, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *PASSED_ON)
+    for path in (
+        CHAT_COMPLETIONS,
+        CHAT_BATCH,
+        COMPLETIONS,
+        RESPONSES,
+        MESSAGES,
+        SCORING,
+        *STATELESS_ROUTES,
+    )
 ]
 
 
@@ -133,7 +141,7 @@ async def get_model(name: str, request: Request, models: Served) -> Response:
 def _with_headers(call: Call, request: Request) -> Call:
     """Return the call with its caller and the values of its headers."""
     return replace(
-        call.asked_by(caller_of(request)),
+        call.with_caller(caller_of(request)),
         prefix_name=_prefix_name(request),
         wants_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
     )
@@ -208,7 +216,7 @@ async def _answer(
     call = _with_headers(call, request)
     request.state.model = model = models.select(call.model, limits_of(request))
     max_wait_s = model.settings.max_wait_s
-    urgency = urgency_of(request.headers, call.body, call.caller, most_s=max_wait_s)
+    urgency = urgency_of(request.headers, call.body, call.caller, max_wait_s=max_wait_s)
     context = RequestContext(
         request_id=id_,
         choices=call.n,
@@ -216,7 +224,7 @@ async def _answer(
         tenant=tenant_of(call.caller),
         entry=entry,
         lora=model.adapter(call.model) or "",
-        urgency=urgency if is_first else urgency.without_bound(),
+        urgency=urgency if is_first else urgency.without_limit(),
         sharer=sharer_of(call.caller, call.body.get("user")),
         hints=hints_of(request.headers, call),
         still_waiting=notices.of(call) if notices else None,

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
 
 from kvroute.router.api.calls import MESSAGES, Call
-from kvroute.router.api.errors import EVENTS, ApiError, event, event_of_refusal
+from kvroute.router.api.errors import EVENTS, ApiError, error_event, event
 
 COMMENT = b": waiting for a seat\n\n"  # a comment in the stream, which clients ignore
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's event for pauses
@@ -52,7 +52,7 @@ class SeatNotices:
     async def refused(self, response: Response) -> None:
         """End the response with the error in the body of `response`."""
         body, status = bytes(response.body), response.status_code
-        await self._body(event_of_refusal(body, status, path=self._path), is_last=True)
+        await self._body(error_event(body, status, path=self._path), is_last=True)
 
     async def _body(self, data: bytes, *, is_last: bool) -> None:
         message = {"type": "http.response.body", "body": data, "more_body": not is_last}

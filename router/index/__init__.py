@@ -1,1 +1,1 @@
-"""What a router knows of the caches: which replicas hold a prompt's leading blocks."""
+"""The router's view of the caches: which replicas hold the leading blocks of a prompt."""

@@ -1,7 +1,7 @@
-"""The boundaries of a prompt at which a hit can end, for engines with several KV cache groups.
+"""The positions in a prompt where a cache hit can end, for engines with several KV cache groups.
 
-A boundary is a length of a prompt's beginning. vLLM takes the longest one that every group can
-serve. Which cached blocks a group needs for a boundary depends on its kind of layers:
+Such a position is called a boundary. vLLM reuses the prompt up to the last boundary that every
+group can serve. The blocks that a group must have cached for a boundary depend on its layers:
 
 - full attention: all blocks before the boundary;
 - sliding window: the blocks that the window before the boundary touches;
@@ -10,8 +10,8 @@ serve. Which cached blocks a group needs for a boundary depends on its kind of l
 
 See `find_longest_cache_hit` of each manager in vllm/v1/core/single_type_kv_cache_manager.py.
 
-Lengths and boundaries are counted in blocks of the size that fingerprints have. The size of each
-group's blocks is a multiple of that size.
+Lengths and boundaries are counted in blocks of --block-size tokens, each of which has a
+fingerprint. The size of a group's blocks is a multiple of this size.
 """
 
 from bisect import bisect_left
@@ -29,8 +29,8 @@ from kvroute.blocks.cache_groups import (
 )
 from kvroute.blocks.fingerprint import Fingerprint
 
-Holders = Callable[[Fingerprint], int]  # the replicas that have a block, as the bits of a mask
-ALL = -1  # a mask of all replicas
+Holders = Callable[[Fingerprint], int]  # returns a bit mask of the replicas that have a block
+ALL = -1  # a bit mask of all replicas
 
 
 class UnknownLayoutError(Exception):
@@ -41,7 +41,8 @@ class Boundaries:
     """The boundaries of one cache layout.
 
     Raises:
-        UnknownLayoutError: kvroute does not know the layout; the message says which part of it.
+        UnknownLayoutError: the layout has a kind of layer or a block size that kvroute does not
+            support; the message says which.
     """
 
     def __init__(self, layout: Layout, block_size: int) -> None:
@@ -51,56 +52,61 @@ class Boundaries:
         ]
 
     def usable(self, length: int) -> int:
-        """Return the deepest boundary that is not beyond `length`."""
+        """Return the last boundary that is not after `length`."""
         return length // self.step * self.step
 
     def added(self, chain: Sequence[Fingerprint], begin: int) -> list[Fingerprint]:
-        """Return the fingerprints that an engine publishes after it has computed chain[begin:]."""
+        """Return the fingerprints that an engine publishes when it has computed chain[begin:]."""
         end = self.usable(len(chain))
         return [
-            group.member(chain, each) for group in self._groups for each in group.added(begin, end)
+            group.fingerprint(chain, block_end)
+            for group in self._groups
+            for block_end in group.added(begin, end)
         ]
 
     def hits(
         self, chain: Sequence[Fingerprint], holders: Holders, replicas: int
     ) -> Iterator[tuple[int, int]]:
-        """Yield each boundary at which replicas have their longest hit, the deepest boundary first.
+        """Yield the longest hits of the replicas, the longest of all first.
 
-        Each item is a mask of these replicas and the boundary. Replicas without a hit are left
-        out.
+        Each item is a bit mask of replicas, and the boundary where the longest hit of each of them
+        ends. Replicas without a hit are left out.
         """
         lookups = [_lookup(group, chain, holders) for group in self._groups]
         end = self.usable(len(chain))
         while replicas and end:
-            able, hole = replicas, end
+            able, bound = replicas, end
             for lookup in lookups:
-                held, hole = lookup.at(end, replicas)
-                able &= held
+                group_able, bound = lookup.holders_at(end, replicas)
+                able &= group_able
                 if not able:
                     break
             if able:
                 yield able, end
                 replicas &= ~able
-            end = self.usable(hole - 1)
+            end = self.usable(bound - 1)
 
-    def in_first(self, chain: Sequence[Fingerprint], holders: Holders) -> int:
-        """Return the deepest boundary that the first group alone can serve, on any replica."""
+    def first_group_hit(self, chain: Sequence[Fingerprint], holders: Holders) -> int:
+        """Return the last boundary that the first group of any replica can serve."""
         lookup = _lookup(self._groups[0], chain, holders)
         end = self.usable(len(chain))
         while end:
-            held, hole = lookup.at(end, ALL)
-            if held:
+            able, bound = lookup.holders_at(end, ALL)
+            if able:
                 return end
-            end = self.usable(hole - 1)
+            end = self.usable(bound - 1)
         return 0
 
-    def known(self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]) -> int:
-        """Return the deepest boundary whose block is known in the first group.
+    def known_blocks(
+        self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]
+    ) -> int:
+        """Return the last boundary whose block some replica has or had in its first group.
 
-        `is_known` says whether any replica has or had the block.
+        Args:
+            is_known: returns whether any replica has or had a block.
         """
         end = self.usable(len(chain))
-        while end and not is_known(self._groups[0].member(chain, end)):
+        while end and not is_known(self._groups[0].fingerprint(chain, end)):
             end -= self.step
         return end
 
@@ -116,7 +122,7 @@ def boundaries_of(layout: Layout, block_size: int) -> Boundaries:
 
 
 class _GroupBlocks:
-    """One group's blocks, each known by where it ends in the chain."""
+    """The blocks of one cache group. The position of its end in the chain identifies a block."""
 
     def __init__(self, number: int, group: CacheGroup, block_size: int) -> None:
         self._number = number
@@ -125,19 +131,19 @@ class _GroupBlocks:
         self.needs_all = group.kind in FULL
         self.start = _start(group, block_size)
 
-    def member(self, chain: Sequence[Fingerprint], end: int) -> Fingerprint:
+    def fingerprint(self, chain: Sequence[Fingerprint], end: int) -> Fingerprint:
         return group_fingerprint(chain[end - 1], self._number)
 
     def needed(self, end: int) -> range:
-        """Return the ends of the blocks that the boundary `end` needs, the last block first."""
+        """Return the ends of the blocks that a hit up to `end` needs, the last block first."""
         return range(end, self.start(end), -self.size)
 
     def added(self, begin: int, end: int) -> range:
-        """Return the ends of the blocks that an engine caches when it computes blocks begin to end.
+        """Return the ends of the blocks that an engine adds when it computes chain[begin:end].
 
-        For sliding windows and states, vLLM keeps only the blocks that the boundary `end` needs.
-        With its option prefix_cache_retention_interval it keeps more, and reports these in its
-        events.
+        For sliding windows and states, vLLM keeps only the blocks that a hit up to `end` needs.
+        With its option prefix_cache_retention_interval it keeps more blocks, and reports these in
+        its events.
         """
         if self._is_sparse:
             return range(end, max(begin, self.start(end)), -self.size)
@@ -145,19 +151,21 @@ class _GroupBlocks:
 
 
 class _Lookup:
-    """Finds the replicas that have one group's blocks of one chain."""
+    """Finds the replicas whose blocks of one group can serve a boundary of one chain."""
 
     def __init__(self, group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> None:
         self._group = group
         self._chain = chain
         self._holders = holders
-        # Item n is for runs of 2 ** n blocks: end of the run -> replicas that have all its blocks.
+        # A run is a sequence of the group's blocks without a gap. Item n of this list has the runs
+        # of 2 ** n blocks: end of the run -> bit mask of the replicas that have all its blocks.
         self._runs: list[dict[int, int]] = [{}]
 
-    def at(self, end: int, replicas: int) -> tuple[int, int]:
-        """Return the replicas that can serve the boundary `end`, and a bound for the others.
+    def holders_at(self, end: int, replicas: int) -> tuple[int, int]:
+        """Return the replicas that can serve the boundary `end`, and a bound for the other ones.
 
-        The other replicas can serve only boundaries that are smaller than the bound.
+        All boundaries that the other replicas can serve are before the bound. The returned mask may
+        also have bits that are not in `replicas`.
         """
         blocks = len(self._group.needed(end))
         if not blocks:
@@ -165,16 +173,17 @@ class _Lookup:
         return (self._run(end, blocks) if self._held(end) & replicas else 0), end
 
     def _held(self, end: int) -> int:
-        found = self._runs[0].get(end)
-        if found is None:
-            found = self._holders(self._group.member(self._chain, end))
-            self._runs[0][end] = found
-        return found
+        """Return the replicas that have the group's block that ends at `end`."""
+        holders = self._runs[0].get(end)
+        if holders is None:
+            holders = self._holders(self._group.fingerprint(self._chain, end))
+            self._runs[0][end] = holders
+        return holders
 
     def _run(self, end: int, blocks: int) -> int:
         """Return the replicas that have all of the last `blocks` blocks before `end`.
 
-        The run is the union of two overlapping runs whose lengths are powers of two.
+        This run is the union of two overlapping runs whose lengths are powers of two.
         """
         power = blocks.bit_length() - 1
         rest = blocks - (1 << power)
@@ -187,33 +196,33 @@ class _Lookup:
             return self._held(end)
         while len(self._runs) <= power:
             self._runs.append({})
-        found = self._runs[power].get(end)
-        if found is None:
-            found = self._doubled(end, power - 1)
-            if found:
+        holders = self._runs[power].get(end)
+        if holders is None:
+            holders = self._doubled(end, power - 1)
+            if holders:
                 half = self._group.size << power - 1
-                found &= self._doubled(end - half, power - 1)
-            self._runs[power][end] = found
-        return found
+                holders &= self._doubled(end - half, power - 1)
+            self._runs[power][end] = holders
+        return holders
 
 
 class _PrefixLookup(_Lookup):
-    """Finds the replicas for a group in which a boundary needs all blocks before it."""
+    """A lookup for full attention, where a hit needs all blocks before its end."""
 
     def __init__(self, group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> None:
         super().__init__(group, chain, holders)
-        self._able = [ALL]  # item n: the replicas that have all of the first n blocks
+        self._able = [ALL]  # item n: bit mask of the replicas that have all of the first n blocks
 
-    def at(self, end: int, replicas: int) -> tuple[int, int]:
+    def holders_at(self, end: int, replicas: int) -> tuple[int, int]:
         size, able = self._group.size, self._able
         blocks, rest = divmod(end, size)
         while len(able) <= blocks and able[-1]:
             able.append(able[-1] & self._held(len(able) * size))
-        known = min(blocks, len(able) - 1)
-        if not able[known] & replicas:
-            missing = bisect_left(able, True, hi=known, key=lambda each: not each & replicas)
+        last = min(blocks, len(able) - 1)
+        if not able[last] & replicas:
+            missing = bisect_left(able, True, hi=last, key=lambda holders: not holders & replicas)
             return 0, missing * size
-        return able[known] & (self._held(end) if rest else ALL), end
+        return able[last] & (self._held(end) if rest else ALL), end
 
 
 def _lookup(group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders) -> _Lookup:
@@ -223,16 +232,16 @@ def _lookup(group: _GroupBlocks, chain: Sequence[Fingerprint], holders: Holders)
 def _blocks(tokens: int, block_size: int) -> int:
     if tokens % block_size:
         raise UnknownLayoutError(
-            f"its cache has blocks of {tokens} tokens, which is not a multiple of --block-size "
-            f"{block_size}; restart with a --block-size that divides {tokens}"
+            f"the engine's cache has blocks of {tokens} tokens, which is not a multiple of "
+            f"--block-size {block_size}; restart with a --block-size that divides {tokens}"
         )
     return tokens // block_size
 
 
 def _start(group: CacheGroup, block_size: int) -> Callable[[int], int]:
-    """Return a function from a boundary to a position before it.
+    """Return a function from a boundary to the position where the group's needed blocks begin.
 
-    The boundary needs the group's blocks that end after that position.
+    A hit up to the boundary needs all of the group's blocks between this position and the boundary.
     """
     tokens, size = group.block_tokens, group.block_tokens // block_size
     if group.kind in FULL:

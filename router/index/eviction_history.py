@@ -1,14 +1,16 @@
-"""Remembers blocks that no replica holds any more, so an evicted prefix differs from a new one."""
+"""A history of evicted blocks, which tells an evicted prefix from one that was never cached."""
 
 from collections.abc import Sequence
 
 from kvroute.blocks.fingerprint import Fingerprint
 
-GENERATION = 100_000  # blocks; a set of this size grows, and is freed, in milliseconds
+# Blocks in each of the two sets of the history. A larger set would block the event loop for more
+# than a few milliseconds when it grows or is freed.
+GENERATION = 100_000
 
 
 class EvictionHistory:
-    """Remembers at least the last GENERATION blocks, and at most twice as many."""
+    """The last blocks that were evicted: at least GENERATION of them, at most twice as many."""
 
     def __init__(self) -> None:
         self._recent: set[Fingerprint] = set()

@@ -1,9 +1,10 @@
-"""The mirror follows the index, in a separate task that never delays a request.
+"""Updates the mirror from the index in Redis, in a task that never delays a request.
 
-Changes arrive within milliseconds. A change may be missed: the stream lost it, or changes came
-faster than we read. The feed notices that at the replica's next change, or within two polls, and
-loads the replica again. A replica that left is dropped at once. A replica without a record in Redis
-is kept for LINGER_S: if Redis lost the record, the replica registers again within this time.
+Changes arrive within milliseconds. The feed may miss a change, if the Redis stream dropped it or if
+changes arrive faster than the feed reads them. It notices this at the replica's next change, or
+within two polls, and then reads all blocks of the replica again. A replica that deregisters is
+removed at once. A replica whose record vanishes from Redis is kept for LINGER_S: if Redis lost the
+record, the replica registers again within this time.
 """
 
 import asyncio
@@ -25,24 +26,30 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.feed")
 
-POLL_S = 1.0  # seconds between reads of records: loads, expired leases, missed changes
-WAIT_MS = 200  # the longest wait for a change
-STEP_S = 0.001  # seconds of work on the mirror, after which requests get the event loop
-STEP_BLOCKS = 1000  # blocks in one step: 0.5 ms, or a few ms when the mirror's tables grow
-RETRY_S = 0.5  # seconds between attempts while Redis is away
-LINGER_S = 3.0  # a replica is kept after its record vanished; Serve reports whether it runs
+# Seconds between two reads of all records, which show the load of each replica, expired leases, and
+# changes that the feed missed.
+POLL_S = 1.0
+WAIT_MS = 200  # longest wait for a change in one read of the stream, in milliseconds
+STEP_S = 0.001  # seconds of work on the mirror after which the feed lets requests run
+STEP_BLOCKS = 1000  # blocks per step: takes 0.5 ms, or a few ms when the mirror's tables grow
+RETRY_S = 0.5  # seconds between two attempts to reach Redis
+# Seconds that a replica is kept after its record vanished. Ray Serve reports whether it runs, so no
+# request goes to a replica that has ended.
+LINGER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """How much of a replica's changes is in the mirror."""
+    """The last change of a replica that is in the mirror."""
 
     incarnation: str
-    seq: int  # number of the last change in the mirror
-    position: Position  # position in the stream: changes before it are in the mirror or outdated
+    seq: int  # number of this change; a replica numbers its changes
+    # Position of this change in the stream. Earlier changes of the replica are in the mirror, or
+    # belong to an earlier incarnation.
+    position: Position
 
 
-NOTHING = Seen("", 0, START)
+NOTHING_SEEN = Seen("", 0, START)  # for replicas that are not in the mirror
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +57,9 @@ class FeedState:
     """How well the mirror follows the index."""
 
     is_reachable: bool  # Redis answered the last request
-    age_s: float  # since the mirror was last equal to the index
-    loads: int  # loads of whole block sets since the start
-    changes: int  # read from the stream since the start
+    age_s: float  # seconds since the mirror was last equal to the index
+    loads: int  # times that all blocks of a replica were read, since the start
+    changes: int  # changes read from the stream since the start
     blocks: int  # blocks in the mirror
 
 
@@ -72,24 +79,25 @@ class IndexedFleet(Protocol):
 
 
 class Feed:
-    """Keeps one fleet's mirror equal to the index, except while Redis is away."""
+    """Keeps the mirror of one model's fleet equal to the index, except while Redis is away."""
 
     def __init__(self, index: Index, fleet: IndexedFleet) -> None:
         self._index = index
         self._fleet = fleet
         self._mirror = fleet.mirror
-        # All changes up to here are in the mirror. A poll moves it back if the stream ends earlier.
+        # All changes up to this position of the stream are in the mirror. If Redis was restored
+        # from a snapshot, the stream ends earlier, and a poll moves the position back to its end.
         self.position = END
-        self._seen: dict[str, Seen] = {}  # replica id -> its state in the mirror
+        self._seen: dict[str, Seen] = {}  # replica id -> its last change in the mirror
         self._polled: dict[str, int] = {}  # replica id -> seq in its record at the last poll
-        self._records: dict[str, ReplicaRecord] = {}  # the last known ones, by replica id
+        self._records: dict[str, ReplicaRecord] = {}  # replica id -> its last record
         self._vanished_s: dict[str, float] = {}  # replica id -> when its record was first missing
         self._unreadable: Mapping[str, str] = {}  # replica id -> why its record cannot be read
-        self._poll_due_s = 0.0  # on the monotonic clock, as all times here
-        self._step_began_s = 0.0
-        self._equal_s = time.monotonic()
+        self._poll_due_s = 0.0  # time of the next poll, on the monotonic clock as all times here
+        self._step_began_s = 0.0  # time when the feed last let requests use the event loop
+        self._equal_s = time.monotonic()  # time when the mirror was last equal to the index
         self._outage = Outage(log, "the mirror follows this router's own requests")
-        self._has_loaded = asyncio.Event()
+        self._has_loaded = asyncio.Event()  # the first poll has ended
         self._loads = 0
         self._changes = 0
 
@@ -113,44 +121,45 @@ class Feed:
             except (RedisError, OSError) as error:
                 self._outage.begin(error)
                 self._mirror.is_fed = False
-                self._vanished_s.clear()  # they may have lost their leases to the outage
+                self._vanished_s.clear()  # the outage itself may have let their leases expire
                 await self._sweep()
                 await asyncio.sleep(RETRY_S)
 
     def incarnation(self, replica_id: str) -> str | None:
-        """Return the replica's incarnation in the mirror; None: the mirror does not have it."""
+        """Return the replica's incarnation in the mirror, or None if the replica is not there."""
         seen = self._seen.get(replica_id)
         return seen.incarnation if seen else None
 
     def request_reload(self, replica_id: str) -> None:
-        """Make the next poll load the replica again."""
+        """Make the next poll read all blocks of the replica again."""
         self._seen.pop(replica_id, None)
 
-    async def loaded(self, *, within_s: float) -> None:
-        """Return when every replica in the index is loaded, or after `within_s`."""
+    async def wait_until_loaded(self, *, timeout_s: float) -> None:
+        """Wait until the first poll has loaded every replica, or until the timeout."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 await self._has_loaded.wait()
 
     async def _follow(self) -> None:
+        """Apply changes from the stream until cancelled. Poll when a poll is due."""
         while True:
-            changes, taken = await self._index.follow(self.position, block_ms=WAIT_MS), 0
+            changes, applied = await self._index.follow(self.position, block_ms=WAIT_MS), 0
             read_s = time.monotonic()
             for position, change in changes:
                 if change is not None:
                     await self._apply(position, change)
                 self.position = position
-                taken += 1
+                applied += 1
                 await self._yield_to_requests()
                 await self._poll_if_due()
-            self._changes += taken
-            if taken < READ_CHANGES:
+            self._changes += applied
+            if applied < READ_CHANGES:  # the stream had no more changes
                 self._equal_s = read_s
             await self._poll_if_due()
             await self._sweep()
 
     async def _apply(self, position: Position, change: Change) -> None:
-        replica_id, seen = change.replica_id, self._seen.get(change.replica_id, NOTHING)
+        replica_id, seen = change.replica_id, self._seen.get(change.replica_id, NOTHING_SEEN)
         if position <= seen.position:
             return
         if change.left:
@@ -162,7 +171,7 @@ class Feed:
         elif (change.incarnation, change.seq) == (seen.incarnation, seen.seq + 1):
             await self._apply_blocks(change)
         else:
-            if replica_id in self._seen:  # if not, it has left, or the next poll finds it
+            if replica_id in self._seen:  # a new replica is loaded by the next poll
                 await self._reload(replica_id)
             return
         self._seen[replica_id] = Seen(change.incarnation, change.seq, position)
@@ -178,10 +187,10 @@ class Feed:
             await self._poll()
 
     async def _poll(self) -> None:
-        """Read all records, and load replicas again that differ from the mirror.
+        """Read all records, and reload the replicas whose changes the mirror has missed.
 
-        A Redis that refuses writes counts as unreachable: replicas cannot renew their leases there,
-        and their records vanish although they run.
+        A Redis that refuses writes counts as unreachable: replicas cannot renew their leases, so
+        their records vanish although they run.
         """
         await self._index.check_writes()
         await self._rewind()
@@ -194,21 +203,21 @@ class Feed:
         self._poll_due_s = time.monotonic() + POLL_S
 
     def _end_outage(self) -> None:
-        """Load replicas again whose blocks were inferred while Redis was away."""
+        """End the outage, and make this poll reload the replicas whose blocks were inferred."""
         self._outage.end()
         self._mirror.is_fed = True
         for replica_id in self._mirror.inferred:
             self._seen.pop(replica_id, None)
 
     async def _rewind(self) -> None:
-        """Move to the stream's end, which a restored snapshot of Redis may have moved back."""
+        """Move back to the end of the stream, if Redis was restored from an older snapshot."""
         end = await self._index.position()
         if end < self.position:
             self.position = end
             self._seen.clear()
 
     def _update(self, records: Mapping[str, ReplicaRecord]) -> None:
-        """Take over these records; a record that is missing keeps its last value for LINGER_S."""
+        """Replace the records. A replica without a record keeps its last one for LINGER_S."""
         now_s = time.monotonic()
         vanished = (self._mirror.replica_ids | self._records.keys()) - records.keys()
         self._vanished_s = {id_: self._vanished_s.get(id_, now_s) for id_ in vanished}
@@ -224,8 +233,11 @@ class Feed:
         )
 
     def _is_behind(self, record: ReplicaRecord) -> bool:
-        """Return whether changes were missed: they did not arrive for a whole poll interval."""
-        seen = self._seen.get(record.id, NOTHING)
+        """Return whether the mirror has missed changes of the replica.
+
+        A change counts as missed if the record had counted it at the previous poll already.
+        """
+        seen = self._seen.get(record.id, NOTHING_SEEN)
         if seen.incarnation != record.incarnation or record.seq < seen.seq:
             return True
         return seen.seq < self._polled.get(record.id, 0)
@@ -235,20 +247,20 @@ class Feed:
             await self._load([record])
 
     async def _load(self, records: Iterable[ReplicaRecord]) -> None:
-        """Read each replica's block set while the previous one is put into the mirror."""
+        """Load these replicas. While the mirror stores one replica's blocks, read the next ones."""
         unread = iter(records)
 
         async def read() -> tuple[ReplicaRecord, Snapshot] | None:
             for record in unread:
-                with contextlib.suppress(FencedError):  # just replaced: the stream has the new one
+                with contextlib.suppress(FencedError):  # its new incarnation comes in the stream
                     return record, await self._index.blocks(record)
             return None
 
         reading = asyncio.create_task(read())
         try:
-            while found := await reading:
+            while loaded := await reading:
                 reading = asyncio.create_task(read())
-                await self._load_snapshot(*found)
+                await self._load_snapshot(*loaded)
         finally:
             reading.cancel()
 
@@ -260,17 +272,17 @@ class Feed:
 
     def _forget(self, replica_id: str) -> None:
         self._mirror.drop(replica_id)
-        for known in (self._seen, self._records, self._vanished_s):
-            known.pop(replica_id, None)
+        for by_id in (self._seen, self._records, self._vanished_s):
+            by_id.pop(replica_id, None)
 
     async def _in_steps(
         self,
-        act: Callable[[str, Sequence[Fingerprint]], None],
+        change: Callable[[str, Sequence[Fingerprint]], None],
         replica_id: str,
         blocks: Sequence[Fingerprint],
     ) -> None:
         for begin in range(0, len(blocks), STEP_BLOCKS):
-            act(replica_id, blocks[begin : begin + STEP_BLOCKS])
+            change(replica_id, blocks[begin : begin + STEP_BLOCKS])
             await self._yield_to_requests()
 
     async def _sweep(self) -> None:
@@ -278,7 +290,7 @@ class Feed:
             await self._yield_to_requests()
 
     async def _yield_to_requests(self) -> None:
-        """Let requests use the event loop if this work has used it for STEP_S."""
+        """Let requests use the event loop if the feed has used it for STEP_S."""
         if time.monotonic() - self._step_began_s >= STEP_S:
             await asyncio.sleep(0)
             self._step_began_s = time.monotonic()

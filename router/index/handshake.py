@@ -1,10 +1,13 @@
-"""Degraded replicas, which differ from this router, get requests but no credit for their caches.
+"""Finds degraded replicas: they get requests, but the router ignores their caches.
 
-A replica whose record cannot be read runs another version. A replica with another fingerprint
-scheme would never have a hit, without a visible reason. A replica with another tokenizer or chat
-template does not run the model that the prompts are made for. All of this happens during the
-rollout of a new version, or when one node has other files than the rest. And an engine may cache
-layers of a kind whose hits are not known.
+A replica is degraded for one of these reasons:
+
+- Its record in Redis cannot be read, because it runs another version.
+- It uses another fingerprint scheme. Then its blocks never match those of a prompt.
+- It has another tokenizer or chat template than this router, which tokenizes the prompts.
+- Its engine has a cache layout for which the router cannot compute hits.
+
+The first three happen while a new version is rolled out, or if a node has different model files.
 """
 
 import logging
@@ -16,29 +19,34 @@ from kvroute.contract.records import ReplicaRecord
 
 log = logging.getLogger("kvroute.handshake")
 
+# Name of each compared field of an identity -> its name in messages.
 WORDS = {name: name.replace("_", " ") for name in Identity.__struct_fields__ if name != "adapters"}
-NONE: Mapping[str, str] = MappingProxyType({})
-REMEDY = "; restart it with the routers' model files and settings"
+NO_REASONS: Mapping[str, str] = MappingProxyType({})  # for callers without such replicas
+REMEDY = "; restart it with the routers' model files and settings"  # end of the log line
 
 
 class Handshake:
-    """Without an identity to compare with, only unreadable records make a replica degraded."""
+    """Compares the replicas with this router.
+
+    Without an identity of the router, it only reports unreadable records and unknown layouts.
+    """
 
     def __init__(self, identity: Identity | None = None) -> None:
         self._identity = identity
-        self.degraded: Mapping[str, str] = {}  # replica id -> why
+        self.degraded: Mapping[str, str] = {}  # replica id -> why it is degraded
 
     def check(
         self,
         records: Iterable[ReplicaRecord],
-        unreadable: Mapping[str, str] = NONE,
-        unknown: Mapping[str, str] = NONE,
+        unreadable: Mapping[str, str] = NO_REASONS,
+        unknown: Mapping[str, str] = NO_REASONS,
     ) -> None:
-        """Find the degraded replicas among the current ones, and log new ones.
+        """Update `degraded`, and log replicas that were not degraded before.
 
         Args:
-            unreadable: replica -> why its record cannot be read.
-            unknown: replica -> why its hits cannot be computed.
+            records: the records of all replicas that can be read.
+            unreadable: replica id -> why its record cannot be read.
+            unknown: replica id -> why its hits cannot be computed.
         """
         degraded = {
             replica_id: f"its record cannot be read: {reason}"
@@ -60,20 +68,21 @@ class Handshake:
 
 
 def differences(ours: Identity, theirs: Identity | None) -> str:
-    """Describe how a replica's identity differs; an empty string: it does not.
+    """Describe how a replica's identity differs from the router's; return "" if it does not.
 
     Example: "its block size is 16, the router's 32". A replica without an identity counts as equal.
-    So does a LoRA adapter that only one side has: its requests go to other replicas.
+    A LoRA adapter that only one of them has is no difference, because the router sends requests for
+    an adapter only to replicas that have it.
     """
     if theirs is None:
         return ""
-    found = []
+    reasons: list[str] = []
     for name, words in WORDS.items():
         mine, its = getattr(ours, name), getattr(theirs, name)
         if its != mine:
-            found.append(f"its {words} is {its or 'empty'}, the router's {mine or 'empty'}")
+            reasons.append(f"its {words} is {its or 'empty'}, the router's {mine or 'empty'}")
     for name, mine in ours.adapters.items():
         its = theirs.adapters.get(name, mine)
         if its != mine:
-            found.append(f"its LoRA adapter {name} is {its or 'empty'}, the router's {mine}")
-    return "; ".join(found)
+            reasons.append(f"its LoRA adapter {name} is {its or 'empty'}, the router's {mine}")
+    return "; ".join(reasons)

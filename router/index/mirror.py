@@ -1,11 +1,14 @@
-"""Knows in memory which replicas hold a prompt's leading blocks.
+"""The router's copy of the index in memory: which replicas hold the leading blocks of a prompt.
 
-Each fingerprint maps to a bit mask of replica slots. A replica that holds block i of a chain holds
-the blocks before it, because engines evict leaves first. So galloping and bisection find the length
-of each replica's match: about ten dictionary reads for a prompt of a thousand blocks.
+A chain is the sequence of the fingerprints of a prompt's blocks. Each fingerprint maps to a bit
+mask, in which each replica has a bit. A replica that holds block i of a chain also holds the blocks
+before it, because engines evict the last block of a chain first. So galloping search and bisection
+find the number of leading blocks on each replica: about ten dictionary reads for a prompt of a
+thousand blocks.
 
-A replica announces the blocks of its slower tiers under other fingerprints (blocks/tiers.py). The
-mirror keeps them like all others, and looks for them only on replicas that have such tiers.
+A replica publishes the blocks of its slower tiers, such as host memory, under other fingerprints
+(blocks/tiers.py). The mirror stores them like all others, and looks them up only on replicas that
+have such tiers.
 """
 
 from bisect import bisect_left
@@ -21,47 +24,56 @@ from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.eviction_history import EvictionHistory
 from kvroute.router.index.masks import TABLES, Masks
 
-# After that time the index has what an engine stored: within two of the feed's polls, it has
-# noticed any change that it missed.
-TOLD_S = 2.0
+# Seconds after which the mirror must have the blocks that an engine stored. The feed polls twice in
+# this time. So it would have noticed if it had missed the change.
+INDEX_DELAY_S = 2.0
 
-Holders = Callable[[Sequence[Fingerprint], int], int]  # the bits of those that have block i
+# A function that returns a bit mask of the replicas that have block i of a chain.
+Holders = Callable[[Sequence[Fingerprint], int], int]
 
 
 class Mirror:
-    """The fleet's index in this process. A slot is a bit; a replica that clears gets a new one.
+    """The index of the fleet's cached blocks in this process.
 
-    While the index announces nothing, each replica has a second slot, the predicted slot, for the
-    chains that were sent there since. Blocks that are only in the old slot were used less recently.
-    So when the chains have as many blocks as the replica's cache, the others must be evicted. Then
-    the predicted slot replaces the old one.
+    Each replica has a slot: one bit of all masks. When a replica clears its cache, it gets a new
+    slot. So clearing takes constant time; a sweep clears the old bit in the masks later.
+
+    While Redis is away, the mirror gets no changes. It then assumes that a replica caches the
+    prompts that this router sends to it, and marks them in a second slot, the predicted slot.
+    Blocks that are only in the first slot were used less recently. When the prompts in the
+    predicted slot have as many blocks as the replica's cache, all other blocks must have been
+    evicted. Then the predicted slot replaces the first one.
     """
 
     def __init__(self) -> None:
-        self.is_fed = True  # the index announces changes
+        self.is_fed = True  # the feed reads changes from Redis; False while Redis is away
         self._held = Masks()
         self._expected = Masks()
-        # When requests ended, where, and the blocks that they computed; the oldest first.
+        # Blocks of requests that ended, which the index may not have yet: the time of the end, the
+        # replica, and the blocks that it computed; the oldest request first.
         self._computed: deque[tuple[float, str, Sequence[Fingerprint]]] = deque()
         self._history = EvictionHistory()
-        self._slots: dict[str, int] = {}  # replica id -> its bit
-        self._predicted: dict[str, int] = {}  # replica id -> bit of its predicted slot, if any
-        self._predicted_blocks: dict[str, int] = {}  # replica id -> blocks in its last such slot
+        self._slots: dict[str, int] = {}  # replica id -> bit of its slot
+        # Replica id -> bit of its predicted slot. Replicas without one have no entry.
+        self._predicted: dict[str, int] = {}
+        # Replica id -> number of blocks in its latest predicted slot. The entry stays until the
+        # replica joins again.
+        self._predicted_blocks: dict[str, int] = {}
         self._ids: dict[int, str] = {}  # bit -> replica id
-        self._live = 0  # bits in use; all other bits of a mask are ignored
-        self._tiered_ids: dict[Tier, set[str]] = {}  # replicas that have a slower tier
-        self._tiered: dict[Tier, int] = {}  # their bits; tiers of which none is left stay here
-        self._copy_marks: set[int] = (
-            set()
-        )  # bits in which the fingerprints of one block's copies differ
-        self._dirty = 0  # released bits, perhaps still set in some masks
-        self._sweeping = 0  # released bits that the current sweep clears
-        self._unswept = 0  # tables that the current sweep has still to clear
+        self._live = 0  # mask of all slots in use; other bits of a mask are ignored
+        self._tiered_ids: dict[Tier, set[str]] = {}  # slower tier -> ids of replicas that have it
+        # Slower tier -> bits of the replicas that have it. A tier without replicas stays here.
+        self._tiered: dict[Tier, int] = {}
+        # The fingerprints of a block's copies in two tiers differ by XOR with one of these numbers.
+        self._copy_marks: set[int] = set()
+        self._dirty = 0  # mask of released bits that may still be set in some masks
+        self._sweeping = 0  # mask of the released bits that the current sweep clears
+        self._unswept = 0  # number of tables that the current sweep has not cleared yet
 
     def __len__(self) -> int:
-        """Return the number of fingerprints that live replicas hold or that are not yet swept.
+        """Return the number of stored fingerprints, including those that a sweep will remove.
 
-        A block in host memory has a fingerprint of its own.
+        The copy of a block in host memory counts as another block.
         """
         return len(self._held)
 
@@ -70,45 +82,62 @@ class Mirror:
         return set(self._slots)
 
     def set_tiers(self, tiers: Mapping[str, Collection[Tier]]) -> None:
-        """Take over which replicas have slower tiers, by replica id."""
+        """Set the slower tiers that each replica has.
+
+        Args:
+            tiers: replica id -> its tiers besides GPU memory.
+        """
         ids: dict[Tier, set[str]] = {tier: set() for tier in self._tiered}
-        for replica_id, known in tiers.items():
-            for tier in known:
+        for replica_id, replica_tiers in tiers.items():
+            for tier in replica_tiers:
                 ids.setdefault(tier, set()).add(replica_id)
         for tier, replica_ids in ids.items():
             if self._tiered_ids.get(tier, set()) != replica_ids:
                 self._tiered_ids[tier] = replica_ids
                 self._tiered[tier] = sum(map(self._bits, replica_ids))
         pairs = combinations((GPU, *self._tiered), 2)
-        self._copy_marks = {one.mark ^ other.mark for one, other in pairs}
+        self._copy_marks = {first.mark ^ second.mark for first, second in pairs}
 
     def join(self, replica_id: str) -> None:
-        """Add a replica without blocks; all earlier knowledge of it is dropped."""
+        """Add a replica without blocks, and forget any blocks that it had."""
         self.drop(replica_id)
         self._slots[replica_id] = self._allocate_bit(replica_id)
 
     def drop(self, replica_id: str) -> None:
-        """Remove the replica. Its bits can be reused after a sweep."""
+        """Remove the replica. After a sweep, other replicas can use its bits."""
         self._release(self._slots.pop(replica_id, 0))
         self._release(self._predicted.pop(replica_id, 0))
         self._predicted_blocks.pop(replica_id, None)
 
     def load(self, replica_id: str, packed: bytes) -> Iterator[None]:
-        """Replace the replica's blocks in short steps, one for each value that is yielded."""
+        """Replace the replica's blocks, in short steps. The iterator yields None after each step.
+
+        Args:
+            packed: fingerprints, as little-endian integers of 8 bytes.
+        """
         self.join(replica_id)
         return self._held.fill(self._slots[replica_id], packed)
 
     def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        """Take over what the index tells; from now on, it also tells when they are gone."""
-        slot, members = self._slots[replica_id], [*fingerprints]
-        self._held.mark(slot, members)
-        self._expected.unmark(slot, members)
+        """Add blocks that the index reports.
+
+        The index will also report their eviction, so they need not be expected any more.
+        """
+        slot, added = self._slots[replica_id], [*fingerprints]
+        self._held.mark(slot, added)
+        self._expected.unmark(slot, added)
 
     def remove(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        self._remember(self._held.unmark(self._slots[replica_id], fingerprints))
+        """Remove blocks that the index reports as evicted."""
+        self._add_to_history(self._held.unmark(self._slots[replica_id], fingerprints))
 
     def infer(self, replica_id: str, chain: Sequence[Fingerprint], *, capacity_blocks: int) -> None:
-        """Mark the chain as held by the replica, while the mirror gets no changes from Redis."""
+        """Assume that the replica caches the chain. Do this only while Redis is away.
+
+        Args:
+            chain: blocks of a prompt that this router sent to the replica.
+            capacity_blocks: size of the replica's cache.
+        """
         if self.is_fed or replica_id not in self._slots:
             return
         if replica_id not in self._predicted:
@@ -124,27 +153,30 @@ class Mirror:
 
     @property
     def inferred(self) -> set[str]:
-        """Return the replicas for which something was inferred since they joined."""
+        """Return the replicas for which `infer` marked blocks since they joined."""
         return set(self._predicted_blocks)
 
     def expect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        """Mark blocks that a request in flight will add, for other requests to rely on."""
+        """Mark blocks that a running request will compute, so that others can count on them."""
         self._expected.mark(self._bits(replica_id), fingerprints)
 
     def unexpect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
+        """Remove the mark of `expect`."""
         self._expected.unmark(self._bits(replica_id), fingerprints)
 
-    def computed(self, replica_id: str, fingerprints: Sequence[Fingerprint], now_s: float) -> None:
-        """Expect the blocks of a request that has ended until the index must have them.
+    def record_computed(
+        self, replica_id: str, fingerprints: Sequence[Fingerprint], now_s: float
+    ) -> None:
+        """Keep the blocks of a request that has ended marked as expected for INDEX_DELAY_S.
 
-        The next turn of its conversation may come sooner than that.
+        The next turn of the conversation may arrive before the index has these blocks.
         """
         if fingerprints:
             self._computed.append((now_s, replica_id, fingerprints))
 
     def forget_computed(self, now_s: float) -> None:
-        """Expect no longer the blocks that the index must have by now."""
-        while self._computed and self._computed[0][0] <= now_s - TOLD_S:
+        """Remove the mark of `expect` from blocks that were computed INDEX_DELAY_S ago."""
+        while self._computed and self._computed[0][0] <= now_s - INDEX_DELAY_S:
             _, replica_id, fingerprints = self._computed.popleft()
             self.unexpect(replica_id, fingerprints)
 
@@ -155,12 +187,13 @@ class Mirror:
         tiers: Sequence[Tier] = (),
         layout: Boundaries | None = None,
     ) -> dict[str, int]:
-        """Return how many leading blocks of the chain each replica has; no entry: none.
+        """Return how many leading blocks of the chain each replica has, if it has any.
 
         Args:
-            tiers: slower tiers whose blocks count too. The result then has only replicas with one
-                of these tiers, and only blocks that they hold; else expected blocks count as well.
-            layout: the rules of engines with several cache groups.
+            tiers: slower tiers whose blocks count as well as those in GPU memory. With tiers, the
+                result has only replicas with one of these tiers, and expected blocks do not count.
+                Without tiers, they do.
+            layout: the rules for engines with several cache groups.
         """
         holders_of, replicas = self._holders, self._live
         if tiers:
@@ -172,31 +205,33 @@ class Mirror:
             return self._depths_at(chain, layout, holders_of, replicas)
         return self._depths(chain, holders_of)
 
-    def in_first_group(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> int:
-        """Return how much of the chain some replica's first cache group has, in blocks."""
-        return boundaries.in_first(chain, lambda each: self._holders((each,), 0))
+    def first_group_hit(self, chain: Sequence[Fingerprint], boundaries: Boundaries) -> int:
+        """Return the longest hit in the first cache group of any replica, in blocks."""
+        return boundaries.first_group_hit(chain, lambda block: self._holders((block,), 0))
 
-    def known(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
-        """Return the leading blocks of the chain that some replica holds or once held.
+    def known_blocks(self, chain: Sequence[Fingerprint], *, at_least: int = 0) -> int:
+        """Return how many leading blocks of the chain some replica holds or once held.
 
-        The eviction history is bounded: of a chain's blocks, those that were evicted first also
-        leave it first.
+        Bisection is right although the eviction history is bounded: engines evict the last blocks
+        of a chain first, and the history also forgets them first.
         """
         blocks = range(len(chain))
-        return bisect_left(blocks, True, lo=at_least, key=lambda i: not self.is_known(chain[i]))
+        return bisect_left(
+            blocks, True, lo=at_least, key=lambda index: not self.is_known(chain[index])
+        )
 
     def is_known(self, fingerprint: Fingerprint) -> bool:
-        """Return whether some replica holds the block, or once held it, in any tier."""
-        if self._was(fingerprint):
+        """Return whether some replica holds the block or once held it, in any tier."""
+        if self._is_or_was_held(fingerprint):
             return True
-        return any(self._was(tier.fingerprint(fingerprint)) for tier in self._tiered)
+        return any(self._is_or_was_held(tier.fingerprint(fingerprint)) for tier in self._tiered)
 
     def is_held(self, replica_id: str, fingerprint: Fingerprint) -> bool:
-        """Return whether the replica has the block; False: it may be expected there."""
+        """Return whether the replica has the block now. Expected blocks do not count."""
         return bool(self._held.get(fingerprint) & self._bits(replica_id))
 
     def walk(self, replica_id: str) -> Iterator[list[Fingerprint]]:
-        """Yield the replica's blocks in short parts; together they read the whole mirror."""
+        """Yield the replica's blocks in lists. Each step reads one table of the mirror."""
         return self._held.all_with(self._bits(replica_id))
 
     def sweep(self) -> bool:
@@ -207,14 +242,14 @@ class Mirror:
             self._unswept = TABLES
             self._sweeping = self._dirty
         self._unswept -= 1
-        self._remember(self._held.unmark_in(self._unswept, self._sweeping))
+        self._add_to_history(self._held.unmark_in(self._unswept, self._sweeping))
         self._expected.unmark_in(self._unswept, self._sweeping)
         if not self._unswept:
             self._dirty &= ~self._sweeping
         return True
 
     def _holders(self, chain: Sequence[Fingerprint], i: int) -> int:
-        """Return the bits of the live replicas that hold, or will hold, block i."""
+        """Return the bits of the replicas that hold block i, or that are expected to hold it."""
         if i >= len(chain):
             return 0
         fingerprint = chain[i]
@@ -223,7 +258,7 @@ class Mirror:
     def _holders_through(
         self, tiers: Sequence[Tier], replicas: int, chain: Sequence[Fingerprint], i: int
     ) -> int:
-        """Return which of the replicas hold block i in GPU memory or these tiers, as bits."""
+        """Return the bits of those `replicas` that hold block i in GPU memory or in these tiers."""
         if i >= len(chain):
             return 0
         held, fingerprint = self._held, chain[i]
@@ -235,37 +270,40 @@ class Mirror:
     def _depths(self, chain: Sequence[Fingerprint], holders_of: Holders) -> dict[str, int]:
         """Return the number of leading blocks that each replica has, if it has any."""
         depths: dict[str, int] = {}
-        here, step = 0, 1
+        depth, step = 0, 1
         holders = holders_of(chain, 0)
         while holders:
-            there = min(here + step, len(chain))
-            remaining = holders & holders_of(chain, there)
+            next_depth = min(depth + step, len(chain))
+            remaining = holders & holders_of(chain, next_depth)
             if remaining != holders:
-                self._settle(chain, holders_of, here, there, holders & ~remaining, depths)
-            here, holders = there, remaining
+                self._bisect(chain, holders_of, depth, next_depth, holders & ~remaining, depths)
+            depth, holders = next_depth, remaining
             step *= 2
         return depths
 
-    def _settle(
+    def _bisect(
         self,
         chain: Sequence[Fingerprint],
         holders_of: Holders,
         low: int,
         high: int,
-        lost: int,
+        replicas: int,
         depths: dict[str, int],
     ) -> None:
-        """Find the depth of each replica in `lost`, which has block `low` but not block `high`."""
+        """Store in `depths` how many leading blocks each of the replicas has.
+
+        All of the replicas have block `low`, and none has block `high`.
+        """
         while high - low > 1:
             middle = (low + high) // 2
-            kept = lost & holders_of(chain, middle)
-            if not kept:
+            holders = replicas & holders_of(chain, middle)
+            if not holders:
                 high = middle
                 continue
-            if kept != lost:
-                self._settle(chain, holders_of, low, middle, lost & ~kept, depths)
-            lost, low = kept, middle
-        for bit in _bits(lost):
+            if holders != replicas:
+                self._bisect(chain, holders_of, low, middle, replicas & ~holders, depths)
+            replicas, low = holders, middle
+        for bit in _bits(replicas):
             depths[self._ids[bit]] = high
 
     def _depths_at(
@@ -275,35 +313,40 @@ class Mirror:
         holders_of: Holders,
         replicas: int,
     ) -> dict[str, int]:
-        """Return the deepest boundary that each of the replicas can serve."""
+        """Return the longest hit of each of the replicas, in blocks."""
         depths: dict[str, int] = {}
-        for able, depth in boundaries.hits(chain, lambda each: holders_of((each,), 0), replicas):
-            for bit in _bits(able):
+        hits = boundaries.hits(chain, lambda block: holders_of((block,), 0), replicas)
+        for holders, depth in hits:
+            for bit in _bits(holders):
                 depths.setdefault(self._ids[bit], depth)
         return depths
 
-    def _was(self, member: Fingerprint) -> bool:
-        """Return whether some replica holds the block or once held it."""
-        return bool(self._held.get(member)) or member in self._history
+    def _is_or_was_held(self, fingerprint: Fingerprint) -> bool:
+        """Return whether some replica holds the block or once held it, in this tier."""
+        return bool(self._held.get(fingerprint)) or fingerprint in self._history
 
-    def _remember(self, gone: Sequence[Fingerprint]) -> None:
-        """Add blocks that have left a tier of the last replica to the eviction history.
+    def _add_to_history(self, evicted: Sequence[Fingerprint]) -> None:
+        """Add blocks to the eviction history that no replica holds in any tier.
 
-        A block of which some other tier has a copy is not gone. It comes here again when that copy
-        goes, so each block takes one place of the history.
+        A block that has a copy in another tier is added later, when that copy is evicted too. So
+        each block is added once.
+
+        Args:
+            evicted: blocks that no replica holds any more in one tier.
         """
         if self._copy_marks:
-            gone = [each for each in gone if not self._has_copy(each)]
-        self._history.add(gone)
+            evicted = [block for block in evicted if not self._has_copy(block)]
+        self._history.add(evicted)
 
-    def _has_copy(self, member: Fingerprint) -> bool:
+    def _has_copy(self, fingerprint: Fingerprint) -> bool:
         """Return whether some replica holds the same block in another tier."""
-        return any(self._held.get(Fingerprint(member ^ mark)) for mark in self._copy_marks)
+        return any(self._held.get(Fingerprint(fingerprint ^ mark)) for mark in self._copy_marks)
 
     def _bits(self, replica_id: str) -> int:
         return self._slots.get(replica_id, 0) | self._predicted.get(replica_id, 0)
 
     def _allocate_bit(self, replica_id: str) -> int:
+        """Return the lowest free bit, and give it to the replica."""
         used = self._live | self._dirty
         bit = ~used & (used + 1)
         self._ids[bit] = replica_id
@@ -314,7 +357,7 @@ class Mirror:
         return bit
 
     def _release(self, bit: int) -> None:
-        """Yield the blocks of one replica in parts, each of which takes a short time."""
+        """Take the bit out of use. A sweep clears it in the masks before it is used again."""
         self._ids.pop(bit, None)
         self._live &= ~bit
         for tier in self._tiered:
@@ -323,6 +366,7 @@ class Mirror:
 
 
 def _bits(mask: int) -> Iterator[int]:
+    """Yield each bit of the mask as a mask of its own, the lowest bit first."""
     while mask:
         bit = mask & -mask
         yield bit

@@ -15,7 +15,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.keys.key_file import ROLES, Role
 from kvroute.keys.keyring import Caller, Keyring
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, PASSED_ON, RESPONSES
+from kvroute.router.api.calls import (
+    CHAT_COMPLETIONS,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    STATELESS_ROUTES,
+)
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.scoring import SCORING
 
@@ -23,7 +29,7 @@ from kvroute.router.api.scoring import SCORING
 OPEN = ("/health", "/ping", "/ui")  # need no key; the live page's events do
 ANY = ("/v1/models", "/version")  # need a key with any role
 USE = (
-    *(CHATS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *PASSED_ON),
+    *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
     *("/v1/route", "/v1/sessions"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")

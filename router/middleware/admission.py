@@ -6,7 +6,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.api.turns import Turns
+from kvroute.router.api.fair_lock import FairLock
 
 CROWD = 64  # with more open requests than this, new ones start at longer intervals
 
@@ -29,7 +29,7 @@ class Admission:
         self._limit = limit
         self._refused = refused
         self._open = 0  # number of open POST requests
-        self._turns = Turns()
+        self._lock = FairLock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
@@ -40,7 +40,7 @@ class Admission:
             return
         self._open += 1
         try:
-            await self._turns.next(is_crowd=self._open > CROWD)
+            await self._lock.wait(is_crowd=self._open > CROWD)
             await self._app(scope, receive, send)
         finally:
             self._open -= 1

@@ -16,7 +16,7 @@ from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
-from kvroute.router.accounting.accounts import NAMED, named
+from kvroute.router.accounting.accounts import MAX_NAMES, name_of
 from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
@@ -37,7 +37,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
-from kvroute.router.sessions.returns import WHYS
+from kvroute.router.sessions.returns import EVICTION_REASONS
 from kvroute.store.responses import Responses
 
 # Upper bounds of histogram buckets, in seconds.
@@ -165,7 +165,7 @@ class RequestCounts(RequestObserver):
         for code in REFUSALS:
             self._refusals.labels(code)
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
-        self._evicted = {why: evicted.labels(why) for why in WHYS}
+        self._evicted = {why: evicted.labels(why) for why in EVICTION_REASONS}
         self._hits = {tier: tiers.labels(tier.name) for tier in TIERS}
         self._saved_s = {
             tier: counter(
@@ -226,7 +226,7 @@ class OverLimit:
         self._counter = Counter(
             "kvroute_tenant_refused_requests",
             "Requests rejected for a limit of their tenant: requests, prompt_tokens, "
-            f"uncached_tokens. All tenants after the first {NAMED} count as `{OTHER}`.",
+            f"uncached_tokens. All tenants after the first {MAX_NAMES} count as `{OTHER}`.",
             ("tenant", "limit"),
             registry=registry,
         )
@@ -234,7 +234,7 @@ class OverLimit:
 
     def count(self, tenant: str, limit: str) -> None:
         """Count a request that was rejected because of this limit."""
-        name = named(tenant, self._tenants, most=NAMED)
+        name = name_of(tenant, self._tenants, limit=MAX_NAMES)
         self._tenants.add(name)
         self._counter.labels(name, limit).inc()
 

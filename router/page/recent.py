@@ -11,7 +11,7 @@ import msgspec
 
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.ledger import CAUSES, Ledger
-from kvroute.router.sessions.returns import WHYS, Why
+from kvroute.router.sessions.returns import EVICTION_REASONS, EvictionReason
 
 DECISIONS = 50  # decisions in memory
 WINDOW_S = 300.0  # time over which tokens and requests are summed
@@ -23,7 +23,9 @@ class Sums(msgspec.Struct, frozen=True):
 
     requests: int
     tokens: Ledger
-    evicted: tuple[int, ...]  # tokens of the cause `evicted` by reason, in the order of WHYS
+    evicted: tuple[
+        int, ...
+    ]  # tokens of the cause `evicted` by reason, in the order of EVICTION_REASONS
 
     @property
     def hit_tokens(self) -> int:
@@ -43,12 +45,12 @@ class Window:
         # By replica, over all buckets: requests, tokens by cause, evicted tokens by reason.
         self._totals: dict[str, list[int]] = {}
 
-    def add(self, replica_id: str, ledger: Ledger, evicted_why: Why = "usual") -> None:
+    def add(self, replica_id: str, ledger: Ledger, evicted_why: EvictionReason = "usual") -> None:
         """Add a request that ended at the replica."""
         now = self._roll()
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
-        evicted = (ledger.evicted * (why == evicted_why) for why in WHYS)
+        evicted = (ledger.evicted * (why == evicted_why) for why in EVICTION_REASONS)
         counts = (1, *msgspec.structs.astuple(ledger), *evicted)
         for sums in (self._buckets[-1][1], self._totals):
             sums[replica_id] = list(map(add, sums.get(replica_id) or NOTHING, counts))
@@ -81,11 +83,14 @@ def summed(sums: Collection[Sums]) -> dict[str, Any]:
         "window_s": WINDOW_S,
         "requests": sum(replica.requests for replica in sums),
         "tokens": {cause: sum(getattr(ledger, cause) for ledger in ledgers) for cause in CAUSES},
-        "evicted": {why: sum(replica.evicted[i] for replica in sums) for i, why in enumerate(WHYS)},
+        "evicted": {
+            why: sum(replica.evicted[i] for replica in sums)
+            for i, why in enumerate(EVICTION_REASONS)
+        },
     }
 
 
-NOTHING = (0,) * (1 + len(CAUSES) + len(WHYS))
+NOTHING = (0,) * (1 + len(CAUSES) + len(EVICTION_REASONS))
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.router.admission.limits import Entry
 from kvroute.router.admission.seats import Seats
-from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Refusal, Urgency, Wait
+from kvroute.router.admission.waits import DEFAULT_URGENCY, NO_WAIT, Refusal, Urgency, Wait
 from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.ledger import NOTHING, Ledger, account
@@ -22,7 +22,7 @@ from kvroute.router.placement.load import ReplicaLoad
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
-from kvroute.router.sessions.returns import NO_HINTS, Retention, SessionHints, Why
+from kvroute.router.sessions.returns import NO_HINTS, EvictionReason, Retention, SessionHints
 
 MIN_HOLDER_SHARE = 0.25  # a replica holds a prompt if it has cached at least this share of it
 
@@ -109,7 +109,7 @@ class RequestContext(Struct, frozen=True):
     broken: Break | None = None  # where the prompt differs from the chat's earlier prompt
     is_resumed: bool = False  # true: a lost replica has generated the first part of the response
     features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
-    urgency: Urgency = AT_EASE  # priority and limits of the wait
+    urgency: Urgency = DEFAULT_URGENCY  # priority and limits of the wait
     sharer: str = ""  # the tenant whose share of the fleet's time it uses; empty: none
     wait: Wait = NO_WAIT  # this prompt's wait in the router
     hints: SessionHints = NO_HINTS  # what the client has declared about the session
@@ -270,7 +270,9 @@ class Attempt:
         self.load.finish(self.request_id)
         self._learn_step()
         if self.is_over and self.last_chunk_s is not None and self.capacity_blocks:
-            self.mirror.computed(self.replica_id, self.dispatch.expected.blocks, self.last_chunk_s)
+            self.mirror.record_computed(
+                self.replica_id, self.dispatch.expected.blocks, self.last_chunk_s
+            )
         else:
             self.mirror.unexpect(self.replica_id, self.dispatch.expected.blocks)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
@@ -353,7 +355,7 @@ class Attempt:
         return saved_s
 
     @property
-    def evicted_why(self) -> Why:
+    def evicted_why(self) -> EvictionReason:
         """Return why the tokens that the ledger counts as evicted were evicted."""
         return self.context.retention.lost if self.context.retention else "usual"
 

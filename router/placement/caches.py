@@ -156,8 +156,8 @@ class Caches:
             at_least: a lower bound that is known already.
         """
         for boundaries in self._replicas.layouts.values():
-            return max(at_least, boundaries.known(chain, self.mirror.is_known))
-        return self.mirror.known(chain, at_least=at_least)
+            return max(at_least, boundaries.known_blocks(chain, self.mirror.is_known))
+        return self.mirror.known_blocks(chain, at_least=at_least)
 
     def partial(self, chain: Sequence[Fingerprint], at_least: int) -> int:
         """Return how many leading blocks of a chain the first cache group of any replica has.
@@ -166,7 +166,7 @@ class Caches:
             at_least: a lower bound that is known already.
         """
         for boundaries in self._replicas.layouts.values():
-            return max(at_least, self.mirror.in_first_group(chain, boundaries))
+            return max(at_least, self.mirror.first_group_hit(chain, boundaries))
         return at_least
 
     def capacity_tokens(self, record: ReplicaRecord) -> int:

@@ -14,7 +14,7 @@ from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
 from kvroute.prefill.speed import PrefillModel
 from kvroute.router.admission.seats import Seats
-from kvroute.router.index.handshake import NONE, Handshake
+from kvroute.router.index.handshake import NO_REASONS, Handshake
 from kvroute.router.placement.attempts import (
     NO_OBSERVER,
     Attempt,
@@ -105,7 +105,7 @@ class Fleet:
         records: Iterable[ReplicaRecord],
         *,
         unleased: Iterable[str] = (),
-        unreadable: Mapping[str, str] = NONE,
+        unreadable: Mapping[str, str] = NO_REASONS,
     ) -> None:
         """Replace the replicas' records; see ReplicaRegistry.update."""
         self.replicas.update(records, unleased=unleased, unreadable=unreadable)
@@ -366,5 +366,5 @@ class Fleet:
             block = dispatch.known_block or NO_BLOCK
             cached = block, dispatch.prompt_tokens - dispatch.new_tokens
             self.seats.sent(
-                turn, dispatch.prompt_tokens, tenant=turn.tenant, known=cached, now_s=now_s
+                turn, dispatch.prompt_tokens, tenant=turn.tenant, cached=cached, now_s=now_s
             )

@@ -11,7 +11,7 @@ from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.prefill.speed import PrefillModel, prefill_model
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of
-from kvroute.router.index.handshake import NONE, Handshake
+from kvroute.router.index.handshake import NO_REASONS, Handshake
 
 # Assumptions for a replica without a record.
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
@@ -52,7 +52,7 @@ class ReplicaRegistry:
         records: Iterable[ReplicaRecord],
         *,
         unleased: Iterable[str] = (),
-        unreadable: Mapping[str, str] = NONE,
+        unreadable: Mapping[str, str] = NO_REASONS,
     ) -> None:
         """Replace all records.
 

@@ -258,7 +258,7 @@ class Catalogue:
                 continue
             source = task.model_dump()
             try:
-                token_ids = await composer.beginning(source)
+                token_ids = await composer.prefix_tokens(source)
             except ApiError as error:
                 log.error("cannot declare task %r as a prefix: %s", task.task_id, error)
                 continue

@@ -75,7 +75,7 @@ class Declarations:
         tenant = tenant_of(caller)
         is_own = caller is not None and not declaration.shared
         source = declaration.source()
-        token_ids = await self._composer.beginning(source, max_model_len=max_model_len)
+        token_ids = await self._composer.prefix_tokens(source, max_model_len=max_model_len)
         wanted = Prefix(
             own_id(tenant, declaration.id) if is_own else declaration.id,
             0,

@@ -1,1 +1,1 @@
-"""The model's own tokenizer and chat template turn text into token ids."""
+"""Renders prompts into token ids, with the model's own tokenizer and chat template."""

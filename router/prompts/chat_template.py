@@ -1,8 +1,8 @@
 """Renders chats to the same text as vLLM does, with the tokenizer's chat template.
 
-A router renders only bodies for which the result is sure to be the same as in vLLM 0.32. A replica
-renders all others. Most functions name the function of vLLM that they imitate. Replicas render some
-of the chats again and count the differences.
+A router renders a body only if the result is known to be the same as in vLLM 0.32. A replica
+renders all other bodies. Most functions here name the function of vLLM that they imitate. Replicas
+render some of the chats again and count the differences.
 """
 
 import inspect
@@ -14,13 +14,11 @@ from kvroute.router.api.errors import invalid
 
 Message = dict[str, Any]
 
-BILLING_HEADER = "x-anthropic-billing-header"  # start of a line that differs in each request
-TEXT_PARTS = {
-    "text": "text",
-    "refusal": "refusal",
-}  # type of a message's part -> its field with the text
+# Start of a line that Claude Code puts into its system message, and that differs in each request.
+BILLING_HEADER = "x-anthropic-billing-header"
+TEXT_PARTS = {"text": "text", "refusal": "refusal"}  # type of a part -> name of its text field
 ROLES = {"system", "developer", "user", "assistant", "tool"}
-# Fields of a body that change how it is rendered, which only replicas can do.
+# A replica renders bodies with these fields, because they change how a body is rendered.
 ONLY_REPLICAS = (
     "add_special_tokens",
     "chat_template",
@@ -28,11 +26,12 @@ ONLY_REPLICAS = (
     "mm_processor_kwargs",
     "truncate_prompt_tokens",
 )
-NOT_OF_CLIENTS = {"chat_template", "messages", "tokenize", "tools"}
+# Arguments of the template that a client may not set in chat_template_kwargs.
+RESERVED_ARGS = {"chat_template", "messages", "tokenize", "tools"}
 
 
 class OnlyReplicaError(Exception):
-    """A replica has to render this."""
+    """The router cannot render this body, so a replica has to."""
 
 
 class ChatTemplate:
@@ -55,13 +54,12 @@ class ChatTemplate:
         self._template = template
         self._defaults = defaults or {}
         self._with_unused_tools = with_unused_tools
-        self._facts: dict[
-            bool, _Facts
-        ] = {}  # whether the body has tools -> facts about the template for it
+        # Whether the body has tools -> facts about the template for such bodies.
+        self._facts: dict[bool, _Facts] = {}
 
     @property
     def source(self) -> str:
-        """Return all templates that the model may use."""
+        """Return the source of all templates that the model may use, joined."""
         own = self._template or self._tokenizer.chat_template or ""
         return "".join(own.values()) if isinstance(own, dict) else own
 
@@ -75,9 +73,9 @@ class ChatTemplate:
         """Return the prompt of a body of /v1/chat/completions.
 
         Args:
-            content_format: format of messages in the template, "string" or "openai", as a replica
-                reported it; empty: replicas do not use the template.
-            before: messages before the body's own.
+            content_format: how the template expects the content of a message, "string" or "openai",
+                as a replica reported it. Empty if replicas do not use the template.
+            before: messages of a prefix, which come before those of the body.
 
         Raises:
             OnlyReplicaError: only a replica can render the body.
@@ -91,17 +89,16 @@ class ChatTemplate:
             raise OnlyReplicaError("the model has no chat template")
         tools = self._tools(body)
         facts = self._facts_of(tools)
-        given = body.get("messages")
-        if not isinstance(given, list) or not given:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
             raise OnlyReplicaError("there are no messages")
-        first = [_message(_of_prefix(each), content_format) for each in before]
-        own = [_message(each, content_format) for each in given]
-        if not facts.knows_developer and any(each["role"] == "developer" for each in own):
-            own = _one_system(own)  # the messages before stay as they are
-        whole = [*first, *own]
+        first = [_message(_of_prefix(message), content_format) for message in before]
+        own = [_message(message, content_format) for message in messages]
+        if not facts.knows_developer and any(message["role"] == "developer" for message in own):
+            own = _one_system(own)  # does not change the prefix's messages
         return str(
             self._tokenizer.apply_chat_template(
-                whole,
+                [*first, *own],
                 tools=tools,
                 chat_template=self._template,
                 tokenize=False,
@@ -132,18 +129,18 @@ class ChatTemplate:
         if not isinstance(own, dict):
             raise OnlyReplicaError("chat_template_kwargs is not an object")
         effort = body.get("reasoning_effort")
-        asked = {
+        requested = {
             "add_generation_prompt": body.get("add_generation_prompt", True),
             "continue_final_message": body.get("continue_final_message", False),
             "documents": body.get("documents"),
             "reasoning_effort": effort,
         }
         if effort is not None and "enable_thinking" not in own:
-            asked["enable_thinking"] = effort != "none"
+            requested["enable_thinking"] = effort != "none"
         options = dict(self._defaults)
-        for some in (own, asked):
-            options |= {name: value for name, value in some.items() if value not in (None, "auto")}
-        if NOT_OF_CLIENTS & options.keys():
+        for given in (own, requested):
+            options |= {name: value for name, value in given.items() if value not in (None, "auto")}
+        if RESERVED_ARGS & options.keys():
             raise OnlyReplicaError("chat_template_kwargs has names that clients may not set")
         for name in ("add_generation_prompt", "continue_final_message"):
             _flag(options, name)
@@ -151,7 +148,7 @@ class ChatTemplate:
 
 
 class _Facts:
-    """Facts that vLLM learns from a template's source."""
+    """Facts about a template, found in its source as vLLM does."""
 
     def __init__(self, template: str) -> None:
         import jinja2.meta
@@ -159,7 +156,8 @@ class _Facts:
 
         tree = _compile_jinja_template(template).environment.parse(template)
         variables = jinja2.meta.find_undeclared_variables(tree) | _parameters()
-        self.variables = variables - NOT_OF_CLIENTS
+        self.variables = variables - RESERVED_ARGS
+        # The template handles the role `developer`; otherwise vLLM changes it to `system`.
         self.knows_developer = '"developer"' in template or "'developer'" in template
 
 
@@ -171,11 +169,14 @@ def _parameters() -> set[str]:
 
 
 def _message(given: Any, content_format: str) -> Message:
-    """Return a message as the template gets it; vLLM: _parse_chat_message_content."""
+    """Return a message in the form for the template.
+
+    In vLLM this is _parse_chat_message_content.
+    """
     if not isinstance(given, dict) or given.get("role") not in ROLES:
-        raise OnlyReplicaError("a message has another role")
+        raise OnlyReplicaError("a message has an unknown role")
     role = given["role"]
-    parts = _parts(given.get("content"), may_have_header=role == "system")
+    parts = _parts(given.get("content"), strip_header=role == "system")
     texts = [part["text"] for part in parts]
     if content_format != "openai":
         message: Message = {"role": role, "content": "\n".join(filter(None, texts))}
@@ -184,7 +185,7 @@ def _message(given: Any, content_format: str) -> Message:
     else:
         message = {"role": role, "content": parts}
     if role == "assistant":
-        _add_assistants(message, given)
+        _add_assistant_fields(message, given)
     elif role == "tool" and "tool_call_id" in given:
         message["tool_call_id"] = given["tool_call_id"]
     for name in ("name", "task"):
@@ -193,15 +194,15 @@ def _message(given: Any, content_format: str) -> Message:
     if role == "developer":
         if given.get("tools") is not None:
             raise OnlyReplicaError("a developer message has tools")
-        message["tools"] = None  # vLLM sets this key, too
+        message["tools"] = None  # as vLLM does
     return message
 
 
-def _add_assistants(message: Message, given: Mapping[str, Any]) -> None:
+def _add_assistant_fields(message: Message, given: Mapping[str, Any]) -> None:
     if given.get("tool_calls"):
         if not isinstance(given["tool_calls"], list):
             raise OnlyReplicaError("tool_calls is not a list")
-        message["tool_calls"] = [_tool_call(each) for each in given["tool_calls"]]
+        message["tool_calls"] = [_tool_call(call) for call in given["tool_calls"]]
     reasoning = given.get("reasoning")
     if reasoning is None:
         reasoning = given.get("reasoning_content")
@@ -209,20 +210,23 @@ def _add_assistants(message: Message, given: Mapping[str, Any]) -> None:
         message["reasoning"] = message["reasoning_content"] = reasoning
 
 
-def _parts(content: Any, *, may_have_header: bool) -> list[dict[str, Any]]:
-    """Return the parts of a message that has only text.
+def _parts(content: Any, *, strip_header: bool) -> list[dict[str, Any]]:
+    """Return the text parts of a message's content.
 
     In vLLM this is _parse_chat_message_content_part.
+
+    Args:
+        strip_header: whether to remove Claude Code's billing header.
     """
     if content is None:
         return []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if not isinstance(content, list) or not all(isinstance(each, dict) for each in content):
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise OnlyReplicaError("a message's content is neither text nor a list of parts")
-    if may_have_header:
+    if strip_header:
         content = [part for part in map(without_header, content) if part is not None]
-    return [_part(each) for each in content]
+    return [_part(part) for part in content]
 
 
 def _part(given: dict[str, Any]) -> dict[str, Any]:
@@ -231,12 +235,15 @@ def _part(given: dict[str, Any]) -> dict[str, Any]:
         raise OnlyReplicaError("a message has parts that are not text")
     rest = {name: value for name, value in given.items() if name not in ("type", field)}
     if rest.keys() - {"cache_control"}:
-        raise OnlyReplicaError("a part of text has unknown fields")  # vLLM omits some
+        raise OnlyReplicaError("a part of text has unknown fields")  # vLLM drops some of them
     return {"type": "text", "text": given[field], **rest}
 
 
 def without_header(part: dict[str, Any]) -> dict[str, Any] | None:
-    """Remove Claude Code's billing header; vLLM: _strip_claude_code_billing_header."""
+    """Return a part without Claude Code's billing header, or None if it has no other text.
+
+    In vLLM this is _strip_claude_code_billing_header.
+    """
     text = part.get("text") if part.get("type") == "text" else None
     if not isinstance(text, str) or not text.startswith(BILLING_HEADER):
         return part
@@ -247,7 +254,8 @@ def without_header(part: dict[str, Any]) -> dict[str, Any] | None:
 def _tool_call(given: Any) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, and the known fields in vLLM's order.
 
-    Some templates show the order; vLLM: ChatCompletionMessageFunctionToolCallParam.
+    Some templates write the fields in the order in which they get them. In vLLM this is
+    ChatCompletionMessageFunctionToolCallParam.
     """
     if not isinstance(given, dict) or not isinstance(given.get("function"), dict):
         raise OnlyReplicaError("a tool call is not a function call")
@@ -267,24 +275,27 @@ def _tool_call(given: Any) -> dict[str, Any]:
 
 
 def _in_order(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return all given fields, those in `names` first."""
+    """Return all fields, with those in `names` first."""
     return {**{name: given[name] for name in names if name in given}, **given}
 
 
 def _tool(given: Any) -> dict[str, Any]:
-    """Return a tool's known fields in vLLM's order; vLLM: ChatCompletionToolsParam."""
+    """Return a tool's known fields in vLLM's order.
+
+    In vLLM this is ChatCompletionToolsParam.
+    """
     function = given.get("function") if isinstance(given, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise OnlyReplicaError("a tool is not a function with a name")
-    strict, later = _flag(function, "strict"), _flag(given, "defer_loading")
-    own_later = _flag(function, "defer_loading")
-    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    strict, deferred = _flag(function, "strict"), _flag(given, "defer_loading")
+    own_deferred = _flag(function, "defer_loading")
+    fields = {name: function.get(name) for name in ("name", "description", "parameters")}
     if strict is not None:
-        known["strict"] = strict
-    if own_later is not None or later is not None:
-        known["defer_loading"] = later if own_later is None else own_later
-    tool = {"type": "function", "function": known}
-    return tool if later is None else {**tool, "defer_loading": later}
+        fields["strict"] = strict
+    if own_deferred is not None or deferred is not None:
+        fields["defer_loading"] = deferred if own_deferred is None else own_deferred
+    tool = {"type": "function", "function": fields}
+    return tool if deferred is None else {**tool, "defer_loading": deferred}
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
@@ -299,23 +310,23 @@ def _flag(given: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _one_system(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages, with all system and developer messages merged into the first one.
+    """Return the messages, with all system and developer messages merged into one at the start.
 
-    In vLLM these are _convert_developer_to_system and _consolidate_system_messages.
+    In vLLM this is done by _convert_developer_to_system and _consolidate_system_messages.
     """
     converted = [
         _as_system(message) if message["role"] == "developer" else message for message in messages
     ]
-    systems = [number for number, each in enumerate(converted) if each["role"] == "system"]
+    systems = [n for n, message in enumerate(converted) if message["role"] == "system"]
     if systems == [0]:
         return converted
     texts = [_text(converted[number]["content"]) for number in systems]
     merged = {"role": "system", "content": "\n\n".join(filter(None, texts))}
-    return [merged, *(each for each in converted if each["role"] != "system")]
+    return [merged, *(message for message in converted if message["role"] != "system")]
 
 
 def _of_prefix(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message of a named prefix with the role that it had when the prefix was rendered."""
+    """Return a message of a prefix, with the role that it had when the prefix was rendered."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 

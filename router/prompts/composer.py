@@ -1,8 +1,8 @@
-"""A named prefix and a request form one prompt that begins with exactly the prefix's tokens.
+"""Joins a named prefix and a request into one prompt that starts with exactly the prefix's tokens.
 
-Both are tokenised separately and then joined. Special tokens that the tokenizer puts before a text
-appear once, before the prefix. A tokenizer that begins every text with a space also puts one where
-the two are joined.
+Both are tokenised separately, and then their token ids are joined. If the tokenizer puts special
+tokens before a text, the prompt has them once, before the prefix. If the tokenizer puts a space
+before a text, the prompt has a space also between the prefix and the request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,33 +17,35 @@ from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.named_prefix import Prefix
 
-REMEMBERED = 1_000  # rendered prefixes in the cache
+CACHED_PREFIXES = 1_000  # prefixes whose rendered text is cached
 
 
 class PrefixComposer:
-    """Joins prefixes and requests by one model's tokenizer and chat template."""
+    """Joins prefixes and requests with one model's tokenizer and chat template."""
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
-        self._texts = lru_cache(REMEMBERED)(self._text)
+        self._texts = lru_cache(CACHED_PREFIXES)(self._text)
 
-    async def beginning(
+    async def prefix_tokens(
         self, source: Mapping[str, Any], *, max_model_len: int | None = None
     ) -> TokenIds:
         """Return the tokens of a prefix.
 
         Raises:
-            ApiError: it is empty, too long, or cannot be continued.
+            ApiError: the prefix is empty or too long, or no request can follow it.
         """
         if "prompt" in source:
-            token_ids = await self._prompts.beginning(source["prompt"], max_model_len=max_model_len)
+            token_ids = await self._prompts.prefix_ids(
+                source["prompt"], max_model_len=max_model_len
+            )
             param = "prompt"
         else:
             text = self._checked_text(_messages(source))
             self._prompts.check_length("messages", text, max_model_len)
             token_ids = await self._prompts.rendered(text)
             param = "messages"
-        _check_room(param, len(token_ids), max_model_len)
+        _check_length(param, len(token_ids), max_model_len)
         return token_ids
 
     async def chat(
@@ -54,7 +56,7 @@ class PrefixComposer:
         *,
         max_model_len: int,
     ) -> TokenIds:
-        """Return the tokens of the prefix and a chat's body, up to the assistant's turn.
+        """Return the tokens of the prefix and a chat, up to the start of the assistant's message.
 
         Raises:
             OnlyReplicaError: only a replica can render the body.
@@ -64,15 +66,16 @@ class PrefixComposer:
         self._prompts.check_length("messages", text, max_model_len)
         if not before or prefix is None:
             rest = await self._prompts.rendered(text)
-            return self.behind(prefix, rest) if prefix else rest
-        return _joined(prefix, await self._prompts.rendered(self._behind(prefix, text)))
+            return self.after_prefix(prefix, rest) if prefix else rest
+        rest = await self._prompts.rendered(self._text_after(prefix, text))
+        return _joined(prefix, rest)
 
     def token_strings(self, token_ids: TokenIds) -> list[str]:
         """Return the vocabulary's string for each token."""
         return self._prompts.token_strings(token_ids)
 
-    def behind(self, prefix: Prefix, prompt: TokenIds) -> TokenIds:
-        """Return a prefix of text and a rendered prompt as one prompt."""
+    def after_prefix(self, prefix: Prefix, prompt: TokenIds) -> TokenIds:
+        """Return one prompt: a prefix that was declared as text, then a rendered prompt."""
         return _joined(prefix, self._prompts.without_opening(prompt))
 
     async def completions(
@@ -82,40 +85,48 @@ class PrefixComposer:
         *,
         max_model_len: int,
     ) -> list[TokenIds]:
-        """Return the tokens of the prefix and each prompt; all prompts are texts or all are ids."""
+        """Return the tokens of each prompt, joined to the prefix if there is one.
+
+        Args:
+            prompts: either all texts, or all token ids.
+        """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         if texts and prefix is not None:
-            rests = await self._prompts.rests(texts, max_model_len)
+            rests = await self._prompts.continuations(texts, max_model_len)
         elif texts:
             rests = await self._prompts.texts(texts, max_model_len=max_model_len)
         else:
             rests = [self._prompts.ids(ids) for ids in prompts if not isinstance(ids, str)]
         return rests if prefix is None else [_joined(prefix, rest) for rest in rests]
 
-    def _behind(self, prefix: Prefix, whole: str) -> str:
-        """Return the part of the rendered text that follows the prefix's messages."""
+    def _text_after(self, prefix: Prefix, text: str) -> str:
+        """Return the part of a rendered chat that follows the prefix's messages.
+
+        Raises:
+            ApiError: the template renders these messages differently in this chat.
+        """
         beginning = self._texts(_key(_messages(prefix.source)))
-        if not whole.startswith(beginning):
+        if not text.startswith(beginning):
             raise invalid(
                 "messages",
-                f"the chat template does not leave prefix {prefix.label!r} as it is before these "
-                "messages; put its messages into the request instead",
+                f"the chat template renders the messages of prefix {prefix.label!r} differently "
+                "before these messages; put the prefix's messages into the request instead",
             )
-        return whole[len(beginning) :]
+        return text[len(beginning) :]
 
     def _checked_text(self, messages: Sequence[ChatMessage]) -> str:
         """Return the rendered messages.
 
         Raises:
-            ApiError: they are rendered differently when other messages follow.
+            ApiError: the template renders them differently when other messages follow.
         """
         text = self._prompts.render(messages, is_turn=False)
-        wholes = [whole for more in FOLLOWERS if (whole := self._try_render([*messages, *more]))]
-        if not wholes or not all(whole.startswith(text) for whole in wholes):
+        chats = [chat for more in FOLLOWERS if (chat := self._try_render([*messages, *more]))]
+        if not chats or not all(chat.startswith(text) for chat in chats):
             raise invalid(
                 "messages",
-                "the model's chat template renders these messages in another way when others "
-                "follow, so nothing can follow them as a prefix; declare the text as a prompt",
+                "the model's chat template renders these messages differently when other messages "
+                "follow, so they cannot be a prefix; declare the text with `prompt` instead",
             )
         return text
 
@@ -123,7 +134,7 @@ class PrefixComposer:
         try:
             return self._prompts.render(messages)
         except ApiError:
-            return None  # the template requires another role there
+            return None  # the template does not allow these roles in this order
 
     def _text(self, messages: tuple[tuple[str, str], ...]) -> str:
         pairs = [{"role": role, "content": content} for role, content in messages]
@@ -134,14 +145,14 @@ def _joined(prefix: Prefix, rest: TokenIds) -> TokenIds:
     return np.concatenate([prefix.token_ids, rest])
 
 
-def _check_room(param: str, tokens: int, max_model_len: int | None) -> None:
+def _check_length(param: str, tokens: int, max_model_len: int | None) -> None:
     if not tokens:
         raise invalid(param, f"{param} has no tokens; expected some text")
     if max_model_len is not None and tokens >= max_model_len:
         raise context_length_exceeded(
             param,
             f"This model's maximum context length is {max_model_len} tokens. However, this prefix "
-            f"has {tokens}, which leaves no room for a request. Please reduce its length.",
+            f"has {tokens} tokens, which leaves no room for a request. Please reduce its length.",
         )
 
 
@@ -149,6 +160,7 @@ def _follower(*roles: str) -> list[ChatMessage]:
     return [ChatMessage.model_validate({"role": role, "content": "a"}) for role in roles]
 
 
+# Messages that may follow a prefix, to test whether the template renders the prefix differently.
 FOLLOWERS = [_follower("user"), _follower("assistant", "user"), _follower("user", "assistant")]
 
 

@@ -1,18 +1,21 @@
-"""The messages of a call's body, whichever API it is of."""
+"""Reads the messages from a call's body, in the same form for each chat API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvroute.router.api.calls import CHATS, MESSAGES, RESPONSES
+from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, RESPONSES
 from kvroute.router.prompts.chat_template import without_header
 
 
 def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return the messages of a chat; None: the body is not a chat, or not all of one.
+    """Return all messages of a chat, the system message first.
 
-    What an API has in a field of its own, such as `system`, comes first.
+    Some APIs have the system message in a separate field, such as `system` or `instructions`.
+
+    Returns:
+        None if the body is not a chat, or continues a stored response.
     """
-    if path == CHATS:
+    if path == CHAT_COMPLETIONS:
         given, instructions = body.get("messages"), None
     elif path == MESSAGES:
         given, instructions = body.get("messages"), body.get("system")
@@ -29,7 +32,7 @@ def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
 
 
 def _rendered(message: Any) -> Any:
-    """Return a system message without billing lines, which are not in the prompt."""
+    """Return a message. Remove billing headers from a system message, as rendering does."""
     if not isinstance(message, dict) or message.get("role") != "system":
         return message
     content = message.get("content")

@@ -1,6 +1,6 @@
-"""The messages of a call have no special token that its client has written.
+"""Changes a call's body so that the client's text cannot contain special tokens.
 
-The body is changed once, before anything renders it: routers and replicas then render the same.
+This happens once, before the body is rendered, so that routers and replicas render the same body.
 """
 
 import json
@@ -14,30 +14,40 @@ from pydantic_core import from_json
 
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.call_limits import MAX_VALUES
-from kvroute.router.api.calls import CHATS, COMPLETIONS, MESSAGES, RESPONSES, Call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.api.response_object import members
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
+# Fields of a chat's body whose text can be in the prompt.
 CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
-FIELDS = {  # fields of bodies whose texts come into prompts
-    CHATS: CHAT,
+# Route -> fields of its bodies whose text can be in the prompt.
+FIELDS = {
+    CHAT_COMPLETIONS: CHAT,
     MESSAGES: CHAT,
     f"{MESSAGES}/count_tokens": CHAT,
     "/tokenize": CHAT,
     RESPONSES: (*CHAT, "input", "instructions", "previous_input_messages"),
     COMPLETIONS: (),
 }
-OTHER_FIELDS = ("messages",)  # such fields of other routes
+OTHER_FIELDS = ("messages",)  # such fields of all other routes
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MARKS = ",[{"  # before each JSON value, but for those of one-member objects
-FEW = 1000  # matches in a text from which each value is checked without a closer look
-STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
-EXACT = ("enum", "const", "default")  # members of a tool's schema that the model repeats
+# Characters that are counted to estimate the number of values in a JSON text.
+VALUE_MARKS = ",[{"
+# A text with no more than this many VALUE_MARKS is not searched for strings, whose marks should not
+# count.
+CHEAP_MARKS = 1000
+STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)  # a string in JSON
+# Members of a tool's schema whose text the model has to repeat exactly.
+EXACT = ("enum", "const", "default")
 
 
 class Escape:
-    """tokens: of the model's tokenizer and template."""
+    """Removes special tokens from calls.
+
+    Args:
+        tokens: the special tokens of the model's tokenizer and chat template.
+    """
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self._tokens = tokens
@@ -46,8 +56,8 @@ class Escape:
         """Return the call without special tokens.
 
         Raises:
-            ApiError: 400, a role would become part of one, or values are nested without end, or the
-                body cannot be read here although it could be read before.
+            ApiError: 400: a role could become part of a special token, or values are nested too
+                deep, or the body cannot be read here although it could be read before.
         """
         names = FIELDS.get(call.path, OTHER_FIELDS)
         for name in names:
@@ -57,8 +67,10 @@ class Escape:
         try:
             fields = members(call.raw)
             given = {name: from_json(bytes(fields[name])) for name in names if name in fields}
-        except (ValueError, *DECODE_ERRORS):  # a conversation's other writer wrote no JSON
-            raise invalid(None, "the body cannot be read to escape special tokens") from None
+        except (ValueError, *DECODE_ERRORS):  # a stored conversation may be corrupt
+            raise invalid(
+                None, "the body is not valid JSON, so special tokens cannot be escaped"
+            ) from None
         if not (changed := self._changed(given)):
             return call
         written = {name: msgspec.Raw(_json(value)) for name, value in changed.items()}
@@ -66,16 +78,20 @@ class Escape:
         return replace(call, raw=raw, body={**call.body, **changed})
 
     def _changed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields with special tokens, without these."""
+        """Return the fields that had special tokens, without these tokens."""
         values = _Values(self._tokens)
         try:
             after = {name: values.field(name, value) for name, value in fields.items()}
         except RecursionError:
-            raise invalid(None, "the body has too many values in values; send fewer") from None
+            raise invalid(None, "the body is nested too deep; send fewer nested values") from None
         return {name: value for name, value in after.items() if value != fields[name]}
 
     def _check_roles(self, messages: Any) -> None:
-        """Refuse roles with special tokens, since some templates write <|role|>."""
+        """Refuse unknown roles that a template could turn into special tokens, such as <|role|>.
+
+        Raises:
+            ApiError: 400: a message has such a role.
+        """
         for message in messages if isinstance(messages, list) else ():
             role = message.get("role") if isinstance(message, dict) else None
             if isinstance(role, str) and role not in KNOWN_ROLES:
@@ -89,34 +105,41 @@ class Escape:
 
 
 class _Values:
-    """The values of one call, without special tokens: their place decides how each is broken."""
+    """Removes special tokens from the values of one call.
+
+    How a value is changed depends on where it is in the body.
+    """
 
     def __init__(self, tokens: SpecialTokens) -> None:
         self._tokens = tokens
-        self._in_arguments = 0  # JSON values in the strings of all tool calls, about
+        self._in_arguments = 0  # estimated number of JSON values in the arguments of tool calls
 
     def field(self, name: str, value: Any) -> Any:
         """Return the value of a body's field without special tokens.
 
         Raises:
-            ApiError: arguments have too many values.
+            ApiError: the arguments of tool calls have too many values.
         """
         if name == "tools":
             return self._value(value, is_schema=True)
         if not isinstance(value, list) or not value or not _is_answer(value[-1]):
             return self._value(value)
         *before, last = value
-        return [*self._value(before), self._begun(last)]
+        return [*self._value(before), self._unfinished(last)]
 
-    def _begun(self, answer: Mapping[str, Any]) -> Any:
-        """Return an answer that the model may continue; no text of the client follows it."""
+    def _unfinished(self, answer: Mapping[str, Any]) -> Any:
+        """Return an answer that the model may continue, without special tokens.
+
+        No text of the client follows it. So it may end with the first characters of a special
+        token, such as "<".
+        """
         content = answer["content"]
         rest = self._value({k: v for k, v in answer.items() if k != "content"})
         if isinstance(content, str):
-            ended: Any = self._tokens.text(content, may_go_on=False)
+            ended: Any = self._tokens.text(content, is_followed=False)
         else:
             *parts, last = content
-            text = {"text": self._tokens.text(last["text"], may_go_on=False)}
+            text = {"text": self._tokens.text(last["text"], is_followed=False)}
             ended = [*self._value(parts), self._value({**last, "text": ""}) | text]
         return {**rest, "content": ended}
 
@@ -124,11 +147,11 @@ class _Values:
         if isinstance(value, str):
             return self._tokens.text(value)
         if isinstance(value, list):
-            return [self._value(each, is_schema=is_schema) for each in value]
+            return [self._value(item, is_schema=is_schema) for item in value]
         if isinstance(value, dict):
             return {
-                self._tokens.name(name): self._member(name, each, is_schema=is_schema)
-                for name, each in value.items()
+                self._tokens.name(name): self._member(name, member, is_schema=is_schema)
+                for name, member in value.items()
             }
         return value
 
@@ -142,20 +165,21 @@ class _Values:
         return self._value(value, is_schema=is_schema)
 
     def _exact(self, value: Any) -> Any:
-        """Return the value without special tokens; strings keep their ends.
+        """Return a value that the model has to repeat, without special tokens.
 
-        An object may be the schema of a property with the name of a field.
+        Strings keep their last characters. An object here is the schema of a property that has the
+        same name as one of the members in EXACT.
         """
         if isinstance(value, str):
-            return self._tokens.text(value, may_go_on=False)
+            return self._tokens.text(value, is_followed=False)
         if isinstance(value, list):
-            return [self._exact(each) for each in value]
+            return [self._exact(item) for item in value]
         return self._value(value, is_schema=True)
 
     def _arguments(self, text: str) -> str:
         """Return a tool call's arguments, which are JSON in a string, without special tokens.
 
-        Templates get what the JSON means, or the text.
+        Templates write either the parsed JSON or the string. Both must have no special tokens.
         """
         self._count(text)
         try:
@@ -165,14 +189,19 @@ class _Values:
         if not isinstance(before, dict | list):
             return self._tokens.text(text)
         after = self._value(before)
-        # The text may have more than what it means: of equal names, the last one counts.
-        is_free = after == before and self._tokens.text(text, may_go_on=False) == text
+        # The text may contain more than the parsed JSON: of values with one name, the last counts.
+        is_free = after == before and self._tokens.text(text, is_followed=False) == text
         return text if is_free else json.dumps(after)
 
     def _count(self, text: str) -> None:
-        if sum(map(text.count, MARKS)) > FEW:
+        """Count the JSON values in a tool call's arguments.
+
+        Raises:
+            ApiError: the arguments of all tool calls together have too many values.
+        """
+        if sum(map(text.count, VALUE_MARKS)) > CHEAP_MARKS:
             text = STRING.sub("", text)
-        self._in_arguments += sum(map(text.count, MARKS))
+        self._in_arguments += sum(map(text.count, VALUE_MARKS))
         if self._in_arguments > MAX_VALUES:
             raise invalid(
                 None,
@@ -182,10 +211,10 @@ class _Values:
 
 
 def _is_answer(message: Any) -> bool:
-    """Return whether it is an assistant's message that ends with text."""
+    """Return whether a message is of the assistant and ends with text."""
     if not isinstance(message, dict) or message.get("role") != "assistant":
         return False
-    if message.get("tool_calls") or message.get("name"):  # templates write them behind the text
+    if message.get("tool_calls") or message.get("name"):  # templates write these after the text
         return False
     content = message.get("content")
     last = content[-1] if isinstance(content, list) and content else None

@@ -1,4 +1,4 @@
-"""Turns a request for scores into prompts, with the model's tokenizer."""
+"""Builds the prompts of a request for scores."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,20 @@ from kvroute.router.prompts.tokenizer import Prompts
 async def scored_prompts(
     scoring: Scoring, tokenizer: Prompts, *, max_model_len: int
 ) -> list[TokenIds]:
-    """Return one prompt for each item: the query with the item.
+    """Return one prompt per item: the query followed by the item, or the item by the query.
 
-    A prompt that is too long is cut at its end, as in vLLM.
+    As in vLLM, the end of a prompt that is too long is cut off.
     """
     texts = [scoring.query] if isinstance(scoring.query, str) else []
-    most = max_model_len - 1  # one token is generated
+    longest = max_model_len - 1  # the engine generates one token
     (query,) = await tokenizer.encode(texts, special=scoring.add_special_tokens) or [
         _ids(scoring.query)
     ]
     items = await _items(scoring.items, tokenizer)
     pairs = ((item, query) if scoring.item_first else (query, item) for item in items)
-    return [np.concatenate([first[:most], second[:most]])[:most] for first, second in pairs]
+    return [
+        np.concatenate([first[:longest], second[:longest]])[:longest] for first, second in pairs
+    ]
 
 
 async def _items(items: Sequence[str] | Sequence[list[int]], tokenizer: Prompts) -> list[TokenIds]:

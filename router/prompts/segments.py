@@ -1,8 +1,9 @@
-"""Cuts text into segments whose token ids, joined, are the token ids of the whole text.
+"""Cuts text into segments that can be tokenised separately, and caches their token ids.
 
-A tokenizer first takes its added tokens, such as <|im_end|>, out of the text, and then works on
-each piece between them separately. So text can be cut where an added token starts: a chat's
-messages become segments, which every later turn repeats exactly.
+A tokenizer first splits a text at its added tokens, such as <|im_end|>, and then processes each
+piece between them separately. So a text can be cut where an added token starts: the joined token
+ids of the segments are those of the whole text. The segments of a chat are its messages, which
+every later turn repeats exactly.
 """
 
 import json
@@ -20,16 +21,18 @@ from kvroute.contract.generation import TokenIds
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CACHE_BYTES = 64 << 20  # about 7 million tokens of English with their text
-SHORTEST_SEGMENT = 64  # characters; a shorter one costs more to cache than to tokenise again
-ENTRY_BYTES = 256  # overhead of an entry without its text and ids: two headers, a slot and a link
+CACHE_BYTES = 64 << 20  # size of the cache: about 7 million tokens of English with their text
+# Shortest segment, in characters. A shorter one would take longer to cache than to tokenise again.
+SHORTEST_SEGMENT = 64
+# Memory of a cache entry besides the text and the ids: object headers and the links of the dict.
+ENTRY_BYTES = 256
 
-# White space as the tokenizers library defines it. Python adds \x1c to \x1f.
+# White space as the tokenizers library defines it. Python's also has \x1c to \x1f.
 WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a\u2028\u2029\u202f\u205f\u3000"  # noqa: E501
 
-# Steps that are known to process one piece at a time. Metaspace and ByteLevel may treat a piece at
-# the very start of the text differently. A segment that is not at the start begins with an added
-# token, so this never happens to its pieces.
+# Steps of a tokenizer that are known to process one piece at a time. Metaspace and ByteLevel may
+# treat a piece at the start of the text differently. But a segment that is not the first one starts
+# with an added token, so none of its pieces is at the start.
 PIECEWISE = {
     *("Sequence", "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt"),
     *("Precompiled", "Prepend", "Replace", "Strip", "StripAccents"),
@@ -38,6 +41,7 @@ PIECEWISE = {
     *("BertProcessing", "RobertaProcessing", "TemplateProcessing"),
     *("BPE", "Unigram", "WordLevel", "WordPiece"),
 }
+# Texts between the added tokens of the probe, to check that cutting does not change the token ids.
 PROBE_GAPS = (
     "",
     " ",
@@ -54,12 +58,13 @@ PROBE_GAPS = (
 class Cutter:
     """Cuts text where a tokenizer's added tokens start.
 
-    Raises ValueError for a tokenizer whose ids may depend on text outside the segment.
+    Raises:
+        ValueError: the ids of a segment may depend on other text with this tokenizer.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         tokens = tokenizer.get_added_tokens_decoder().values()
-        # The others match normalised text; the tokenizer finds these inside a segment.
+        # Other added tokens match normalised text. The tokenizer finds them inside of a segment.
         verbatim = [token for token in tokens if not token.normalized]
         if not verbatim:
             raise ValueError("no added token is matched verbatim; there is nowhere to cut")
@@ -73,7 +78,7 @@ class Cutter:
         self._probe(tokenizer, [token.content for token in tokens])
 
     def cut(self, text: str, *, shortest_characters: int = SHORTEST_SEGMENT) -> list[str]:
-        """Return the text's segments, in order; all but the first start with an added token."""
+        """Return the text's segments in order. All but the first start with an added token."""
         starts, end = [0], 0
         for match in self._tokens.finditer(text):
             start = match.start()
@@ -88,7 +93,7 @@ class Cutter:
         """Check that cutting does not change this tokenizer's ids for a probe text.
 
         Raises:
-            ValueError: it does.
+            ValueError: cutting changes the ids.
         """
         for gap in PROBE_GAPS:
             text = gap + "".join(token + gap for token in tokens)
@@ -98,7 +103,7 @@ class Cutter:
 
 
 class SegmentCache:
-    """The token ids of the most recently used segments. Without a lock, so for one thread only."""
+    """A cache of the token ids of the most recently used segments. Not thread-safe."""
 
     def __init__(self, capacity_bytes: int = CACHE_BYTES) -> None:
         self._capacity_bytes = capacity_bytes
@@ -112,7 +117,7 @@ class SegmentCache:
         return token_ids
 
     def put(self, segment: str, token_ids: TokenIds) -> None:
-        """Store the ids, unless they alone exceed the cache's capacity."""
+        """Store the ids of a segment. Ids that exceed the capacity alone are not stored."""
         size = _size_bytes(segment, token_ids)
         if segment in self._entries or size > self._capacity_bytes:
             return
@@ -129,7 +134,7 @@ def _size_bytes(segment: str, token_ids: TokenIds) -> int:
 def _ids(tokenizer: "Tokenizer", texts: list[str]) -> list[list[int]]:
     try:
         encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    except Exception as error:  # the library raises no narrower one: a word unknown to the model
+    except Exception as error:  # the library raises it for a word that the model does not have
         raise ValueError(f"the tokenizer refuses the probe {texts[0]!r}") from error
     return [encoding.ids for encoding in encodings]
 
@@ -138,7 +143,7 @@ def _require_piecewise(tokenizer: "Tokenizer") -> None:
     """Check that the tokenizer processes texts piece by piece.
 
     Raises:
-        ValueError: a step is unknown or random, or it processes the whole text.
+        ValueError: a step is unknown or random, or it processes the text as a whole.
     """
     if tokenizer.encode_special_tokens:
         raise ValueError("special tokens are tokenised as text; there is nowhere to cut")
@@ -153,12 +158,12 @@ def _require_piecewise(tokenizer: "Tokenizer") -> None:
 
 
 def _steps(part: Any) -> list[Mapping[str, Any]]:
-    """Return a tokenizer's part as in tokenizer.json, followed by its nested parts."""
+    """Return a part of a tokenizer, as in tokenizer.json, and all parts inside it."""
     if part is None:
         return []
     try:
         state = json.loads(part.__getstate__())
-    except Exception as error:  # the library raises no narrower one: a part written in Python
+    except Exception as error:  # the library raises it for a part that is written in Python
         raise ValueError(f"the {type(part).__name__} cannot be inspected") from error
     return list(_nested(state))
 
@@ -173,14 +178,14 @@ def _nested(step: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def any_of(words: Collection[str]) -> str:
     """Return a pattern that matches the longest of the words at a position.
 
-    Common beginnings are tried only once: some tokenizers add thousands of tokens, and a plain list
-    of alternatives takes half a second for a page of HTML.
+    The pattern is a tree of common prefixes. Some tokenizers have thousands of added tokens, and
+    with a plain list of alternatives, a search in a page of HTML would take half a second.
     """
     branches = []
     for _, group in groupby(sorted(filter(None, words)), key=itemgetter(0)):
-        alike = list(group)
-        stem = commonprefix(alike)  # noqa: RUF071 (by character is what we want)
-        branches.append(re.escape(stem) + any_of([word[len(stem) :] for word in alike]))
+        similar = list(group)
+        stem = commonprefix(similar)  # noqa: RUF071 (compares characters, as intended)
+        branches.append(re.escape(stem) + any_of([word[len(stem) :] for word in similar]))
     if not branches:
         return ""
     return f"(?:{'|'.join(branches)})" + ("?" if "" in words else "")

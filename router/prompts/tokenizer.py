@@ -1,4 +1,4 @@
-"""Turns prompts into token ids, with the model's own tokenizer and chat template."""
+"""Turns text and chats into token ids, with the model's own tokenizer and chat template."""
 
 import asyncio
 import json
@@ -23,24 +23,29 @@ from kvroute.router.prompts.plain_text import plain_text
 from kvroute.router.prompts.segments import Cutter, SegmentCache
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
-INLINE_CHARACTERS = 8_192  # longer text is tokenised in a worker thread; this takes about 2 ms
-INLINE_BYTES = 8_192  # bodies up to this size are escaped in the event loop, within 9 ms
-INLINE_MESSAGES = 64  # longer chats are rendered in a worker thread; this takes about 1 ms
-# Characters in one job of a worker thread. A call with more text takes turns with others.
+# Longest text, in characters, that is tokenised in the event loop, which takes about 2 ms. Longer
+# text is tokenised in a worker thread.
+INLINE_CHARACTERS = 8_192
+INLINE_BYTES = 8_192  # largest body that is escaped in the event loop, which takes up to 9 ms
+# Longest chat, in messages, that is rendered in the event loop, which takes about 1 ms.
+INLINE_MESSAGES = 64
+# Characters in one job of a worker thread. A call with more text has several jobs, so that jobs of
+# other calls can run between them.
 JOB_CHARACTERS = 65_536
-WORKERS = 2
+WORKERS = 2  # number of worker threads
 NO_ARGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class Prompts:
     """The tokenizer and chat template of a model folder or hub name.
 
-    If a user's text contains a special token, such as <|im_end|>, it becomes that special token,
-    as in vLLM. So a client can end a message within its text, unless its call was escaped.
+    If a text contains the name of a special token, such as <|im_end|>, it becomes that special
+    token, as in vLLM. So a client can end a message within its text, unless `escaped` has changed
+    the call.
 
-    If texts for this tokenizer can be cut into segments, the segments of a chat's earlier turns are
-    cached, and only the new part of the next turn is tokenised. Use rendered() from one event loop
-    only.
+    If the tokenizer allows it, rendered chats are cut into segments. The segments of earlier turns
+    are cached, so only the new part of the next turn is tokenised. Call rendered() from one event
+    loop only.
     """
 
     def __init__(
@@ -54,21 +59,22 @@ class Prompts:
         """Load the tokenizer and the chat template.
 
         Args:
-            engine_args: vLLM's arguments. Those about the chat template are used.
-            escapes: whether special tokens in clients' messages are split.
+            engine_args: vLLM's engine arguments; only those for the chat template are used.
+            escapes: whether `escaped` changes special tokens in clients' messages.
         """
         self.model = str(model)
         tokenizer = _load(model, revision)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError(
-                f"the tokenizer of {model} is not a fast tokenizer; add a tokenizer.json"
+                f"the tokenizer of {model} is not a fast tokenizer; add a tokenizer.json to the "
+                "model folder"
             )
         backend.no_truncation()
         backend.no_padding()
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1  # ids below it are valid
-        self._longest_token = max(map(len, vocabulary))  # characters
+        self.vocab_size = max(vocabulary.values()) + 1  # all valid token ids are less than this
+        self._longest_token = max(map(len, vocabulary))  # its length in characters
         self._tokenizer = tokenizer
         self._template = ChatTemplate(
             tokenizer,
@@ -83,22 +89,26 @@ class Prompts:
         self._escape = Escape(special) if special else None
         self._opening = _opening(backend)
         self._cutter = _cutter(backend)
-        self._known = SegmentCache()  # used from the event loop only, so without a lock
-        # A long prompt uses only its worker's core; the event loop and the engines need the others.
+        self._cache = SegmentCache()  # not thread-safe: used in the event loop only
+        # Tokenising a prompt uses one core. The event loop and the engines need the other cores.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._workers = ThreadPoolExecutor(WORKERS, thread_name_prefix="tokenise")
 
     async def texts(
         self, prompts: Sequence[str], *, max_model_len: int | None = None
     ) -> list[TokenIds]:
-        """Return the ids of plain texts, each with the tokenizer's special tokens around it."""
-        rests = await self.rests(prompts, max_model_len)
-        each = [np.concatenate([self._opening, rest]) for rest in rests]
-        if not all(map(len, each)):
-            raise invalid("prompt", 'prompt is ""; expected at least one token')
-        return each
+        """Return the ids of plain texts, each with the tokenizer's special tokens around it.
 
-    async def beginning(self, text: str, *, max_model_len: int | None = None) -> TokenIds:
+        Raises:
+            ApiError: a text is too long, or has no tokens.
+        """
+        rests = await self.continuations(prompts, max_model_len)
+        token_ids = [np.concatenate([self._opening, rest]) for rest in rests]
+        if not all(map(len, token_ids)):
+            raise invalid("prompt", 'prompt is ""; expected at least one token')
+        return token_ids
+
+    async def prefix_ids(self, text: str, *, max_model_len: int | None = None) -> TokenIds:
         """Return the ids of a plain text that other text will follow.
 
         They include the special tokens before the text, but not those after it.
@@ -106,10 +116,10 @@ class Prompts:
         self.check_length("prompt", text, max_model_len)
         return np.concatenate([self._opening, *await self.encode([text])])
 
-    async def rests(
+    async def continuations(
         self, prompts: Sequence[str], max_model_len: int | None = None
     ) -> list[TokenIds]:
-        """Return the ids of plain texts, each of which will follow a beginning.
+        """Return the ids of plain texts, each of which will follow other text.
 
         They include the special tokens after each text, but not those before it.
         """
@@ -124,7 +134,7 @@ class Prompts:
         return token_ids[opening:] if has_opening else token_ids
 
     def ids(self, token_ids: TokenIds) -> TokenIds:
-        """Return the token ids of a client, after a check that they are in the vocabulary."""
+        """Check that a client's token ids are in the vocabulary, and return them."""
         if not len(token_ids):
             raise invalid("prompt", "prompt is []; expected at least one token id")
         largest = int(token_ids.max())
@@ -152,20 +162,20 @@ class Prompts:
 
     def token_strings(self, token_ids: TokenIds) -> list[str]:
         """Return the vocabulary's string for each token."""
-        return [str(each) for each in self._tokenizer.convert_ids_to_tokens(token_ids.tolist())]
+        return [str(token) for token in self._tokenizer.convert_ids_to_tokens(token_ids.tolist())]
 
     def close(self) -> None:
         """Stop the worker threads after their current work."""
         self._workers.shutdown(cancel_futures=True)
 
     def render(self, messages: Sequence[ChatMessage], *, is_turn: bool = True) -> str:
-        """Render a conversation with the template and arguments that are used for all chats.
+        """Render messages with the same template and default arguments as chats.
 
         Args:
-            is_turn: whether the text ends with the start of the assistant's turn.
+            is_turn: whether the text ends with the start of the assistant's message.
 
         Raises:
-            ApiError: 400, the model has no template, or the template refuses the messages.
+            ApiError: 400: the model has no template, or the template refuses the messages.
         """
         body = {
             "messages": [_template_message(message) for message in messages],
@@ -185,10 +195,10 @@ class Prompts:
             ) from error
 
     async def escaped(self, call: Call) -> Call:
-        """Return the call with special tokens in its messages split, if that is switched on.
+        """Return the call without special tokens in its messages, if --escape-special-tokens is on.
 
         Raises:
-            ApiError: a message has a role that is not allowed.
+            ApiError: the call cannot be escaped; see Escape.call.
         """
         if self._escape is None:
             return call
@@ -204,11 +214,15 @@ class Prompts:
         *,
         before: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Return the rendered text of a call's body.
+        """Return the text that the template renders from a body.
+
+        Args:
+            before: messages of a prefix, which are rendered before those of the body.
 
         Raises:
             OnlyReplicaError: only a replica can render the body, or the template refuses it. In
                 the second case the replica answers with vLLM's error.
+            ApiError: the body has too many nested values.
         """
         text = partial(self._template.text, body, content_format, before=before)
         try:
@@ -218,20 +232,24 @@ class Prompts:
         except (TemplateError, TypeError, ValueError) as error:
             raise OnlyReplicaError(str(error)) from error
         except RecursionError:
-            raise invalid(None, "the body has too many values in values; send fewer") from None
+            raise invalid(None, "the body is nested too deep; send fewer nested values") from None
 
     async def rendered(self, text: str) -> TokenIds:
-        """Return the ids of a rendered template, which already contains the special tokens."""
+        """Return the ids of a rendered chat. The text already contains the special tokens."""
         segments = self._cutter.cut(text) if self._cutter else [text]
-        found = {segment: self._known.get(segment) for segment in segments}
-        missing = [segment for segment, token_ids in found.items() if token_ids is None]
+        ids_of = {segment: self._cache.get(segment) for segment in segments}
+        missing = [segment for segment, token_ids in ids_of.items() if token_ids is None]
         for segment, token_ids in zip(missing, await self.encode(missing), strict=True):
-            found[segment] = token_ids
-            self._known.put(segment, token_ids)
-        return np.concatenate([found[segment] for segment in segments])
+            ids_of[segment] = token_ids
+            self._cache.put(segment, token_ids)
+        return np.concatenate([ids_of[segment] for segment in segments])
 
     def check_length(self, field: str, text: str, max_model_len: int | None) -> None:
-        """Refuse text that is too long for the context even with the longest tokens."""
+        """Check a text's length before it is tokenised.
+
+        Raises:
+            ApiError: the text would not fit in the context even if it had the longest tokens only.
+        """
         if max_model_len is not None and len(text) > max_model_len * self._longest_token:
             raise context_length_exceeded(
                 field,
@@ -249,8 +267,8 @@ class Prompts:
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return self._token_ids(texts, special)
         loop, token_ids = asyncio.get_running_loop(), list[TokenIds]()
-        for some in _jobs(texts):
-            token_ids += await loop.run_in_executor(self._workers, self._token_ids, some, special)
+        for job in _jobs(texts):
+            token_ids += await loop.run_in_executor(self._workers, self._token_ids, job, special)
         return token_ids
 
     def _token_ids(self, texts: Sequence[str], special: bool) -> list[TokenIds]:
@@ -260,7 +278,7 @@ class Prompts:
 
 
 def _own_template(given: str | None) -> str | None:
-    """Return the template, or the contents of the file that is given instead.
+    """Return the template of --chat-template, which may be the path of a file.
 
     In vLLM this is load_chat_template.
     """
@@ -272,7 +290,7 @@ def _own_template(given: str | None) -> str | None:
 
 
 def _jobs(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the texts in order, in parts. A part ends once it has JOB_CHARACTERS characters."""
+    """Divide the texts into jobs of at least JOB_CHARACTERS characters, in order."""
     begin, characters = 0, 0
     for end, text in enumerate(texts, 1):
         characters += len(text)
@@ -288,9 +306,10 @@ def _opening(backend: Any) -> TokenIds:
 
 
 def _cutter(backend: Any) -> Cutter | None:
-    """Return the cutter of a tokenizer.
+    """Return a cutter for this tokenizer.
 
-    None: its texts cannot be cut into segments, so each chat is tokenised as a whole.
+    Returns:
+        None if its texts cannot be cut. Then each chat is tokenised as a whole.
     """
     try:
         return Cutter(backend)
@@ -299,13 +318,13 @@ def _cutter(backend: Any) -> Cutter | None:
 
 
 def _template_message(message: ChatMessage) -> dict[str, str]:
-    """Return the message as templates expect it: the role developer becomes system."""
+    """Return the message for the template. The role `developer` becomes `system`."""
     role = "system" if message.role == "developer" else message.role
     return {"role": role, "content": message.content}
 
 
 def _load(model: str | Path, revision: str) -> Any:
-    """Return the model's tokenizer, loaded without torch where possible (0.1 instead of 0.5 GB)."""
+    """Load the model's tokenizer, if possible without torch, which takes 0.4 GB of memory."""
     if _is_generic(Path(model)):
         from transformers import PreTrainedTokenizerFast
 
@@ -316,10 +335,10 @@ def _load(model: str | Path, revision: str) -> Any:
 
 
 def _is_generic(folder: Path) -> bool:
-    """Return whether the folder's tokenizer is just its tokenizer.json.
+    """Return whether the folder's tokenizer consists of its tokenizer.json only.
 
-    AutoTokenizer would load the same tokenizer, but it imports torch to read the model's
-    configuration.
+    AutoTokenizer would load the same tokenizer, but imports torch to read the configuration of the
+    model.
     """
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())

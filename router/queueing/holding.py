@@ -134,13 +134,13 @@ class Holding:
                 queued.prefill_s, self._queue.order_s(queued) - queued.arrived_s, now_s
             )
         self._queue.add(queued)
-        refusal = await self._wait(queued, urgency.most_s)
+        refusal = await self._wait(queued, urgency.max_wait_s)
         end_s = self._clock()
         waited_s = end_s - now_s
         if refusal != "no_replica" and not queued.was_background:
             self._correction.learn(raw_s, waited_s * (OVERDUE if refusal else 1.0))
-            if urgency.own_s is None:
-                self._margin.learn(forecast_s / urgency.most_s, is_late=refusal is not None)
+            if urgency.requested_wait_s is None:
+                self._margin.learn(forecast_s / urgency.max_wait_s, is_late=refusal is not None)
         if refusal is not None:
             raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, queued.tenant))
         self._queue.sent(queued, end_s)
@@ -164,7 +164,7 @@ class Holding:
         Raises:
             ApiError: even an empty prompt is expected to wait too long.
         """
-        if urgency.most_s < math.inf:
+        if urgency.max_wait_s < math.inf:
             self._check(urgency, self._least_s(urgency, sharer))
 
     async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> Refusal | None:
@@ -246,7 +246,7 @@ class Holding:
 
     def _least_s(self, urgency: Urgency, sharer: str) -> float:
         """Return how many seconds an empty prompt would wait; a recent result is reused."""
-        now_s, kind = self._clock(), (urgency.later_s, urgency.priority, sharer)
+        now_s, kind = self._clock(), (urgency.delay_s, urgency.priority, sharer)
         if now_s - self._forecast_s > FRESH_S:
             self._forecasts.clear()
             self._forecast_s = now_s
@@ -275,7 +275,7 @@ class Holding:
 
     def _check(self, urgency: Urgency, forecast_s: float) -> None:
         upper_s = self._margin.factor * forecast_s
-        if upper_s > urgency.most_s:
+        if upper_s > urgency.max_wait_s:
             raise self._refusal(urgency, "forecast", upper_s)
 
     def _refusal(
@@ -290,7 +290,7 @@ class Holding:
         self._fleet.observer.rejected(urgency.priority, refusal)
         if refusal == "no_replica":
             return no_replica()
-        if not urgency.is_batch and urgency.own_s is None:
+        if not urgency.is_batch and urgency.requested_wait_s is None:
             self._refused = (min(wait_s, MAX_REFUSED_S), self._clock())
         if refusal == "full":
             return queue_full()
@@ -306,7 +306,7 @@ def _queued(placement: Placement, context: RequestContext) -> QueuedRequest[Answ
         request=_answer(),
         arrived_s=context.ready_s,
         prefill_s=best.own_s + best.copy_s + best.lora_s,
-        priority_s=urgency.later_s,
+        priority_s=urgency.delay_s,
         is_interactive=urgency.is_interactive,
         is_batch=urgency.is_batch,
         tenant=context.sharer,
@@ -320,7 +320,7 @@ def _empty(urgency: Urgency, sharer: str, now_s: float) -> QueuedRequest[Answer]
         request=_answer(),
         arrived_s=now_s,
         prefill_s=0.0,
-        priority_s=urgency.later_s,
+        priority_s=urgency.delay_s,
         is_interactive=urgency.is_interactive,
         is_batch=urgency.is_batch,
         tenant=sharer,

@@ -27,12 +27,12 @@ def too_long(urgency: Urgency, problem: str, forecast_s: float) -> ApiError:
         problem: continues the message after "this request", such as "has waited 3 s".
         forecast_s: the predicted wait of a request that arrives now.
     """
-    retry_s = _retry_s(forecast_s - urgency.most_s)
-    limit = "--max-wait-s" if urgency.own_s is None else "its deadline"
+    retry_s = _retry_s(forecast_s - urgency.max_wait_s)
+    limit = "--max-wait-s" if urgency.requested_wait_s is None else "its deadline"
     return ApiError(
         429,
-        f"this request {problem} until a replica starts it, and {limit} is {urgency.most_s:g} s; "
-        f"try again in {retry_s} s, or add replicas",
+        f"this request {problem} until a replica starts it, and {limit} is "
+        f"{urgency.max_wait_s:g} s; try again in {retry_s} s, or add replicas",
         type="rate_limit_error",
         code="wait_too_long",
         headers={"retry-after": str(retry_s)},

@@ -76,7 +76,7 @@ class Seating:
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         self._seats.observe(is_busy=least_s >= self._busy_backlog_s(), pressure=placement.pressure)
         waiter = _waiter(placement, context)
-        if waiter is None or self._seats.is_free(waiter, now_s):
+        if waiter is None or self._seats.can_send(waiter, now_s):
             return 0.0
         max_wait_s = min(self._max_wait_s, context.urgency.deadline_s)
         self._check(waiter, context, max_wait_s)

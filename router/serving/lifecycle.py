@@ -37,7 +37,7 @@ class Lifecycle:
         )
         coroutines = self._coroutines() | parts.prefixes.tasks() | parts.telemetry.tasks()
         self._tasks = [asyncio.create_task(task, name=name) for name, task in coroutines.items()]
-        await parts.feed.loaded(within_s=LOADED_S)
+        await parts.feed.wait_until_loaded(timeout_s=LOADED_S)
 
     def check(self) -> None:
         """Raise the error of a task that has ended. No task should end by itself."""

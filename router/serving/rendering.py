@@ -16,13 +16,13 @@ from msgspec import Struct
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall, HttpPart, decode_rendered, encode_call
-from kvroute.router.api.calls import CHATS, COMPLETIONS, Call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.composer import PrefixComposer
-from kvroute.router.prompts.image_homes import ImageHomes, first_image
+from kvroute.router.prompts.image_affinity import ImageAffinity, first_image
 from kvroute.store.named_prefix import Prefix
 from kvroute.wire.structs import token_ids_of
 
@@ -122,14 +122,14 @@ class Renderer:
         questions: Questions,
         fleet: Fleet,
         composer: PrefixComposer,
-        homes: ImageHomes,
+        image_affinity: ImageAffinity,
         *,
         max_model_len: Callable[[], int],
     ) -> None:
         self._questions = questions
         self._fleet = fleet
         self._composer = composer
-        self._homes = homes
+        self._image_affinity = image_affinity
         self._max_model_len = max_model_len
 
     async def render(self, call: Call, prefix: Prefix | None) -> RenderedCall:
@@ -142,7 +142,7 @@ class Renderer:
         has_prefix = prefix is not None
         is_rendered = has_prefix or not call.needs_prompt_text
         try:
-            if call.path == CHATS:
+            if call.path == CHAT_COMPLETIONS:
                 ids = [await self._chat(call, prefix)]
                 return RenderedCall(call, ids, is_rendered, has_prefix)
             if call.path == COMPLETIONS:
@@ -187,7 +187,7 @@ class Renderer:
         """
         http = msgspec.structs.replace(http_call(call, call.raw), problem=problem)
         image = first_image(call.body)
-        prefer = None if image is None else partial(self._homes.home, image)
+        prefer = None if image is None else partial(self._image_affinity.replica_for, image)
         packed = await self._questions.ask("render", encode_call(http), prefer=prefer)
         rendered = decode_rendered(packed)
         if rendered.refusal is not None:
@@ -214,5 +214,5 @@ class Renderer:
                 "prompt instead of messages, and send a body without images",
                 code="unsupported_parameter",
             )
-        ids = [self._composer.behind(prefix, token_id) for token_id in rendered.token_ids]
+        ids = [self._composer.after_prefix(prefix, token_id) for token_id in rendered.token_ids]
         return RenderedCall(rendered.call, ids, has_prefix=True)

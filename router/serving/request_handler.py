@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
 from kvroute.keys.keyring import salted
-from kvroute.router.api.calls import PASSED_ON, Call
+from kvroute.router.api.calls import STATELESS_ROUTES, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.dispatch.ended_sessions import end_session
@@ -32,7 +32,7 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.receipts import receipt
 from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
-from kvroute.router.prompts.image_homes import ImageHomes
+from kvroute.router.prompts.image_affinity import ImageAffinity
 from kvroute.router.prompts.scored import scored_prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.conversations import Expanded
@@ -52,12 +52,12 @@ class RequestHandler:
         self._parts = parts
         self._policy = parts.settings.policy
         self._chats = Chats()
-        self._homes = ImageHomes()
+        self._image_affinity = ImageAffinity()
         self._renderer = Renderer(
             parts.questions,
             parts.fleet,
             parts.prefixes.composer,
-            self._homes,
+            self._image_affinity,
             max_model_len=parts.max_model_len,
         )
 
@@ -69,7 +69,7 @@ class RequestHandler:
             OverLimitError: the call would exceed a limit of its tenant.
         """
         try:
-            if call.path in PASSED_ON:
+            if call.path in STATELESS_ROUTES:
                 response = await forward(call, context.request_id, self._parts, self._renderer)
             else:
                 response = await self._generate(call, context)
@@ -77,7 +77,7 @@ class RequestHandler:
             response = complete_response(error.refusal, path=call.path)
         if response.status_code >= 400:
             if context.entry is not None:
-                context.entry.give_back(time.monotonic())
+                context.entry.refund(time.monotonic())
             refusal = ApiError(response.status_code, "", code="refused_by_engine")
             self._parts.telemetry.refused(refusal)
         return response
@@ -90,7 +90,7 @@ class RequestHandler:
         with request_spans.step("tokenise"):
             rendered = await self._renderer.render(expanded.call, expanded.prefix)
         if context.entry is not None:
-            context.entry.take(rendered.tokens)
+            context.entry.add_prompt_tokens(rendered.tokens)
         context = self._with_prompts(context, expanded, rendered)
         generations = await parts.dispatcher.generate_all([*rendered.prompts()], context)
         self._count(generations, context, expanded, rendered)
@@ -106,7 +106,7 @@ class RequestHandler:
         expanded = await self._expand(call)
         call = expanded.call
         rendered = await self._renderer.render(call, expanded.prefix)
-        broken = self._broken(expanded, rendered, context.lora, self._chats.look)
+        broken = self._broken(expanded, rendered, context.lora, self._chats.compare)
         features = rendered.placed_features()
         receipts = []
         for prompt in rendered.token_ids:
@@ -146,7 +146,7 @@ class RequestHandler:
         self._parts.fleet.end_session(session)
         self._parts.seat_wake.set()
         self._parts.publisher.session_ended(session)
-        if not self._parts.fleet.returns.believes_ends:
+        if not self._parts.fleet.returns.trusts_ends:
             return {}
         return await end_session(self._parts.links, session)
 
@@ -170,7 +170,7 @@ class RequestHandler:
             ready_s=time.monotonic(),
             prompts=len(rendered.token_ids),
             named_tokens=named_tokens,
-            broken=self._broken(expanded, rendered, context.lora, self._chats.see),
+            broken=self._broken(expanded, rendered, context.lora, self._chats.store),
             features=rendered.placed_features(),
         )
 
@@ -216,9 +216,9 @@ class RequestHandler:
             self._parts.prefixes.count(generation, expanded.prefix, owner)
             if context.entry is not None:
                 new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
-                context.entry.computed(generation.request_id, new_tokens, time.monotonic())
+                context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
         if rendered.image is not None:
-            self._homes.answered(rendered.image, generations[0].replica_id)
+            self._image_affinity.record(rendered.image, generations[0].replica_id)
 
 
 def _owner(call: Call, context: RequestContext) -> Owner | None:

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Response
 
 from kvroute.router.api.calls import MESSAGES, RESPONSES
-from kvroute.router.api.errors import DONE, event, refusal_of_replica
+from kvroute.router.api.errors import DONE, event, replica_error
 from kvroute.router.dispatch.batch import batch_response
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import placement_headers, relay_response
@@ -39,7 +39,7 @@ async def respond(
         ending = partial(_with_receipts, call.path, generations, policy)
     headers, failed = placement_headers(generations), partial(event, path=call.path)
     if len(generations) == 1:
-        refused = partial(refusal_of_replica, path=call.path)
+        refused = partial(replica_error, path=call.path)
         response = await relay_response(
             generations[0], headers, ending=ending, failed=failed, refused=refused
         )

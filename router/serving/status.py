@@ -13,7 +13,7 @@ from kvroute.contract.ranks import replicas_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.accounting.accounts import as_json
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.load_report import load_of
+from kvroute.router.api.load_report import cluster_load
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.page import seats_now, waiting
 from kvroute.router.page.recent import Sums
@@ -101,7 +101,7 @@ class Status:
                 "the usage of tenants is counted only if clients need API keys; restart with "
                 "kvroute serve --api-keys FILE",
             )
-        accounts = await self._parts.accounts.of_days(days)
+        accounts = await self._parts.accounts.sum_of_days(days)
         return [as_json(tenant, account) for tenant, account in accounts.items()]
 
     def queue(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Status:
     def load(self) -> dict[str, float]:
         """Return the load of all replicas and of this router's queue, under vLLM's names."""
         queued = sum(state.requests for state in self._parts.holding.states().values())
-        return load_of(self._parts.fleet.replicas.records, queued=queued)
+        return cluster_load(self._parts.fleet.replicas.records, queued=queued)
 
     # For the diagnosis.
 

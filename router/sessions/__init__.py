@@ -1,1 +1,1 @@
-"""What a router knows of conversations: their turns, where they part, and whether they go on."""
+"""Conversations: their turns, changes in their history, and whether they will continue."""

@@ -1,46 +1,48 @@
-"""At which prefixes prompts diverge, and which replicas the branches went to."""
+"""Prefixes after which prompts diverge, and the replicas to which these prompts were sent."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 from kvroute.blocks.fingerprint import Fingerprint
 
-KNOWN_PREFIXES = 10_000  # more are dropped, the least recently used first
-ROUNDS = 4.0  # a prefix's branches decay over this many branches for each replica of the fleet
-START = Fingerprint(0)  # the empty prefix: prompts whose first block no replica has
+MAX_PREFIXES = 10_000  # prefixes with counts; beyond this, the least recently used is dropped
+# Decay of a prefix's counts: a count falls to 1/e after this many further branches per replica.
+DECAY_ROUNDS = 4.0
+EMPTY_PREFIX = Fingerprint(0)  # key of prompts whose first block no replica has
 
 
 class Branches:
-    """Counts branches: hints only, like all of a router's knowledge.
+    """Counts of branches. They are estimates, and placement works without them.
 
-    A prompt branches off at a prefix if that is the longest part of it that any replica has.
+    A prompt is a branch of a prefix if this prefix is its longest part that any replica has cached.
     """
 
     def __init__(self) -> None:
-        self._taken: OrderedDict[Fingerprint, dict[str, float]] = OrderedDict()
+        # Last block of a prefix -> replica id -> number of branches that went there, decayed.
+        self._counts: OrderedDict[Fingerprint, dict[str, float]] = OrderedDict()
 
     def forks(self, prefix: Sequence[Fingerprint]) -> float:
-        """Return the number of requests that branched off at this prefix; new ones weigh more."""
-        return sum(self._taken.get(_key(prefix), {}).values())
+        """Return the number of branches of the prefix. Older branches count less."""
+        return sum(self._counts.get(_key(prefix), {}).values())
 
     def shares(self, prefix: Sequence[Fingerprint], fleet: Sequence[str]) -> list[float]:
-        """Return each replica's branches of the prefix over their mean; 1 if there are none."""
-        taken = self._taken.get(_key(prefix), {})
-        return relative([taken.get(replica_id, 0.0) for replica_id in fleet])
+        """Return each replica's number of branches divided by the mean, or 1 if there are none."""
+        counts = self._counts.get(_key(prefix), {})
+        return relative([counts.get(replica_id, 0.0) for replica_id in fleet])
 
     def take(self, prefix: Sequence[Fingerprint], replica_id: str, fleet: Collection[str]) -> None:
-        """Record that a branch of the prefix went to this replica."""
-        keep = 1.0 - 1.0 / (ROUNDS * len(fleet))
-        before = self._taken.pop(_key(prefix), {})
-        taken = {id_: keep * count for id_, count in before.items() if id_ in fleet}
-        taken[replica_id] = taken.get(replica_id, 0.0) + 1.0
-        self._taken[_key(prefix)] = taken
-        if len(self._taken) > KNOWN_PREFIXES:
-            self._taken.popitem(last=False)
+        """Record that a branch of the prefix was sent to this replica."""
+        decay = 1.0 - 1.0 / (DECAY_ROUNDS * len(fleet))
+        before = self._counts.pop(_key(prefix), {})
+        counts = {id_: decay * count for id_, count in before.items() if id_ in fleet}
+        counts[replica_id] = counts.get(replica_id, 0.0) + 1.0
+        self._counts[_key(prefix)] = counts
+        if len(self._counts) > MAX_PREFIXES:
+            self._counts.popitem(last=False)
 
 
 def relative(amounts: Sequence[float]) -> list[float]:
-    """Each amount over the mean of all; 1 when all are zero."""
+    """Divide each amount by the mean of all amounts. If all are zero, return 1 for each."""
     total, count = sum(amounts), len(amounts)
     if not total:
         return [1.0] * count
@@ -48,4 +50,4 @@ def relative(amounts: Sequence[float]) -> list[float]:
 
 
 def _key(prefix: Sequence[Fingerprint]) -> Fingerprint:
-    return prefix[-1] if prefix else START
+    return prefix[-1] if prefix else EMPTY_PREFIX

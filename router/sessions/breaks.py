@@ -1,6 +1,7 @@
-"""Where a chat's prompt parts from an earlier one, and what of the earlier one stands behind that.
+"""Finds a change in a chat's history: where the new prompt differs from that of an earlier turn.
 
-A cache holds leading tokens only. So what both prompts have behind the place is computed again.
+A cached prefix can be reused only up to the first change. The engine computes all text after the
+change again, even text that both prompts have in common.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,57 +14,63 @@ from xxhash import xxh3_64_hexdigest, xxh32_intdigest
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import TokenIds
 
-ALIKE = 16  # tokens in a row that both prompts have, so that they count as going on alike
-SURE = 64  # equal tokens that are no coincidence, unlike the markup between two messages
-REACH = 2_048  # tokens; what comes soon behind the place is looked for so far behind it at least
-SEARCHED = 131_072  # tokens behind the place; so the longest prompts take milliseconds
-STEP = 1_024  # tokens compared at once, at first: most differences come early
-TOKEN_BYTES = 4
+PROBE_TOKENS = 16  # length of a piece of the old prompt that is searched in the new prompt
+# Equal tokens in a row after which the prompts are known to agree again. The markup between two
+# messages is shorter, so it does not count.
+ENOUGH_TOKENS = 64
+# A piece at position p after the first difference is searched in the first 2 * p + MIN_REACH tokens
+# of the new prompt after that difference.
+MIN_REACH = 2_048
+# Largest number of tokens after the first difference that are searched. This takes milliseconds.
+MAX_SEARCHED = 131_072
+FIRST_STEP = 1_024  # tokens compared in the first step; each step compares twice as many
+TOKEN_BYTES = 4  # size of a token id in an array
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens of a prompt, without saying which."""
+    """The length and hash of some tokens of a prompt, without the tokens themselves."""
 
     tokens: int
-    hash: str  # hexadecimal; equal for equal tokens, within one router
+    # Hash in hexadecimal. One router gives equal tokens equal hashes; each router has other hashes.
+    hash: str
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first place where two prompts differ, and how they go on alike behind it."""
+    """The first change between two prompts, and the number of equal tokens after it."""
 
-    token: int  # the first that differs, counted from 0
+    token: int  # position of the first token that differs, from 0
     before: Span  # the changed part in the earlier prompt
-    after: Span  # the changed part in this prompt
-    alike: int  # tokens behind it that both prompts have
+    after: Span  # the changed part in the later prompt
+    common: int  # number of equal tokens directly after the changed part
 
     def around(self, tokens: int) -> slice:
-        """Return where it stands in the later prompt, with so many tokens before and behind it."""
+        """Return the changed part of the later prompt, with `tokens` tokens on each side."""
         return slice(max(0, self.token - tokens), self.token + self.after.tokens + tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """A chat's prompt that is not the earlier one continued."""
+    """A change in a chat's history: the prompt does not continue that of the earlier turn."""
 
-    role: str  # one of chats.PLACES: the role of the changed message, or another part
-    message: (
-        int | None
-    )  # number of the changed message in the chat, from 0; None: no message changed
+    role: str  # role of the changed message, or another part of the prompt; one of chats.PLACES
+    message: int | None  # number of the changed message, from 0; None: no message changed
     difference: Difference
-    kind: str = ""  # kind of the changed text, see `volatile`; empty: another kind
+    kind: str = ""  # kind of the changed text, see volatile.py; empty if it is of no known kind
 
     @property
     def lost(self) -> range:
-        """Return the tokens that a cache could have held without the change."""
+        """Return the positions of the tokens that could have been cached without the change."""
         begin = self.difference.token + self.difference.after.tokens
-        return range(begin, begin + self.difference.alike)
+        return range(begin, begin + self.difference.common)
 
     def as_json(self, *, known_tokens: int) -> dict[str, Any] | None:
-        """Return the break for the client; None if nothing was lost.
+        """Return the break as shown to the client, or None if it lost no cache hits.
 
-        Nothing is lost if replicas held as many leading tokens of the prompt all the same.
+        Args:
+            known_tokens: leading tokens of the prompt that some replica has or had cached. These
+                were not lost.
         """
         tokens = self.lost.stop - max(self.lost.start, known_tokens)
         if tokens <= 0:
@@ -80,9 +87,10 @@ class Break:
 
 
 def with_image_numbers(token_ids: TokenIds, features: Sequence[Feature]) -> TokenIds:
-    """Return the ids with a number for each image in place of its tokens.
+    """Return the token ids, with the tokens of each image replaced by a hash of the image.
 
-    The tokens themselves are the same for all images.
+    Without this, prompts with different images would be equal, since all images have the same
+    placeholder tokens.
     """
     if not features:
         return token_ids
@@ -95,41 +103,48 @@ def with_image_numbers(token_ids: TokenIds, features: Sequence[Feature]) -> Toke
 
 
 def difference(old: TokenIds, new: TokenIds, *, seed: int) -> Difference | None:
-    """Return how the prompts differ.
+    """Return the first change from one prompt to the other.
+
+    Args:
+        seed: seed of the hashes.
 
     Returns:
-        None: `new` continues `old`, or they do not agree again after the first difference.
+        None if one prompt continues the other, or if they have no text in common after the change.
     """
-    token = _same(old, new)
+    token = _common_length(old, new)
     if token == min(len(old), len(new)):
         return None
-    found = _alike_again(old[token:], new[token:])
-    if found is None:
+    agreement = _find_agreement(old[token:], new[token:])
+    if agreement is None:
         return None
-    removed, added, alike = found
+    removed, added, common = agreement
     return Difference(
         token,
         before=_span(old[token : token + removed], seed),
         after=_span(new[token : token + added], seed),
-        alike=alike,
+        common=common,
     )
 
 
-def _alike_again(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None:
-    """Return where both agree again: positions in `old` and `new`, and for how many tokens."""
-    packed = new[:SEARCHED].tobytes()
-    enough = max(ALIKE, min(SURE, len(old) // 2))
-    for probe in _probes(min(len(old), SEARCHED) - ALIKE):
-        for there in _places(packed, old[probe : probe + ALIKE].tobytes(), probe):
-            back = _same(old[:probe][::-1], new[:there][::-1])
-            alike = back + _same(old[probe:], new[there:])
-            if alike >= enough:
-                return probe - back, there - back, alike
+def _find_agreement(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None:
+    """Find where two token sequences agree again.
+
+    Returns:
+        The positions in `old` and in `new` where they agree, and for how many tokens.
+    """
+    packed = new[:MAX_SEARCHED].tobytes()
+    enough = max(PROBE_TOKENS, min(ENOUGH_TOKENS, len(old) // 2))
+    for probe in _probes(min(len(old), MAX_SEARCHED) - PROBE_TOKENS):
+        for match in _matches(packed, old[probe : probe + PROBE_TOKENS].tobytes(), probe):
+            back = _common_length(old[:probe][::-1], new[:match][::-1])
+            common = back + _common_length(old[probe:], new[match:])
+            if common >= enough:
+                return probe - back, match - back, common
     return None
 
 
 def _probes(last: int) -> Iterator[int]:
-    """Yield positions, each about twice as far as the last one, and one near the end."""
+    """Yield positions of pieces to search for: each about twice as far, then one near the end."""
     probe = 0
     while probe <= last:
         yield probe
@@ -138,22 +153,22 @@ def _probes(last: int) -> Iterator[int]:
         yield last - last // 8
 
 
-def _places(packed: bytes, tokens: bytes, probe: int) -> Iterator[int]:
-    """Return where these tokens are: at the probe's position, else the first place in reach."""
+def _matches(packed: bytes, tokens: bytes, probe: int) -> Iterator[int]:
+    """Yield positions of the tokens in the packed ids: the probe's own, and the first in reach."""
     begin = probe * TOKEN_BYTES
     if packed[begin : begin + len(tokens)] == tokens:
         yield probe
-    found = packed.find(tokens, 0, 2 * begin + REACH * TOKEN_BYTES)
-    if found >= 0 and found % TOKEN_BYTES == 0:  # else it begins amid a token
-        yield found // TOKEN_BYTES
+    offset = packed.find(tokens, 0, 2 * begin + MIN_REACH * TOKEN_BYTES)
+    if offset >= 0 and offset % TOKEN_BYTES == 0:  # other matches begin inside a token id
+        yield offset // TOKEN_BYTES
 
 
-def _same(one: TokenIds, other: TokenIds) -> int:
-    """Return the number of equal tokens at the start of both."""
-    length, begin, step = min(len(one), len(other)), 0, STEP
+def _common_length(left: TokenIds, right: TokenIds) -> int:
+    """Return the length of the longest common prefix of two token sequences."""
+    length, begin, step = min(len(left), len(right)), 0, FIRST_STEP
     while begin < length:
         end = min(begin + step, length)
-        differ = one[begin:end] != other[begin:end]
+        differ = left[begin:end] != right[begin:end]
         first = int(differ.argmax())
         if differ[first]:
             return begin + first

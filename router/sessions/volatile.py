@@ -1,10 +1,14 @@
-"""What kind of text changes in a prompt from one turn to the next, without saying the text."""
+"""The kind of text that changes in a prompt from turn to turn, such as a date.
+
+Reports and logs show the kind, because the text itself may be private.
+"""
 
 import re
 
-CONTEXT_TOKENS = 12  # prompt tokens on each side of a change, for marks such as "<total_tokens>"
-MAX_TOKENS = 64  # tokens of a change; a longer change is no date and no counter
-# The first that is found counts.
+# Prompt tokens on each side of a change that are searched too, for marks such as "<total_tokens>".
+CONTEXT_TOKENS = 12
+MAX_TOKENS = 64  # longest change in tokens; longer text is not a date or a counter
+# Each kind of text and its pattern. If several patterns match, the first one counts.
 KINDS = (
     ("a count of the tokens that are left", re.compile(r"total_tokens|tokens (?:left|remaining)")),
     ("a time of day", re.compile(r"\d{1,2}:\d{2}")),
@@ -15,9 +19,9 @@ KINDS = (
 
 
 def kind_of(text: str) -> str:
-    """Return what kind of text a change is; empty if it is none that changes by itself.
+    """Return the kind of the changed text, or "" if it is of no known kind.
 
     Args:
-        text: what stands there now, with some of the prompt before and behind it.
+        text: the text after the change, with some of the prompt before and after it.
     """
     return next((kind for kind, pattern in KINDS if pattern.search(text)), "")

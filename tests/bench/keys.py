@@ -53,7 +53,7 @@ def parts() -> dict[str, Callable[[], object]]:
     }
     access = partial(Access, keys=lambda: keyring, refused=refused)
     origins = partial(Origins, allowed=(), local_only=False, refused=refused)
-    call = parse_call(COMPLETIONS, b'{"prompt": "hi"}').asked_by(caller)
+    call = parse_call(COMPLETIONS, b'{"prompt": "hi"}').with_caller(caller)
     tokens, space = prompt(PROMPT_TOKENS), Space("m", "", BLOCK)
     salted = CacheScope(namespace=caller.salt, shared_tokens=PROMPT_TOKENS // 2)
     chained = partial(space.chain, tokens)

@@ -209,7 +209,7 @@ def _heard_us(fleet: Fleet, tokens: Tokens) -> float:
         attempt = teller.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)
         attempt.first_token(0.0)
         attempt.end()
-    message, listener = speaker.take(), PeerSubscriber(fleet, own="", clock=lambda: 0.0)
+    message, listener = speaker.next_message(), PeerSubscriber(fleet, own="", clock=lambda: 0.0)
     return 1e6 * each_s(lambda: listener.receive(message), 1)[0] / HEARD
 
 

@@ -59,7 +59,7 @@ async def _load(index: Index, prompts: Sequence[Chain]) -> Row:
         for look_s in LOOKS_S:
             await asyncio.sleep(begun + look_s - time.perf_counter())
             shares[f"hits after {look_s} s"] = _hit_share(fleet, prompts)
-        await feed.loaded(within_s=LEASE_S)
+        await feed.wait_until_loaded(timeout_s=LEASE_S)
         seconds, cpu_s = time.perf_counter() - begun, time.process_time() - begun_cpu
     return {
         "blocks, each counted once": len(fleet.mirror),

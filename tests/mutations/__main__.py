@@ -95,8 +95,8 @@ MUTATIONS = {
     "queue": Mutation(
         "a request that would wait too long is refused at once",
         "router/queueing/holding.py",
-        "if upper_s > urgency.most_s:",
-        "if upper_s > 1000 * urgency.most_s:",
+        "if upper_s > urgency.max_wait_s:",
+        "if upper_s > 1000 * urgency.max_wait_s:",
     ),
     "conversations": Mutation(
         "a response goes on with the conversation before it",

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from starlette.types import Message
 
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES
-from kvroute.router.api.calls import CHATS, RESPONSES, parse_call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.serving.conversations import Conversations, Expanded, with_conversation
 from kvroute.router.serving.stored_response import stored
@@ -127,7 +127,9 @@ async def test_without_a_store_the_option_is_named() -> None:
 
 
 async def test_other_routes_have_no_conversations(conversations: Conversations) -> None:
-    turn = await ask(conversations, CHATS, messages=[], previous_response_id="a", store=True)
+    turn = await ask(
+        conversations, CHAT_COMPLETIONS, messages=[], previous_response_id="a", store=True
+    )
     assert turn == Expanded(turn.call)
 
 

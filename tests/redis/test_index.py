@@ -388,9 +388,9 @@ async def test_a_router_that_starts_waits_for_the_index_but_not_long(
     await index.change(await join(index, "a"), added=BLOCKS, lease_s=LEASE_S)
     fleet = Fleet(model="a model", revision="", block_size=4, rng=random.Random(0))
     feed = Feed(index, fleet)
-    await feed.loaded(within_s=0.01)  # it does not even run
+    await feed.wait_until_loaded(timeout_s=0.01)  # it does not even run
     task = asyncio.create_task(feed.run())
-    await feed.loaded(within_s=60)
+    await feed.wait_until_loaded(timeout_s=60)
     assert held_by(fleet.mirror, "a") == set(BLOCKS)
     task.cancel()
 

@@ -16,9 +16,9 @@ from kvroute.contract.records import VERSION, ReplicaRecord
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.admission.limits import Limits
 from kvroute.router.connections.peers import (
-    DEAF_S,
+    CUT_OFF_S,
+    MAX_EVENTS,
     SILENCE_S,
-    WAITING_EVENTS,
     PeerPublisher,
     PeerSubscriber,
 )
@@ -116,7 +116,7 @@ async def test_a_dispatch_counts_at_the_other_router_until_its_end(redis_url: st
         await until(lambda: other.expects_when_told(prompt(7)) == set())
 
 
-async def test_routers_that_hear_each_other_spread_new_prompts(redis_url: str) -> None:
+async def test_connected_routers_spread_new_prompts(redis_url: str) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         chosen = []
@@ -127,7 +127,7 @@ async def test_routers_that_hear_each_other_spread_new_prompts(redis_url: str) -
     assert chosen.count("a") == chosen.count("b")
 
 
-def test_what_a_replica_reports_beyond_all_that_was_told_counts_as_backlog() -> None:
+def test_prefill_that_a_replica_reports_beyond_known_requests_counts_as_backlog() -> None:
     router = Router()
     for number in range(100):
         router.send(prompt(number), str(number)).end()
@@ -147,7 +147,7 @@ async def test_a_sibling_follows_its_leader_through_another_router(redis_url: st
     assert sibling.replica_id == leader.replica_id
 
 
-async def test_a_router_does_not_hear_itself(redis_url: str) -> None:
+async def test_a_router_ignores_its_own_messages(redis_url: str) -> None:
     one = Router()
     async with connected(redis_url, one):
         attempt = one.send(prompt(7))
@@ -155,7 +155,7 @@ async def test_a_router_does_not_hear_itself(redis_url: str) -> None:
         assert one.backlogs_s()[attempt.replica_id] == pytest.approx(0.4)
 
 
-async def test_a_router_without_others_publishes_no_more_than_that_it_is_there(
+async def test_a_router_without_others_publishes_heartbeats_only(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published = list[RouterMessage]()
@@ -173,7 +173,7 @@ async def test_a_router_without_others_publishes_no_more_than_that_it_is_there(
     assert sum(len(message.events) for message in published) < 5
 
 
-async def test_a_router_that_fell_silent_is_forgotten(redis_url: str) -> None:
+async def test_a_silent_router_is_forgotten(redis_url: str) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         one.send(prompt(7))
@@ -184,11 +184,11 @@ async def test_a_router_that_fell_silent_is_forgotten(redis_url: str) -> None:
         assert set(other.backlogs_s().values()) == {0.0}
 
 
-async def test_what_waits_to_be_told_is_bounded_and_a_loss_is_owned_up_to() -> None:
+async def test_waiting_events_are_bounded_and_their_loss_is_published() -> None:
     one, other = Router(), Router()
-    attempts = [one.send(prompt(7, 8), str(number)) for number in range(WAITING_EVENTS + 5)]
-    assert len(one.peer_publisher._events) <= WAITING_EVENTS
-    assert len(attempts) == WAITING_EVENTS + 5
+    attempts = [one.send(prompt(7, 8), str(number)) for number in range(MAX_EVENTS + 5)]
+    assert len(one.peer_publisher._events) <= MAX_EVENTS
+    assert len(attempts) == MAX_EVENTS + 5
     assert type(one.peer_publisher._events[0]).__name__ == "Restarted"
     assert other.expects(prompt(7, 8)) == set()
 
@@ -198,32 +198,32 @@ async def test_a_tenants_requests_count_on_all_routers(redis_url: str) -> None:
     async with connected(redis_url, one, other):
         entry = one.limits.enter("acme", 0.0)
         assert entry
-        await until(lambda: other.limits.under_way("acme") == (1, 0))
-        entry.take(5)
-        await until(lambda: other.limits.under_way("acme") == (1, 5))
+        await until(lambda: other.limits.in_flight("acme") == (1, 0))
+        entry.add_prompt_tokens(5)
+        await until(lambda: other.limits.in_flight("acme") == (1, 5))
         entry.leave()
-        await until(lambda: other.limits.under_way("acme") == (0, 0))
+        await until(lambda: other.limits.in_flight("acme") == (0, 0))
 
 
-async def test_a_router_that_fell_silent_takes_its_tenants_requests_with_it(redis_url: str) -> None:
+async def test_the_tenants_requests_of_a_silent_router_end(redis_url: str) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         one.limits.enter("acme", 0.0)
-        await until(lambda: other.limits.under_way("acme") == (1, 0))
+        await until(lambda: other.limits.in_flight("acme") == (1, 0))
     other.now_s += SILENCE_S - 1
     other.listener.receive(RouterMessage(VERSION, other.listener.own, []))  # it hears itself
     other.now_s += 2
     other.listener.forget_silent()
-    assert (other.limits.under_way("acme"), other.limits.shared_by) == ((0, 0), 1)
+    assert (other.limits.in_flight("acme"), other.limits.shared_by) == ((0, 0), 1)
 
 
-async def test_routers_that_hear_nothing_share_the_limits_until_they_hear_again(
+async def test_routers_that_are_cut_off_share_the_limits_until_they_are_connected_again(
     redis_url: str,
 ) -> None:
     one, other = Router(), Router()
     async with connected(redis_url, one, other):
         await until(lambda: len(one.limits._others) == 1)
-    one.now_s += DEAF_S + 0.1
+    one.now_s += CUT_OFF_S + 0.1
     one.listener.forget_silent()
     assert one.limits.shared_by == 2
     one.listener.forget_all()  # Redis refuses, again and again

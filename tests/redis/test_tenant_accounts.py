@@ -144,7 +144,9 @@ async def test_lost_batches_and_answers_change_no_sum(
     while store.lost:
         await lasting.close()
     await lasting.flush()
-    assert await lasting.of_days([TODAY]) == {name: sums for name, sums in expected.items() if sums}
+    assert await lasting.sum_of_days([TODAY]) == {
+        name: sums for name, sums in expected.items() if sums
+    }
 
 
 async def test_two_flushes_at_once_count_once(empty_redis: Redis) -> None:
@@ -152,7 +154,7 @@ async def test_two_flushes_at_once_count_once(empty_redis: Redis) -> None:
     for _ in range(20):
         lasting.add("a", {"ok": 1})
         await asyncio.gather(*(lasting.flush() for _ in range(3)))
-    assert await lasting.of_days([TODAY]) == {"a": {"ok": 20}}
+    assert await lasting.sum_of_days([TODAY]) == {"a": {"ok": 20}}
 
 
 async def test_each_day_has_what_ended_then(empty_redis: Redis) -> None:
@@ -163,9 +165,9 @@ async def test_each_day_has_what_ended_then(empty_redis: Redis) -> None:
     lasting.add("a", {"ok": 5})
     await lasting.flush()
     tomorrow = TODAY + datetime.timedelta(1)
-    assert await lasting.of_days([TODAY]) == {"a": {"ok": 1}}
-    assert await lasting.of_days([tomorrow]) == {"a": {"ok": 5}}
-    assert await lasting.of_days([TODAY, tomorrow]) == {"a": {"ok": 6}}
+    assert await lasting.sum_of_days([TODAY]) == {"a": {"ok": 1}}
+    assert await lasting.sum_of_days([tomorrow]) == {"a": {"ok": 5}}
+    assert await lasting.sum_of_days([TODAY, tomorrow]) == {"a": {"ok": 6}}
 
 
 async def test_what_was_used_waits_while_redis_is_away(empty_redis: Redis) -> None:
@@ -175,18 +177,18 @@ async def test_what_was_used_waits_while_redis_is_away(empty_redis: Redis) -> No
         lasting.add("a", {"ok": 1})
         await lasting.close()
         with pytest.raises((RedisError, OSError)):
-            await lasting.of_days([TODAY])
+            await lasting.sum_of_days([TODAY])
     lasting._store = DailyAccounts(empty_redis, "m")
     lasting.add("b", {"ok": 1})
     await lasting.flush()
-    assert await lasting.of_days([TODAY]) == {"a": {"ok": 3}, "b": {"ok": 1}}
+    assert await lasting.sum_of_days([TODAY]) == {"a": {"ok": 3}, "b": {"ok": 1}}
 
 
 def application(each: Mapping[str, LastingAccounts]) -> httpx.AsyncClient:
     """A client of a router's routes. each: the accounts of each of its models."""
 
     async def tenants(name: str, days: Iterable[datetime.date]) -> list[dict[str, Any]]:
-        return [as_json(*found) for found in (await each[name].of_days(days)).items()]
+        return [as_json(*found) for found in (await each[name].sum_of_days(days)).items()]
 
     models = [
         SimpleNamespace(name=name, status=SimpleNamespace(tenants=partial(tenants, name)))

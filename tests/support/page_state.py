@@ -6,7 +6,7 @@ from typing import Any
 from kvroute.router.page.history import PERIOD_S, SAMPLES, History, Load, sample
 from kvroute.router.page.traffic import Counts
 from kvroute.router.placement.ledger import CAUSES
-from kvroute.router.sessions.returns import WHYS
+from kvroute.router.sessions.returns import EVICTION_REASONS
 
 NOW_S = 1_800_000_000.0
 TOKENS = {"hit": 8_000, "spilled": 300, "new": 1_500, "tail": 200}
@@ -24,7 +24,7 @@ def page_state(replicas: int, *, samples: int = SAMPLES) -> dict[str, Any]:
                 "window_s": 300.0,
                 "requests": 40,
                 "tokens": dict.fromkeys(CAUSES, 0) | TOKENS,
-                "evicted": dict.fromkeys(WHYS, 0),
+                "evicted": dict.fromkeys(EVICTION_REASONS, 0),
                 "broken": [],
             },
             "prefixes": [_hot(number, ids) for number in range(8)],

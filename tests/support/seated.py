@@ -32,7 +32,7 @@ class Sessions:
     def begin(self, session: int, tokens: int, tenant: int = 0) -> None:
         """Send a session's first turn, and end it at once."""
         waiter = self.waiter(session, tokens, tenant)
-        assert self.seats.is_free(waiter, self.now_s)
+        assert self.seats.can_send(waiter, self.now_s)
         self.send(waiter)
         self.end(session)
 
@@ -45,9 +45,9 @@ class Sessions:
     def ask(self, session: int, tokens: int, tenant: int = 0, router: int = 0) -> bool:
         """Send the next turn, or let it wait. Return whether it was sent."""
         seats, waiter = self.routers[router], self.waiter(session, tokens, tenant)
-        if not seats.is_free(waiter, self.now_s):
+        if not seats.can_send(waiter, self.now_s):
             seats.add(waiter)
-            self.tell()
+            self.report()
             return False
         self.send(waiter)
         return True
@@ -57,16 +57,16 @@ class Sessions:
         self.turns[waiter.session] = waiter.turn.number
         self.running.append(waiter.session)
         for seats in self.routers:
-            known = (NO_BLOCK, 0)
+            cached = (NO_BLOCK, 0)
             tenant = waiter.tenant
-            seats.sent(waiter.turn, waiter.tokens, tenant=tenant, known=known, now_s=self.now_s)
+            seats.sent(waiter.turn, waiter.tokens, tenant=tenant, cached=cached, now_s=self.now_s)
 
     def end(self, session: int) -> None:
         self.running.remove(session)
         for seats in self.routers:
             seats.ended(session, self.now_s)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         for number, seats in enumerate(self.routers):
             for other in self.routers:
                 if other is not seats:
@@ -78,5 +78,5 @@ class Sessions:
         while waiter := seats.due(self.now_s):
             self.send(waiter)
             sessions.append(waiter.session)
-            self.tell()
+            self.report()
         return sessions

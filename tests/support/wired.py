@@ -107,7 +107,7 @@ class ToldLinks:
     def busy(self) -> set[str]:
         return self.waiting
 
-    def told_ranks(self, replica_id: str) -> tuple[str, ...]:
+    def reported_ranks(self, replica_id: str) -> tuple[str, ...]:
         return self.by_replica.get(replica_id, ())
 
     def received_messages(self, replica_id: str) -> int:

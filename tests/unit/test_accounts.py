@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.contract.generation import Chunk
 from kvroute.keys.limits import OTHER
 from kvroute.prefill.speed import PrefillSpeed
-from kvroute.router.accounting.accounts import NAMED, US, Accounts, as_json, bounded
+from kvroute.router.accounting.accounts import MAX_NAMES, US, Accounts, account_of, as_json
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.placement.attempts import Attempt, Outcome, RequestContext
 from kvroute.router.placement.fleet import Fleet
@@ -28,14 +28,14 @@ TOKENS_PER_S = 1000.0  # speed of prefill for prompts of every length
 
 
 class AsPredicted(PrefillSpeed):
-    """The speed of a replica that is exactly as fast as predicted."""
+    """The speed of a replica that is always as fast as predicted."""
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
         """Ignore measured times."""
 
 
 class Kept:
-    """Accounts that outlive the router, in memory."""
+    """A store of accounts in memory."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Counter[str]] = {}
@@ -84,7 +84,7 @@ def receive(
     attempt.receive(Chunk((7,) * tokens, cached, is_last), at_s)
 
 
-def test_prefill_is_charged_for_what_was_computed_and_the_rest_is_saved() -> None:
+def test_computed_tokens_are_charged_as_prefill_and_cached_ones_count_as_saved() -> None:
     charged = Charged(gpus=4)
     attempt = charged.send("acme")
     receive(attempt, at_s=1.0, cached=80, is_last=True)
@@ -96,7 +96,7 @@ def test_prefill_is_charged_for_what_was_computed_and_the_rest_is_saved() -> Non
     assert account["prompt_tokens"]["unexpected_hit"] == 80
 
 
-def test_requests_that_decode_together_share_the_replica() -> None:
+def test_requests_that_decode_together_share_the_replicas_time() -> None:
     charged = Charged()
     one, two = charged.send("one", tokens=1), charged.send("two", tokens=1)
     for attempt in (one, two):
@@ -121,7 +121,7 @@ def test_a_prefill_is_not_charged_to_requests_that_decode_meanwhile() -> None:
     assert charged.account("computed")["gpu_seconds"]["prefill"] == pytest.approx(1.0)
 
 
-def test_requests_of_other_routers_take_their_share() -> None:
+def test_requests_of_other_routers_count_in_the_division() -> None:
     charged = Charged()
     own, foreign = charged.send("acme"), charged.send("")
     receive(own, at_s=10.0, cached=100)
@@ -150,7 +150,7 @@ def test_a_request_that_two_replicas_answered_counts_once_with_the_time_of_both(
     assert account["gpu_seconds"]["decode"] == pytest.approx(1.0 + 3.0)
 
 
-def test_a_request_that_moved_before_it_ran_or_was_refused_costs_nothing() -> None:
+def test_a_request_that_moved_before_its_first_token_or_was_refused_costs_nothing() -> None:
     charged = Charged()
     charged.send("acme").end("moved")
     charged.send("acme").end("refused")
@@ -159,7 +159,7 @@ def test_a_request_that_moved_before_it_ran_or_was_refused_costs_nothing() -> No
     assert account["gpu_seconds"] == {"prefill": 0.0, "decode": 0.0}
 
 
-def test_without_keys_nothing_is_counted() -> None:
+def test_requests_without_a_key_are_not_counted() -> None:
     charged = Charged()
     attempt = charged.send("")
     receive(attempt, at_s=1.0, is_last=True)
@@ -171,23 +171,23 @@ def test_without_keys_nothing_is_counted() -> None:
 
 def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
     charged = Charged()
-    for number in range(NAMED + 5):
+    for number in range(MAX_NAMES + 5):
         attempt = charged.send(f"t{number}")
         receive(attempt, at_s=1.0, is_last=True)
         attempt.end()
     charged.send("t0").end("refused")
     samples = [sample for metric in charged.registry.collect() for sample in metric.samples]
     named = {sample.labels["tenant"] for sample in samples}
-    assert named == {f"t{number}" for number in range(NAMED)} | {OTHER}
+    assert named == {f"t{number}" for number in range(MAX_NAMES)} | {OTHER}
     assert charged.value("requests", tenant=OTHER, outcome="ok") == 5
     assert charged.value("requests", tenant="t0", outcome="refused") == 1
-    assert len(charged.kept.sums) == NAMED + 5
+    assert len(charged.kept.sums) == MAX_NAMES + 5
 
 
-def test_a_tenant_with_the_name_of_the_others_does_not_count_as_named() -> None:
+def test_a_tenant_named_other_does_not_count_towards_the_limit() -> None:
     accounts = dict[str, Counter[str]]()
     for name in ("a", OTHER, "b", "c"):
-        bounded(accounts, name, most=2).update({"ok": 1})
+        account_of(name, accounts, limit=2).update({"ok": 1})
     assert accounts == {"a": {"ok": 1}, OTHER: {"ok": 2}, "b": {"ok": 1}}
 
 
@@ -208,7 +208,7 @@ ATTEMPTS = st.lists(
 def test_accounts_are_the_sums_of_their_requests(
     attempts: Sequence[tuple[str, int, int, int, Outcome | None]], gpus: int
 ) -> None:
-    """Together, the requests take no more GPU time than has passed."""
+    """All requests together are charged no more GPU time than has elapsed."""
     charged, expected, sent = Charged(gpus=gpus), Counter[tuple[str, str]](), []
     now_s = 0.0
     for number, (tenant, tokens, *_) in enumerate(attempts):
@@ -246,5 +246,5 @@ def test_accounts_are_the_sums_of_their_requests(
         for name in charged.accounts.totals
         for cause in CAUSES
     )
-    decoded_s = sum(each["decode_us"] for each in charged.kept.sums.values()) / US
+    decoded_s = sum(usage["decode_us"] for usage in charged.kept.sums.values()) / US
     assert 0 <= decoded_s <= 2 * gpus * now_s + 1e-3  # two replicas

@@ -170,7 +170,7 @@ def test_routers_share_blamed_requests() -> None:
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     subscriber = PeerSubscriber(fleet, own="there", blamed=there.receive)
     PoisonList(publisher.blamed).add(request_of(), "it stopped r0")
-    subscriber.receive(decode(encode(publisher.take())))
+    subscriber.receive(decode(encode(publisher.next_message())))
     assert is_refused(there, request_of())
 
 

@@ -11,7 +11,7 @@ import pytest
 from starlette.requests import Request
 
 from kvroute.router.api import bodies as bodies_module
-from kvroute.router.api.bodies import INLINE_BYTES, WAITING_LIMITS, Bodies
+from kvroute.router.api.bodies import HELD_LIMITS, INLINE_BYTES, Bodies
 from kvroute.router.api.calls import COMPLETIONS, parse_call
 from kvroute.router.api.errors import ApiError, shown
 
@@ -78,7 +78,9 @@ async def test_only_large_bodies_are_parsed_in_a_process_and_they_share_it(bodie
 
 
 @pytest.mark.parametrize("filling", ["", LARGE], ids=["small", "large"])
-async def test_small_and_large_bad_bodies_get_the_same_error(bodies: Bodies, filling: str) -> None:
+async def test_invalid_small_and_large_bodies_get_the_same_error(
+    bodies: Bodies, filling: str
+) -> None:
     bad = await refusal(bodies, request(body(cache_salt="x" * 300, prompt=f"a{filling}")))
     assert (bad.status, bad.param, len(bad.message) < 200) == (400, "cache_salt", True)
     cut = await refusal(bodies, request(body(prompt=f"a{filling}")[:-2]))
@@ -93,7 +95,7 @@ async def test_a_body_that_kills_the_process_is_refused_and_the_next_one_is_pars
     assert (await bodies.read(PARSE, request(body(prompt=LARGE)))).n == 1
 
 
-async def test_a_body_of_a_million_lists_costs_this_process_no_memory(bodies: Bodies) -> None:
+async def test_a_body_of_a_million_lists_takes_no_memory_in_the_router(bodies: Bodies) -> None:
     lists = request(b'{"prompt": [' + b"[]," * 1_300_000 + b"[]]}")
     before = psutil.Process().memory_full_info().uss
     assert (await refusal(bodies, lists)).code == "request_too_large"
@@ -116,7 +118,7 @@ async def test_a_client_that_leaves_before_the_end_of_its_body_gets_status_499(
     assert not bodies._held
 
 
-async def test_a_body_that_stops_is_refused_after_a_time(
+async def test_a_body_that_stops_is_refused_after_a_timeout(
     bodies: Bodies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies_module, "SILENCE_S", 0.01)
@@ -145,7 +147,7 @@ async def test_the_memory_of_unparsed_bodies_is_limited(bodies: Bodies) -> None:
 
     reading = [asyncio.create_task(refusal(bodies, waiting())) for _ in range(25)]
     await asyncio.sleep(0.1)
-    assert bodies._held <= WAITING_LIMITS * (4 << 20)
+    assert bodies._held <= HELD_LIMITS * (4 << 20)
     refused = {(task.result().status, task.result().code) for task in reading if task.done()}
     assert refused == {(429, "overloaded")}
     go_on.set()

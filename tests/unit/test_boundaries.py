@@ -23,11 +23,11 @@ from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.fleet import Fleet
 from tests.support.records import record
 
-UNIT = 4  # tokens of one fingerprint
+UNIT = 4  # tokens per block that has a fingerprint
 CHAIN = [Fingerprint(random.Random(i).getrandbits(64)) for i in range(40)]
 REPLICAS = ("a", "b", "c")
 
-Held = set[tuple[int, int]]  # a group's number and where a block ends, in tokens
+Held = set[tuple[int, int]]  # cached blocks: the number of the group, and the end in tokens
 
 
 def layouts() -> st.SearchStrategy[Layout]:
@@ -129,7 +129,7 @@ def test_a_boundary_is_served_by_both_tiers_together(
 
 
 @given(layouts(), st.integers(0, len(CHAIN)), st.integers(0, len(CHAIN)))
-def test_what_a_prompt_adds_makes_all_of_it_a_hit(layout: Layout, blocks: int, begin: int) -> None:
+def test_a_computed_prompt_is_a_hit_as_a_whole(layout: Layout, blocks: int, begin: int) -> None:
     boundaries, mirror = Boundaries(layout, UNIT), Mirror()
     mirror.join("a")
     chain = CHAIN[: boundaries.usable(blocks)]
@@ -140,18 +140,18 @@ def test_what_a_prompt_adds_makes_all_of_it_a_hit(layout: Layout, blocks: int, b
 
 
 @given(layouts(), st.randoms(use_true_random=False), st.integers(0, len(CHAIN)))
-def test_what_the_first_group_alone_could_serve_is_told(
+def test_the_hit_of_the_first_group_alone_is_found(
     layout: Layout, rng: random.Random, blocks: int
 ) -> None:
     mirror, first = Mirror(), layout.groups[0]
     mirror.join("a")
     held = {(0, end) for number, end in all_blocks(layout) if not number and rng.random() < 0.9}
     mirror.add("a", [group_fingerprint(CHAIN[end // UNIT - 1], 0) for _, end in held])
-    found = mirror.in_first_group(CHAIN[:blocks], Boundaries(layout, UNIT))
+    found = mirror.first_group_hit(CHAIN[:blocks], Boundaries(layout, UNIT))
     assert found == hit(Layout((first,), layout.hit_tokens), held, blocks)
 
 
-def test_a_prompt_that_lacks_only_states_is_not_taken_for_evicted() -> None:
+def test_a_prompt_that_lacks_only_states_does_not_count_as_evicted() -> None:
     fleet = new_fleet()
     layout = Layout((CacheGroup("full_attention", 8), CacheGroup("mamba", 16)), 16)
     fleet.mirror.join("a")
@@ -171,7 +171,7 @@ def test_a_boundary_stays_known_after_its_blocks_are_evicted(layout: Layout, blo
     chain = CHAIN[: boundaries.usable(blocks)]
     mirror.add("a", boundaries.added(chain, 0))
     mirror.remove("a", boundaries.added(chain, 0))
-    assert boundaries.known(CHAIN, mirror.is_known) == len(chain)
+    assert boundaries.known_blocks(CHAIN, mirror.is_known) == len(chain)
     if any(group.kind not in CHUNK for group in layout.groups):  # a chunk's end needs no block
         assert not mirror.hits(CHAIN, layout=boundaries)
 
@@ -184,7 +184,7 @@ def test_a_boundary_stays_known_after_its_blocks_are_evicted(layout: Layout, blo
         (Layout((CacheGroup("full_attention", 8),), 10), "10 tokens"),
     ],
 )
-def test_an_unknown_layout_degrades_its_replica_and_claims_nothing(
+def test_a_replica_with_an_unknown_layout_is_degraded_and_has_no_hits(
     layout: Layout, reason: str
 ) -> None:
     with pytest.raises(UnknownLayoutError, match=reason):
@@ -199,7 +199,7 @@ def test_an_unknown_layout_degrades_its_replica_and_claims_nothing(
     assert fleet.caches.added("a", CHAIN) == ()
 
 
-def test_replicas_of_several_layouts_are_ranked_each_by_its_own() -> None:
+def test_each_replica_is_ranked_by_its_own_layout() -> None:
     """As while another version is rolled out."""
     fleet = new_fleet()
     layout = Layout((CacheGroup("full_attention", 8), CacheGroup("mamba", 16)), 16)

@@ -23,7 +23,7 @@ from kvroute.router.api.call_limits import (
     TOKENIZER_ARGUMENTS,
 )
 from kvroute.router.api.calls import (
-    CHATS,
+    CHAT_COMPLETIONS,
     COMPLETIONS,
     MESSAGES,
     RESPONSES,
@@ -56,8 +56,10 @@ def refusal(path: str = COMPLETIONS, **body: Any) -> ApiError:
     return refused.value
 
 
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from([CHATS, COMPLETIONS]))
-def test_any_body_is_read_or_refused(body: dict[str, Any], path: str) -> None:
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), JSON), st.sampled_from([CHAT_COMPLETIONS, COMPLETIONS])
+)
+def test_any_body_is_parsed_or_refused(body: dict[str, Any], path: str) -> None:
     try:
         call = called(path, **body)
         call.prefix()
@@ -84,7 +86,7 @@ def test_token_ids_are_arrays(prompts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]])
-def test_each_prompt_gets_a_body_of_its_own(prompt: list[Any]) -> None:
+def test_each_prompt_gets_its_own_body(prompt: list[Any]) -> None:
     call = called(prompt=prompt, max_tokens=3)
     for number, each in enumerate(prompt):
         assert json.loads(call.with_prompt(number)) == {"prompt": each, "max_tokens": 3}
@@ -155,8 +157,8 @@ def test_1024_tokens_can_have_a_bias() -> None:
 
 def test_a_body_with_too_many_values_is_refused_and_token_ids_do_not_count() -> None:
     many = [0] * (MAX_VALUES + 1)
-    assert refusal(CHATS, metadata=many).status == 413
-    assert refusal(CHATS, tools=[{"a": [many]}]).status == 413
+    assert refusal(CHAT_COMPLETIONS, metadata=many).status == 413
+    assert refusal(CHAT_COMPLETIONS, tools=[{"a": [many]}]).status == 413
     assert len((called(prompt=many).prompts() or [[]])[0]) == len(many)
 
 
@@ -178,33 +180,35 @@ def seen(**part: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("field", ["image_url", "video_url", "input_audio"])
 def test_a_uuid_without_its_image_is_refused(field: str, value: object) -> None:
     """Other replicas do not have the image."""
-    error = refusal(CHATS, **seen(uuid="logo", **{field: value}))
+    error = refusal(CHAT_COMPLETIONS, **seen(uuid="logo", **{field: value}))
     assert (error.status, error.param) == (400, field)
-    assert not isinstance(called(CHATS, **seen(uuid="logo", **{field: "data:,"})), ApiError)
+    assert not isinstance(
+        called(CHAT_COMPLETIONS, **seen(uuid="logo", **{field: "data:,"})), ApiError
+    )
 
 
 @pytest.mark.parametrize("uuid", ["x" * 257, 7, ["x"]])
 def test_an_images_uuid_is_a_short_string(uuid: object) -> None:
     """The uuid is hashed with each of the image's blocks."""
-    assert refusal(CHATS, **seen(uuid=uuid, image_url="data:,")).param == "uuid"
+    assert refusal(CHAT_COMPLETIONS, **seen(uuid=uuid, image_url="data:,")).param == "uuid"
 
 
 @pytest.mark.parametrize("spelt", ["uuid", r"\u0075uid"])
-def test_tenants_cannot_send_uuids_of_images(spelt: str) -> None:
+def test_uuids_of_images_are_refused_from_tenants(spelt: str) -> None:
     raw = json.dumps(seen(uuid="logo", image_url="data:,")).replace("uuid", spelt).encode()
-    call = parse_call(CHATS, raw)
-    assert call.asked_by(None).caller is None
+    call = parse_call(CHAT_COMPLETIONS, raw)
+    assert call.with_caller(None).caller is None
     caller = Caller("acme", frozenset(), "salt")
     with pytest.raises(ApiError) as refused:
-        call.asked_by(caller)
+        call.with_caller(caller)
     assert (refused.value.status, refused.value.param) == (400, "uuid")
-    without = called(CHATS, **seen(image_url="data:,"))
-    assert without.asked_by(caller).cache_salt == "salt"
+    without = called(CHAT_COMPLETIONS, **seen(image_url="data:,"))
+    assert without.with_caller(caller).cache_salt == "salt"
     tool = {"type": "tool_use", "input": {"uuid": "7", "image_url": "x"}}
-    assert called(CHATS, **seen(**tool)).asked_by(caller).caller is caller
+    assert called(CHAT_COMPLETIONS, **seen(**tool)).with_caller(caller).caller is caller
 
 
-def test_a_prefix_has_one_name() -> None:
+def test_a_request_can_name_only_one_prefix() -> None:
     assert called(prefix_id=5).prefix() == ("prefix_id", "5")
     assert called(task_id="law").prefix() == ("task_id", "law")
     assert called().prefix() is None
@@ -216,9 +220,9 @@ def test_a_prefix_has_one_name() -> None:
 @pytest.mark.parametrize(
     ("body", "path"),
     [
-        ({"messages": []}, CHATS),
-        ({"messages": [{"content": "hi"}, {"content": [{"type": "text"}]}, 1]}, CHATS),
-        ({"messages": [], "tools": [{"type": "function", "function": {}}]}, CHATS),
+        ({"messages": []}, CHAT_COMPLETIONS),
+        ({"messages": [{"content": "hi"}, {"content": [{"type": "text"}]}, 1]}, CHAT_COMPLETIONS),
+        ({"messages": [], "tools": [{"type": "function", "function": {}}]}, CHAT_COMPLETIONS),
         ({"messages": [], "system": "Be brief."}, MESSAGES),
         ({"messages": [], "tools": [{"name": "a", "input_schema": {}}]}, MESSAGES),
         ({"messages": [{"content": [{"type": "tool_result"}]}]}, MESSAGES),
@@ -233,9 +237,9 @@ def test_the_route_of_a_body_is_found_by_its_fields(body: dict[str, Any], path: 
 @pytest.mark.parametrize(
     ("path", "body", "reads_cache"),
     [
-        (CHATS, {}, True),
-        (CHATS, {"prompt_logprobs": 0}, False),
-        (CHATS, {"echo": True, "top_logprobs": 2}, False),
+        (CHAT_COMPLETIONS, {}, True),
+        (CHAT_COMPLETIONS, {"prompt_logprobs": 0}, False),
+        (CHAT_COMPLETIONS, {"echo": True, "top_logprobs": 2}, False),
         (COMPLETIONS, {"logprobs": 2}, True),
         (COMPLETIONS, {"echo": True}, True),
         (COMPLETIONS, {"echo": True, "logprobs": 0}, False),

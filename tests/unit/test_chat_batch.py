@@ -8,7 +8,7 @@ import pytest
 from fastapi import Response
 
 from kvroute.router.api.call_limits import MAX_CHOICES
-from kvroute.router.api.calls import CHATS, COMPLETIONS, INVOCATIONS, parse_invocation
+from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, INVOCATIONS, parse_invocation
 from kvroute.router.api.chat_batch import parse_chat_batch
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.chat_batch import run_together
@@ -19,7 +19,7 @@ HELLO, BYE = [{"role": "user", "content": "Hello"}], [{"role": "user", "content"
 def test_each_conversation_is_a_chat_with_all_other_fields() -> None:
     raw = json.dumps({"messages": [HELLO, BYE], "seed": 10**18, "top_p": 0.5, "n": "1"}).encode()
     calls = parse_chat_batch(b"\xef\xbb\xbf" + raw)
-    assert [call.path for call in calls] == [CHATS, CHATS]
+    assert [call.path for call in calls] == [CHAT_COMPLETIONS, CHAT_COMPLETIONS]
     assert [call.body["messages"] for call in calls] == [HELLO, BYE]
     assert {(call.body["seed"], call.body["top_p"]) for call in calls} == {(10**18, 0.5)}
 
@@ -50,7 +50,7 @@ def test_an_invalid_batch_is_refused_with_the_name_of_its_field(
 @pytest.mark.parametrize(
     ("body", "path"),
     [
-        ({"messages": HELLO}, CHATS),
+        ({"messages": HELLO}, CHAT_COMPLETIONS),
         ({"prompt": "Hello"}, COMPLETIONS),
         ({"prompt_embeds": "AAAA"}, COMPLETIONS),
         ({"input": "Hello"}, INVOCATIONS),

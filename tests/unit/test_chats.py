@@ -1,4 +1,4 @@
-"""A chat is found again by its messages, and it is told what broke its prefix."""
+"""The store of chats recognises a chat by its messages and finds changes in its history."""
 
 import random
 from typing import Any
@@ -19,14 +19,14 @@ TOOLS = [{"type": "function", "function": {"name": "search", "description": "fin
 
 
 def render(messages: list[Any], tools: Any = None) -> TokenIds:
-    """A token for each character, with the tools behind the first message, as templates do it."""
+    """Return a token per character. The tools follow the first message, as in most templates."""
     texts = [f"<{message['role']}>{message['content']}<end>" for message in messages]
     whole = "".join([texts[0], f"<tools>{tools}", *texts[1:]]) + "<assistant>"
     return np.frombuffer(whole.encode("utf-32-le"), np.uint32)
 
 
 class Client:
-    """A chat of three turns and more, through one router."""
+    """A client that sends the turns of one chat through one router."""
 
     def __init__(self, chats: Chats | None = None, **options: Any) -> None:
         self.chats = Chats(seed=5) if chats is None else chats
@@ -34,22 +34,22 @@ class Client:
         self.options = options
 
     def ask(self, system: str, question: str, **options: Any) -> Break | None:
-        """The next turn."""
+        """Send the next turn."""
         self.messages[:1] = [{"role": "system", "content": system}]
         self.messages.append({"role": "user", "content": question})
         options = self.options | options
         tokens = render(self.messages, options.get("tools"))
-        found = self.chats.see(self.messages, tokens, **options)
+        broken = self.chats.store(self.messages, tokens, **options)
         answer = f"Here is what I know about {question!r}: {len(self.messages)}"
         self.messages.append({"role": "assistant", "content": answer})
-        return found
+        return broken
 
 
 def system(nonce: str) -> str:
     return f"{LONG[:300]} Request {nonce}. {LONG}"
 
 
-def test_a_chat_that_goes_on_is_not_broken() -> None:
+def test_a_chat_that_continues_is_not_broken() -> None:
     client = Client()
     questions = ("What does the function main do?", "And what does it return?", "Why is that so?")
     assert [client.ask(LONG, question) for question in questions] == [None] * 3
@@ -61,78 +61,78 @@ def test_a_nonce_in_the_system_message_breaks_each_turn_at_its_place() -> None:
     assert client.ask(system("8c1f"), "What does the function main do?") is None
     for nonce in ("03ab", "77de"):
         before = render(client.messages[:-1])
-        found = client.ask(system(nonce), "And what does it return then?")
-        assert found is not None
-        assert (found.role, found.message) == ("system", 0)
-        assert found.difference.token == len("<system>" + LONG[:300] + " Request ")
-        assert (found.difference.before.tokens, found.difference.after.tokens) == (4, 4)
-        assert found.lost.start == found.difference.token + 4
-        assert len(before) - 20 < found.lost.stop <= len(before)
+        broken = client.ask(system(nonce), "And what does it return then?")
+        assert broken is not None
+        assert (broken.role, broken.message) == ("system", 0)
+        assert broken.difference.token == len("<system>" + LONG[:300] + " Request ")
+        assert (broken.difference.before.tokens, broken.difference.after.tokens) == (4, 4)
+        assert broken.lost.start == broken.difference.token + 4
+        assert len(before) - 20 < broken.lost.stop <= len(before)
     assert len(client.chats) == 1, "a chat has one record"
 
 
-def test_a_history_that_is_written_anew_is_named_with_its_number() -> None:
+def test_a_rewritten_message_of_the_history_is_reported_with_its_number() -> None:
     client = Client()
     client.ask(LONG, "What does the function main do?")
     client.ask(LONG, "And what does it return then? And where is that used in turn? Say more.")
     client.messages[2]["content"] = "[an answer that was summarised]"
-    found = client.ask(LONG, "Who wrote all of this code?")
-    assert found is not None
-    assert (found.role, found.message) == ("assistant", 2)
+    broken = client.ask(LONG, "Who wrote all of this code?")
+    assert broken is not None
+    assert (broken.role, broken.message) == ("assistant", 2)
 
 
-def test_messages_that_were_dropped_from_the_history_break_it() -> None:
+def test_messages_dropped_from_the_history_break_it() -> None:
     client = Client()
     for question in ("the function main", "the class Router", "the module chats"):
         client.ask(LONG, f"What is {question}?")
     del client.messages[1:3]
-    found = client.ask(LONG, "And what else is there to know?")
-    assert found is not None
-    assert (found.role, found.message) == ("user", 1)
-    assert found.difference.before.tokens > 0
+    broken = client.ask(LONG, "And what else is there to know?")
+    assert broken is not None
+    assert (broken.role, broken.message) == ("user", 1)
+    assert broken.difference.before.tokens > 0
 
 
-def test_other_tools_break_a_chat_whose_messages_stay() -> None:
+def test_other_tools_break_a_chat_with_the_same_messages() -> None:
     client = Client()
     client.ask(LONG, "What does the function main do?", tools=TOOLS)
-    found = client.ask(LONG, "And what does it return then?", tools=[*TOOLS, *TOOLS])
-    assert found is not None
-    assert (found.role, found.message) == ("tools", None)
+    broken = client.ask(LONG, "And what does it return then?", tools=[*TOOLS, *TOOLS])
+    assert broken is not None
+    assert (broken.role, broken.message) == ("tools", None)
 
 
-def test_another_rendering_of_the_same_messages_is_the_templates() -> None:
+def test_another_rendering_of_the_same_messages_is_blamed_on_the_template() -> None:
     chats, messages = Chats(seed=5), [{"role": "user", "content": LONG}] * 2
-    chats.see(messages, render(messages, "one way"))
-    found = chats.look(messages, render(messages, "and another way"))
-    assert found is not None
-    assert (found.role, found.message) == ("template", None)
+    chats.store(messages, render(messages, "one way"))
+    broken = chats.compare(messages, render(messages, "and another way"))
+    assert broken is not None
+    assert (broken.role, broken.message) == ("template", None)
 
 
-def test_a_last_message_that_was_written_anew_costs_nothing() -> None:
+def test_a_rewritten_last_message_is_no_break() -> None:
     client = Client()
     client.ask(LONG, "What does the function main do? [the time is 12:01]")
     client.messages[1]["content"] = "What does the function main do?"
     assert client.ask(LONG, "And what does it return then? [the time is 12:02]") is None
 
 
-def test_two_chats_that_begin_alike_are_two() -> None:
+def test_two_chats_with_the_same_beginning_are_stored_separately() -> None:
     chats = Chats(seed=5)
-    one, other = Client(chats), Client(chats)
+    first, second = Client(chats), Client(chats)
     for question in ("What does the function main do?", "And what does it return then?"):
-        assert one.ask(LONG, question) is None
-        assert other.ask(LONG, f"In another file: {question}") is None
+        assert first.ask(LONG, question) is None
+        assert second.ask(LONG, f"In another file: {question}") is None
     assert len(chats) == 2
 
 
-def test_chats_of_two_agents_with_the_same_question_are_two() -> None:
+def test_two_agents_with_the_same_question_have_two_chats() -> None:
     chats = Chats(seed=5)
-    one, other = Client(chats), Client(chats)
-    assert one.ask(LONG, "What does it do?") is None
-    assert other.ask(LONG[::-1], "What does it do?") is None
-    assert one.ask(LONG, "And what does it return then?") is None
+    first, second = Client(chats), Client(chats)
+    assert first.ask(LONG, "What does it do?") is None
+    assert second.ask(LONG[::-1], "What does it do?") is None
+    assert first.ask(LONG, "And what does it return then?") is None
 
 
-def test_chats_under_two_salts_do_not_know_of_each_other() -> None:
+def test_chats_with_different_salts_are_not_compared() -> None:
     chats = Chats(seed=5)
     Client(chats, scope="mine").ask(system("8c1f"), "What does the function main do?")
     theirs = Client(chats, scope="yours")
@@ -140,39 +140,39 @@ def test_chats_under_two_salts_do_not_know_of_each_other() -> None:
     assert len(chats) == 2
 
 
-def test_a_look_keeps_nothing() -> None:
+def test_comparing_a_chat_does_not_store_it() -> None:
     chats, messages = Chats(seed=5), [{"role": "user", "content": LONG}]
-    assert chats.look(messages, render(messages)) is None
-    assert (len(chats), chats.room_tokens) == (0, 0)
+    assert chats.compare(messages, render(messages)) is None
+    assert (len(chats), chats.used_tokens) == (0, 0)
 
 
-def test_a_mark_for_caches_that_moves_and_a_text_in_a_list_are_no_change() -> None:
+def test_a_moved_cache_control_and_a_text_in_a_list_are_no_change() -> None:
     chats = Chats(seed=5)
     mark = {"cache_control": {"type": "ephemeral"}}
     plain = [{"role": "user", "content": LONG}, {"role": "assistant", "content": LONG[5:]}]
     listed = [
-        {"role": each["role"], "content": [{"type": "text", "text": each["content"], **mark}]}
-        for each in plain
+        {"role": message["role"], "content": [{"type": "text", "text": message["content"], **mark}]}
+        for message in plain
     ]
-    chats.see(listed, render(plain, "one way"))
-    found = chats.look([*plain, *listed], render(plain, "and another way"))
-    assert found is not None
-    assert found.role == "template", "no message changed"
+    chats.store(listed, render(plain, "one way"))
+    broken = chats.compare([*plain, *listed], render(plain, "and another way"))
+    assert broken is not None
+    assert broken.role == "template", "no message changed"
 
 
-def test_what_is_kept_has_a_bound_and_the_oldest_goes_first() -> None:
+def test_the_store_is_bounded_and_drops_the_oldest_chat_first() -> None:
     chats = Chats(capacity_tokens=20_000, seed=5)
     clients = [Client(chats) for _ in range(40)]
     for number, client in enumerate(clients):
         client.ask(system("8c1f"), f"What does the function number {number} do in this file?")
-        assert chats.room_tokens <= 20_000
+        assert chats.used_tokens <= 20_000
     assert 0 < len(chats) < 40
     assert clients[0].ask(system("03ab"), "And why is that so?") is None
     assert clients[-1].ask(system("03ab"), "And why is that so?") is not None
     assert len(chats._by_message) <= 8 * len(chats)
 
 
-def test_a_chat_of_short_messages_only_is_not_kept() -> None:
+def test_a_chat_of_short_messages_only_is_not_stored() -> None:
     client = Client()
     client.ask("Hi.", "Hello?")
     assert len(client.chats) == 0
@@ -182,9 +182,9 @@ def test_a_chat_of_short_messages_only_is_not_kept() -> None:
     "messages",
     [[], [{"role": "user", "content": LONG}] * 5000, [{"role": "user", "content": LONG}]],
 )
-def test_what_is_too_long_is_not_followed(messages: list[Any]) -> None:
+def test_a_chat_that_is_too_long_is_not_stored(messages: list[Any]) -> None:
     chats = Chats(capacity_tokens=1000, seed=5)
-    assert chats.see(messages, np.arange(900, dtype=np.uint32)) is None
+    assert chats.store(messages, np.arange(900, dtype=np.uint32)) is None
     assert len(chats) == 0
 
 
@@ -208,7 +208,7 @@ def test_a_body_without_messages_is_no_chat(path: str, body: dict[str, Any]) -> 
     assert conversation(path, body) is None
 
 
-def test_a_response_that_goes_on_from_a_stored_one_is_not_followed() -> None:
+def test_a_request_that_continues_a_stored_response_is_not_followed() -> None:
     body = {"previous_response_id": "resp_1", "input": "And then?"}
     assert conversation("/v1/responses", body) is None
 
@@ -244,11 +244,13 @@ def test_no_sequence_of_bodies_raises_or_exceeds_the_bound(
             continue
         count = random.Random(seed).randrange(400)
         tokens = np.resize(np.arange(200 + seed, dtype=np.uint32), count)
-        found = chats.see(messages, tokens, tools=body.get("tools"), scope=str(body.get("system")))
-        assert chats.room_tokens <= 4000
-        assert chats.room_tokens == sum(turn.room_tokens for turn in chats._turns)
+        broken = chats.store(
+            messages, tokens, tools=body.get("tools"), scope=str(body.get("system"))
+        )
+        assert chats.used_tokens <= 4000
+        assert chats.used_tokens == sum(turn.size_tokens for turn in chats._turns)
         kept = {turn for turns in chats._by_message.values() for turn in turns}
         assert kept <= set(chats._turns)
-        if found is not None:
-            assert found.role in PLACES
-            assert 0 <= found.lost.start < found.lost.stop <= count
+        if broken is not None:
+            assert broken.role in PLACES
+            assert 0 <= broken.lost.start < broken.lost.stop <= count

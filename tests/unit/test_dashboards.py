@@ -17,7 +17,7 @@ from dashboards import cache_hits
 from dashboards.build import DASHBOARDS, FOLDER, files
 from dashboards.cache_hits import CACHE_HITS, LEDGER
 from kvroute.router.placement.ledger import CAUSES
-from kvroute.router.sessions.returns import WHYS
+from kvroute.router.sessions.returns import EVICTION_REASONS
 from tests.support import metrics_table
 from tests.support.documents import METRICS
 from tests.support.untested import needs
@@ -106,7 +106,7 @@ def test_the_ledger_is_drawn_whole_and_in_its_order() -> None:
 
 
 def test_whatever_may_be_why_tokens_were_evicted_is_drawn() -> None:
-    assert cache_hits.REASONS == WHYS
+    assert cache_hits.EVICTION_REASONS == EVICTION_REASONS
 
 
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:

@@ -148,7 +148,7 @@ async def test_images_with_equal_content_go_to_the_same_replica() -> None:
 
 async def test_a_request_without_a_ready_replica_before_its_deadline_is_counted() -> None:
     client = Client()
-    context = RequestContext(time.monotonic(), urgency=Urgency("interactive", own_s=0.0))
+    context = RequestContext(time.monotonic(), urgency=Urgency("interactive", requested_wait_s=0.0))
     with pytest.raises(ApiError, match="no replica is ready"):
         await client.dispatcher.generate(PROMPT, completion(), context)
     assert client.diary.refusals == [("interactive", "no_replica")]
@@ -414,7 +414,7 @@ async def test_a_preferred_replica_is_called_unless_it_has_many_more_pending_cal
 async def test_a_replica_that_cannot_be_reached_is_named_after_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvroute.router.connections.links.NOTED_S", 0.0)
+    monkeypatch.setattr("kvroute.router.connections.links.REPORT_AFTER_S", 0.0)
     async with Client(IMMORTAL, IMMORTAL).serving() as client:
         await client.wired.servers["r0"].close()
         links = client.wired.links
@@ -525,7 +525,7 @@ async def test_an_answer_whose_replica_was_lost_does_not_wait_again() -> None:
 
 async def test_only_the_first_prompt_of_a_call_has_a_wait_limit() -> None:
     client = Client(IMMORTAL)
-    context = RequestContext(time.monotonic() - 1, urgency=Urgency(most_s=0.001), prompts=2)
+    context = RequestContext(time.monotonic() - 1, urgency=Urgency(max_wait_s=0.001), prompts=2)
     async with releasing(client):
         busy = keep_busy(client)
         with pytest.raises(ApiError, match="would wait"):

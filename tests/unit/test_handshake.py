@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     return copy_model_files(tmp_path)
 
 
-def test_a_replica_that_is_like_the_router_differs_in_nothing() -> None:
+def test_an_equal_replica_has_no_differences() -> None:
     assert differences(OURS, record("a").identity) == ""
 
 
@@ -44,29 +44,29 @@ def test_a_difference_is_named_with_both_values(fact: str) -> None:
     assert reason == f"its {fact.replace('_', ' ')} is other, the router's {mine}"
 
 
-def test_another_adapter_under_one_name_is_a_difference_and_one_adapter_more_is_none() -> None:
+def test_an_adapter_with_other_weights_is_a_difference_but_an_additional_adapter_is_not() -> None:
     ours = msgspec.structs.replace(OURS, adapters={"sql": "1111", "law": "2222"})
     assert differences(ours, record("a", adapters={"sql": "1111", "poems": "3333"}).identity) == ""
     reason = differences(ours, record("a", adapters={"sql": "4444"}).identity)
     assert reason == "its LoRA adapter sql is 4444, the router's 1111"
 
 
-def test_a_replica_that_does_not_say_who_it_is_counts_as_equal() -> None:
+def test_a_replica_without_an_identity_counts_as_equal() -> None:
     assert differences(OURS, None) == ""
 
 
-def test_a_degraded_replica_is_logged_once_and_again_when_it_comes_back(
+def test_a_degraded_replica_is_logged_once_and_again_when_it_returns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     handshake, other = Handshake(OURS), record("b", block_size=16)
     with caplog.at_level(logging.WARNING, "kvroute.handshake"):
         for records in ([record("a"), other], [other], [record("b")], [other]):
             handshake.check(records)
-    assert [each.getMessage().split()[1] for each in caplog.records] == ["b", "b"]
+    assert [record.getMessage().split()[1] for record in caplog.records] == ["b", "b"]
     assert "its block size is 16, the router's 4" in caplog.text
 
 
-def test_what_a_degraded_replica_holds_counts_for_nothing() -> None:
+def test_the_cache_of_a_degraded_replica_is_ignored() -> None:
     fleet = Fleet(
         model="m", revision="", block_size=BLOCK, rng=random.Random(0), handshake=Handshake(OURS)
     )
@@ -81,7 +81,7 @@ def test_what_a_degraded_replica_holds_counts_for_nothing() -> None:
     assert fleet.sent(placement, "a", "r", 0.0).dispatch.expected.blocks == ()
 
 
-def test_the_identity_of_a_folder_is_what_its_files_say(model: Path) -> None:
+def test_the_identity_of_a_model_folder_comes_from_its_files(model: Path) -> None:
     first = identify(str(model), revision="r1", block_size=32)
     assert first == identify(str(model), revision="r1", block_size=32)
     assert len(first.tokenizer_digest) == len(first.template_digest) == 16
@@ -91,7 +91,7 @@ def test_the_identity_of_a_folder_is_what_its_files_say(model: Path) -> None:
     assert second.tokenizer_digest == first.tokenizer_digest
 
 
-def test_a_template_may_stand_in_the_tokenizers_configuration(model: Path) -> None:
+def test_the_chat_template_may_be_in_the_configuration_of_the_tokenizer(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     assert identify(str(model), revision="", block_size=32).template_digest == ""
     config = model / "tokenizer_config.json"
@@ -99,6 +99,6 @@ def test_a_template_may_stand_in_the_tokenizers_configuration(model: Path) -> No
     assert identify(str(model), revision="", block_size=32).template_digest != ""
 
 
-def test_a_model_without_files_at_hand_has_empty_digests(tmp_path: Path) -> None:
-    found = identify(str(tmp_path), revision="", block_size=32)
-    assert (found.tokenizer_digest, found.template_digest) == ("", "")
+def test_a_model_without_local_files_has_empty_digests(tmp_path: Path) -> None:
+    identity = identify(str(tmp_path), revision="", block_size=32)
+    assert (identity.tokenizer_digest, identity.template_digest) == ("", "")

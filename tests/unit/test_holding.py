@@ -167,7 +167,7 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
     with pytest.raises(
         ApiError, match=r"would wait up to 56.6 s until .*, and --max-wait-s is 30 s"
     ) as error:
-        await router.turn(LONG, Urgency(most_s=30))
+        await router.turn(LONG, Urgency(max_wait_s=30))
     assert (error.value.status, error.value.type) == (429, "rate_limit_error")
     assert int(response(error.value).headers["retry-after"]) >= 1
     assert router.diary.refusals == [("default", "forecast")]
@@ -177,7 +177,7 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
 
 
 async def test_a_refusal_has_a_time_for_the_retry() -> None:
-    error = too_long(Urgency(most_s=10, own_s=10), "would wait 31.5 s", 31.5)
+    error = too_long(Urgency(max_wait_s=10, requested_wait_s=10), "would wait 31.5 s", 31.5)
     assert error.headers["retry-after"] == "22"
     assert "its deadline is 10 s; try again in 22 s" in error.message
 
@@ -187,13 +187,13 @@ async def test_a_request_that_has_waited_too_long_is_refused() -> None:
     async with router.running():
         router.send(7_500, "a")  # slightly above the busy backlog
         with pytest.raises(ApiError, match=r"has waited 0 s until"):  # the time on the test's clock
-            await router.turn(SHORT, Urgency("interactive", most_s=0.1))
+            await router.turn(SHORT, Urgency("interactive", max_wait_s=0.1))
         assert not router.queue
     assert router.diary.refusals == [("interactive", "deadline")]
 
 
 async def test_a_request_is_refused_if_even_an_empty_prompt_would_wait_too_long() -> None:
-    router, hurried = Router("a"), Urgency(most_s=1)
+    router, hurried = Router("a"), Urgency(max_wait_s=1)
     router.holding.check(hurried, "")
     router.send(LONG, "a")
     router.holding.check(hurried, "")
@@ -211,8 +211,8 @@ async def test_a_free_fleet_refuses_no_request() -> None:
     for _ in range(50):  # many requests have arrived recently
         router.send(20_000, "a").first_token(router.now_s)
         await router.turn(20_000)
-    router.holding.check(Urgency(later_s=3600, most_s=1), "")
-    await router.turn(LONG, Urgency(later_s=3600, most_s=1))
+    router.holding.check(Urgency(delay_s=3600, max_wait_s=1), "")
+    await router.turn(LONG, Urgency(delay_s=3600, max_wait_s=1))
 
 
 async def test_a_request_is_refused_if_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ async def test_a_deadline_that_passes_without_a_replica_is_a_503() -> None:
     router = Router("a")
     async with router.running():
         router.send(LONG, "a")
-        task = await router.asks(SHORT, Urgency(most_s=20))
+        task = await router.asks(SHORT, Urgency(max_wait_s=20))
         router.replicas.clear()
         router.holding._overdue(next(iter(router.queue)))
         with pytest.raises(ApiError, match="no replica is ready"):
@@ -330,7 +330,7 @@ async def test_the_margin_learns_from_refused_requests_without_their_own_deadlin
     async with router.running():
         router.send(8_600, "a")  # 0.15 s above the busy backlog
         with pytest.raises(ApiError, match="has waited"):
-            await router.turn(SHORT, Urgency(most_s=0.2, own_s=own_s))
+            await router.turn(SHORT, Urgency(max_wait_s=0.2, requested_wait_s=own_s))
     assert (router.holding.margin > 1.0) == (own_s is None)
 
 
@@ -339,7 +339,7 @@ async def test_replicas_get_the_wait_of_requests_that_were_refused() -> None:
     async with router.running():
         sent = router.send(LONG, "a")
         with pytest.raises(ApiError, match="would wait"):
-            await router.turn(LONG, Urgency(most_s=0.5))
+            await router.turn(LONG, Urgency(max_wait_s=0.5))
         sent.end()
         waits_s = [(await router.turn()).missed_s]
         waits_s.append((await router.turn(urgency=BATCH)).missed_s)
@@ -354,6 +354,6 @@ async def test_refusals_for_a_requests_own_deadline_do_not_scale_the_fleet() -> 
     async with router.running():
         sent = router.send(LONG, "a")
         with pytest.raises(ApiError, match="would wait"):
-            await router.turn(LONG, Urgency(most_s=0.5, own_s=0.5))
+            await router.turn(LONG, Urgency(max_wait_s=0.5, requested_wait_s=0.5))
         sent.end()
         assert (await router.turn()).missed_s == 0.0

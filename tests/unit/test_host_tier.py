@@ -207,7 +207,7 @@ def test_the_prefill_speed_is_not_learned_from_a_request_with_a_reload() -> None
     attempt = fleet.sent(place(fleet), "a", "r", 0.0)
     assert attempt.dispatch.loads_first
     answer(attempt, at_s=50.0)
-    subscriber.receive(publisher.take())
+    subscriber.receive(publisher.next_message())
     assert attempt.load.speed.slowness == peer.loads.of("a").speed.slowness == 1.0
 
 

@@ -1,4 +1,4 @@
-"""A router has the replica render a chat with images that answered with the first one before."""
+"""The replica that answered a chat with the first image renders the next one with it."""
 
 import json
 import random
@@ -17,7 +17,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.api.calls import MESSAGES, parse_call
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prompts.image_homes import ImageHomes
+from kvroute.router.prompts.image_affinity import ImageAffinity
 from kvroute.router.serving.rendering import Renderer
 from tests.support.wired import Wired, dispatcher_of, questions_of
 
@@ -27,19 +27,21 @@ SHOWN = 40  # the first token of the image
 
 
 class Router:
-    """As much of one as renders and places."""
+    """The parts of a router that render and place requests."""
 
     def __init__(self) -> None:
         self.engines = {f"r{number}": SimulatedEngine(INSTANT) for number in range(4)}
         self.rendered: list[str] = []  # by whom
-        self.wired = Wired({id_: each.generate for id_, each in self.engines.items()})
+        self.wired = Wired({id_: engine.generate for id_, engine in self.engines.items()})
         for id_, server in self.wired.servers.items():
             server.methods = {"render": partial(self._render, id_)}
         fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
         composer: Any = None  # routers do not render this route's bodies
-        self.dispatcher, self.homes = dispatcher_of(self.wired, fleet), ImageHomes()
+        self.dispatcher, self.affinity = dispatcher_of(self.wired, fleet), ImageAffinity()
         questions = questions_of(self.wired, self.dispatcher)
-        self.renderer = Renderer(questions, fleet, composer, self.homes, max_model_len=lambda: 1000)
+        self.renderer = Renderer(
+            questions, fleet, composer, self.affinity, max_model_len=lambda: 1000
+        )
 
     async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)
@@ -48,7 +50,7 @@ class Router:
         return encode_rendered(Rendered(IDS.tobytes(), is_text=False, features=(shown,)))
 
     async def ask(self, image: str) -> tuple[str, str]:
-        """The replica that rendered a chat with this image, and the one that got it."""
+        """Send a chat with this image; return the replicas that rendered it and that got it."""
         source = {"type": "base64", "media_type": "image/png", "data": image}
         messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
         body = json.dumps({"model": "m", "max_tokens": 4, "messages": messages}).encode()
@@ -60,7 +62,7 @@ class Router:
         ((prompt, http),) = rendered.prompts()
         generation = await self.dispatcher.generate(prompt, http, context)
         generation.close()
-        self.homes.answered(rendered.image, generation.replica_id)
+        self.affinity.record(rendered.image, generation.replica_id)
         return self.rendered[-1], generation.replica_id
 
 
@@ -73,7 +75,7 @@ async def router() -> AsyncIterator[Router]:
         await engine.close()
 
 
-async def test_who_has_answered_renders_the_next_turn(router: Router) -> None:
+async def test_the_replica_that_answered_renders_the_next_turn(router: Router) -> None:
     moved = 0
     for number in range(20):
         rendered_by, answered_by = await router.ask(f"image {number}")
@@ -85,7 +87,7 @@ async def test_who_has_answered_renders_the_next_turn(router: Router) -> None:
     assert moved  # else this would not tell
 
 
-async def test_new_images_are_rendered_by_many(router: Router) -> None:
+async def test_new_images_are_spread_over_the_replicas(router: Router) -> None:
     for number in range(40):
         await router.ask(f"image {number}")
     assert set(router.rendered) == set(router.engines)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.keys.limits import OTHER, TenantLimits
-from kvroute.router.accounting.accounts import NAMED
+from kvroute.router.accounting.accounts import MAX_NAMES
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
@@ -50,10 +50,10 @@ class Model:
 
     async def answer(self, call: Any, context: RequestContext) -> Response:
         if (entry := context.entry) is not None:
-            entry.take(self.tokens)
+            entry.add_prompt_tokens(self.tokens)
             entry.admit("p", self.tokens, self.new, time.monotonic())
-        found: Response = await self.then()
-        return found
+        response: Response = await self.then()
+        return response
 
     async def done(self) -> Response:
         return Response(b"{}")
@@ -121,17 +121,17 @@ class Served:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        return self.limits.under_way("acme")
+        return self.limits.in_flight("acme")
 
 
 async def test_a_response_has_the_rest_of_the_limits() -> None:
     served = Served(TenantLimits(max_requests=4, uncached_tokens_per_minute=6000))
     answer = await served.chat()
     assert answer.status_code == 200
-    found = {name: value for name, value in answer.headers.items() if "ratelimit" in name}
-    assert re.fullmatch(r"\d+ms|[01]s", found.pop("x-ratelimit-reset-tokens"))
-    assert 5900 <= int(found.pop("x-ratelimit-remaining-tokens")) <= 6000
-    assert found == {
+    headers = {name: value for name, value in answer.headers.items() if "ratelimit" in name}
+    assert re.fullmatch(r"\d+ms|[01]s", headers.pop("x-ratelimit-reset-tokens"))
+    assert 5900 <= int(headers.pop("x-ratelimit-remaining-tokens")) <= 6000
+    assert headers == {
         "x-ratelimit-limit-requests": "4",
         "x-ratelimit-remaining-requests": "3",  # this one is still under way
         "x-ratelimit-reset-requests": "1s",
@@ -199,13 +199,13 @@ async def test_tokens_of_a_failed_request_are_given_back_but_not_when_the_client
     served = Served(TenantLimits(uncached_tokens_per_minute=10_000))
     served.model.then = served.model.fail
     assert (await served.chat()).status_code == 503
-    assert served.limits.room("acme", 0.0).tokens_left == 10_000
+    assert served.limits.headroom("acme", 0.0).tokens_left == 10_000
     served.model.then = served.model.hold
     task = asyncio.create_task(served.chat())
     await until(lambda: served.under_way[1] == 100)
     task.cancel()
     await until(lambda: served.under_way == (0, 0))
-    assert served.limits.room("acme", 0.0).tokens_left == 9_900
+    assert served.limits.headroom("acme", 0.0).tokens_left == 9_900
 
 
 async def test_a_stream_is_counted_as_running_until_its_end() -> None:
@@ -269,15 +269,15 @@ def test_times_are_written_as_openai_does(seconds: float, text: str) -> None:
 def test_the_number_of_tenants_with_their_own_series_is_limited() -> None:
     registry = CollectorRegistry()
     refusals = OverLimit(registry)
-    for number in range(2 * NAMED):
+    for number in range(2 * MAX_NAMES):
         refusals.count(f"t{number}", "requests")
         refusals.count("t0", "requests")
-    found = {
+    refused_by_tenant = {
         sample.labels["tenant"]: sample.value
         for metric in registry.collect()
         for sample in metric.samples
         if sample.name.endswith("_total")
     }
-    assert len(found) == NAMED + 1
-    assert found[OTHER] == NAMED
-    assert found["t0"] == 2 * NAMED + 1
+    assert len(refused_by_tenant) == MAX_NAMES + 1
+    assert refused_by_tenant[OTHER] == MAX_NAMES
+    assert refused_by_tenant["t0"] == 2 * MAX_NAMES + 1

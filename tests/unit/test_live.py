@@ -12,7 +12,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.page.live import LISTENERS, Live, State
 from kvroute.router.page.recent import BUCKET_S, WINDOW_S, Window, summed
 from kvroute.router.placement.ledger import Ledger, account
-from kvroute.router.sessions.returns import Why
+from kvroute.router.sessions.returns import EvictionReason
 from tests.support.waiting import until
 
 # The sums over the window.
@@ -59,7 +59,7 @@ def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
 def test_evicted_tokens_are_summed_by_reason_and_leave_the_window_with_their_request() -> None:
     clock = Clock()
     window = Window(clock)
-    whys: list[Why] = ["usual", "ended", "usual"]
+    whys: list[EvictionReason] = ["usual", "ended", "usual"]
     for tokens, why in zip((10, 20, 30), whys, strict=True):
         lost = account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=0, known=tokens)
         window.add("a", lost, why)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
-from kvroute.router.api.load_report import load_of, report_headers
+from kvroute.router.api.load_report import cluster_load, report_headers
 
 FACTS = EngineFacts(
     block_size=16, capacity_blocks=100, max_model_len=1000, prefill_tokens_per_s=1000.0
@@ -13,8 +13,11 @@ FACTS = EngineFacts(
 def test_the_load_sums_all_replicas_and_the_routers_queue() -> None:
     loads = Load(used_blocks=30, waiting=1), Load(used_blocks=20, waiting=2)
     records = [ReplicaRecord(str(load.waiting), "1", 0, FACTS, load) for load in loads]
-    assert load_of(records, queued=4) == {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 7.0}
-    assert load_of([], queued=0) == {"kv_cache_usage_perc": 0.0, "num_requests_waiting": 0.0}
+    assert cluster_load(records, queued=4) == {
+        "kv_cache_usage_perc": 0.25,
+        "num_requests_waiting": 7.0,
+    }
+    assert cluster_load([], queued=0) == {"kv_cache_usage_perc": 0.0, "num_requests_waiting": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_other_routers_hear_where_an_adapter_is_being_loaded() -> None:
         fleet_of(record("a"), record("b"), observer=each) for each in (peer_publisher, None)
     )
     there = send(mine, "sql", 0.0).replica_id
-    PeerSubscriber(other, own="other", clock=lambda: 0.0).receive(peer_publisher.take())
+    PeerSubscriber(other, own="other", clock=lambda: 0.0).receive(peer_publisher.next_message())
     attempt = send(other, "sql", 0.1, "theirs")
     assert (attempt.replica_id, attempt.dispatch.loads_first) == (there, False)
 

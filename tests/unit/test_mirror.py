@@ -9,7 +9,7 @@ from kvroute.blocks.fingerprint import Fingerprint, pack
 from kvroute.blocks.tiers import HOST
 from kvroute.router.index.eviction_history import GENERATION
 from kvroute.router.index.masks import Masks
-from kvroute.router.index.mirror import TOLD_S, Mirror
+from kvroute.router.index.mirror import INDEX_DELAY_S, Mirror
 from tests.support.mirrors import held_by
 
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
@@ -55,8 +55,8 @@ def test_the_mirror_equals_the_truth_after_any_sequence_of_events(
     st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, len(CHAIN))), st.integers(0, 200)
 )
 def test_each_replicas_depth_is_found_exactly(depths: dict[str, int], prompt_blocks: int) -> None:
-    found = holding(**depths).hits(CHAIN[:prompt_blocks])
-    assert found == {r: min(d, prompt_blocks) for r, d in depths.items() if min(d, prompt_blocks)}
+    hits = holding(**depths).hits(CHAIN[:prompt_blocks])
+    assert hits == {r: min(d, prompt_blocks) for r, d in depths.items() if min(d, prompt_blocks)}
 
 
 @given(st.sets(st.integers(0, 40)))
@@ -84,7 +84,7 @@ def test_a_thousand_block_prompt_costs_few_reads() -> None:
 
 
 def tiered(**depths: tuple[int, int]) -> Mirror:
-    """Of each replica, its depth in the GPU's memory and in host memory."""
+    """Return a mirror; `depths` has each replica's leading blocks in GPU and in host memory."""
     mirror = holding(**{replica_id: gpu for replica_id, (gpu, _) in depths.items()})
     mirror.set_tiers(dict.fromkeys(depths.keys(), (HOST,)))
     for replica_id, (_, host) in depths.items():
@@ -96,19 +96,19 @@ depth = st.integers(0, len(CHAIN))
 
 
 @given(st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(depth, depth)), depth)
-def test_the_depth_in_any_tier_is_that_of_the_deeper_one(
+def test_the_hit_with_host_memory_is_the_longer_one_of_both_tiers(
     depths: dict[str, tuple[int, int]], prompt_blocks: int
 ) -> None:
-    def told(depth_of: Callable[[tuple[int, int]], int]) -> dict[str, int]:
-        found = {r: min(depth_of(each), prompt_blocks) for r, each in depths.items()}
-        return {r: blocks for r, blocks in found.items() if blocks}
+    def expected(depth_of: Callable[[tuple[int, int]], int]) -> dict[str, int]:
+        blocks = {r: min(depth_of(pair), prompt_blocks) for r, pair in depths.items()}
+        return {r: count for r, count in blocks.items() if count}
 
     mirror, chain = tiered(**depths), CHAIN[:prompt_blocks]
-    assert mirror.hits(chain) == told(lambda each: each[0])
-    assert mirror.hits(chain, tiers=(HOST,)) == told(max)
+    assert mirror.hits(chain) == expected(lambda pair: pair[0])
+    assert mirror.hits(chain, tiers=(HOST,)) == expected(max)
 
 
-def test_only_replicas_that_are_known_to_have_a_host_tier_are_asked_for_it() -> None:
+def test_host_memory_counts_only_on_replicas_that_have_a_host_tier() -> None:
     mirror = tiered(a=(3, 9), b=(5, 9))
     mirror.set_tiers(dict.fromkeys({"b"}, (HOST,)))
     assert mirror.hits(CHAIN, tiers=(HOST,)) == {"b": 9}
@@ -117,7 +117,7 @@ def test_only_replicas_that_are_known_to_have_a_host_tier_are_asked_for_it() -> 
     assert mirror.hits(CHAIN) == {"a": 3, "b": 5}
 
 
-def test_a_replica_that_clears_or_comes_again_has_its_host_tier_still() -> None:
+def test_a_replica_keeps_its_host_tier_when_it_clears_its_cache_or_joins_again() -> None:
     mirror = tiered(a=(3, 9))
     mirror.join("a")
     assert mirror.hits(CHAIN, tiers=(HOST,)) == {}
@@ -125,17 +125,17 @@ def test_a_replica_that_clears_or_comes_again_has_its_host_tier_still() -> None:
     assert mirror.hits(CHAIN, tiers=(HOST,)) == {"a": 4}
 
 
-def test_a_block_that_leaves_the_gpu_alone_is_not_gone() -> None:
+def test_a_block_that_is_still_in_host_memory_does_not_count_as_evicted() -> None:
     mirror = tiered(a=(9, 9))
     mirror.remove("a", CHAIN[:9])
-    assert (len(mirror._history), mirror.known(CHAIN)) == (0, 9)
+    assert (len(mirror._history), mirror.known_blocks(CHAIN)) == (0, 9)
     mirror.remove("a", map(HOST.fingerprint, CHAIN[5:9]))
-    assert (len(mirror._history), mirror.known(CHAIN)) == (4, 9)
+    assert (len(mirror._history), mirror.known_blocks(CHAIN)) == (4, 9)
     assert mirror.hits(CHAIN, tiers=(HOST,)) == {"a": 5}
 
 
 @given(st.permutations(["a", "b"]), st.booleans())
-def test_a_block_that_left_both_tiers_takes_one_place_of_the_history(
+def test_a_block_evicted_from_both_tiers_is_once_in_the_history(
     leave: list[str], is_swept: bool
 ) -> None:
     mirror = tiered(a=(50, 50), b=(50, 50))
@@ -147,14 +147,14 @@ def test_a_block_that_left_both_tiers_takes_one_place_of_the_history(
             mirror.remove(replica_id, map(HOST.fingerprint, CHAIN[:50]))
     while mirror.sweep():
         pass
-    assert (len(mirror), len(mirror._history), mirror.known(CHAIN)) == (0, 50, 50)
+    assert (len(mirror), len(mirror._history), mirror.known_blocks(CHAIN)) == (0, 50, 50)
 
 
 def test_a_prompt_without_a_full_block_hits_nothing() -> None:
     assert holding(a=5).hits([]) == {}
 
 
-def test_expected_blocks_extend_the_held_ones_until_they_are_taken_back() -> None:
+def test_expected_blocks_extend_the_hit_until_they_are_no_longer_expected() -> None:
     mirror = holding(a=3)
     mirror.expect("a", CHAIN[3:7])
     assert mirror.hits(CHAIN) == {"a": 7}
@@ -174,7 +174,7 @@ def test_a_dropped_replica_is_unknown_at_once_and_its_bit_is_reused_only_after_a
     assert mirror.hits(CHAIN) == {"b": 9}
 
 
-def test_what_is_expected_of_an_unknown_replica_is_not_kept() -> None:
+def test_blocks_expected_on_an_unknown_replica_are_ignored() -> None:
     mirror = holding(a=5)
     mirror.expect("b", CHAIN)
     assert len(mirror._expected) == 0
@@ -208,7 +208,7 @@ class Truth:
 
 
 @given(st.integers(0, 30), st.lists(st.tuples(st.sampled_from("xyz"), st.integers(1, 30))))
-def test_what_is_presumed_drives_out_what_was_not_used_since(
+def test_inferred_blocks_replace_older_ones_when_they_fill_the_cache(
     held: int, sent: list[tuple[str, int]]
 ) -> None:
     documents = {"x": CHAIN[:30], "y": CHAIN[30:60], "z": CHAIN[60:90]}
@@ -223,14 +223,14 @@ def test_what_is_presumed_drives_out_what_was_not_used_since(
         assert mirror.hits(chain).get("a", 0) == truth.depth(chain)
 
 
-def test_nothing_is_presumed_while_the_index_announces_everything() -> None:
+def test_nothing_is_inferred_while_the_index_reports_changes() -> None:
     mirror = holding(a=3)
     mirror.infer("a", CHAIN[:10], capacity_blocks=100)
     assert mirror.hits(CHAIN) == {"a": 3}
     assert not mirror.inferred
 
 
-def test_a_replica_that_joins_has_nothing_that_was_presumed() -> None:
+def test_a_replica_that_joins_loses_its_inferred_blocks() -> None:
     mirror = holding(a=3)
     mirror.is_fed = False
     mirror.infer("a", CHAIN[:10], capacity_blocks=100)
@@ -239,7 +239,7 @@ def test_a_replica_that_joins_has_nothing_that_was_presumed() -> None:
     assert not mirror.inferred
 
 
-def test_blocks_expected_after_presumed_ones_extend_them() -> None:
+def test_blocks_expected_after_inferred_ones_extend_the_hit() -> None:
     mirror = holding(a=0)
     mirror.is_fed = False
     mirror.infer("a", CHAIN[:10], capacity_blocks=100)
@@ -250,7 +250,7 @@ def test_blocks_expected_after_presumed_ones_extend_them() -> None:
 
 
 @given(st.lists(blocks.map(lambda given: (given, "abc"[len(given) % 3])), max_size=5), blocks)
-def test_a_whole_load_equals_adding(
+def test_loading_a_replica_at_once_equals_adding_its_blocks(
     held: list[tuple[list[Fingerprint], str]], loaded: list[Fingerprint]
 ) -> None:
     mirrors = holding(a=0, b=0, c=0), holding(a=0, b=0, c=0)
@@ -261,10 +261,10 @@ def test_a_whole_load_equals_adding(
     mirrors[0].add("a", loaded)
     for _ in mirrors[1].load("a", pack(set(loaded))):
         pass
-    assert all(held_by(mirrors[0], each) == held_by(mirrors[1], each) for each in "abc")
+    assert all(held_by(mirrors[0], id_) == held_by(mirrors[1], id_) for id_ in "abc")
 
 
-def test_a_sweep_frees_what_only_dropped_replicas_held() -> None:
+def test_a_sweep_frees_blocks_that_only_dropped_replicas_held() -> None:
     mirror = holding(a=50, b=20)
     mirror.drop("a")
     while mirror.sweep():
@@ -282,38 +282,44 @@ def test_a_replica_dropped_during_a_sweep_is_cleaned_by_the_next_one() -> None:
     assert len(mirror) == 0
 
 
-def test_what_was_evicted_cleared_or_lost_is_known_and_the_rest_of_a_chain_is_new() -> None:
+def test_blocks_that_were_evicted_cleared_or_lost_are_known_and_later_ones_are_new() -> None:
     mirror = holding(a=50, b=10)
     mirror.remove("a", CHAIN[40:50])
-    assert mirror.known(CHAIN) == 50
+    assert mirror.known_blocks(CHAIN) == 50
     mirror.join("a")
     mirror.drop("b")
-    assert (mirror.hits(CHAIN), mirror.known(CHAIN)) == ({}, 50)
+    assert (mirror.hits(CHAIN), mirror.known_blocks(CHAIN)) == ({}, 50)
     while mirror.sweep():
         pass
-    assert (len(mirror), mirror.known(CHAIN), mirror.known(CHAIN, at_least=60)) == (0, 50, 60)
+    assert (len(mirror), mirror.known_blocks(CHAIN), mirror.known_blocks(CHAIN, at_least=60)) == (
+        0,
+        50,
+        60,
+    )
 
 
-def test_what_left_long_ago_is_forgotten() -> None:
+def test_blocks_evicted_long_ago_are_forgotten() -> None:
     mirror = holding(a=50)
     mirror.join("a")
     while mirror.sweep():
         pass
     mirror.add("a", others := [Fingerprint(10_000 + i) for i in range(2 * GENERATION)])
     mirror.remove("a", others)
-    assert (mirror.known(CHAIN), mirror.known(others[-10:])) == (0, 10)
+    assert (mirror.known_blocks(CHAIN), mirror.known_blocks(others[-10:])) == (0, 10)
 
 
-def test_what_a_request_computed_is_expected_until_the_index_has_told_of_it() -> None:
+def test_blocks_that_a_request_computed_are_expected_until_the_index_reports_them() -> None:
     mirror = Mirror()
     mirror.join("a")
     mirror.expect("a", CHAIN[:4])
-    mirror.computed("a", CHAIN[:4], 10.0)
-    mirror.forget_computed(10.0 + TOLD_S / 2)
+    mirror.record_computed("a", CHAIN[:4], 10.0)
+    mirror.forget_computed(10.0 + INDEX_DELAY_S / 2)
     assert mirror.hits(CHAIN) == {"a": 4}
     mirror.add("a", CHAIN[:2])
     mirror.remove("a", CHAIN[1:2])
-    assert mirror.hits(CHAIN) == {"a": 1}  # the index has told of it, and that it is gone
-    mirror.forget_computed(10.0 + TOLD_S)
+    assert mirror.hits(CHAIN) == {
+        "a": 1
+    }  # the index reported these blocks, and then their eviction
+    mirror.forget_computed(10.0 + INDEX_DELAY_S)
     assert not mirror.is_held("a", CHAIN[3])
     assert mirror.hits(CHAIN[2:]) == {}

@@ -21,7 +21,7 @@ class Clock:
 
 
 def at(token: int, role: str = "system") -> Break:
-    return Break(role, 0, Difference(token, SPAN, SPAN, alike=100))
+    return Break(role, 0, Difference(token, SPAN, SPAN, common=100))
 
 
 def worst(places: Places) -> list[tuple[str, int, int, int]]:

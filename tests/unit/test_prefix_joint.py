@@ -1,4 +1,4 @@
-"""A prompt that names a prefix begins with exactly the prefix's tokens, whatever follows."""
+"""A prompt with a named prefix begins with exactly the prefix's tokens, whatever follows."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def composer(prompts: Prompts) -> PrefixComposer:
 
 @pytest.fixture
 def altered(folder: Path, tmp_path: Path) -> Iterator[Callable[..., PrefixComposer]]:
-    """The built-in model with another chat template, or with a BOS before every text."""
+    """Yield a function that makes a composer with another chat template or a BOS token."""
     made: list[Prompts] = []
 
     def alter(template: str | None = None, bos: str | None = None) -> PrefixComposer:
@@ -61,12 +61,12 @@ def altered(folder: Path, tmp_path: Path) -> Iterator[Callable[..., PrefixCompos
         return PrefixComposer(made[-1])
 
     yield alter
-    for each in made:
-        each.close()
+    for prompts in made:
+        prompts.close()
 
 
 async def declared(composer: PrefixComposer, source: dict[str, Any]) -> Prefix:
-    return Prefix("law", 1, await composer.beginning(source), source)
+    return Prefix("law", 1, await composer.prefix_tokens(source), source)
 
 
 async def follow(
@@ -115,7 +115,7 @@ def test_a_chat_after_messages_has_the_tokens_of_the_whole_chat(
     assert joined.tolist() == whole.tolist()
 
 
-async def test_token_ids_follow_as_they_are(composer: PrefixComposer) -> None:
+async def test_token_ids_follow_unchanged(composer: PrefixComposer) -> None:
     prefix = await declared(composer, SOURCES[0])
     (token_ids,) = await composer.completions(
         [np.array([5, 6], dtype=np.uint32)], prefix, max_model_len=8192
@@ -124,7 +124,7 @@ async def test_token_ids_follow_as_they_are(composer: PrefixComposer) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
-async def test_a_bos_comes_once_and_first(
+async def test_a_bos_token_is_there_once_and_first(
     altered: Callable[..., PrefixComposer], endpoint: str
 ) -> None:
     template = "<|endoftext|>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
@@ -136,12 +136,12 @@ async def test_a_bos_comes_once_and_first(
         assert token_ids.count(0) == 1
 
 
-async def test_a_template_that_renders_beginnings_differently_is_refused(
+async def test_a_template_that_renders_a_prefix_differently_later_is_refused(
     altered: Callable[..., PrefixComposer],
 ) -> None:
     composer = altered("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
-    with pytest.raises(ApiError, match="in another way when others follow") as refusal:
-        await composer.beginning({"messages": [SYSTEM]})
+    with pytest.raises(ApiError, match="differently when other messages follow") as refusal:
+        await composer.prefix_tokens({"messages": [SYSTEM]})
     assert (refusal.value.status, refusal.value.param) == (400, "messages")
 
 
@@ -152,7 +152,7 @@ async def test_messages_that_change_the_prefix_before_them_are_refused(
     composer = altered(template + "{% for m in messages %}{{ m.content }}{% endfor %}")
     prefix = await declared(composer, {"messages": [SYSTEM]})
     assert len(await follow(composer, prefix, "chat", "say")) > len(prefix.token_ids)
-    with pytest.raises(ApiError, match="put its messages into the request instead"):
+    with pytest.raises(ApiError, match="put the prefix's messages into the request instead"):
         await follow(composer, prefix, "chat", "shout")
 
 
@@ -160,18 +160,18 @@ async def test_messages_that_change_the_prefix_before_them_are_refused(
 async def test_a_prefix_leaves_room_for_a_request(
     composer: PrefixComposer, source: dict[str, Any]
 ) -> None:
-    tokens = len(await composer.beginning(source))
-    assert len(await composer.beginning(source, max_model_len=tokens + 1)) == tokens
+    tokens = len(await composer.prefix_tokens(source))
+    assert len(await composer.prefix_tokens(source, max_model_len=tokens + 1)) == tokens
     with pytest.raises(ApiError, match="leaves no room for a request") as refusal:
-        await composer.beginning(source, max_model_len=tokens)
+        await composer.prefix_tokens(source, max_model_len=tokens)
     assert refusal.value.code == "context_length_exceeded"
 
 
-async def test_a_prefix_too_long_to_be_tokenised_is_refused_at_once(
+async def test_a_prefix_that_cannot_fit_is_refused_before_tokenising(
     composer: PrefixComposer,
 ) -> None:
     with pytest.raises(ApiError, match="contains 10000000 characters"):
-        await composer.beginning({"prompt": "x" * 10_000_000}, max_model_len=2048)
+        await composer.prefix_tokens({"prompt": "x" * 10_000_000}, max_model_len=2048)
 
 
 async def test_the_joint_is_as_wide_as_the_prompt(

@@ -70,17 +70,17 @@ async def test_text_is_tokenised_as_the_model_does(
     prompts: Prompts, tokenizer: Any, text: str
 ) -> None:
     texts = [text, "and another", text]  # of one call
-    each = await prompts.texts(texts)
-    assert [ids.tolist() for ids in each] == [tokenizer(text)["input_ids"] for text in texts]
+    token_ids = await prompts.texts(texts)
+    assert [ids.tolist() for ids in token_ids] == [tokenizer(text)["input_ids"] for text in texts]
 
 
-async def test_a_developer_is_the_system_to_the_template(prompts: Prompts) -> None:
+async def test_the_role_developer_is_rendered_as_system(prompts: Prompts) -> None:
     developer = [{"role": "developer", "content": "Be brief."}, *say("hi")]
     system = [{"role": "system", "content": "Be brief."}, *say("hi")]
     assert (await chat(prompts, developer)).tolist() == (await chat(prompts, system)).tolist()
 
 
-async def test_a_special_token_in_a_users_text_is_that_token(
+async def test_a_special_token_in_a_users_text_becomes_that_token(
     prompts: Prompts, tokenizer: Any
 ) -> None:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -91,7 +91,7 @@ async def test_a_special_token_in_a_users_text_is_that_token(
 @pytest.mark.parametrize(
     "texts", [["some words " * 100_000], ["some words " * 100] * 1000], ids=["one", "many"]
 )
-async def test_the_event_loop_runs_on_while_long_text_is_tokenised(
+async def test_the_event_loop_keeps_running_while_long_text_is_tokenised(
     prompts: Prompts, texts: list[str]
 ) -> None:
     async def longest_pause_s() -> float:
@@ -115,13 +115,13 @@ async def test_an_empty_prompt_is_refused(prompts: Prompts) -> None:
         prompts.ids(np.array([], dtype=np.uint32))
 
 
-async def test_text_that_no_tokenising_could_fit_is_refused_untokenised(prompts: Prompts) -> None:
+async def test_text_that_cannot_fit_is_refused_before_tokenising(prompts: Prompts) -> None:
     with pytest.raises(ApiError, match="contains 10000000 characters") as refusal:
         await prompts.texts(["x" * 10_000_000], max_model_len=2048)
     assert refusal.value.code == "context_length_exceeded"
 
 
-def test_token_ids_pass_as_they_are(prompts: Prompts) -> None:
+def test_token_ids_are_used_unchanged(prompts: Prompts) -> None:
     last = prompts.vocab_size - 1
     assert prompts.ids(np.array([0, 5, last], dtype=np.uint32)).tolist() == [0, 5, last]
 
@@ -140,7 +140,7 @@ def with_template(folder: str, tmp_path: Path, template: str | None) -> Prompts:
     return Prompts(tmp_path)
 
 
-async def test_what_a_template_refuses_is_told_to_the_client(folder: str, tmp_path: Path) -> None:
+async def test_the_error_of_a_template_reaches_the_client(folder: str, tmp_path: Path) -> None:
     strict = with_template(folder, tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ApiError, match="roles must alternate") as refusal:
         strict.render([ChatMessage(role="user", content="hi")])
@@ -150,7 +150,7 @@ async def test_what_a_template_refuses_is_told_to_the_client(folder: str, tmp_pa
     strict.close()
 
 
-async def test_a_model_without_a_template_points_to_completions(
+async def test_a_model_without_a_template_refuses_chats_and_names_completions(
     folder: str, tmp_path: Path
 ) -> None:
     base = with_template(folder, tmp_path, None)
@@ -192,7 +192,7 @@ def templated(
     tokenizer: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[Prompts, Any]]:
-    """Ours with the template in a file, and the model's own, which is told of it."""
+    """Return our tokenizer with the template in a file, and the model's own with the template."""
     template = request.param or (Path(folder) / "chat_template.jinja").read_text()
     prompts = with_template(folder, tmp_path_factory.mktemp("templated"), template)
     told = copy.copy(tokenizer)
@@ -215,7 +215,7 @@ def test_every_turn_of_any_chat_is_tokenised_as_the_model_does(
 
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that reach the tokenizer."""
+    """Return a list to which the texts that are tokenised are added."""
     reached: list[str] = []
     token_ids = Prompts._token_ids
 
@@ -227,9 +227,7 @@ def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return reached
 
 
-async def test_the_next_turn_of_a_chat_is_tokenised_alone(
-    folder: str, tokenised: list[str]
-) -> None:
+async def test_only_the_next_turn_of_a_chat_is_tokenised(folder: str, tokenised: list[str]) -> None:
     prompts = Prompts(folder)
     history = [f"message {i} " + "some words " * 100 for i in range(41)]
     await chat(prompts, say(*history))
@@ -240,7 +238,7 @@ async def test_the_next_turn_of_a_chat_is_tokenised_alone(
     prompts.close()
 
 
-async def test_a_chat_whose_tokenizer_cannot_be_cut_is_tokenised_whole(
+async def test_a_chat_is_tokenised_as_a_whole_if_it_cannot_be_cut(
     folder: str, prompts: Prompts, tokenised: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = await chat(prompts, say("hi " * 100, "ho", "hi"))

@@ -71,21 +71,21 @@ def test_the_only_rank_has_the_replicas_own_id() -> None:
     assert split("abc") == ("abc", 0)
 
 
-def test_each_of_several_ranks_has_an_id_that_leads_back() -> None:
+def test_a_rank_can_be_found_by_its_id() -> None:
     ids = rank_ids("abc", 12)
     assert len(set(ids)) == 12
     assert [split(id_) for id_ in ids] == [("abc", rank) for rank in range(12)]
     assert replicas_of((*ids, "b", "c.3")) == {"abc", "b", "c"}
 
 
-def test_an_address_of_an_older_replica_is_that_of_one_rank() -> None:
+def test_the_address_of_an_older_replica_means_one_rank() -> None:
     new = Address("h", 1, b"s", ranks=2)
     assert address_in(new.as_stats()) == new
     old = {key: value for key, value in msgspec.to_builtins(new).items() if key != "ranks"}
     assert msgspec.convert(old, Address).ranks == 1
 
 
-async def test_requests_and_questions_reach_the_rank_that_they_name() -> None:
+async def test_requests_and_calls_reach_the_rank_that_they_name() -> None:
     engines = Engines()
     async with Wired(engines.generates("a", "b"), {"told": told}, ranks=2) as wired:
         assert wired.links.connected() == ["a.0", "a.1", "b.0", "b.1"]
@@ -97,7 +97,7 @@ async def test_requests_and_questions_reach_the_rank_that_they_name() -> None:
     assert engines.asked == [("b", 1), ("a", 0)]
 
 
-async def test_ranks_of_a_lost_connection_get_nothing_and_are_still_known() -> None:
+async def test_ranks_of_a_lost_connection_are_still_known_but_get_no_requests() -> None:
     async with Wired(Engines().generates("a", "b"), ranks=2) as wired:
         wired.links.lose("a", ConnectionError())
         assert wired.links.connected() == ["b.0", "b.1"]
@@ -106,11 +106,11 @@ async def test_ranks_of_a_lost_connection_get_nothing_and_are_still_known() -> N
             await wired.links.call("a.1", "told", b"", within_s=5)
 
 
-def test_of_a_replica_that_has_not_told_one_rank_is_assumed() -> None:
+def test_a_replica_that_has_not_reported_counts_as_one_rank() -> None:
     assert Links(lambda: Wired({"a": Engines().generates("a")["a"]})).running() == ["a"]
 
 
-async def test_without_any_record_requests_spread_over_the_ranks() -> None:
+async def test_without_records_requests_are_spread_over_the_ranks() -> None:
     engines = Engines()
     fleet = fleet_of()
     async with Wired(engines.generates("a"), ranks=3) as wired:
@@ -119,7 +119,7 @@ async def test_without_any_record_requests_spread_over_the_ranks() -> None:
     assert set(engines.asked) == {("a", 0), ("a", 1), ("a", 2)}
 
 
-async def test_a_dead_engine_takes_all_ranks_of_its_replica_with_it() -> None:
+async def test_a_dead_engine_ends_all_ranks_of_its_replica() -> None:
     engines = Engines("a")
     fleet = fleet_of("a.0", "a.1", "b.0", "b.1", running=("a", "b"))
     async with Wired(engines.generates("a", "b"), ranks=2) as wired:
@@ -128,7 +128,7 @@ async def test_a_dead_engine_takes_all_ranks_of_its_replica_with_it() -> None:
     assert 0 < sum(replica_id == "a" for replica_id, _ in engines.asked) <= 10
 
 
-async def test_a_full_replica_is_asked_once_however_many_ranks_it_has() -> None:
+async def test_a_full_replica_is_tried_once_whatever_its_number_of_ranks() -> None:
     engines = Engines()
     async with Wired(engines.generates("a", "b"), ranks=TRIES) as wired:
         wired.servers["a"].stop()
@@ -140,7 +140,7 @@ async def test_a_full_replica_is_asked_once_however_many_ranks_it_has() -> None:
 
 
 class Silent:
-    """What Serve would say of one replica that hangs."""
+    """The replicas that Serve runs: one that hangs."""
 
     def ids(self) -> list[str]:
         return ["a"]
@@ -153,21 +153,21 @@ BOTH = ("a.0", "a.1")
 
 
 @pytest.mark.parametrize(
-    ("leased", "told", "pending_calls", "is_trusted"),
+    ("leased", "reported", "pending_calls", "is_trusted"),
     [
         (BOTH, BOTH, 0, True),
         (("a.0",), BOTH, 0, False),
         ((), BOTH, 0, False),
-        (BOTH, (), 0, True),  # by their records, before a router is connected
+        (BOTH, (), 0, True),  # according to their records, before a router is connected
         ((), (), 0, False),
         (BOTH, BOTH, 1, False),  # an answer about an image, for example
     ],
 )
 async def test_a_replica_is_idle_when_all_of_its_ranks_are_and_it_owes_no_answer(
-    leased: tuple[str, ...], told: tuple[str, ...], pending_calls: int, is_trusted: bool
+    leased: tuple[str, ...], reported: tuple[str, ...], pending_calls: int, is_trusted: bool
 ) -> None:
     links = ToldLinks(lambda: ["a.0", "a.1"])
-    links.by_replica = {"a": told}
+    links.by_replica = {"a": reported}
     links.questions = pending_calls
     replicas: Mapping[str, object] | object = Silent()
     liveness = Liveness(lambda: replicas, links, fleet_of(*leased), hang_timeout_s=5)  # type: ignore[arg-type, return-value]
@@ -180,8 +180,8 @@ async def test_a_replica_is_idle_when_all_of_its_ranks_are_and_it_owes_no_answer
             task.cancel()
 
 
-def test_records_of_ranks_are_ours_when_their_replica_is() -> None:
+def test_a_rank_of_a_replica_of_this_model_belongs_to_the_fleet() -> None:
     fleet = fleet_of("a.0", "a.1", "other.0", running=("a",))
-    assert [each.id for each in fleet.replicas.own_records] == ["a.0", "a.1"]
+    assert [record.id for record in fleet.replicas.own_records] == ["a.0", "a.1"]
     fleet.update([record("a.0")], unreadable={"a.1": "why", "other.1": "why"})
     assert set(fleet.replicas.degraded) == {"a.1"}

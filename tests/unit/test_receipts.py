@@ -108,7 +108,7 @@ def test_receipts_of_one_replica_and_of_no_replica() -> None:
     assert receipt(placement(), policy="kvroute")["choice"] is None
 
 
-CHANGE = Difference(120, Span(4, "0a"), Span(6, "0b"), alike=500)
+CHANGE = Difference(120, Span(4, "0a"), Span(6, "0b"), common=500)
 BROKEN = Break("system", 0, CHANGE, kind="a date")
 
 

@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
-from kvroute.router.api.errors import ApiError, event, refusal_of_replica
+from kvroute.router.api.errors import ApiError, event, replica_error
 from kvroute.router.dispatch.batch import batch_response, merge_bodies
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import relay_response
@@ -111,7 +111,7 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
 async def _response(generations: list[Generation]) -> Response:
     failed = partial(event, path="/v1/completions")
     if len(generations) == 1:
-        refused = partial(refusal_of_replica, path="/v1/completions")
+        refused = partial(replica_error, path="/v1/completions")
         return await relay_response(
             generations[0], {}, ending=bytes, failed=failed, refused=refused
         )
@@ -239,17 +239,17 @@ def test_an_event_of_an_error_has_the_shape_of_its_route() -> None:
 
 def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
     found = b'{"type":"error","error":{"type":"BadRequestError","message":"no"}}'
-    assert json.loads(refusal_of_replica(found, 400, path="/v1/messages")) == {
+    assert json.loads(replica_error(found, 400, path="/v1/messages")) == {
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "no"},
     }
     for path, data in (("/v1/messages", b"no JSON"), ("/v1/responses", found)):
-        assert refusal_of_replica(data, 400, path=path) == data
+        assert replica_error(data, 400, path=path) == data
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/embeddings"])
 def test_a_route_that_the_model_lacks_is_an_error_in_the_format_of_its_api(path: str) -> None:
-    body = json.loads(refusal_of_replica(b'{"detail":"Not Found"}', 404, path=path))
+    body = json.loads(replica_error(b'{"detail":"Not Found"}', 404, path=path))
     assert path in body["error"]["message"]
 
 
@@ -257,7 +257,7 @@ def test_a_long_message_of_a_replica_is_cut_in_its_middle() -> None:
     message = f"top_logprobs: {'x' * 100_000}: expected an integer"
     error = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
     data = json.dumps({"error": error}).encode()
-    cut = json.loads(refusal_of_replica(data, 400, path="/v1/completions"))["error"]
+    cut = json.loads(replica_error(data, 400, path="/v1/completions"))["error"]
     assert cut["message"].startswith("top_logprobs: xxx")
     assert cut["message"].endswith("xxx: expected an integer")
     assert len(cut["message"]) < 2000

@@ -24,7 +24,7 @@ from kvroute.local.progress import StartError
 from kvroute.replay.workload.trace import read
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.router.admission.waits import AT_EASE, NO_WAIT, Urgency, Wait
+from kvroute.router.admission.waits import DEFAULT_URGENCY, NO_WAIT, Urgency, Wait
 from kvroute.router.observability import request_log
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.attempts import RequestContext
@@ -64,7 +64,7 @@ class Router:
         broken: Break | None = None,
         features: Sequence[Feature] = (),
         tenant: str = "",
-        urgency: Urgency = AT_EASE,
+        urgency: Urgency = DEFAULT_URGENCY,
         wait: Wait = NO_WAIT,
         hints: SessionHints = NO_HINTS,
         **fields: Any,
@@ -153,7 +153,7 @@ def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id:
 
 
 async def test_a_line_has_the_place_where_its_chat_changed(router: Router) -> None:
-    await router.answer(400, broken=Break("user", 3, Difference(40, SPAN, SPAN, alike=300)))
+    await router.answer(400, broken=Break("user", 3, Difference(40, SPAN, SPAN, common=300)))
     (line,) = await logged(router)
     assert line["ledger"].items() >= {"broken": 300, "new": 84, "tail": 16}.items()
     assert (line["broken"]["message"], line["broken"]["token"], line["broken"]["tokens"]) == (

@@ -1,4 +1,4 @@
-"""Conversations are recognised by their prompts, and how often they go on is counted."""
+"""Conversations are recognised by their prompts, and it is counted how often they continue."""
 
 from itertools import count
 
@@ -16,29 +16,29 @@ TOOLS = SessionHints(has_tools=True)
 
 
 class Chats:
-    """Conversations whose turns add a block each."""
+    """Conversations in which each turn adds one block."""
 
     def __init__(self) -> None:
         self.returns = Returns()
         self._fresh = count(1)
 
     def turn(
-        self, before: list[Fingerprint], said: SessionHints = NO_HINTS, *, times: int = 1
+        self, before: list[Fingerprint], hints: SessionHints = NO_HINTS, *, times: int = 1
     ) -> tuple[list[Fingerprint], Retention]:
         chain = [*before, Fingerprint(next(self._fresh))]
-        retention = self.returns.retention(chain, len(before), said)
+        retention = self.returns.retention(chain, len(before), hints)
         for _ in range(times):
             self.returns.begin(retention.turn)
         return chain, retention
 
-    def talk(self, turns: int, said: SessionHints = NO_HINTS) -> None:
+    def talk(self, turns: int, hints: SessionHints = NO_HINTS) -> None:
         chain: list[Fingerprint] = []
         for _ in range(turns):
-            chain, _ = self.turn(chain, said)
+            chain, _ = self.turn(chain, hints)
 
-    def first(self, said: SessionHints = NO_HINTS) -> Order:
-        """Return how a conversation's first turn is kept."""
-        return self.turn([], said)[1].keep.order
+    def first(self, hints: SessionHints = NO_HINTS) -> Order:
+        """Return the retention of a conversation's first turn."""
+        return self.turn([], hints)[1].keep.order
 
 
 def test_turns_of_a_conversation_are_numbered_and_have_one_session() -> None:
@@ -47,11 +47,11 @@ def test_turns_of_a_conversation_are_numbered_and_have_one_session() -> None:
     chain, second = chats.turn(chain)
     _, third = chats.turn(chain)
     _, other = chats.turn([])
-    assert [each.turn.number for each in (first, second, third, other)] == [1, 2, 3, 1]
+    assert [retention.turn.number for retention in (first, second, third, other)] == [1, 2, 3, 1]
     assert first.turn.session == second.turn.session == third.turn.session != other.turn.session
 
 
-def test_first_turns_that_seldom_come_back_are_less_likely_than_later_ones() -> None:
+def test_first_turns_that_seldom_return_are_less_likely_than_later_ones() -> None:
     chats = Chats()
     for number in range(200):
         chats.talk(6 if number % 5 == 0 else 1)
@@ -62,7 +62,7 @@ def test_first_turns_that_seldom_come_back_are_less_likely_than_later_ones() -> 
     assert later.keep.order == Order.USUAL
 
 
-def test_first_turns_with_tools_are_of_a_kind_of_their_own() -> None:
+def test_first_turns_with_tools_are_a_kind_of_their_own() -> None:
     chats = Chats()
     for _ in range(100):
         chats.talk(1)
@@ -70,7 +70,7 @@ def test_first_turns_with_tools_are_of_a_kind_of_their_own() -> None:
     assert (chats.first(), chats.first(TOOLS)) == (Order.UNLIKELY, Order.USUAL)
 
 
-def test_a_promise_makes_any_turn_a_usual_one_but_the_last() -> None:
+def test_a_promised_return_makes_any_turn_usual_except_the_last_one() -> None:
     chats = Chats()
     for number in range(200):
         chats.talk(6 if number % 5 == 0 else 1)
@@ -78,24 +78,24 @@ def test_a_promise_makes_any_turn_a_usual_one_but_the_last() -> None:
     assert chats.first(SessionHints(is_promised=True, is_end=True)) == Order.ENDED
 
 
-def test_while_nothing_is_known_all_turns_are_alike() -> None:
+def test_without_counts_all_turns_are_usual() -> None:
     assert Chats().first() == Chats().first(TOOLS) == Order.USUAL
 
 
-def test_an_end_is_believed_until_too_many_are_wrong() -> None:
+def test_ends_are_trusted_until_too_many_are_wrong() -> None:
     chats = Chats()
     for _ in range(50):
         chats.turn([], LAST)
     assert chats.first(LAST) == Order.ENDED
-    assert chats.returns.believes_ends
+    assert chats.returns.trusts_ends
     for _ in range(50):
         chain, _ = chats.turn([], LAST)
         chats.turn(chain)
     assert chats.first(LAST) == Order.UNLIKELY
-    assert not chats.returns.believes_ends
+    assert not chats.returns.trusts_ends
 
 
-def test_an_end_that_comes_later_counts_as_one() -> None:
+def test_an_end_after_the_last_turn_counts_as_an_end() -> None:
     chats, named = Chats(), SessionHints(session=7)
     chain, _ = chats.turn([], named)
     chain, _ = chats.turn(chain, named)
@@ -107,7 +107,7 @@ def test_an_end_that_comes_later_counts_as_one() -> None:
     assert chats.returns.counts.returned[ENDED] == 1.0
 
 
-def test_why_blocks_are_gone() -> None:
+def test_the_reason_for_the_eviction_follows_from_the_earlier_turn() -> None:
     chats = Chats()
     for number in range(200):
         chats.talk(6 if number % 5 == 0 else 1)
@@ -127,13 +127,13 @@ TURNS = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max
 
 @given(TURNS)
 def test_a_turn_that_is_sent_twice_counts_once(turns: list[tuple[int, bool, bool]]) -> None:
-    """A request that is sent again, and messages that come twice."""
+    """A request may be sent again, and a message about it may arrive twice."""
     once, twice = Chats(), Chats()
     for chats, times in ((once, 1), (twice, 2)):
         chains: dict[int, list[Fingerprint]] = {}
         for which, has_tools, is_end in turns:
-            said = SessionHints(is_end=is_end, has_tools=has_tools)
-            chains[which], _ = chats.turn(chains.get(which, []), said, times=times)
+            hints = SessionHints(is_end=is_end, has_tools=has_tools)
+            chains[which], _ = chats.turn(chains.get(which, []), hints, times=times)
     assert once.returns.counts == twice.returns.counts
 
 
@@ -141,14 +141,14 @@ def test_a_turn_that_is_sent_twice_counts_once(turns: list[tuple[int, bool, bool
 def test_counts_add_up(turns: list[tuple[int, bool, bool]]) -> None:
     chats, chains = Chats(), dict[int, list[Fingerprint]]()
     for which, has_tools, is_end in turns:
-        said = SessionHints(is_end=is_end, has_tools=has_tools)
-        chains[which], _ = chats.turn(chains.get(which, []), said)
+        hints = SessionHints(is_end=is_end, has_tools=has_tools)
+        chains[which], _ = chats.turn(chains.get(which, []), hints)
     assert sum(chats.returns.counts.sent) == len(turns)
     assert sum(chats.returns.counts.returned) == len(turns) - len(chains)
 
 
-def test_only_so_many_turns_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ENDS", 10)
+def test_the_number_of_remembered_turns_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_ENDS", 10)
     chats = Chats()
     for _ in range(30):
         chats.talk(3)
@@ -156,8 +156,8 @@ def test_only_so_many_turns_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(chats.returns._sessions) <= 10
 
 
-def test_old_turns_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MEMORY", 100)
+def test_older_turns_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_COUNTED", 100)
     chats = Chats()
     for _ in range(300):
         chats.talk(1)
@@ -168,13 +168,13 @@ def test_old_turns_count_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(chats.returns.counts.sent) <= 100
 
 
-def test_a_turn_without_a_block_is_none() -> None:
+def test_a_turn_without_a_full_block_is_not_recorded() -> None:
     returns = Returns()
     returns.begin(SessionTurn(Fingerprint(0), 0, 1))
     assert len(returns) == 0
 
 
-def test_equal_prompts_are_of_different_conversations() -> None:
+def test_equal_prompts_belong_to_different_conversations() -> None:
     chats = Chats()
     chain, first = chats.turn([])
     again = chats.returns.retention(chain, len(chain), NO_HINTS)
@@ -182,7 +182,7 @@ def test_equal_prompts_are_of_different_conversations() -> None:
     assert again.turn.session != first.turn.session
 
 
-def test_a_name_is_its_clients_own() -> None:
+def test_only_a_client_can_use_its_session_id() -> None:
     chats = Chats()
     chain, named = chats.turn([], SessionHints(session=7))
     _, unnamed = chats.turn(chain)
@@ -190,7 +190,7 @@ def test_a_name_is_its_clients_own() -> None:
     assert unnamed.turn.session != 7
 
 
-def test_no_conversation_goes_on_from_what_is_everybodys() -> None:
+def test_shared_blocks_do_not_identify_a_conversation() -> None:
     chats = Chats()
     shared, _ = chats.turn([])
     own = [*shared, Fingerprint(99)]

@@ -14,7 +14,7 @@ from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import Attempt, Outcome, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
-from kvroute.router.sessions.returns import WHYS, Retention, Why
+from kvroute.router.sessions.returns import EVICTION_REASONS, EvictionReason, Retention
 from tests.support.records import FACTS, LOAD
 
 
@@ -91,8 +91,8 @@ def test_a_request_without_a_token_counts_no_tokens() -> None:
     assert sum(router.value("prompt_tokens_total", cause=cause) or 0 for cause in CAUSES) == 0
 
 
-@pytest.mark.parametrize("why", WHYS)
-def test_evicted_tokens_are_counted_by_reason(why: Why) -> None:
+@pytest.mark.parametrize("why", EVICTION_REASONS)
+def test_evicted_tokens_are_counted_by_reason(why: EvictionReason) -> None:
     router = RouterWithMetrics()
     chain = router.fleet.caches.chain(np.arange(10, dtype=np.uint32))
     router.fleet.mirror.add("a", chain)
@@ -102,5 +102,8 @@ def test_evicted_tokens_are_counted_by_reason(why: Why) -> None:
     receive(attempt, at_s=1.0, is_last=True)
     attempt.end()
     assert router.value("prompt_tokens_total", cause="evicted") == 8
-    tokens = {reason: router.value("evicted_prompt_tokens_total", why=reason) for reason in WHYS}
-    assert tokens == {reason: 8 * (reason == why) for reason in WHYS}
+    tokens = {
+        reason: router.value("evicted_prompt_tokens_total", why=reason)
+        for reason in EVICTION_REASONS
+    }
+    assert tokens == {reason: 8 * (reason == why) for reason in EVICTION_REASONS}

@@ -64,20 +64,22 @@ def test_too_many_tokens_are_refused() -> None:
 
 def completed(*logprobs: float) -> dict[str, Any]:
     """Return a completion with these log-probabilities of the tokens 7 and 5."""
-    found = {"token_id:9": -0.1, "token_id:5": logprobs[1], "token_id:7": logprobs[0]}
-    choice = {"index": 0, "logprobs": {"top_logprobs": [found]}}
+    top = {"token_id:9": -0.1, "token_id:5": logprobs[1], "token_id:7": logprobs[0]}
+    choice = {"index": 0, "logprobs": {"top_logprobs": [top]}}
     return {"model": "m", "choices": [choice], "usage": {"prompt_tokens": 3}}
 
 
 def test_a_score_is_the_first_labels_likelihood() -> None:
     scoring, _, _ = parsed(apply_softmax=False)
-    found = scores(scoring, completed(-1.0, -2.0), id_="r")
-    assert found["id"] == "generative-scoring-r"
-    assert found["data"] == [{"index": 0, "object": "score", "score": pytest.approx(math.exp(-1))}]
-    assert found["usage"] == {"prompt_tokens": 3}
+    response = scores(scoring, completed(-1.0, -2.0), id_="r")
+    assert response["id"] == "generative-scoring-r"
+    assert response["data"] == [
+        {"index": 0, "object": "score", "score": pytest.approx(math.exp(-1))}
+    ]
+    assert response["usage"] == {"prompt_tokens": 3}
 
 
 def test_with_softmax_the_likelihoods_of_the_labels_add_up_to_one() -> None:
     scoring, _, _ = parsed()
-    (found,) = scores(scoring, completed(-1001.0, -1000.0), id_="r")["data"]
-    assert found["score"] == pytest.approx(1 / (1 + math.e))
+    (score,) = scores(scoring, completed(-1001.0, -1000.0), id_="r")["data"]
+    assert score["score"] == pytest.approx(1 / (1 + math.e))

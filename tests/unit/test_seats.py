@@ -1,4 +1,4 @@
-"""Sessions whose contexts do not fit in the caches together send in turns."""
+"""Sessions whose contexts do not fit in the caches together have to wait for seats."""
 
 from collections.abc import Callable
 
@@ -11,12 +11,12 @@ from kvroute.router.admission.seats import CACHE_SHARE, IDLE_S, PATIENCE_S
 from tests.support.seated import CAPACITY, MANY, Sessions
 
 LIMIT = int(CACHE_SHARE * CAPACITY)
-SESSIONS = 8  # of a generated sequence of steps
+SESSIONS = 8  # sessions in a generated sequence of steps
 
 
 @pytest.fixture
 def full() -> Sessions:
-    """Two sessions have seats and the cache is full; more have begun."""
+    """Return six sessions, of which two have seats and fill the cache."""
     sessions = Sessions()
     for session in range(1, 7):
         sessions.begin(session, 300)
@@ -25,7 +25,7 @@ def full() -> Sessions:
     return sessions
 
 
-def test_nobody_waits_while_the_contexts_fit() -> None:
+def test_no_request_waits_while_the_contexts_fit() -> None:
     sessions = Sessions()
     sessions.thrash()
     for session in range(1, 4):
@@ -35,7 +35,7 @@ def test_nobody_waits_while_the_contexts_fit() -> None:
 
 
 @pytest.mark.parametrize(("is_busy", "pressure"), [(False, 3.0), (True, 0.5)])
-def test_nobody_waits_while_replicas_have_time_or_little_is_evicted(
+def test_no_request_waits_while_replicas_are_idle_or_little_is_evicted(
     is_busy: bool, pressure: float
 ) -> None:
     sessions = Sessions()
@@ -46,12 +46,12 @@ def test_nobody_waits_while_replicas_have_time_or_little_is_evicted(
         assert sessions.ask(session, 300)
 
 
-def test_past_the_cache_sessions_wait_and_come_in_the_order_of_their_arrival(
+def test_sessions_that_do_not_fit_get_seats_in_the_order_of_arrival(
     full: Sessions,
 ) -> None:
     assert not any(full.ask(session, 400) for session in (3, 4, 5))
     assert full.seated() == []
-    assert full.ask(1, 450), "a session with a seat sends on"
+    assert full.ask(1, 450), "a session with a seat can send"
     full.seats.session_ended(1)
     assert full.seated() == [3]
     full.seats.session_ended(2)
@@ -71,7 +71,7 @@ def test_all_requests_of_a_session_share_its_seat(full: Sessions) -> None:
     assert full.seated() == [3, 3]
 
 
-def test_a_session_loses_its_seat_when_it_is_idle_but_not_while_it_is_answered(
+def test_a_session_loses_its_seat_when_idle_but_not_while_a_request_runs(
     full: Sessions,
 ) -> None:
     full.end(1)
@@ -82,7 +82,7 @@ def test_a_session_loses_its_seat_when_it_is_idle_but_not_while_it_is_answered(
     full.now_s = IDLE_S
     assert full.seated() == [3]
     full.now_s = 3 * IDLE_S
-    assert full.seated() == [], "2 and 3 are being answered"
+    assert full.seated() == [], "requests of 2 and 3 are running"
 
 
 def test_the_tenant_with_the_fewest_seats_is_next(full: Sessions) -> None:
@@ -93,9 +93,9 @@ def test_the_tenant_with_the_fewest_seats_is_next(full: Sessions) -> None:
     assert full.seated() == [4]
 
 
-def test_a_client_that_leaves_waits_no_longer(full: Sessions) -> None:
+def test_a_removed_request_no_longer_waits(full: Sessions) -> None:
     waiter = full.waiter(3, 400)
-    assert not full.seats.is_free(waiter, full.now_s)
+    assert not full.seats.can_send(waiter, full.now_s)
     full.seats.add(waiter)
     assert full.seats.remove(waiter)
     assert not full.seats.remove(waiter)
@@ -103,7 +103,7 @@ def test_a_client_that_leaves_waits_no_longer(full: Sessions) -> None:
     assert full.seated() == []
 
 
-def test_a_session_that_exceeds_the_cache_alone_has_a_seat_alone(full: Sessions) -> None:
+def test_a_session_that_exceeds_the_cache_gets_a_seat_when_no_other_has_one(full: Sessions) -> None:
     assert not full.ask(3, 2 * CAPACITY)
     full.seats.session_ended(1)
     assert full.seated() == []
@@ -112,7 +112,7 @@ def test_a_session_that_exceeds_the_cache_alone_has_a_seat_alone(full: Sessions)
     assert not full.ask(4, 10)
 
 
-def test_a_number_of_seats_holds_whatever_fits() -> None:
+def test_a_fixed_number_of_seats_applies_whatever_fits() -> None:
     sessions = Sessions(most=2)
     for session in (1, 2, 3):
         sessions.begin(session, 10)
@@ -121,7 +121,7 @@ def test_a_number_of_seats_holds_whatever_fits() -> None:
     assert sessions.seated() == [3]
 
 
-def test_waiting_ends_with_the_limit(full: Sessions) -> None:
+def test_waiting_requests_are_sent_when_the_limit_ends(full: Sessions) -> None:
     assert not full.ask(3, 400)
     for session in (1, 2, 4, 5, 6):
         full.seats.session_ended(session)
@@ -129,7 +129,7 @@ def test_waiting_ends_with_the_limit(full: Sessions) -> None:
     assert not full.seats.state(full.now_s).is_limited
 
 
-def test_what_comes_first_in_any_router_is_seated_first() -> None:
+def test_the_request_that_arrived_first_on_any_router_gets_the_first_seat() -> None:
     sessions = Sessions(most=1, routers=2)
     for session in (1, 2, 3):
         sessions.begin(session, 10)
@@ -147,7 +147,7 @@ def test_what_comes_first_in_any_router_is_seated_first() -> None:
     assert sessions.seated(router=0) == [3]
 
 
-def test_a_router_that_says_nothing_more_holds_nobody_up_for_long() -> None:
+def test_a_silent_router_delays_others_only_for_a_short_time() -> None:
     sessions = Sessions(most=1)
     for session in (1, 2):
         sessions.begin(session, 10)
@@ -160,7 +160,7 @@ def test_a_router_that_says_nothing_more_holds_nobody_up_for_long() -> None:
     assert sessions.seated() == [2]
 
 
-def test_the_forecast_is_the_interval_between_seats_times_the_place_in_the_line(
+def test_the_forecast_is_the_interval_between_seats_times_the_position(
     full: Sessions,
 ) -> None:
     newcomer = full.waiter(6, 400)
@@ -174,7 +174,7 @@ def test_the_forecast_is_the_interval_between_seats_times_the_place_in_the_line(
     assert full.seats.forecast_s(newcomer) == 90.0
 
 
-def test_a_time_in_which_nobody_waits_says_nothing_of_the_wait() -> None:
+def test_time_without_waiting_requests_does_not_change_the_forecast() -> None:
     sessions = Sessions(most=1)
     for session in (1, 2, 3):
         sessions.begin(session, 10)
@@ -201,11 +201,13 @@ def steps(draw: st.DrawFn) -> list[Callable[[Sessions], None]]:
 def _ask(session: int, tokens: int, tenant: int) -> Callable[[Sessions], None]:
     def step(sessions: Sessions) -> None:
         before, waiter = sessions.seats.state(0.0), sessions.waiter(session, tokens, tenant)
-        if sessions.seats.is_free(waiter, sessions.now_s):
+        if sessions.seats.can_send(waiter, sessions.now_s):
             check_granted(sessions, before.seats)
             sessions.send(waiter)
         else:
-            assert sessions.seats.state(0.0).is_limited, "it waits, though nothing is limited"
+            assert sessions.seats.state(0.0).is_limited, (
+                "a request waits although there is no limit"
+            )
             sessions.seats.add(waiter)
 
     return step
@@ -231,14 +233,14 @@ def _wait(s: float) -> Callable[[Sessions], None]:
 
 
 def check_granted(sessions: Sessions, seats_before: int) -> None:
-    """A seat that was just granted fits, unless its session is the only one with a seat."""
+    """Check that a new seat fits, unless its session is the only one with a seat."""
     state = sessions.seats.state(sessions.now_s)
     if state.is_limited and state.seats > max(1, seats_before):
         assert state.seat_tokens <= state.limit_tokens
 
 
 @given(steps())
-def test_seats_never_take_more_than_the_cache_and_nobody_waits_without_need(
+def test_seats_never_exceed_the_cache_and_no_request_waits_needlessly(
     taken: list[Callable[[Sessions], None]],
 ) -> None:
     sessions = Sessions()
@@ -254,21 +256,21 @@ def test_seats_never_take_more_than_the_cache_and_nobody_waits_without_need(
             sessions.send(waiter)
         state = sessions.seats.state(sessions.now_s)
         assert state.is_limited or not state.waiting
-        assert state.seats or not state.waiting, "all wait, and nobody has a seat"
+        assert state.seats or not state.waiting, "requests wait although no session has a seat"
         assert state.seat_tokens <= state.tokens
         assert 0 <= state.seats <= state.sessions
     sessions.now_s += 2 * IDLE_S
     for session in [*sessions.running]:
         sessions.end(session)
-    for _ in range(SESSIONS):  # those that get seats now do not use them, and lose them again
+    for _ in range(SESSIONS):  # sessions that get seats now lose them again without using them
         sessions.now_s += 2 * IDLE_S
         while sessions.seats.due(sessions.now_s):
             pass
     assert sessions.seats.state(sessions.now_s).waiting == 0
 
 
-def test_what_is_kept_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even in a router that only hears of the requests of others."""
+def test_the_number_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound also applies in a router that only receives reports of other routers."""
     sessions = Sessions()
     sessions.begin(1, 10)
     sessions.now_s += IDLE_S

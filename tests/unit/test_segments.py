@@ -41,7 +41,7 @@ def tokenizer(
     normalizer: normalizers.Normalizer | None = None,
     pre_tokenizer: pre_tokenizers.PreTokenizer | None = None,
 ) -> Tokenizer:
-    """Trained on a few words, enough for merges within and across them; no added tokens yet."""
+    """Return a BPE model trained on a few words, so that it has merges within and across words."""
     bare = Tokenizer(model)
     if normalizer:
         bare.normalizer = normalizer
@@ -132,7 +132,7 @@ def cutter(tokenizer: Tokenizer) -> Cutter:
 
 
 def texts(names: list[str]) -> st.SearchStrategy[str]:
-    """Any text, thick with added tokens, almost-tokens, and white space at their sides."""
+    """Return texts with many added tokens, parts of tokens, and white space around them."""
     names = sorted(set(names))
     almost = [part for name in names for part in (name[:-1], name[1:], name.upper(), name[::-1])]
     pieces = st.one_of(
@@ -257,14 +257,14 @@ def without_an_unknown() -> Tokenizer:
         (without_an_unknown, "refuses the probe"),
     ],
 )
-def test_a_tokenizer_that_could_see_beyond_a_segment_is_refused(
+def test_a_tokenizer_whose_ids_depend_on_other_segments_is_refused(
     make: Callable[[], Tokenizer], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
         Cutter(make())
 
 
-def test_a_step_nobody_has_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_with_an_unknown_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     known = frozenset({"BPE", "Sequence", "Digits"})
     monkeypatch.setattr("kvroute.router.prompts.segments.PIECEWISE", known)
     with pytest.raises(ValueError, match="the step ByteLevel is not known"):
@@ -279,7 +279,7 @@ def token_ids(count: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return np.arange(count, dtype=np.uint32)
 
 
-def test_the_segment_used_longest_ago_is_forgotten_first() -> None:
+def test_the_least_recently_used_segment_is_evicted_first() -> None:
     known = SegmentCache(capacity_bytes=2 * size_bytes("a", 10))
     known.put("a", token_ids(10))
     known.put("b", token_ids(10))
@@ -295,8 +295,8 @@ def test_the_cache_stays_within_its_bytes(puts: list[tuple[str, int]]) -> None:
     known = SegmentCache(capacity_bytes=4_096)
     for segment, count in puts:
         known.put(segment, token_ids(count))
-        held = {text: found for text, _ in puts if (found := known.get(text)) is not None}
-        assert sum(size_bytes(text, len(found)) for text, found in held.items()) <= 4_096
+        held = {text: ids for text, _ in puts if (ids := known.get(text)) is not None}
+        assert sum(size_bytes(text, len(ids)) for text, ids in held.items()) <= 4_096
 
 
 def test_a_segment_larger_than_the_cache_evicts_nothing() -> None:

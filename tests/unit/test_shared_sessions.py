@@ -1,4 +1,4 @@
-"""Coding agents name one session in all their requests: sub-agents, titles and the main one."""
+"""Coding agents send one session id for several conversations, such as those of sub-agents."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,20 +10,20 @@ SESSION = SessionHints(session=2**62)
 
 
 class Agents:
-    """Conversations that take turns, as a router sees them."""
+    """Several conversations with one session id, as a router sees them."""
 
     def __init__(self, count: int) -> None:
         self.returns = Returns()
         self.chains: list[list[Fingerprint]] = [[] for _ in range(count)]
         self._next = 1
 
-    def turn(self, agent: int, said: SessionHints) -> int:
-        """Its number."""
+    def turn(self, agent: int, hints: SessionHints) -> int:
+        """Send the agent's next turn, and return its number."""
         self._next += 1
         chain = self.chains[agent]
         known = len(chain)
         chain.append(Fingerprint(self._next))
-        turn = self.returns.retention(chain, known, said).turn
+        turn = self.returns.retention(chain, known, hints).turn
         self.returns.begin(turn)
         return turn.number
 
@@ -37,7 +37,7 @@ def test_the_turns_of_each_agent_are_counted_as_without_an_id(agents: list[int])
     assert named.returns.counts == unnamed.returns.counts
 
 
-def test_an_id_finds_the_turn_before_where_its_blocks_are_forgotten() -> None:
+def test_a_session_id_finds_the_earlier_turn_although_its_blocks_are_forgotten() -> None:
     agents = Agents(1)
     assert agents.turn(0, SESSION) == 1
     chain = [*agents.chains[0], Fingerprint(99)]

@@ -171,7 +171,7 @@ def test_a_long_bad_value_is_quoted_in_part() -> None:
 
 @pytest.mark.parametrize("path", [CHATS, "/v1/completions", "/v1/responses", "/tokenize"])
 def test_a_body_that_no_router_renders_is_rejected_with_the_reason(path: str) -> None:
-    call = HttpCall(path, b'{"messages": 5}', 1.0, problem="a message has another role")
+    call = HttpCall(path, b'{"messages": 5}', 1.0, problem="a message has an unknown role")
     refused = rendered(call).refusal
     assert refused
     message = json.loads(refused.data)["error"]["message"]

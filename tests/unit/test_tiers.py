@@ -15,7 +15,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.receipts import receipt
 from tests.support.records import record
 
-BLOCK = 4  # tokens; a replica computes 1000 a second
+BLOCK = 4  # tokens per block; a replica computes 1000 tokens per second
 CHAIN = [Fingerprint(1000 + i) for i in range(200)]
 DISK = Tier(2, "disk", "a disk", 0xA5A5A5A5A5A5A5A5, "--disk-gb")
 FAST = TierFacts(blocks=1000, block_bytes=1000, bytes_per_s=1e6)  # 1 ms for a block, 4 to compute

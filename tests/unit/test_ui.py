@@ -3,7 +3,7 @@
 import re
 
 from kvroute.command.explain import EVICTED
-from kvroute.router.sessions.returns import WHYS
+from kvroute.router.sessions.returns import EVICTION_REASONS
 from tests.support.documents import METRICS
 from tests.support.repository import ROOT
 
@@ -20,4 +20,4 @@ def test_the_causes_are_explained_in_the_documents_words() -> None:
 
 def test_why_tokens_were_evicted_has_words_on_the_page_and_in_explain() -> None:
     words = (UI / "decisions.js").read_text().split("const EVICTED = {")[1].split("}")[0]
-    assert tuple(re.findall(r"^  (\w+):", words, re.M)) == tuple(EVICTED) == WHYS
+    assert tuple(re.findall(r"^  (\w+):", words, re.M)) == tuple(EVICTED) == EVICTION_REASONS

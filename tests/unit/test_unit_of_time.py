@@ -60,8 +60,10 @@ def test_a_new_router_learns_the_unit_from_the_first_heartbeat() -> None:
     fleet = Fleet(model="m", revision="", block_size=16, rng=random.Random(0))
     subscriber = PeerSubscriber(fleet, own="new", clock=lambda: now_s)
     fleet.update([record("a")])  # its speed is known, so that the scale is kept
-    subscriber.receive(decode(encode(publisher.take())))
+    subscriber.receive(decode(encode(publisher.next_message())))
     assert fleet.loads.scale.busy_s == old.busy_s
-    assert publisher.take().scale is None, "it is sent with heartbeats, not with every event"
+    assert publisher.next_message().scale is None, (
+        "it is sent with heartbeats, not with every event"
+    )
     now_s += ALIVE_S
-    assert publisher.take().scale is not None
+    assert publisher.next_message().scale is not None

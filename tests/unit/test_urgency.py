@@ -20,7 +20,7 @@ MAX_WAIT_S = 30.0
 def urgency(
     headers: dict[str, str] | None = None, caller: Caller | None = None, **body: Any
 ) -> Urgency:
-    return urgency_of(headers or {}, body, caller, most_s=MAX_WAIT_S)
+    return urgency_of(headers or {}, body, caller, max_wait_s=MAX_WAIT_S)
 
 
 def key(priority: Priority) -> Caller:
@@ -29,7 +29,7 @@ def key(priority: Priority) -> Caller:
 
 def test_a_request_without_urgency_waits_up_to_the_operators_limit() -> None:
     assert urgency() == Urgency("default", 0.0, MAX_WAIT_S, None)
-    assert urgency_of({}, {}, None, most_s=0).most_s == math.inf
+    assert urgency_of({}, {}, None, max_wait_s=0).max_wait_s == math.inf
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_request_without_urgency_waits_up_to_the_operators_limit() -> None:
 def test_a_request_can_set_its_longest_wait(
     headers: dict[str, str], body: dict[str, Any], most_s: float
 ) -> None:
-    assert urgency(headers, **body).most_s == most_s
+    assert urgency(headers, **body).max_wait_s == most_s
 
 
 @pytest.mark.parametrize("given", ["soon", "", "0", "-1", "nan", "inf", "1e400", "5 s"])
@@ -77,22 +77,22 @@ def test_a_request_is_never_more_urgent_than_its_key(
     assert priority == PRIORITIES[expected]
 
 
-def test_a_bodys_priority_is_seconds() -> None:
-    assert urgency(priority=5).later_s == 5
+def test_the_priority_in_a_body_is_a_delay_in_seconds() -> None:
+    assert urgency(priority=5).delay_s == 5
     found = urgency({PRIORITY: "interactive"}, priority=5)
-    assert (found.later_s, found.is_interactive) == (5, True)
-    assert urgency(priority=-(10**30)).later_s == -60
-    assert urgency(priority=10**30).later_s == 3600
-    assert urgency(caller=key("default"), priority=-5).later_s == 0
-    assert urgency(caller=key("default"), priority=5).later_s == 5
+    assert (found.delay_s, found.is_interactive) == (5, True)
+    assert urgency(priority=-(10**30)).delay_s == -60
+    assert urgency(priority=10**30).delay_s == 3600
+    assert urgency(caller=key("default"), priority=-5).delay_s == 0
+    assert urgency(caller=key("default"), priority=5).delay_s == 5
 
 
 @given(st.dictionaries(st.sampled_from(["timeout", "priority"]), st.integers() | st.text()))
 def test_any_body_has_an_urgency_or_is_refused(body: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):
         found = urgency(**body)
-        assert math.isfinite(found.later_s)
-        assert 0 < found.most_s <= MAX_WAIT_S
+        assert math.isfinite(found.delay_s)
+        assert 0 < found.max_wait_s <= MAX_WAIT_S
 
 
 def test_the_sharer_is_the_tenant_else_the_user() -> None:

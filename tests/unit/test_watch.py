@@ -68,10 +68,10 @@ async def check(liveness: Liveness, tasks: asyncio.TaskGroup, times: int) -> Non
     for _ in range(times):
         liveness.check(tasks)
         for _ in range(3):
-            await asyncio.sleep(0)  # for what it began
+            await asyncio.sleep(0)  # runs the tasks that the check started
 
 
-async def test_a_replica_that_answers_is_busy_and_left_in_peace(
+async def test_a_busy_replica_that_answers_probes_is_not_killed(
     liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
 ) -> None:
     await check(liveness, tasks, 5 * LOOKS)
@@ -80,7 +80,7 @@ async def test_a_replica_that_answers_is_busy_and_left_in_peace(
     assert liveness.trusted() == ["a"]
 
 
-async def test_a_replica_that_does_not_answer_is_ended(
+async def test_a_replica_that_does_not_answer_probes_is_killed(
     liveness: Liveness, replica: Replica, tasks: asyncio.TaskGroup
 ) -> None:
     replica.hangs = True
@@ -91,7 +91,7 @@ async def test_a_replica_that_does_not_answer_is_ended(
     assert replica.kills == 1
 
 
-async def test_whoever_waits_for_a_replica_that_is_given_up_waits_no_longer(
+async def test_requests_on_a_replica_that_is_declared_dead_end_at_once(
     liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
 ) -> None:
     replica.hangs = True
@@ -103,7 +103,7 @@ async def test_whoever_waits_for_a_replica_that_is_given_up_waits_no_longer(
     assert isinstance(error, HungError)
 
 
-async def test_a_replica_that_serve_no_longer_lists_is_watched_while_it_is_awaited(
+async def test_a_replica_that_serve_has_removed_is_checked_while_it_runs_requests(
     liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
 ) -> None:
     replica.is_listed, links.waiting = False, {"a"}
@@ -114,7 +114,7 @@ async def test_a_replica_that_serve_no_longer_lists_is_watched_while_it_is_await
     assert links.lost
 
 
-async def test_a_replica_that_speaks_needs_no_question(
+async def test_a_replica_that_sends_messages_is_not_probed(
     liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
 ) -> None:
     for _ in range(2 * LOOKS):
@@ -123,7 +123,7 @@ async def test_a_replica_that_speaks_needs_no_question(
     assert replica.questions == 0
 
 
-async def test_where_nothing_is_under_way_the_lease_is_sign_enough(
+async def test_an_idle_replica_with_a_lease_is_not_probed(
     liveness: Liveness, replica: Replica, fleet: Fleet, tasks: asyncio.TaskGroup
 ) -> None:
     fleet.update([record("a")])
@@ -135,7 +135,7 @@ async def test_where_nothing_is_under_way_the_lease_is_sign_enough(
     assert replica.kills == 1
 
 
-async def test_a_replica_that_was_given_up_is_not_trusted_for_having_nothing_under_way(
+async def test_a_replica_that_was_declared_dead_is_not_trusted_although_it_is_idle(
     liveness: Liveness, replica: Replica, fleet: Fleet, tasks: asyncio.TaskGroup
 ) -> None:
     replica.hangs = True

@@ -92,7 +92,7 @@ class Production:
         is_busy = shortest_s >= self._queue.busy_backlog_s
         self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure.value)
         waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
-        if self._seats.is_free(waiter, now_s):
+        if self._seats.can_send(waiter, now_s):
             self._queue_up(request, placement, now_s)
         else:
             self._seats.add(waiter)
@@ -183,7 +183,7 @@ class Production:
 
     def take_message(self, now_s: float) -> RouterMessage | None:
         self._now_s = now_s
-        message = self._peer_publisher.take()
+        message = self._peer_publisher.next_message()
         had_queue, self._has_published_queue = (
             self._has_published_queue,
             bool(message.waiting and message.waiting.places),

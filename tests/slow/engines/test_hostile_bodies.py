@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.router.api.calls import CHATS, parse_call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, parse_call
 from kvroute.router.api.errors import ApiError
 from tests.support import hostile
 from tests.support.answers import data_of, status_of
@@ -42,7 +42,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def refusal(raw: bytes) -> int | None:
     """Return the status with which a router refuses the body; None if a replica gets it."""
     try:
-        parse_call(CHATS, raw)
+        parse_call(CHAT_COMPLETIONS, raw)
     except ApiError as error:
         return error.status
     return None
@@ -58,6 +58,6 @@ async def test_a_hostile_body_holds_up_nobody(
         assert status in (400, 413)
         return
     for _ in range(2):
-        chunks = await chunks_of(running, request_of(CHATS, raw))
+        chunks = await chunks_of(running, request_of(CHAT_COMPLETIONS, raw))
         assert status_of(chunks) in (200, 400), data_of(chunks)[:300]
         assert max(steps) < LONGEST_S

@@ -87,10 +87,10 @@ class Router:
         now_s = time.monotonic()
         placement = self.fleet.place(token_ids, [replica_id], now_s)
         attempt = self.fleet.sent(placement, replica_id, uuid.uuid4().hex, now_s)
-        self._peer_subscriber.receive(self._peer_publisher.take())
+        self._peer_subscriber.receive(self._peer_publisher.next_message())
         attempt.first_token(now_s)
         attempt.end()
-        self._peer_subscriber.receive(self._peer_publisher.take())
+        self._peer_subscriber.receive(self._peer_publisher.next_message())
 
     def knows(self, replica: Replica) -> bool:
         return held_by(self.fleet.mirror, replica.id) == set(replica.table.held())

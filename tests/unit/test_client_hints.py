@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.call_limits import MAX_NAME
-from kvroute.router.api.calls import CHATS, MESSAGES, parse_call
+from kvroute.router.api.calls import CHAT_COMPLETIONS, MESSAGES, parse_call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.sessions import AGENTS, SESSION, hints_of, session_number
 from kvroute.router.sessions.returns import NO_HINTS, SessionHints
@@ -28,15 +28,15 @@ HOUR = {"type": "ephemeral", "ttl": "1h"}
 USER = {"role": "user", "content": "Hi"}
 
 
-def said(
+def hints(
     body: dict[str, Any], headers: dict[str, str] | None = None, caller: Caller | None = None
 ) -> SessionHints:
-    call = parse_call(CHATS, json.dumps(body).encode())
+    call = parse_call(CHAT_COMPLETIONS, json.dumps(body).encode())
     return hints_of(httpx.Headers(headers or {}), replace(call, caller=caller))
 
 
 def session(body: dict[str, Any], headers: dict[str, str] | None = None) -> int:
-    return said(body, headers).session
+    return hints(body, headers).session
 
 
 def caller(tenant: str) -> Caller:
@@ -44,8 +44,8 @@ def caller(tenant: str) -> Caller:
 
 
 def test_a_request_without_hints_has_none() -> None:
-    assert said({"messages": [USER]}) == NO_HINTS
-    assert said({"session_id": None, "session_end": False}, {SESSION: ""}) == NO_HINTS
+    assert hints({"messages": [USER]}) == NO_HINTS
+    assert hints({"session_id": None, "session_end": False}, {SESSION: ""}) == NO_HINTS
 
 
 @pytest.mark.parametrize(
@@ -77,28 +77,30 @@ def test_the_most_specific_session_id_wins() -> None:
     assert session({"session_id": ID}, headers) == session_number("", ID)
 
 
-@pytest.mark.parametrize("given", [5, True, [ID], {"id": ID}, "x" * (MAX_NAME + 1)])
-def test_an_invalid_session_id_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("value", [5, True, [ID], {"id": ID}, "x" * (MAX_NAME + 1)])
+def test_an_invalid_session_id_is_refused(value: Any) -> None:
     with pytest.raises(ApiError, match="expected a string of up to 256 characters") as refused:
-        said({"session_id": given})
+        hints({"session_id": value})
     assert (refused.value.status, refused.value.param) == (400, "session_id")
 
 
 def test_a_long_session_id_is_refused_in_our_header_and_ignored_in_others() -> None:
     with pytest.raises(ApiError, match="x-session-id is"):
-        said({}, {SESSION: "x" * (MAX_NAME + 1)})
+        hints({}, {SESSION: "x" * (MAX_NAME + 1)})
     assert session({}, {AGENTS[0]: "x" * (MAX_NAME + 1)}) == 0
 
 
 def test_an_id_means_the_same_session_in_a_header_and_in_a_body() -> None:
     for id_ in ("gespräch-4711", "会話"):
-        body = parse_call(CHATS, json.dumps({"session_id": id_}).encode())
+        body = parse_call(CHAT_COMPLETIONS, json.dumps({"session_id": id_}).encode())
         for name in (SESSION, *AGENTS):
             sent = Headers(raw=[(name.encode(), id_.encode())])
-            found = hints_of(sent, parse_call(CHATS, b"{}"))
-            assert found == hints_of({}, body) == SessionHints(session_number("", id_))
+            sent_hints = hints_of(sent, parse_call(CHAT_COMPLETIONS, b"{}"))
+            assert sent_hints == hints_of({}, body) == SessionHints(session_number("", id_))
     latin = Headers(raw=[(SESSION.encode(), "gespräch".encode("latin-1"))])
-    assert hints_of(latin, parse_call(CHATS, b"{}")).session == session_number("", "gespräch")
+    assert hints_of(latin, parse_call(CHAT_COMPLETIONS, b"{}")).session == session_number(
+        "", "gespräch"
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,30 +119,30 @@ def test_a_sub_agent_belongs_to_the_session_that_started_it(headers: dict[str, s
 
 
 def test_the_end_of_a_sub_agent_is_not_the_end_of_its_session() -> None:
-    assert said({"session_end": True}, {SESSION: ID}).is_end
-    assert not said({"session_end": True}, {"x-parent-session-id": ID}).is_end
+    assert hints({"session_end": True}, {SESSION: ID}).is_end
+    assert not hints({"session_end": True}, {"x-parent-session-id": ID}).is_end
 
 
-@pytest.mark.parametrize(("given", "is_end"), [("true", True), ("True", True), ("false", False)])
-def test_dynamos_header_can_end_a_session(given: str, is_end: bool) -> None:
-    headers = {"x-dynamo-session-id": ID, "x-dynamo-session-final": given}
-    assert said({}, headers) == SessionHints(session_number("", ID), is_end=is_end)
+@pytest.mark.parametrize(("value", "is_end"), [("true", True), ("True", True), ("false", False)])
+def test_dynamos_header_can_end_a_session(value: str, is_end: bool) -> None:
+    headers = {"x-dynamo-session-id": ID, "x-dynamo-session-final": value}
+    assert hints({}, headers) == SessionHints(session_number("", ID), is_end=is_end)
 
 
-@pytest.mark.parametrize("given", ["true", 1, 0, [], {}])
-def test_an_invalid_session_end_is_refused(given: Any) -> None:
+@pytest.mark.parametrize("value", ["true", 1, 0, [], {}])
+def test_an_invalid_session_end_is_refused(value: Any) -> None:
     with pytest.raises(ApiError, match="expected true or false") as refused:
-        said({"session_end": given})
+        hints({"session_end": value})
     assert (refused.value.status, refused.value.param) == (400, "session_end")
 
 
 def test_a_request_can_be_the_last_of_its_session() -> None:
-    assert said({"session_end": True}).is_end
+    assert hints({"session_end": True}).is_end
 
 
 def test_sessions_of_different_tenants_and_salts_are_different() -> None:
     numbers = {
-        said({"session_id": ID, **own}, caller=who).session
+        hints({"session_id": ID, **own}, caller=who).session
         for who in (None, caller("a"), caller("b"))
         for own in ({}, {"cache_salt": "s"}, {"cache_salt": f"s{ID}"})
     }
@@ -160,13 +162,13 @@ def test_a_session_id_and_a_salt_are_hashed_separately() -> None:
 
 def test_retention_hints_count_for_a_tenant_else_for_a_salt() -> None:
     numbers = [
-        said({}, caller=caller("a")).tenant,
-        said({}, caller=caller("b")).tenant,
-        said({"cache_salt": "s"}).tenant,
+        hints({}, caller=caller("a")).tenant,
+        hints({}, caller=caller("b")).tenant,
+        hints({"cache_salt": "s"}).tenant,
     ]
     assert len({0, *numbers}) == 4
     assert all(0 < number < 2**31 for number in numbers)
-    assert said({"cache_salt": "s"}, caller=caller("a")).tenant == numbers[0]
+    assert hints({"cache_salt": "s"}, caller=caller("a")).tenant == numbers[0]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_retention_hints_count_for_a_tenant_else_for_a_salt() -> None:
     ],
 )
 def test_a_cache_control_is_found_wherever_anthropic_allows_it(body: dict[str, Any]) -> None:
-    assert said(body).is_promised
+    assert hints(body).is_promised
 
 
 @pytest.mark.parametrize(
@@ -198,7 +200,7 @@ def test_a_cache_control_is_found_wherever_anthropic_allows_it(body: dict[str, A
 )
 def test_a_cache_control_of_a_known_ttl_is_a_promise(control: Any, is_promised: bool) -> None:
     parts = [{"type": "text", "text": "", "cache_control": control}]
-    assert said({"messages": [{**USER, "content": parts}]}).is_promised == is_promised
+    assert hints({"messages": [{**USER, "content": parts}]}).is_promised == is_promised
 
 
 @pytest.mark.parametrize(
@@ -214,12 +216,12 @@ def test_a_cache_control_of_a_known_ttl_is_a_promise(control: Any, is_promised: 
     ],
 )
 def test_openais_retention_fields_are_promises(body: dict[str, Any], is_promised: bool) -> None:
-    assert said(body) == SessionHints(is_promised=is_promised)
+    assert hints(body) == SessionHints(is_promised=is_promised)
 
 
 def test_a_call_with_tools_has_tools() -> None:
-    assert said({"tools": [{"name": "f"}]}).has_tools
-    assert not said({"tools": []}).has_tools
+    assert hints({"tools": [{"name": "f"}]}).has_tools
+    assert not hints({"tools": []}).has_tools
 
 
 JSON = st.recursive(
@@ -242,7 +244,7 @@ OTHERS = (  # fields of other APIs
 
 @given(st.dictionaries(st.sampled_from(OTHERS), JSON))
 def test_fields_of_other_apis_are_never_refused(body: dict[str, Any]) -> None:
-    assert said(body).is_promised in (False, True)
+    assert hints(body).is_promised in (False, True)
 
 
 @given(st.text() | JSON.map(json.dumps) | JSON.map(lambda id_: json.dumps({"session_id": id_})))
@@ -267,7 +269,7 @@ def test_a_user_id_that_is_too_deep_or_too_long_is_ignored(user: str) -> None:
 @given(st.dictionaries(st.sampled_from(["session_id", "session_end", *OTHERS]), JSON))
 def test_any_body_is_read_or_refused(body: dict[str, Any]) -> None:
     with contextlib.suppress(ApiError):
-        said(body)
+        hints(body)
 
 
 def sent(call: Callable[[httpx2.Client], object]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -311,4 +313,4 @@ def test_openais_client_sends_our_fields_beside_its_own() -> None:
             extra_body={"session_end": True},
         )
 
-    assert said(*sent(ask)) == SessionHints(session_number("", ID), is_end=True, is_promised=True)
+    assert hints(*sent(ask)) == SessionHints(session_number("", ID), is_end=True, is_promised=True)

@@ -1,12 +1,12 @@
-"""Requests that arrive together start one by one; a crowd leaves the event loop more time."""
+"""Requests that arrive together start one by one; a crowd gives other tasks more time."""
 
 import asyncio
 from itertools import pairwise
 
 import pytest
 
-from kvroute.router.api import turns
-from kvroute.router.api.turns import CROWD_ROUNDS, Turns
+from kvroute.router.api import fair_lock
+from kvroute.router.api.fair_lock import CROWD_ROUNDS, FairLock
 
 
 class Rounds:
@@ -23,14 +23,14 @@ class Rounds:
 
 
 @pytest.mark.parametrize(("is_crowd", "least"), [(False, 1), (True, CROWD_ROUNDS)])
-async def test_rounds_between_two(
+async def test_other_tasks_run_between_two_requests(
     is_crowd: bool, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "CROWD_S", 60.0)
-    rounds, turns_, starts = Rounds(), Turns(), list[int]()
+    monkeypatch.setattr(fair_lock, "CROWD_S", 60.0)
+    rounds, lock, starts = Rounds(), FairLock(), list[int]()
 
     async def start() -> None:
-        await turns_.next(is_crowd=is_crowd)
+        await lock.wait(is_crowd=is_crowd)
         starts.append(rounds.count)
 
     await asyncio.gather(*(start() for _ in range(10)))
@@ -39,7 +39,7 @@ async def test_rounds_between_two(
 
 
 async def test_a_crowd_does_not_wait_long_in_a_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "CROWD_S", -1.0)
+    monkeypatch.setattr(fair_lock, "CROWD_S", -1.0)
     rounds = Rounds()
-    await Turns().next(is_crowd=True)
+    await FairLock().wait(is_crowd=True)
     assert rounds.count < CROWD_ROUNDS
