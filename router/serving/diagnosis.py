@@ -50,6 +50,7 @@ class Diagnosis:
             _with_timeout(ray_internals.endpoint_host),
         )
         running = sorted(chain.from_iterable(model.running for model in self._models))
+        engines = [model.engine_problems() for model in self._models]
         return {
             "now_s": time.time(),
             "redis": redis,
@@ -64,9 +65,9 @@ class Diagnosis:
                 "rendering_differences": dict(
                     ChainMap(*(model.rendering_differences() for model in self._models))
                 ),
-                "unfit": dict(ChainMap(*(model.unfit_replicas() for model in self._models))),
+                "unfit": dict(ChainMap(*(engine["unfit"] for engine in engines))),
                 "guessed_caches": [
-                    server for model in self._models for server in model.guessed_caches()
+                    server for engine in engines for server in engine["guessed_caches"]
                 ],
             },
             "access": {

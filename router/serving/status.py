@@ -156,15 +156,14 @@ class Status:
             for kind, summary in self._parts.unreadable.report().items()
         ]
 
-    def guessed_caches(self) -> list[str]:
-        """Return the attached servers whose cached blocks are a guess."""
+    def engine_problems(self) -> dict[str, Any]:
+        """Return which replicas run vLLM unpatched, and which servers publish no events."""
         records = self._parts.fleet.replicas.own_records
-        return sorted({record.facts.server for record in records if record.facts.guesses_cache})
-
-    def unfit_replicas(self) -> dict[str, str]:
-        """Return why a replica runs vLLM without kvroute's changes, by replica id."""
-        records = self._parts.fleet.replicas.own_records
-        return {record.id: record.facts.unfit for record in records if record.facts.unfit}
+        servers = {record.facts.server for record in records if record.facts.guesses_cache}
+        return {
+            "unfit": {record.id: record.facts.unfit for record in records if record.facts.unfit},
+            "guessed_caches": sorted(servers),
+        }
 
     def rendering_differences(self) -> dict[str, int]:
         """Return, for each replica, how many prompts a router rendered differently from vLLM."""

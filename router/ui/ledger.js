@@ -18,14 +18,14 @@ export const PLACES = {
 // As in the table of docs/metrics.md.
 export const CAUSES = [
   ["hit", "came from the cache, as the router expected", ""],
-  ["unexpected_hit", "came from the cache, but were not expected there", "look at kvroute_index_age_seconds"],
-  ["stale", "were expected but did not come: evicted meanwhile, or the index was wrong", "more memory for the cache; look at kvroute_publisher_lag_seconds"],
+  ["unexpected_hit", "came from the cache, although the router did not expect it", "look at kvroute_index_age_seconds"],
+  ["stale", "were expected in the cache but were not there: evicted meanwhile, or the index was wrong", "more memory for the cache; look at kvroute_publisher_lag_seconds"],
   ["spilled", "were cached on a replica that was not chosen, mostly because it was busy", "more replicas"],
   ["unpinned", "belong to the request's named prefix, but were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
-  ["partial", "were cached by the layers with full attention, but those with windows or states kept nothing at that place", "--engine-arg prefix_cache_retention_interval=N, or a named prefix"],
+  ["partial", "were cached by the layers with full attention, but the layers with windows or states kept nothing at that place", "--engine-arg prefix_cache_retention_interval=N, or a named prefix"],
   ["evicted", "were cached once, but no longer: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or named prefixes"],
-  ["broken", "are in the chat's earlier prompt too, but behind a place that has changed since, so that no cache had them", "let chats change at their end only: dates and ids into the last user message; kvroute doctor names the place"],
-  ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks), or are of a prompt with prompt_logprobs, for which vLLM reads no cache", "see whether prompts could begin alike"],
+  ["broken", "are in the chat's earlier prompt too, but after a place that has changed since, so no cache had them", "change chats at their end only: put dates and ids into the last user message; kvroute doctor names the place"],
+  ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks); or belong to a prompt with prompt_logprobs, for which vLLM reads no cache", "see whether prompts could begin in the same way"],
   ["isolated", "were never cached under the prompt's cache_salt; other salts were not searched", "fewer salts, if that is allowed"],
   ["tail", "are in no full block, or in the last token's block, which is always computed", "a smaller --block-size"],
 ];

@@ -47,7 +47,7 @@ def test_the_command_says_how_much_of_a_trace_has_no_block_ids(tmp_path: Path) -
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = CliRunner().invoke(app, ["replay", str(file), "--speed", "1", "--replicas", "1"])
     # The last block of a prompt can never be a hit, so the second prompt misses no block.
-    assert "in 2 of 3 requests, 3,072 tokens (40.0% of all)" in result.stderr
+    assert "in 2 of 3 requests, 3,072 tokens (40.0% of all tokens)" in result.stderr
     assert unnamed(read(file, limit=2, seed=0)[1:]) == ""
 
 

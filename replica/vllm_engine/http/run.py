@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 from fastapi.dependencies.utils import request_body_to_args
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -46,15 +45,16 @@ from kvroute.replica.vllm_engine.core.continued import (
 )
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
+from kvroute.replica.vllm_engine.http.sampling_checks import (
+    check_prompt_logprobs,
+    check_tokens_fit_grammar,
+)
 
 log = logging.getLogger("kvroute.replica")
 
 # Number of tokens in a chunk of a response that is not streamed. If the replica is lost, at most
 # this many tokens have to be generated again.
 UNSTREAMED_CHUNK_TOKENS = 32
-# Maximum number of log-probabilities of a prompt. The event loop computes all of them without a
-# pause, and each takes 6 us of CPU time.
-MAX_PROMPT_LOGPROBS = 131_072
 # Seconds that the application gets to end after the client has left. Then it is cancelled.
 END_S = 5.0
 RESERVED = "kvroute_"  # prefix of the keys in extra_args that clients may not set
@@ -220,7 +220,7 @@ class RequestRun:
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]
-        _check_prompt_logprobs(params, len(ids or ()))
+        check_prompt_logprobs(params, len(ids or ()))
         if self.call.deltas and self._prompts == 1:
             answered = self.request.answered_ids.tolist()
             tokenizer = llm.get_tokenizer()
@@ -244,7 +244,7 @@ class RequestRun:
                 output = await anext(outputs, None)
             while output is not None:
                 output.prompt_token_ids = ids
-                _check_tokens_fit_grammar(output, params)
+                check_tokens_fit_grammar(output, params)
                 if params.n > 1:
                     # With `echo`, each choice begins with the prompt's log-probabilities. vLLM
                     # loses them if it merges a choice's first output into a later output of another
@@ -393,41 +393,6 @@ def _outside() -> Iterator[None]:
         yield
     finally:
         CURRENT.reset(token)
-
-
-def _check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
-    """Reject a request with too many log-probabilities of the prompt."""
-    if params.prompt_logprobs is None:
-        return
-    values = tokens * (params.prompt_logprobs + 1)
-    if values > MAX_PROMPT_LOGPROBS:
-        raise VLLMValidationError(
-            f"this request needs {values} log-probabilities of the prompt: prompt_logprobs (with "
-            f"echo: logprobs) plus one, times {tokens} tokens. The limit is "
-            f"{MAX_PROMPT_LOGPROBS}; lower prompt_logprobs, or send a shorter prompt",
-            parameter="prompt_logprobs",
-        )
-
-
-def _check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> None:
-    """Reject a request whose fields exclude all tokens that its grammar allows.
-
-    The engine ends such a request with an error that does not name the cause.
-    """
-    limits = {
-        "allowed_token_ids": params.allowed_token_ids,
-        "bad_words": params.bad_words,
-        "logit_bias": params.logit_bias,
-    }
-    names = [name for name, value in limits.items() if value]
-    if not names or params.structured_outputs is None:
-        return
-    if any(choice.finish_reason == "error" for choice in output.outputs):
-        raise VLLMValidationError(
-            f"{' and '.join(names)}: the allowed tokens do not fit the schema or grammar of the "
-            "answer; allow more tokens, or leave out one of these fields",
-            parameter=names[0],
-        )
 
 
 def _delta_params(params: SamplingParams, ours: Mapping[str, Any]) -> SamplingParams:

@@ -255,7 +255,7 @@ async def test_log_probabilities_of_prompts_have_a_limit(
     running: Running, monkeypatch: pytest.MonkeyPatch, asked: Body
 ) -> None:
     """The loop makes all of them at once."""
-    monkeypatch.setattr("kvroute.replica.vllm_engine.http.run.MAX_PROMPT_LOGPROBS", 12)
+    monkeypatch.setattr("kvroute.replica.vllm_engine.http.sampling_checks.MAX_PROMPT_LOGPROBS", 12)
     statuses = [
         status_of(await chunks_of(running, request_of(COMPLETIONS, body | asked)))
         for prompt in ([1, 2], [1, 2, 3])

@@ -1,0 +1,44 @@
+"""Refuses requests whose sampling parameters vLLM accepts, but cannot run well."""
+
+from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import SamplingParams
+
+# Maximum number of log-probabilities of a prompt. The event loop computes all of them without a
+# pause, and each takes 6 us of CPU time.
+MAX_PROMPT_LOGPROBS = 131_072
+
+
+def check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
+    """Reject a request with too many log-probabilities of the prompt."""
+    if params.prompt_logprobs is None:
+        return
+    values = tokens * (params.prompt_logprobs + 1)
+    if values > MAX_PROMPT_LOGPROBS:
+        raise VLLMValidationError(
+            f"this request needs {values} log-probabilities of the prompt: prompt_logprobs (with "
+            f"echo: logprobs) plus one, times {tokens} tokens. The limit is "
+            f"{MAX_PROMPT_LOGPROBS}; lower prompt_logprobs, or send a shorter prompt",
+            parameter="prompt_logprobs",
+        )
+
+
+def check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> None:
+    """Reject a request whose fields exclude all tokens that its grammar allows.
+
+    The engine ends such a request with an error that does not name the cause.
+    """
+    limits = {
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": params.bad_words,
+        "logit_bias": params.logit_bias,
+    }
+    names = [name for name, value in limits.items() if value]
+    if not names or params.structured_outputs is None:
+        return
+    if any(choice.finish_reason == "error" for choice in output.outputs):
+        raise VLLMValidationError(
+            f"{' and '.join(names)}: the allowed tokens do not fit the schema or grammar of the "
+            "answer; allow more tokens, or leave out one of these fields",
+            parameter=names[0],
+        )
