@@ -196,7 +196,7 @@ def application(each: Mapping[str, LastingAccounts]) -> httpx.AsyncClient:
     ]
     named = {model.name: model for model in models}
     http: Any = FastAPI()
-    http.state.models = SimpleNamespace(all=models, named=named.__getitem__)
+    http.state.models = SimpleNamespace(all=models, select=named.__getitem__)
     http.include_router(routes)
     http.exception_handler(ApiError)(_refuse)
     return httpx.AsyncClient(transport=httpx.ASGITransport(http), base_url="http://router")
