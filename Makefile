@@ -17,7 +17,7 @@ LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup serve check unit test test-all test-cluster lint docs site ui-picture wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants
+.PHONY: help setup serve check unit test test-all test-cluster lint docs site ui-picture wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants gpu-check
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -67,6 +67,9 @@ bench-prefixes: $(DEV) ## What a named prefix is worth on real engines; takes so
 
 bench-tenants: $(DEV) ## Whether a tenant's first tokens tell what others have asked; takes some minutes
 	@$(BIN)/python -W ignore -m tests.bench.tenants $(ARGS)
+
+gpu-check: $(DEV) ## Measures kvroute on this machine's GPUs, with random weights; on CPUs: ARGS=--cpu
+	@$(BIN)/python -W ignore -m tests.gpu_check $(ARGS)
 
 docs: $(DEV) ## The generated tables and dashboards, written anew
 	@$(BIN)/python -m tests.support.tables

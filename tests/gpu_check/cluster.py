@@ -1,0 +1,231 @@
+"""Measures a cluster of two replicas over HTTP: first tokens, hits, a killed replica, the audit."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median, quantiles
+from tempfile import TemporaryFile
+from typing import Any
+
+import httpx
+
+from kvroute.local.ports import free_port
+
+READY_S = 900.0  # timeout in seconds of the start
+STOP_S = 60.0
+WORDS = ("river", "stone", "light", "seven", "apple", "north", "cloud", "green")
+KILLED_AT = 0.3  # share of the answer after which the replica is killed
+# Starts kvroute with two replicas on one GPU: Ray counts two GPUs, and shows both replicas all.
+ON_ONE_GPU = """
+import os, sys
+os.environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+from kvroute.local import ray_cluster
+start_node = ray_cluster._start_node
+def start_with_two(*args, **options):
+    import ray
+    init = ray.init
+    ray.init = lambda *args, **options: init(*args, **({"num_gpus": 2} | options))
+    return start_node(*args, **options)
+ray_cluster._start_node = start_with_two
+from kvroute.cli import main
+main()
+"""
+ORDINARY = "from kvroute.cli import main; main()"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of the measured requests."""
+
+    lengths: Sequence[int]  # words of prompts whose first token is measured, new and cached
+    documents: int
+    questions: int  # for each document
+    document_tokens: int  # words of a document
+    answer_tokens: int  # tokens of the answer in which a replica is killed
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What one streamed answer has shown."""
+
+    first_s: float  # seconds to the first token
+    longest_pause_s: float  # longest time between two events
+    replica: str
+    cached_tokens: int
+    prompt_tokens: int
+    text: str
+
+
+def measure_cluster(
+    options: Sequence[str], sizes: Sizes, *, shares_gpu: bool, is_ours: bool
+) -> Iterator[str]:
+    """Yield the figures in words, each in a line that begins with a dash.
+
+    Args:
+        options: Options of `kvroute serve`.
+        sizes: The sizes of the requests.
+        shares_gpu: Whether both replicas run on one GPU.
+        is_ours: Whether the policy uses caches; only then are hits and a kill measured by length.
+    """
+    start_s = time.monotonic()
+    with running(options, shares_gpu=shares_gpu) as url, httpx.Client(timeout=600) as client:
+        yield f"- ready after {time.monotonic() - start_s:.0f} s"
+        model = client.get(f"{url}/v1/models").json()["data"][0]["id"]
+
+        def ask(prompt: str, tokens: int = 1, **more: Any) -> Streamed:
+            return stream(client, url, model, prompt, tokens, **more)
+
+        ask(words(50, 0))
+        if is_ours:
+            yield from first_tokens(ask, sizes.lengths)
+        yield from questions(ask, sizes)
+        if is_ours:
+            yield killed(client, url, ask, sizes.answer_tokens)
+            yield audit(url)
+
+
+def first_tokens(ask: Callable[..., Streamed], lengths: Sequence[int]) -> Iterator[str]:
+    """Yield how much sooner the first token of a cached prompt comes."""
+    for length in lengths:
+        prompt = words(length, length)
+        cold = ask(prompt)
+        again = [ask(f"{prompt} {words(20, seed)}") for seed in (1, 2, 3)]
+        cached_s = min(streamed.first_s for streamed in again)
+        yield (
+            f"- {cold.prompt_tokens:,} tokens: first token {1e3 * cold.first_s:.0f} ms, "
+            f"{1e3 * cached_s:.0f} ms with {again[-1].cached_tokens:,} cached tokens: "
+            f"{cold.first_s / cached_s:.1f} times sooner"
+        )
+
+
+def questions(ask: Callable[..., Streamed], sizes: Sizes) -> Iterator[str]:
+    """Yield the hit share and the first tokens of questions about documents, in mixed order."""
+    order = [number for number in range(sizes.documents) for _ in range(sizes.questions)]
+    random.Random(1).shuffle(order)
+    answers = [
+        ask(f"{words(sizes.document_tokens, 1000 + number)} {words(10, turn)}")
+        for turn, number in enumerate(order)
+    ]
+    cached, prompt = (
+        sum(getattr(answer, name) for answer in answers)
+        for name in ("cached_tokens", "prompt_tokens")
+    )
+    first_s = [answer.first_s for answer in answers]
+    yield (
+        f"- {len(order)} questions about {sizes.documents} documents: {cached / prompt:.1%} of the "
+        f"prompt tokens cached; first token {1e3 * median(first_s):.0f} ms (p50), "
+        f"{1e3 * quantiles(first_s, n=10)[-1]:.0f} ms (p90)"
+    )
+
+
+def killed(client: httpx.Client, url: str, ask: Callable[..., Streamed], tokens: int) -> str:
+    """Return what a client sees of a replica that is killed in the middle of an answer."""
+    prompt = words(100, 7)
+    expected = ask(prompt, tokens)
+
+    def kill(event: int, replica_id: str) -> None:
+        if event == int(KILLED_AT * tokens):
+            replicas = client.get(f"{url}/v1/cluster").json()["replicas"]
+            pid = next(each["pid"] for each in replicas if each["id"] == replica_id)
+            os.kill(pid, signal.SIGKILL)
+
+    found = ask(prompt, tokens, on_event=kill)
+    same = "the same text" if found.text == expected.text else "ANOTHER TEXT"
+    return f"- a replica is killed: {same}, longest pause {found.longest_pause_s:.2f} s"
+
+
+def audit(url: str) -> str:
+    """Return the doctor's finding about the index."""
+    command = [sys.executable, "-c", ORDINARY, "doctor", "--url", url, "--audit", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    checks = json.loads(done.stdout)
+    findings = [check["finding"] for check in checks if check["name"] == "audit"]
+    problems = [check["name"] for check in checks if check["grade"] != "ok"]
+    return f"- doctor: {'; '.join(findings)}; problems: {', '.join(problems) or 'none'}"
+
+
+def stream(
+    client: httpx.Client,
+    url: str,
+    model: str,
+    prompt: str,
+    tokens: int,
+    on_event: Callable[[int, str], None] = lambda event, replica_id: None,
+) -> Streamed:
+    """Send a prompt and time its answer; `on_event` gets each event's number and the replica."""
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    body |= {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    start_s = last_s = time.monotonic()
+    first_s, pause_s, text, usage = 0.0, 0.0, list[str](), dict[str, Any]()
+    with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+        replica = response.headers.get("x-kvroute-replica", "")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event: Mapping[str, Any] = json.loads(line.removeprefix("data: "))
+            now_s = time.monotonic()
+            usage = event.get("usage") or usage
+            if not event.get("choices"):
+                continue
+            if text:
+                pause_s = max(pause_s, now_s - last_s)
+            else:
+                first_s = now_s - start_s
+            last_s = now_s
+            text.append(event["choices"][0]["text"])
+            on_event(len(text), replica)
+    return Streamed(
+        first_s,
+        pause_s,
+        replica,
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        prompt_tokens=usage.get("prompt_tokens") or 0,
+        text="".join(text),
+    )
+
+
+def words(count: int, seed: int) -> str:
+    """Return a text of random words, each about one token."""
+    return " ".join(random.Random(seed).choices(WORDS, k=count))
+
+
+@contextmanager
+def running(options: Sequence[str], *, shares_gpu: bool) -> Iterator[str]:
+    """Run a cluster of two replicas, and return its address when it is ready."""
+    port = free_port()
+    program = ON_ONE_GPU if shares_gpu else ORDINARY
+    command = [sys.executable, "-c", program, "serve", "--replicas", "2", "--port", str(port)]
+    with TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*command, *options], stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            _wait_until_ready(process, f"http://127.0.0.1:{port}", output)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, output: Any) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if len(httpx.get(f"{url}/v1/cluster", timeout=5).json()["replicas"]) == 2:
+                return
+        except (httpx.HTTPError, ValueError, KeyError):
+            pass
+        time.sleep(0.5)
+    output.seek(0)
+    raise RuntimeError(f"the cluster has not started: {output.read()[-500:]}")
