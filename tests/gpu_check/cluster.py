@@ -138,6 +138,7 @@ def killed(client: httpx.Client, url: str, ask: Callable[..., Streamed], tokens:
             os.kill(pid, signal.SIGKILL)
 
     found = ask(prompt, tokens, on_event=kill)
+    _wait_for_replicas(url)
     same = "the same text" if found.text == expected.text else "ANOTHER TEXT"
     return f"- a replica is killed: {same}, longest pause {found.longest_pause_s:.2f} s"
 
@@ -147,7 +148,7 @@ def audit(url: str) -> str:
     command = [sys.executable, "-c", ORDINARY, "doctor", "--url", url, "--audit", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     checks = json.loads(done.stdout)
-    findings = [check["finding"] for check in checks if check["name"] == "audit"]
+    findings = [check["finding"] for check in checks if check["name"].startswith("audit")]
     problems = [check["name"] for check in checks if check["grade"] != "ok"]
     return f"- doctor: {'; '.join(findings)}; problems: {', '.join(problems) or 'none'}"
 
@@ -219,13 +220,20 @@ def running(options: Sequence[str], *, shares_gpu: bool) -> Iterator[str]:
 
 
 def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, output: Any) -> None:
+    if _wait_for_replicas(url, lambda: process.poll() is None):
+        return
+    output.seek(0)
+    raise RuntimeError(f"the cluster has not started: {output.read()[-500:]}")
+
+
+def _wait_for_replicas(url: str, is_running: Callable[[], bool] = lambda: True) -> bool:
+    """Wait until both replicas are ready; return False if that takes too long."""
     deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and is_running():
         try:
-            if len(httpx.get(f"{url}/v1/cluster", timeout=5).json()["replicas"]) == 2:
-                return
+            if httpx.get(f"{url}/health", timeout=5).json()["replicas"] == 2:
+                return True
         except (httpx.HTTPError, ValueError, KeyError):
             pass
         time.sleep(0.5)
-    output.seek(0)
-    raise RuntimeError(f"the cluster has not started: {output.read()[-500:]}")
+    return False

@@ -47,6 +47,7 @@ NOT_HERE = {
     "make serve ARGS=--model Qwen/Qwen3-8B --replicas 4": GPUS,
     "make bench": f"{MINUTES}: test_bench.py runs its parts",
     "make bench-engines": MINUTES,
+    "make gpu-check": GPUS,
     "make bench-prefixes": MINUTES,
     "make bench-policies": f"{MINUTES}: test_policy_matrix.py runs its parts",
     "kvroute serve --lora": f"{ITS_OWN}: test_served_adapters.py has one",
