@@ -6,8 +6,8 @@ import socket
 from collections import deque
 from ipaddress import ip_address
 
-# Ports to choose from. They are below Linux's ephemeral ports, so that no outgoing connection and
-# none of Ray's many servers takes a chosen port in the seconds until its server binds it.
+# Ports to choose from. They are below Linux's ephemeral ports, which outgoing connections and Ray's
+# servers use. So none of these takes a chosen port before the server that it is for binds it.
 PORTS = range(20_000, 30_000)
 
 MAX_CLAIMS = 64  # maximum ports that a process reserves; a further one releases the oldest one

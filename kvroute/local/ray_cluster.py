@@ -27,9 +27,11 @@ from kvroute.wire.server import HOST as REPLICA_HOST
 LOOPBACK = "127.0.0.1"
 # Wildcard address to listen on -> loopback address at which this computer reaches the server.
 WILDCARD_ADDRESSES = {"0.0.0.0": LOOPBACK, "::": "::1"}
-LOGICAL_CPUS = 1000  # CPUs declared to Ray, of which each process takes one; never the limit
+# Number of CPUs declared to Ray. Each process reserves one; the number is so large that it never
+# limits the number of processes.
+LOGICAL_CPUS = 1000
 OBJECT_STORE_BYTES = 200_000_000  # size of Ray's object store, which kvroute hardly uses
-SHUTDOWN_S = 10.0  # seconds that Serve, and then Ray, have to shut down before they are killed
+SHUTDOWN_S = 10.0  # time limit in seconds for the shutdown of Serve, and again for that of Ray
 POLL_S = 0.5  # seconds between two queries of Serve's status
 SHOWN_CHARS = 4000  # how many of the last characters of a replica's error are printed
 
@@ -138,8 +140,8 @@ def _stop() -> None:
         return  # without Ray, serve.shutdown() would first start one
     with open(os.devnull, "w") as silence, redirect_stdout(silence):
         # The output is dropped, because Ray reports each actor that it stops as a failed task.
-        # If Serve does not shut down in time, its thread still uses Ray. ray.shutdown() would end
-        # this process, so it is not called.
+        # If Serve does not shut down in time, ray.shutdown() is not called: the thread of
+        # serve.shutdown() still uses Ray, and ray.shutdown() would end this process.
         if _within(SHUTDOWN_S, serve.shutdown):
             _within(SHUTDOWN_S, ray.shutdown)
 
@@ -225,7 +227,7 @@ def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
 
 
 def _keep_token_private() -> None:
-    """Make Ray's token unreadable to other users. With it, they could run any program."""
+    """Make Ray's token unreadable to other users, who could run any program with the token."""
     with suppress(FileNotFoundError):
         (Path.home() / ".ray" / "auth_token").chmod(0o600)
 

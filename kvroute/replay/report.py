@@ -85,8 +85,10 @@ class Summary:
     ttft_p90_s: float
     ttft_p99_s: float
     tpot_p90_ms: float  # 90th percentile of an answer's mean time between two tokens
-    throughput_rps: float  # first tokens per second, until the last request arrives
-    prompt_tokens_per_s: float  # prompt tokens of these requests per second, cached tokens included
+    # Requests per second that got their first token before the last request arrived.
+    throughput_rps: float
+    # Prompt tokens of the requests in throughput_rps, per second, cached tokens included.
+    prompt_tokens_per_s: float
     imbalance: float  # prefill time of the busiest replica, as a multiple of the mean
     # 90th percentile of the TTFT for a class of prompt size; None if there are no such prompts.
     ttft_p90_under_4k_s: float | None

@@ -4,10 +4,11 @@ The server's PUB socket sends (topic, number, payload), with numbers from 0 on. 
 receives a number, and sends all batches from that number on that it still has, followed by END.
 
 One rule covers lost batches, reconnections, restarts of the server and a late start of this
-process: ask for the last batch that was received, and for everything after it. If the server
-answers with exactly that batch, which contains the time of its creation, it is still the same
-process, and nothing is missing. If not, everything is forgotten and read again from the oldest
-batch. Comparing numbers alone would miss a new process that has sent more batches than the old one.
+process: ask for the last batch that was received, and for everything after it. A batch contains the
+time of its creation, so two processes never send equal batches. If the server answers with exactly
+the same batch, the server is still the same process, and nothing is missing. If not, this module
+forgets all batches, and reads them again from the server's oldest batch. Comparing numbers alone
+would miss a new process that has sent more batches than the old one.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _decode_head = msgspec.msgpack.Decoder(_Head).decode
 
 
 class EventSource:
-    """The receiver for one rank; `updates` has one reader."""
+    """The receiver for one rank. Only one task may iterate over `updates`."""
 
     def __init__(self, endpoint: str, replay_endpoint: str, *, topic: str = "") -> None:
         self._context = zmq.asyncio.Context()
@@ -47,7 +48,8 @@ class EventSource:
         self._live.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self._live.connect(endpoint)
         self._replay_endpoint = replay_endpoint
-        # Set while no batch is missing; cleared until the last one has been requested again.
+        # Set while no batch is known to be missing. Otherwise, the receiver requests the last batch
+        # and all later ones again, and then sets the event.
         self._is_following = asyncio.Event()
         # True: all batches since the server's start have been received.
         self.is_complete = True
@@ -59,7 +61,7 @@ class EventSource:
         self._context.destroy(linger=0)
 
     def compare(self) -> None:
-        """Request the last batch again before the next one is passed on."""
+        """Make `updates` request the last batch again before it yields the next batch."""
         self._is_following.clear()
 
     async def caught_up(self) -> None:
@@ -69,7 +71,7 @@ class EventSource:
     async def updates(self) -> AsyncGenerator[bytes | None, None]:
         """Yield each batch once, in order.
 
-        None means: forget all earlier batches, because the next one may not follow them.
+        None tells the reader to forget all earlier batches, because batches may be missing here.
         """
         while True:
             live = await _receive(self._live, IDLE_S) if self._is_following.is_set() else None
@@ -85,7 +87,7 @@ class EventSource:
         return self._is_following.is_set() and number == self._last + 1
 
     def _is_unexpected(self, number: int, payload: bytes) -> bool:
-        """Return whether batches are missing before this one, or it is another process's."""
+        """Return whether batches before this one are missing, or a new process has sent it."""
         return (
             not self._is_following.is_set()
             or number > self._last
@@ -106,7 +108,7 @@ class EventSource:
     async def _catch_up(self) -> AsyncGenerator[bytes | None, None]:
         """Request the last batch and yield all later ones, or None if everything is forgotten.
 
-        At the end, `caught_up` returns unless this has to be repeated.
+        If nothing is missing at the end, this sets `_is_following`. Otherwise, call this again.
         """
         start, is_same = max(0, self._last), self._last < 0
         try:
@@ -127,7 +129,7 @@ class EventSource:
         if is_same:
             self._is_following.set()
         else:
-            self._restart("new process")  # the server has no batch as new as the last one
+            self._restart("new process")  # the server does not have the last batch
             yield None
 
     def _restart(self, reason: str) -> None:
@@ -141,7 +143,7 @@ class EventSource:
         """
         with self._context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)  # the server's buffer is the bound
+            socket.setsockopt(zmq.RCVHWM, 0)  # no limit: the server's buffer limits the answer
             socket.connect(self._replay_endpoint)
             await socket.send_multipart([b"", start.to_bytes(8, "big")])
             while (answer := await _receive(socket, REPLAY_S)) is not None:

@@ -34,7 +34,7 @@ class Vocabulary:
     def of_tokenizer(cls, folder: str) -> "Vocabulary":
         """Return a vocabulary of lower-case words from the tokenizer in this folder.
 
-        Each word is one token, which the tokenizer also finds when the word is part of a text.
+        The tokenizer encodes each word as one token, also when the word follows other words.
 
         Raises:
             ValueError: The folder has no tokenizer.json, or the tokenizer has no such word.

@@ -1,4 +1,4 @@
-"""Parses a batch of chats in one body, in the format of vLLM's route."""
+"""Parses a request body with several chats, in the format of vLLM's route for batches of chats."""
 
 from msgspec import Raw
 from msgspec.json import decode, encode
@@ -19,7 +19,7 @@ SINGLE_CHATS = (
 
 
 def parse_chat_batch(raw: bytes) -> list[Call]:
-    """Return one call per conversation, each with all other fields of the body.
+    """Return one call per conversation. Each call has a copy of the body's other fields.
 
     Raises:
         ApiError: the body is not a batch, or one of its chats is not valid.

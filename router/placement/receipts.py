@@ -26,7 +26,8 @@ REASONS = {
     "rotation": "new conversations rotate over idle replicas, and this one is next",
     "decode": "this prompt would slow down fewer running answers there",
 }
-# Term -> the field of a candidate with the term's seconds, before they are multiplied by a price.
+# Term of the cost -> the field of Candidate with the term's time in seconds. The cost is that time
+# multiplied by a price.
 SECONDS = {
     "waiting": "backlog_s",
     "reload": "reload_s",
@@ -104,7 +105,7 @@ def _replica(
 
     Args:
         terms: the terms of the replica's cost; None: the policy has no costs.
-        tiers: the slower tiers from which any replica on the receipt would copy blocks back.
+        tiers: the slower tiers from which at least one listed replica would copy blocks back.
     """
     blocks = {part.tier: part.blocks for part in candidate.reloads}
     reload: dict[str, float] = {

@@ -70,8 +70,8 @@ class Parts:
             settings: the settings for this model.
             replicas: handle of the model's replicas.
             tokenizer: the model's tokenizer and template.
-            limits: the tenants' limits. Only one model of a router gets them: its channel publishes
-                the counts to other routers. None: no limits, or another model publishes them.
+            limits: the tenants' limits, whose counts this model's publisher sends to other
+                routers. None: there are no limits, or another model of this router sends them.
         """
         deployment = replicas.deployment_name
         self._handle = replicas.options()  # makes Serve publish the running replicas
@@ -159,7 +159,7 @@ class Parts:
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self.blamed,
         )
-        # What watches them.
+        # The monitors of these parts.
         self.recorder = _recorder(self)
         read_audit = audit_reader(self.links, self.unreadable)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, read_audit)
@@ -227,7 +227,7 @@ def _handshake(settings: RouterSettings, tokenizer: Prompts) -> Handshake:
 def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
     """Return the seats; None if the number of active sessions is not limited.
 
-    It is not limited automatically with other policies than kvroute's, since these ignore caches.
+    "auto" sets a limit only with the policy kvroute, because all other policies ignore caches.
     """
     limit = settings.max_sessions
     if limit == "off" or (limit == "auto" and settings.policy != "kvroute"):

@@ -71,7 +71,7 @@ class Status:
     async def replicas(self) -> list[dict[str, Any]]:
         """Return every replica in the index.
 
-        If Redis cannot be reached in time, return the replicas that were in the index before.
+        If Redis does not answer in time, return the replicas that this router last read from it.
         """
         try:
             async with asyncio.timeout(STATUS_S):
@@ -127,7 +127,7 @@ class Status:
         return [{"model": self._model, **seats_now.as_json(self._parts.seats, time.monotonic())}]
 
     def load(self) -> dict[str, float]:
-        """Return the load of all replicas and of this router's queue, under vLLM's names."""
+        """Return the load of all replicas and of this router's queue, with vLLM's names as keys."""
         queued = sum(state.requests for state in self._parts.holding.states().values())
         return cluster_load(self._parts.fleet.replicas.records, queued=queued)
 
@@ -150,7 +150,7 @@ class Status:
         return await self._parts.neighbours.report()
 
     def unreadable(self) -> list[dict[str, Any]]:
-        """Return an entry for each kind of record of which some could not be decoded."""
+        """Return an entry for each kind of record that has records which could not be decoded."""
         return [
             {"model": self._model, "kind": kind, **summary}
             for kind, summary in self._parts.unreadable.report().items()
@@ -189,7 +189,7 @@ class Status:
         return list(self._parts.telemetry.recent.window.sums().values())
 
     def broken_places(self) -> list[dict[str, Any]]:
-        """Return the places where chats changed in the last minutes, the costliest place first."""
+        """Return where chats changed earlier text in the last minutes, the costliest first."""
         places = self._parts.telemetry.places.worst()
         return [{**place, "model": self._model} for place in places]
 

@@ -19,7 +19,8 @@ from pathlib import Path
 
 SUFFIX = ".standin"  # name of the stand-in's configuration: HAProxy's file name with this suffix
 MIN_S = 1.0  # a HAProxy that ends sooner could not start, so a stand-in could not start either
-MAX_RUN_S = 10.0  # seconds after which a stand-in ends: without a replacement, Serve has stopped
+# Seconds after which a stand-in ends. If Serve has not replaced HAProxy by then, Serve has stopped.
+MAX_RUN_S = 10.0
 # The line of HAProxy's configuration that sets the path of the admin socket.
 ADMIN_SOCKET = re.compile(r"^\s*stats socket (\S+).*\n", re.MULTILINE)
 
@@ -35,7 +36,7 @@ def watch(haproxy: int, config: Path, command: Sequence[str]) -> None:
     if os.fork():
         os.wait()
         return
-    os.setsid()  # a new process group, since Ray kills all of its own processes' groups
+    os.setsid()  # leave HAProxy's process group, because Ray kills that group
     if os.fork():  # after the second fork, the new process is no child of HAProxy
         os._exit(0)
     module = [sys.executable, "-m", __name__]
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def _stand_in(config: Path, command: Sequence[str]) -> None:
-    """Run a stand-in until Serve's replacement takes over, then let it finish its requests."""
+    """Run a stand-in until it ends. After MAX_RUN_S, tell it to finish its requests and end."""
     own = _own_config(config)
     own.write_text(ADMIN_SOCKET.sub("", config.read_text()))
     with subprocess.Popen([*command, "-db", "-f", str(own)]) as stand_in:
