@@ -32,9 +32,11 @@ POLL_S = 0.5  # seconds between two reads of Redis
 MIN_SLICE_TOKENS = 64  # minimum length of a slice, and the length of the first slice
 MAX_SLICE_TOKENS = 256  # maximum length of a slice
 MAX_SLICE_S = 0.2  # target for the maximum time of a slice; the slices' length is adapted to it
-# Time limit for the prefixes of a start, in seconds. The prefix that is being computed is finished.
+# Seconds in which a starting replica computes prefixes before it serves. A prefix that has begun
+# before this limit is computed to its end.
 MAX_START_S = 60.0
-# Seconds that a start waits for the declarations of the prefixes in the replica's settings.
+# Seconds that a starting replica waits until the prefixes that its settings name are declared in
+# Redis.
 MAX_DECLARATION_WAIT_S = 60.0
 
 
@@ -145,7 +147,7 @@ class Warmer:
     def _is_still_cached(self, prefix: Prefix, cached: _CachedPrefix) -> bool:
         """Return whether `cached` is still a complete copy of this prefix in the cache.
 
-        It is not in these cases:
+        Return False in these cases:
         - The cache was cleared.
         - Redis lost its data, and the name was declared again with other tokens.
         - The length of the part that all namespaces share has changed.
@@ -216,8 +218,8 @@ class Warmer:
     async def _compute(self, prefix: Prefix, *, pin: str) -> None:
         """Bring all full blocks of the prefix into the cache.
 
-        While the replica serves, the blocks are computed in slices. After each slice, this waits as
-        long as the slice took if the engine has other requests.
+        While the replica serves, the blocks are computed in slices. If the engine has other
+        requests, each slice is followed by a pause that is as long as the slice took.
         """
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:

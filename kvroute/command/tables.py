@@ -21,11 +21,11 @@ Cell = str | Text
 
 
 class Column(NamedTuple):
-    """The heading of a column, which may have several lines, and how its cells are shown."""
+    """A column: its heading, which may have several lines, and how its cells are shown."""
 
     heading: str
     is_number: bool = False  # True: the cells are aligned at the right
-    is_prose: bool = False  # True: the cells have sentences, whose lines may be broken
+    is_prose: bool = False  # True: the cells hold sentences, which may be wrapped
 
     def width(self, cells: Iterable[str]) -> int:
         """Return the smallest width in which no cell is cut."""

@@ -23,7 +23,8 @@ QUIET_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 def vllm_errors(models: Sequence[CheckedOptions]) -> list[list[str]]:
     """Return the errors in the engine arguments: one list of errors for each model.
 
-    A child process imports vLLM, since the import takes seconds and changes its process.
+    A child process imports vLLM, because the import takes seconds and has side effects on the
+    process that imports it.
     """
     checked = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", PROGRAM],

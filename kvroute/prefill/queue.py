@@ -12,8 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 from kvroute.prefill.speed import PrefillSpeed
 
-# Relative tolerance: a backlog must fall this share below a limit to count as below it, so that
-# rounding errors do not matter.
+# Relative tolerance for rounding errors. A backlog counts as below a limit only if it is lower than
+# the limit by more than this share of the limit.
 TOLERANCE = 1e-6
 
 
@@ -38,7 +38,9 @@ class PrefillQueue(Generic[P]):
 
     waiting: dict[str, P] = field(default_factory=dict)  # prompts without a first token, by id
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)  # learned from first tokens
-    unknown_s: float = 0.0  # estimated prefill from routers whose messages do not arrive
+    # Estimated prefill of requests that this router does not know, because the messages of the
+    # routers that sent them do not arrive.
+    unknown_s: float = 0.0
     last_first_token_s: float = -math.inf  # time of the latest first token
     # Derived values, kept up to date because every placement reads them for all replicas.
     waiting_s: float = 0.0  # predicted prefill of all waiting requests
@@ -74,8 +76,9 @@ class PrefillQueue(Generic[P]):
         if prefill is None:
             return None
         if learn:
-            # Time counts from the start of the oldest request: first tokens of one step arrive in
-            # any order, and first tokens of other routers' requests arrive late.
+            # The time is measured from the start of the oldest request, not of this one. The order
+            # of first tokens does not show which prompt was computed first: first tokens of one
+            # step arrive in any order, and those of other routers' requests arrive late.
             start_s = self._start_s()
             is_alone = len(self.waiting) == 1 and start_s == prefill.ready_s
             self.speed.first_token(
@@ -85,7 +88,7 @@ class PrefillQueue(Generic[P]):
         return self.leave(request_id)
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
-        """Return the seconds of prefill to compute, less the time spent on the oldest request.
+        """Return the remaining seconds of prefill, without the time spent on the oldest request.
 
         Every placement calls this for each replica. Conditional expressions take half of the time
         that `min` and `max` take.
@@ -96,7 +99,7 @@ class PrefillQueue(Generic[P]):
         return left_s if left_s > 0.0 else 0.0
 
     def time_until_below_s(self, backlog_s: float, now_s: float) -> float:
-        """Return the seconds until the backlog is below `backlog_s`, without another first token.
+        """Return the seconds until the backlog is below `backlog_s` if no first token arrives.
 
         The result is infinite if the backlog cannot fall so far without a first token.
         """

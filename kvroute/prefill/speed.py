@@ -3,20 +3,27 @@
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-# The unit of all weights is one observation of mean length: one whose predicted time is the mean.
+# All weights are relative: an observation whose predicted time is the mean has the weight 1.
 PRIOR_WEIGHT = 1.5  # weight of the engine's own estimate before the first observation
-FADE = 0.8  # after each observation, that weight is multiplied by this factor
-MIN_PRIOR_WEIGHT = 0.05  # if that estimate's weight is lower, the speed counts as learned
+FADE = 0.8  # factor by which each observation reduces the weight of the engine's estimate
+# The speed counts as learned once the weight of the engine's estimate is not above this weight.
+MIN_PRIOR_WEIGHT = 0.05
 MIN_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
-MEMORY = 120.0  # an observation's weight falls to 1/e after observations of this total weight
-TYPICAL = 200  # the expected mean length counts as much in the mean as this many observations
+# Decay of the weights: an observation's weight falls to 1/e while later observations with this
+# total weight are recorded.
+MEMORY = 120.0
+# Weight of the expected mean time (`typical_s`) in the mean of the predicted times: it counts as
+# much as this many observations.
+TYPICAL = 200
 RECENT = 6.0  # like MEMORY, but for the recent observations, which detect a change of speed
 CHANGED = 2.0  # the speed has changed if recent and learned slowness differ by this factor
 MAX_WEIGHT = 2.0  # maximum weight of one observation among the recent observations
-MEAN_OF = 500  # number of latest observations over which the mean length is taken
+MEAN_OF = 500  # number of latest observations over which the mean predicted time is taken
 MAX_OFF = 4.0  # limit of an observed time, as a multiple of the expected time
-LATEST_SHORTER = 1 / 4  # weight of a new step in the moving average, if it is below the average
-LATEST = 1 / 16  # weight of any other new value in its moving average
+# Weight of a new step time in its moving average, if the step time is below the average.
+LATEST_SHORTER = 1 / 4
+# Weight of a longer step time in that average, and of a new value in the average of `fixed_s`.
+LATEST = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +41,10 @@ class PrefillModel:
 
 @lru_cache
 def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
-    """Return the model for these values, from a cache: `is` tells whether two models are equal."""
+    """Return the model for these values.
+
+    Models are cached: equal values give the same object, so that callers can compare with `is`.
+    """
     return PrefillModel(tokens_per_s, attention_tokens)
 
 
@@ -49,12 +59,13 @@ class Speed:
     predicted_s: float = 0.0  # decayed sum of predicted times
     observed_s: float = 0.0  # decayed sum of observed times
     prior: float = 1.0  # slowness that is assumed before the first observation
-    typical_s: float = 0.0  # expected mean of the predicted times, before the first; 0: unknown
+    # Mean of the predicted times that is expected before the first observation; 0: unknown.
+    typical_s: float = 0.0
     memory: float = MEMORY  # see the constant MEMORY
     slowness: float = field(init=False)  # observed seconds per predicted second
     _mean_s: float = field(init=False, default=0.0)  # mean of the latest predicted times
     _count: int = field(init=False, default=0)  # number of observations, at most MEAN_OF
-    # Recent predicted and observed times: the two decayed sums.
+    # Decayed sums of the recent observations: of predicted times and of observed times.
     _recent: tuple[float, float] = field(init=False, default=(0.0, 0.0))
     _prior_weight: float = field(init=False, default=PRIOR_WEIGHT)  # remaining weight of `prior`
 
@@ -121,8 +132,9 @@ class PrefillSpeed(Speed):
     """The slowness of an engine's prefill, relative to its PrefillModel.
 
     A time to first token has a fixed part that does not depend on the prompt: the network, the
-    scheduler, and a step of the other requests. It is learned from prompts with less prefill than
-    one step of the engine. The slowness is learned from all other prompts.
+    scheduler, and a step of the other requests. This fixed part is learned from prompts whose
+    prefill takes less time than one step of the engine. The slowness is learned from all other
+    prompts.
     """
 
     step_s: float = 0.0  # moving average of the time between two tokens; 0: unknown

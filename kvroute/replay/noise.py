@@ -1,9 +1,9 @@
-"""Finds differences between policies that are only noise, with a bootstrap over the trace.
+"""Tells real differences between policies from noise, with a bootstrap over the trace.
 
 A replay is one sample of the traffic: with other requests, the figures would differ. The requests
 are divided into BLOCKS consecutive parts, since consecutive requests share a queue. In each of
 ROUNDS rounds, BLOCKS parts are drawn with repetition, the same parts for all policies. A difference
-is noise if it changes its sign within the middle 95% of the rounds.
+between two policies is noise if 0 is within the middle 95% of its values in all rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,11 @@ class Sample:
     input_tokens: Floats
 
     def figures(self, rounds: NDArray[np.int64]) -> Figures:
-        """Return the figures of each round, which is a row of request positions."""
+        """Return the figures of each round.
+
+        Args:
+            rounds: One row for each round: the positions of the requests that were drawn.
+        """
         hits = self.hit_tokens[rounds].sum(axis=1) / self.input_tokens[rounds].sum(axis=1)
         times_s = np.percentile(self.ttft_s[rounds], [*QUANTILES.values()], axis=1)
         return {"hit_share": hits, **dict(zip(QUANTILES, times_s, strict=True))}
@@ -50,7 +54,7 @@ def sample(requests: Sequence[Request], outcome: Outcome, measured: slice) -> Sa
 
 
 def ties(samples: Mapping[str, Sample]) -> dict[str, set[str]]:
-    """Return field of Summary -> policies whose difference to the best policy is noise.
+    """Return, for each field of Summary, the policies that differ from the best only by noise.
 
     Args:
         samples: Policy -> its measured requests; all policies have the same requests.

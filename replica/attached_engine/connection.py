@@ -42,10 +42,11 @@ class ServerConnection:
             ),
             trust_env=False,
         )
-        self.facts: ServerFacts | None = None  # as read at the start
+        self.facts: ServerFacts | None = None  # what `start` read; None before
         self.samples: Samples = {}  # the latest metrics
         self.away_reason = ""  # why the server cannot answer; empty: it can
-        self.changed = ""  # how the server differs from `facts` after its restart; empty: not
+        # How the server that has come back differs from `facts`. Empty if it does not differ.
+        self.changed = ""
         self._is_away, self._is_back, self._suspicion = (asyncio.Event() for _ in range(3))
         self._is_back.set()
 
@@ -112,7 +113,7 @@ class ServerConnection:
         return ""
 
     def _compare(self, facts: ServerFacts) -> None:
-        """Note whether the server that has come back is another one."""
+        """Record in `changed` how a server that has come back differs from the earlier one."""
         if self.facts is None:
             return
         before = [(rank.block_size, rank.capacity_blocks) for rank in self.facts.ranks]

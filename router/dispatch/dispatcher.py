@@ -34,16 +34,18 @@ from kvroute.wire.link import RefusedError
 
 log = logging.getLogger("kvroute.dispatch")
 
-# Prompts that may wait for their first token at the same time, among all calls with several
-# prompts. Batch requests have a separate limit of the same size.
+# Limit on prompts that wait for their first token. It counts the second and later prompts of calls
+# with several prompts, over all such calls. Batch requests have a separate limit of the same size.
 MAX_STARTING = 256
 TRIES = 8  # replicas that may refuse a request before the router pauses and places it again
 FIRST_PAUSE_S = 0.025  # length of the first such pause; each further pause is twice as long
 LONGEST_PAUSE_S = 0.5  # the longest such pause
-# Tokens of one call that the router buffers for a slow client. Bytes have a limit of the same size.
+# Tokens of one call that the router buffers for a slow client. HTTP bytes count, too: `weight` in
+# contract/generation.py converts them to tokens.
 WAITING_TOKENS = 262_144
-# The prompts of a call share WAITING_TOKENS, but each prompt gets at least this many tokens: a
-# response that is not streamed is one chunk of up to 1 MB.
+# Minimum buffer of one prompt, in tokens. The prompts of a call share WAITING_TOKENS; with many
+# prompts, a prompt's share would be too small for a response that is not streamed, which is one
+# chunk of up to 1 MB.
 MIN_TOKENS = 16_384
 
 
@@ -143,8 +145,8 @@ class Dispatcher:
     ) -> Generation:
         """Start a prompt that is not the first one of its call.
 
-        Such prompts start one by one, so that requests with one prompt are handled in between. They
-        have no limit on their wait: whether a call waits too long depends on its first prompt.
+        Such prompts start one by one, so that requests with one prompt are handled in between. Only
+        a call's first prompt has a wait limit, and decides whether the call waits too long.
         """
         context = replace(context, urgency=context.urgency.without_limit())
         async with self._starting[context.urgency.is_batch]:
@@ -227,7 +229,8 @@ class Dispatcher:
             RefusedError: the first TRIES replicas of the ranking are full.
             LOST: a replica was lost before it had sent its first chunk.
         """
-        sent_s, full = time.monotonic(), set[str]()  # a full replica is full for all of its ranks
+        # Ids of replicas that refused the request. Their other data parallel ranks are skipped.
+        sent_s, full = time.monotonic(), set[str]()
         for candidate in placement.ranking:
             replica_id = candidate.replica_id
             if len(full) == TRIES:
@@ -275,7 +278,7 @@ class Dispatcher:
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
-        """Add the request to the poison list, because the replica hung while it prepared it."""
+        """Add a request to the poison list, because the replica that was preparing it hung."""
         log.warning(
             "request %s made replica %s hang; equal requests are refused for %g s",
             request.request_id,

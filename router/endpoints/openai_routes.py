@@ -209,8 +209,9 @@ async def _answer(
     Args:
         entry: counts the request in its tenant's limits; None: no limits.
         id_: the request's id.
-        is_first: whether it is the first call of its body. Others have no limit on their wait.
-        notices: notices to the client while the request waits for a seat; None: none are sent.
+        is_first: whether it is the first call of its body. Later calls have no wait limit.
+        notices: sends notices to the client while the request waits for a seat. If it is None, no
+            notices are sent.
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)

@@ -35,7 +35,7 @@ routes = APIRouter()
 
 @routes.get("/")
 async def root(models: Served) -> Response:
-    """Lead a browser that was given the cluster's address to the live page."""
+    """Redirect a browser that opens the cluster's address to the live page."""
     _live(models, None)
     return RedirectResponse("ui")
 
@@ -57,10 +57,11 @@ async def file(name: str, models: Served) -> Response:
 
 @routes.get("/v1/cluster/live")
 async def live(models: Served, model: str | None = None, replica: str | None = None) -> Response:
-    """Return the live page's events for a model, or the first model, as server-sent events.
+    """Return the live page's events as server-sent events; without `model`, of the first model.
 
-    The samples of the charts are among them, of the replica or else of the fleet. They come from
-    the same router as all else: another request might get an answer of another router.
+    The events include the samples of the charts: those of `replica`, or those of the fleet if no
+    replica is given. The samples are in the same response as all other events, so that they come
+    from the same router. A separate request might reach another router.
     """
     recorder = _recorder(models, model)
 
@@ -74,7 +75,7 @@ async def live(models: Served, model: str | None = None, replica: str | None = N
 
 @routes.get("/v1/cluster/history")
 async def history(models: Served, model: str | None = None, replica: str | None = None) -> Response:
-    """Return the samples of the last hour for the live page's charts, of the fleet or a replica."""
+    """Return the last hour's chart samples of a replica, or of the fleet if none is given."""
     found = _recorder(models, model).as_json(replica)
     return JSONResponse({"router": models.router_id} | found)
 

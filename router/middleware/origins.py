@@ -6,13 +6,14 @@ A browser sends the origin of a request in headers that a page cannot change: `O
 - A request from a page of another origin gets a 403, unless the origin is allowed. Following a link
   to this server is allowed.
 - With DNS rebinding, an attacker's host name resolves to this machine, and the attacker's pages
-  seem to have this server's origin. So a server without keys that listens only locally accepts only
-  localhost, the hosts of allowed origins, and IP addresses, for which this attack is not possible.
-  /health accepts every host name, because load balancers may send any.
+  seem to have this server's origin. To prevent this, a server that has no keys and listens only
+  locally checks the `Host` header. It accepts localhost and the hosts of allowed origins. It also
+  accepts every IP address, because the attack needs a host name. /health accepts every host name,
+  because load balancers may send any.
 - A page can send three content types without a preflight request. Two of them, text/plain and
-  multipart/form-data, get a 415. Its message mentions application/json, since `fetch` in some
-  runtimes sends strings as text/plain. The third, a form, is rejected only from browsers, because
-  `curl -d` sends JSON with the content type of a form.
+  multipart/form-data, get a 415. The error message says to send application/json, because some
+  runtimes' `fetch` sends strings as text/plain by default. The third, a form, is rejected only from
+  browsers, because `curl -d` sends JSON with the content type of a form.
 """
 
 import re
