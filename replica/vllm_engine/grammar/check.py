@@ -118,10 +118,10 @@ class GrammarCheck:
 
     async def _compile(self, digest: bytes, spec: dict[str, Any]) -> Verdict:
         async with self._parallel:
-            self._jobs += 1
+            process = await self._running_process()
+            self._jobs += 1  # after the wait, in which other jobs may have got their numbers
             future = asyncio.get_running_loop().create_future()
             self._verdicts[self._jobs] = future
-            process = await self._running_process()
             job = msgspec.msgpack.encode(GrammarJob(self._jobs, spec))
             await asyncio.to_thread(process.send, job)
             verdict: Verdict = await future
