@@ -1,8 +1,5 @@
 """Receives the KV cache events of one rank of a running vLLM server, over ZMQ.
 
-The server's PUB socket sends (topic, number, payload), with numbers from 0 on. Its ROUTER socket
-receives a number, and sends all batches from that number on that it still has, followed by END.
-
 One rule covers lost batches, reconnections, restarts of the server and a late start of this
 process: ask for the last batch that was received, and for everything after it. A batch contains the
 time of its creation, so two processes never send equal batches. If the server answers with exactly
@@ -22,10 +19,14 @@ from msgspec import Struct
 from xxhash import xxh3_64_intdigest
 
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.replica.engine.event_batches import (
+    END_OF_REPLAY,
+    REPLAY_TIMEOUT_S,
+    receive_batch,
+    request_replay,
+)
 
-END = 2**64 - 1  # number of the message that ends a replay
 IDLE_S = 0.5  # seconds without a batch after which the last batch is requested again
-REPLAY_S = 2.0  # timeout in seconds for each message of a replay
 MAX_WAITING = 100_000  # live batches that wait to be read; the server drops further ones
 
 
@@ -74,7 +75,7 @@ class EventSource:
         None tells the reader to forget all earlier batches, because batches may be missing here.
         """
         while True:
-            live = await _receive(self._live, IDLE_S) if self._is_following.is_set() else None
+            live = await receive_batch(self._live, IDLE_S) if self._is_following.is_set() else None
             if live is not None and self._is_next(*live):
                 yield self._take(*live)
             elif live is None or self._is_unexpected(*live):
@@ -145,22 +146,12 @@ class EventSource:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)  # no limit: the server's buffer limits the answer
             socket.connect(self._replay_endpoint)
-            await socket.send_multipart([b"", start.to_bytes(8, "big")])
-            while (answer := await _receive(socket, REPLAY_S)) is not None:
-                if answer[0] == END:
+            await request_replay(socket, start)
+            while (answer := await receive_batch(socket, REPLAY_TIMEOUT_S)) is not None:
+                if answer[0] == END_OF_REPLAY:
                     return
                 yield answer
         raise TimeoutError
-
-
-async def _receive(socket: zmq.asyncio.Socket, wait_s: float) -> tuple[int, bytes] | None:
-    """Return a batch and its number, or None if none arrived in time."""
-    try:
-        async with asyncio.timeout(wait_s):
-            *_, number, payload = await socket.recv_multipart()
-    except TimeoutError:
-        return None
-    return int.from_bytes(number, "big"), payload
 
 
 def _time_of(payload: bytes) -> float:

@@ -10,7 +10,8 @@ import zmq
 import zmq.asyncio
 
 from kvroute.local.ports import free_port
-from kvroute.replica.attached_engine.event_source import END, EventSource
+from kvroute.replica.attached_engine.event_source import EventSource
+from kvroute.replica.engine.event_batches import END_OF_REPLAY
 
 
 class Publisher:
@@ -42,7 +43,9 @@ class Publisher:
             for number in range(first, len(self.batches)):
                 parts = (client, b"", b"", number.to_bytes(8, "big"), self.batches[number])
                 await self._replay.send_multipart(parts)
-            await self._replay.send_multipart([client, b"", b"", END.to_bytes(8, "big"), b""])
+            await self._replay.send_multipart(
+                [client, b"", b"", END_OF_REPLAY.to_bytes(8, "big"), b""]
+            )
 
     def close(self) -> None:
         self._context.destroy(linger=0)

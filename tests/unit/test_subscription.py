@@ -9,7 +9,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from kvroute.replica.vllm_engine.core.subscription import END_OF_REPLAY, Subscription
+from kvroute.replica.engine.event_batches import END_OF_REPLAY
+from kvroute.replica.vllm_engine.core.subscription import Subscription
 
 
 class Publisher:

@@ -1,9 +1,4 @@
-"""Receives batches of vLLM's KV events over ZMQ in order, and requests lost batches again.
-
-vLLM's PUB socket sends messages (topic, number, payload). Numbers start from 0. To request lost
-batches, the replica sends a number to vLLM's ROUTER socket. vLLM then replays all batches from that
-number on that it still has, followed by a message with the number END_OF_REPLAY.
-"""
+"""Receives batches of vLLM's KV events over ZMQ in order, and requests lost batches again."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
@@ -13,9 +8,14 @@ from tempfile import TemporaryDirectory
 import zmq
 import zmq.asyncio
 
-END_OF_REPLAY = 2**64 - 1  # number in the message that ends a replay
+from kvroute.replica.engine.event_batches import (
+    END_OF_REPLAY,
+    REPLAY_TIMEOUT_S,
+    receive_batch,
+    request_replay,
+)
+
 QUIET_S = 5.0  # seconds without a batch after which a replay is requested, in case one was lost
-REPLAY_TIMEOUT_S = 2.0  # timeout for each message of a replay, in seconds
 CONNECT_TIMEOUT_S = 30.0  # timeout for the first message of a new publisher, in seconds
 
 
@@ -48,7 +48,7 @@ class Subscription:
         """
         if has_publisher:
             self._replay.connect(self.replay_endpoint)
-            await self._request_replay(END_OF_REPLAY)
+            await request_replay(self._replay, END_OF_REPLAY)
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._replay.recv_multipart()
         self.folder.cleanup()
@@ -59,7 +59,7 @@ class Subscription:
         There must be only one reader.
         """
         while True:
-            live = await _receive(self._live, QUIET_S)
+            live = await receive_batch(self._live, QUIET_S)
             if live is None or live[0] > self._next_number:
                 async for batch in self._replayed():
                     for payload in self._in_order(*batch):
@@ -73,8 +73,8 @@ class Subscription:
 
     async def _replayed(self) -> AsyncGenerator[tuple[int, bytes], None]:
         """Request and yield the next batch and all later batches that the publisher still has."""
-        await self._request_replay(self._next_number)
-        while (batch := await _receive(self._replay, REPLAY_TIMEOUT_S)) and (
+        await request_replay(self._replay, self._next_number)
+        while (batch := await receive_batch(self._replay, REPLAY_TIMEOUT_S)) and (
             batch[0] != END_OF_REPLAY
         ):
             yield batch
@@ -91,20 +91,7 @@ class Subscription:
         self._next_number = number + 1
         yield payload
 
-    async def _request_replay(self, number: int) -> None:
-        await self._replay.send_multipart([b"", number.to_bytes(8, "big")])
-
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, 0)  # no limit here: the publisher's own buffer is limited
         return socket
-
-
-async def _receive(socket: zmq.asyncio.Socket, wait_s: float) -> tuple[int, bytes] | None:
-    """Return the number and the payload of a batch, or None if none arrived in time."""
-    try:
-        async with asyncio.timeout(wait_s):
-            *_, number, payload = await socket.recv_multipart()
-    except TimeoutError:
-        return None
-    return int.from_bytes(number, "big"), payload

@@ -5,9 +5,11 @@ import contextlib
 
 import numpy as np
 import pytest
+import zmq.asyncio
 
 from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest, PinRefusedError
+from kvroute.replica.engine.event_batches import receive_batch
 from kvroute.replica.vllm_engine.core import subscription
 from tests.support.answers import data_of, end_of, ids_of, logprobs_of, status_of, text_of
 from tests.support.chunks import streamed
@@ -112,17 +114,17 @@ async def test_a_batch_of_events_that_was_lost_is_told_again(
 ) -> None:
     if running.engine.facts.engine == "simulated":
         pytest.skip("its events are handed over within one process")
-    receive, lost = subscription._receive, list[int]()
+    lost = list[int]()
 
-    async def lossy(socket: object, wait_s: float) -> tuple[int, bytes] | None:
-        batch = await receive(socket, wait_s)  # type: ignore[arg-type]
+    async def lossy(socket: zmq.asyncio.Socket, wait_s: float) -> tuple[int, bytes] | None:
+        batch = await receive_batch(socket, wait_s)
         while batch and wait_s == subscription.QUIET_S and batch[0] % 3:
             lost.append(batch[0])
-            batch = await receive(socket, wait_s)  # type: ignore[arg-type]
+            batch = await receive_batch(socket, wait_s)
         return batch
 
     await running.compare()
-    monkeypatch.setattr(subscription, "_receive", lossy)
+    monkeypatch.setattr(subscription, "receive_batch", lossy)
     for seed in range(22, 28):
         await running.ask(prompt_of(750, seed))
     await running.ask(prompt_of(100, seed=28))
