@@ -14,21 +14,25 @@ READY_S = 600.0  # seconds that the server has to start, even on a busy machine
 END_S = 30.0
 
 
-@contextmanager
-def stock_server(
-    model: str, *args: str, name: str, cache_mb: int, env: Mapping[str, str] = {}
-) -> Iterator[tuple[int, int]]:
-    """Run the server; yield its port and its process id. `name` is the model's name for clients."""
-    port = free_port()
-    command = [
+def stock_command(model: str, *args: str, name: str, port: int, cache_mb: int) -> list[str]:
+    """Return the command of a server on this machine's CPUs."""
+    return [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--host", HOST, "--port", str(port), "--served-model-name", name),
         *("--kv-cache-memory-bytes", str(cache_mb << 20), "--enable-prompt-tokens-details"),
         *("--enforce-eager", "--distributed-executor-backend", "uni"),  # as in kvroute's replicas
         *("--disable-uvicorn-access-log", *args),
     ]
+
+
+@contextmanager
+def stock_server(
+    model: str, *args: str, name: str, cache_mb: int, env: Mapping[str, str] = {}
+) -> Iterator[tuple[int, int]]:
+    """Run the server; yield its port and its process id. `name` is the model's name for clients."""
+    port = free_port()
     process = subprocess.Popen(
-        command,
+        stock_command(model, *args, name=name, port=port, cache_mb=cache_mb),
         env={**os.environ, "TORCHDYNAMO_DISABLE": "1", **env},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +13,12 @@ from pathlib import Path
 import httpx
 
 from kvroute.local.ports import free_port
+from tests.bench.stock_server import stock_command
+from tests.bench.stream.mock_engine import HOST
 
-HOST = "127.0.0.1"
 NAME = "smol"  # the model's name at the servers
 BLOCK = 32  # tokens of a KV cache block
+CACHE_MB = 1024  # memory that the cache may take; BLOCKS limits it further
 BLOCKS = 200  # blocks of a server's cache, one of which vLLM never uses
 READY_S = 600.0  # on a machine that is busy with other work
 
@@ -25,8 +26,8 @@ READY_S = 600.0  # on a machine that is busy with other work
 class AttachableServer:
     """One `vllm serve`; `start` can be called again after `kill`."""
 
-    def __init__(self, model: Path, log: Path, *options: str, with_events: bool = True) -> None:
-        self.port, self.url = free_port(), ""
+    def __init__(self, model: Path, log: Path) -> None:
+        self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -36,16 +37,15 @@ class AttachableServer:
             "endpoint": f"tcp://*:{free_port()}",
             "replay_endpoint": f"tcp://{HOST}:{free_port()}",
         }
-        self._command = [
-            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--host", HOST, "--port", str(self.port), "--served-model-name", NAME),
+        self._command = stock_command(
+            str(model),
             *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS)),
             *("--max-model-len", "2048", "--max-num-seqs", "8", "--dtype", "float32"),
-            *("--kv-cache-memory-bytes", str(1 << 30), "--enable-prompt-tokens-details"),
-            *("--enforce-eager", "--disable-uvicorn-access-log", *options),
-        ]
-        if with_events:
-            self._command += ["--kv-events-config", json.dumps(events)]
+            *("--kv-events-config", json.dumps(events)),
+            name=NAME,
+            port=self.port,
+            cache_mb=CACHE_MB,
+        )
 
     def start(self) -> None:
         """Start the process, without waiting until it answers."""
@@ -82,13 +82,10 @@ class AttachableServer:
 
 @contextmanager
 def attachable_servers(
-    model: Path, folder: Path, count: int = 2, *options: str, with_events: bool = True
+    model: Path, folder: Path, count: int = 2
 ) -> Iterator[list[AttachableServer]]:
     """Run servers until the end of the context, and wait until all of them answer."""
-    servers = [
-        AttachableServer(model, folder / f"server-{number}.log", *options, with_events=with_events)
-        for number in range(count)
-    ]
+    servers = [AttachableServer(model, folder / f"server-{number}.log") for number in range(count)]
     try:
         for server in servers:
             server.start()
