@@ -59,7 +59,7 @@ def chat_template(model: str, revision: str) -> str:
     """
     if template := _read(model, TEMPLATE_FILE, revision):
         return template.decode()
-    given = json.loads(_read(model, CONFIG_FILE, revision) or b"{}").get("chat_template") or ""
+    given = _template_in_config(model, revision) or ""
     if isinstance(given, list):  # several templates, each with a name
         given = "".join(str(entry.get("template", "")) for entry in given)
     return str(given)
@@ -77,9 +77,13 @@ def _tokenizer(model: str, revision: str) -> bytes:
 def _template(model: str, revision: str) -> bytes:
     if template := _read(model, TEMPLATE_FILE, revision):
         return template
-    config: dict[str, Any] = json.loads(_read(model, CONFIG_FILE, revision) or b"{}")
-    in_config = config.get("chat_template")
+    in_config = _template_in_config(model, revision)
     return json.dumps(in_config).encode() if in_config else b""
+
+
+def _template_in_config(model: str, revision: str) -> Any:
+    """Return the entry in the tokenizer's configuration: one template, or several with names."""
+    return json.loads(_read(model, CONFIG_FILE, revision) or b"{}").get("chat_template")
 
 
 def _read(model: str, name: str, revision: str) -> bytes:

@@ -10,8 +10,12 @@ import httpx
 from kvroute.deployments import APPLICATION, deployment
 from kvroute.local.progress import Progress, StartError
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.replica.attached_engine.server import ServerError, ServerFacts, read_facts
-from kvroute.replica.attached_engine.start import authorization
+from kvroute.replica.attached_engine.server import (
+    ServerError,
+    ServerFacts,
+    authorization,
+    read_facts,
+)
 from kvroute.settings.serve import ServeSettings, load
 from kvroute.settings.server_list import ServerList
 

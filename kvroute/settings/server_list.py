@@ -16,7 +16,7 @@ class ServerList:
     def __init__(self, urls: Sequence[str], file: Path | None) -> None:
         self._own = [*urls]
         self._file = file
-        self._in_file: list[str] = []  # as last read
+        self._in_file: list[str] = []  # addresses in the file, as it was last read
         self.problem = ""  # why the file could not be used when it was last read; empty: it could
 
     def urls(self) -> list[str]:

@@ -28,7 +28,7 @@ from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.event_source import EventSource
 from kvroute.replica.attached_engine.rendering import render
 from kvroute.replica.attached_engine.sent_blocks import SentBlocks
-from kvroute.replica.attached_engine.server import RankFacts, load_of
+from kvroute.replica.attached_engine.server import ServerFacts, load_of
 from kvroute.replica.attached_engine.wire import decode_batch
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlocksHeld, KVEvent
 from kvroute.replica.engine.pins import admit_pin
@@ -62,40 +62,35 @@ class AttachedEngine(Engine):
         self,
         connection: ServerConnection,
         facts: EngineFacts,
+        server: ServerFacts,
         rank: int,
-        rank_facts: RankFacts,
         space: Space,
-        *,
-        ranks: int,
-        model: str,
     ) -> None:
         """Create an engine.
 
         Args:
             connection: The server; its owner closes it.
             facts: The engine's facts.
+            server: What the server says about itself.
             rank: The number of the data parallel rank.
-            rank_facts: What the server says about the rank.
             space: What all fingerprints of the model share.
-            ranks: The number of ranks of the server.
-            model: The model's name at the server.
         """
         self.facts = facts
         self._connection = connection
         self._rank = rank
-        self._rank_headers = {RANK_HEADER: str(rank)} if ranks > 1 else {}
+        self._rank_headers = {RANK_HEADER: str(rank)} if len(server.ranks) > 1 else {}
         self._space = space
-        self._model = model
+        self._model = server.model
         self._cached = CachedBlocks(space)
         self._sent = SentBlocks(facts.capacity_blocks)
-        events = rank_facts.events if facts.prefix_caching else None
+        events = server.ranks[rank].events if facts.prefix_caching else None
         self._source = (
             EventSource(events.endpoint, events.replay_endpoint, topic=events.topic)
             if events
             else None
         )
         self._events: list[KVEvent] = []
-        self._has_events, self._is_following = asyncio.Event(), asyncio.Event()
+        self._has_events = asyncio.Event()
         self._rendering_differences = 0  # prompts of another length than the router's
         self._tasks: list[asyncio.Task[None]] = []
         self._owned: Owned | None = None  # only rank 0 has it
@@ -222,8 +217,7 @@ class AttachedEngine(Engine):
         reusable = max(0, len(request.token_ids) - 1) // size
         if not reusable or not self._is_known(request):
             return 0
-        blocks = self._cached if self._source else self._sent
-        return blocks.hit_blocks(self._chain(request)[:reusable]) * size
+        return self._blocks.hit_blocks(self._chain(request)[:reusable]) * size
 
     def _is_known(self, request: GenerateRequest) -> bool:
         """Return whether the token ids are the whole prompt; images, for example, are not ids."""
@@ -240,6 +234,11 @@ class AttachedEngine(Engine):
             self._queue(self._sent.sent(self._chain(request)))
 
     # The cache.
+
+    @property
+    def _blocks(self) -> CachedBlocks | SentBlocks:
+        """Return the table of the server's blocks: from its events, or guessed."""
+        return self._cached if self._source else self._sent
 
     def _reports_hits(self) -> bool:
         """Return whether requests ask the server to report the blocks of cache hits.
@@ -269,8 +268,7 @@ class AttachedEngine(Engine):
                 self._forget(reports_hits=True)
                 continue
             self._queue(changes)
-            if not source.is_complete and not self._cached.reports_hits:
-                self._cached.reports_hits = True
+            self._cached.reports_hits |= not source.is_complete
             if len(self._cached) > self.facts.capacity_blocks:
                 log.warning("more blocks than %s has are cached, by its events", self.facts)
                 self._forget(reports_hits=True)
@@ -288,8 +286,7 @@ class AttachedEngine(Engine):
 
     async def emit_held(self) -> None:
         """Add the blocks of the table to the events; a stock server has no list of its own."""
-        blocks = self._cached if self._source else self._sent
-        self._queue([BlocksHeld([blocks.copies])])
+        self._queue([BlocksHeld([self._blocks.copies])])
 
     async def reset_prefix_cache(self) -> bool:
         """Clear the server's cache; only a server in development mode allows that."""

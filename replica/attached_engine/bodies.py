@@ -97,18 +97,16 @@ def usage_of_event(event: bytes) -> Usage | None:
 
 def usage_of_body(data: bytes) -> Usage | None:
     """Return the usage in a JSON object of any of the four APIs; None: it has none."""
-    if USAGE_MARK not in data and b'"usage"' not in data:
+    if b'"usage"' not in data:
         return None
     try:
         fields = _decode(data)
     except (msgspec.DecodeError, RecursionError):
         return None
-    usage = _object(_object(fields).get("usage"))
-    if not usage:
-        usage = _object(_object(_object(fields).get("response")).get("usage"))
-    if not usage:
-        usage = _object(_object(_object(fields).get("message")).get("usage"))
-    if not usage:
+    whole = _object(fields)
+    places = (whole, _object(whole.get("response")), _object(whole.get("message")))
+    usage = next(filter(None, (_object(place.get("usage")) for place in places)), None)
+    if usage is None:
         return None
     details = _object(usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))
     cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))

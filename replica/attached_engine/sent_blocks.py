@@ -14,9 +14,6 @@ class SentBlocks:
         self._capacity_blocks = capacity_blocks
         self._blocks = OrderedDict[Fingerprint, None]()
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def hit_blocks(self, chain: Sequence[Fingerprint]) -> int:
         """Return how many leading blocks of a prompt are probably cached."""
         for number, fingerprint in enumerate(chain):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -55,8 +56,15 @@ class ServerFacts:
     model: str  # name of the model, as the server's clients send it
     model_path: str  # name or folder that the server loaded the model from
     max_model_len: int  # tokens of prompt and answer together
-    version: str  # of vLLM; empty: unknown
+    version: str  # version of vLLM; empty: unknown
     ranks: Sequence[RankFacts]
+
+
+def authorization(key_file: Path | None) -> Mapping[str, str]:
+    """Return the header with the servers' API key; empty: they need none."""
+    if key_file is None:
+        return {}
+    return {"authorization": f"Bearer {key_file.read_text().strip()}"}
 
 
 Samples = Mapping[str, Mapping[str, tuple[float, Mapping[str, str]]]]
@@ -75,7 +83,7 @@ async def read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
             f"{url}/metrics has no vllm:cache_config_info; attach servers of vLLM 0.26 or newer, "
             "started without --disable-log-stats"
         )
-    sources = await _sources(client, url)
+    sources = await _optional(client, url, "/kv_event_sources")  # by rank; empty: no publisher
     ranks = [
         _rank(number, labels, samples, _address(url, sources.get(number)))
         for number, (_, labels) in sorted(caches.items(), key=lambda item: int(item[0]))
@@ -139,11 +147,6 @@ def _prefill_tokens_per_s(samples: Samples, rank: int) -> float:
 def _value(samples: Samples, name: str, rank: int) -> float:
     value, _ = samples.get(name, {}).get(str(rank), (0.0, {}))
     return value
-
-
-async def _sources(client: httpx.AsyncClient, url: str) -> Mapping[str, Any]:
-    """Return the configuration of each rank's event publisher; empty: there is none."""
-    return await _optional(client, url, "/kv_event_sources")
 
 
 def _address(url: str, source: Any) -> EventAddress | None:

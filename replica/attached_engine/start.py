@@ -1,10 +1,6 @@
 """Starts the engines of the attached server that a replica has claimed."""
 
 import asyncio
-from collections.abc import Mapping
-from pathlib import Path
-
-import msgspec
 
 from kvroute.blocks.chain import Space
 from kvroute.contract.generation import CannotRunError
@@ -15,7 +11,7 @@ from kvroute.replica.attached_engine.child_server import ChildServer
 from kvroute.replica.attached_engine.claim import claim
 from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.content_format import content_format
-from kvroute.replica.attached_engine.server import RankFacts, ServerFacts
+from kvroute.replica.attached_engine.server import RankFacts, ServerFacts, authorization
 from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.attached_servers import AttachedServers
@@ -95,20 +91,11 @@ async def _engines(
 ) -> list[AttachedEngine]:
     """Return a started engine for each rank of the server."""
     template = await asyncio.to_thread(chat_template, folder, settings.revision)
+    format_ = content_format(template)
     space = Space(settings.served_model_name, settings.revision, settings.block_size)
     url = connection.url if settings.is_attached else ""
     engines = [
-        AttachedEngine(
-            connection,
-            msgspec.structs.replace(
-                _facts(url, server, rank, content_format(template)), unfit=unfit
-            ),
-            number,
-            rank,
-            space,
-            ranks=len(server.ranks),
-            model=server.model,
-        )
+        AttachedEngine(connection, _facts(url, server, rank, format_, unfit), server, number, space)
         for number, rank in enumerate(server.ranks)
     ]
     for engine in engines:
@@ -116,14 +103,7 @@ async def _engines(
     return engines
 
 
-def authorization(key_file: Path | None) -> Mapping[str, str]:
-    """Return the header with the servers' API key; empty: they need none."""
-    if key_file is None:
-        return {}
-    return {"authorization": f"Bearer {key_file.read_text().strip()}"}
-
-
-def _facts(url: str, server: ServerFacts, rank: RankFacts, format_: str) -> EngineFacts:
+def _facts(url: str, server: ServerFacts, rank: RankFacts, format_: str, unfit: str) -> EngineFacts:
     return EngineFacts(
         block_size=rank.block_size,
         capacity_blocks=rank.capacity_blocks,
@@ -134,4 +114,5 @@ def _facts(url: str, server: ServerFacts, rank: RankFacts, format_: str) -> Engi
         content_format=format_,
         server=url,
         guesses_cache=rank.events is None,
+        unfit=unfit,
     )

