@@ -20,6 +20,7 @@ from tests.support.waiting import wait_until
 
 DOCUMENTS, QUESTIONS = 8, 5
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TIMEOUT_S = 300.0  # a long prompt takes many seconds on a busy CPU
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,10 @@ def cluster(servers: list[AttachableServer]) -> Iterator[Cluster]:
     options = [option for server in servers for option in ("--attach", server.url)]
     with start_cluster(*options, deadline_s=200) as running:
         yield running
+
+
+def post(url: str, *, json: Any) -> httpx.Response:
+    return httpx.post(url, json=json, timeout=TIMEOUT_S)
 
 
 def document(number: int, *, seed: str = "") -> str:
@@ -62,10 +67,7 @@ def test_no_option_but_the_addresses_is_needed(
 def test_answers_equal_the_servers_own(cluster: Cluster, servers: list[AttachableServer]) -> None:
     def difference(call: tuple[str, dict[str, Any]]) -> list[Any]:
         path, body = call
-        ours, theirs = (
-            httpx.post(f"{url}{path}", json=body, timeout=300)
-            for url in (cluster.url, servers[0].url)
-        )
+        ours, theirs = (post(f"{url}{path}", json=body) for url in (cluster.url, servers[0].url))
         if ours.status_code >= 400 and theirs.status_code >= 400:
             return []  # errors that a router finds itself have its own words
         found, expected = comparable(ours.content), comparable(theirs.content)
@@ -86,9 +88,7 @@ def test_questions_go_where_their_document_is_cached(cluster: Cluster) -> None:
     order = [number for number in range(DOCUMENTS) for _ in range(QUESTIONS)]
     rng.shuffle(order)
     for turn, number in enumerate(order):
-        response = httpx.post(
-            f"{cluster.url}{COMPLETIONS}", json=question(number, f"Question {turn}?"), timeout=60
-        )
+        response = post(f"{cluster.url}{COMPLETIONS}", json=question(number, f"Question {turn}?"))
         expected = int(response.headers["x-kvroute-expected-tokens"])
         assert expected == cached_tokens(response)
         if number in first and not expected:
@@ -101,25 +101,25 @@ def test_a_salt_separates_tenants(cluster: Cluster) -> None:
     body = question(100, "") | {"cache_salt": "one"}
     other = body | {"cache_salt": "two"}
     url = f"{cluster.url}{COMPLETIONS}"
-    counts = [cached_tokens(httpx.post(url, json=sent)) > 0 for sent in (body, body, other, other)]
+    counts = [cached_tokens(post(url, json=sent)) > 0 for sent in (body, body, other, other)]
     assert counts == [False, True, False, True]
 
 
 def test_a_named_prefix_is_computed_before_it_is_used(cluster: Cluster) -> None:
     declared = {"id": "manual", "prompt": document(200), "model": NAME}
-    refused = httpx.post(f"{cluster.url}/v1/prefixes", json=declared)
+    refused = post(f"{cluster.url}/v1/prefixes", json=declared)
     assert refused.status_code == 409
     assert "attached server" in refused.json()["error"]["message"]
-    unpinned = httpx.post(f"{cluster.url}/v1/prefixes", json=declared | {"pinned": False})
+    unpinned = post(f"{cluster.url}/v1/prefixes", json=declared | {"pinned": False})
     unpinned.raise_for_status()
 
     def is_warm() -> bool:
         body = question(0, "") | {"prompt": "What?", "prefix_id": "manual"}
-        return cached_tokens(httpx.post(f"{cluster.url}{COMPLETIONS}", json=body)) >= BLOCK
+        return cached_tokens(post(f"{cluster.url}{COMPLETIONS}", json=body)) >= BLOCK
 
     wait_until(is_warm)
     body = {"model": NAME, "messages": [{"role": "user", "content": "Hi"}], "prefix_id": "manual"}
-    refused = httpx.post(f"{cluster.url}{CHAT}", json=body)
+    refused = post(f"{cluster.url}{CHAT}", json=body)
     assert refused.status_code == 400
     assert "send the prefix as a part of the messages" in refused.json()["error"]["message"]
 
@@ -187,12 +187,12 @@ def test_a_stream_that_had_begun_ends_with_an_error(
 
 def test_a_killed_replica_is_replaced_and_knows_its_server_again(cluster: Cluster) -> None:
     body = question(300, "Remember?")
-    first = httpx.post(f"{cluster.url}{COMPLETIONS}", json=body)
+    first = post(f"{cluster.url}{COMPLETIONS}", json=body)
     for process in cluster.titled("kvroute:Replica"):
         process.kill()
 
     def is_known_again() -> bool:
-        response = httpx.post(f"{cluster.url}{COMPLETIONS}", json=body, timeout=60)
+        response = post(f"{cluster.url}{COMPLETIONS}", json=body)
         others = response.headers["x-kvroute-replica"] != first.headers["x-kvroute-replica"]
         return others and int(response.headers["x-kvroute-expected-tokens"]) > 0
 
