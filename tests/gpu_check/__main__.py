@@ -9,7 +9,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,21 @@ from tests.gpu_check.model import write_model
 
 ENGINE_S = 900.0  # timeout in seconds of the engine's own measurement
 GPU_LENGTHS, CPU_LENGTHS = (1_000, 4_000, 12_000, 24_000), (200, 600)
-GPU_ARGS = {"load_format": "dummy", "max_model_len": 40_000, "gpu_memory_utilization": 0.42}
-GPU_OPTIONS = ("--host-cache-gb", "20")
-CPU_OPTIONS = ("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096")
+# Numbers of sequences in a step, with the tokens of the context of each.
+GPU_BATCHES = ((1, 500), (8, 500), (32, 500), (64, 500), (8, 8_000))
+CPU_BATCHES = ((1, 100), (4, 100), (4, 400))
+CONTEXT = 40_000  # maximum length of a prompt and its answer on GPUs, in tokens
+# Arguments of vLLM on GPUs. A cache of 12.5 GB holds 95,000 tokens of the 8B model, on every GPU,
+# so that the documents of this check fit into both caches together but not into one.
+ENGINE_ARGS = {"load_format": "dummy", "kv_cache_memory_bytes": 12_500_000_000}
+SHARED_GPU_ARGS = {"gpu_memory_utilization": 0.42}  # two engines share the memory of one GPU
+GPU_OPTIONS = ("--host-cache-gb", "8", "--max-model-len", str(CONTEXT))
+CPU_OPTIONS = ("--dtype", "float32", "--kv-cache-memory-mb", "64", "--max-model-len", "1024")
+CPU_OPTIONS += ("--host-cache-gb", "0.03")
+
+
+GPU_SIZES = Sizes(GPU_LENGTHS, documents=24, questions=5, document_tokens=8_000, answer_tokens=200)
+CPU_SIZES = Sizes(CPU_LENGTHS, documents=8, questions=3, document_tokens=300, answer_tokens=40)
 
 
 def main(
@@ -36,6 +48,9 @@ def main(
     write: Annotated[
         Path | None, typer.Option(help="File for the report.", show_default="stdout only")
     ] = None,
+    engine_args: Annotated[
+        str, typer.Option(help="More arguments of vLLM, as for kvroute serve.", metavar="JSON")
+    ] = "{}",
 ) -> None:
     """Measure the engine alone, then two replicas behind kvroute and behind round robin."""
     if not cpu and not gpu_names():
@@ -43,7 +58,7 @@ def main(
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         lines = []
-        for line in report(folder, cpu=cpu):
+        for line in report(folder, json.loads(engine_args), cpu=cpu):
             print(line, flush=True)
             lines.append(line)
     if write is not None:
@@ -64,7 +79,7 @@ def gpu_names() -> list[str]:
     return answer.stdout.strip().splitlines()
 
 
-def report(folder: Path, *, cpu: bool) -> Iterator[str]:
+def report(folder: Path, more_args: Mapping[str, object], *, cpu: bool) -> Iterator[str]:
     """Yield the report's lines, in Markdown, as they are measured."""
     gpus = [] if cpu else gpu_names()
     machine = "; ".join(gpus) or f"CPUs only ({platform.processor() or platform.machine()})"
@@ -74,22 +89,18 @@ def report(folder: Path, *, cpu: bool) -> Iterator[str]:
     yield f"{now:%Y-%m-%d %H:%M} UTC. {machine}. vLLM {vllm_build.installed_version()}."
     yield ""
     model = None if cpu else write_model(folder / "model")
-    yield from step("The engine alone", lambda: measure_engine(model, cpu=cpu))
-    sizes = Sizes(
-        lengths=CPU_LENGTHS if cpu else GPU_LENGTHS,
-        documents=4 if cpu else 12,
-        questions=3 if cpu else 6,
-        document_tokens=300 if cpu else 8_000,
-        answer_tokens=40 if cpu else 200,
-    )
+    yield from step("The engine alone", lambda: measure_engine(model, more_args, cpu=cpu))
     options = [*(CPU_OPTIONS if cpu else GPU_OPTIONS)]
+    engine_args = dict(more_args)
     if model is not None:
-        options += ["--model", str(model), "--engine-args", json.dumps(GPU_ARGS)]
+        options += ["--model", str(model)]
+        engine_args = ENGINE_ARGS | (SHARED_GPU_ARGS if len(gpus) == 1 else {}) | engine_args
+    options += ["--engine-args", json.dumps(engine_args)]
     for policy in ("kvroute", "round-robin"):
         measure = partial(
             measure_cluster,
             (*options, "--policy", policy),
-            sizes,
+            CPU_SIZES if cpu else GPU_SIZES,
             shares_gpu=len(gpus) == 1,
             is_ours=policy == "kvroute",
         )
@@ -109,12 +120,15 @@ def step(title: str, measure: Callable[[], Iterator[str]]) -> Iterator[str]:
     yield ""
 
 
-def measure_engine(model: Path | None, *, cpu: bool) -> Iterator[str]:
+def measure_engine(
+    model: Path | None, more_args: Mapping[str, object], *, cpu: bool
+) -> Iterator[str]:
     """Yield what tests/gpu_check/engine.py prints in a process of its own."""
     settings = {
         "model": model and str(model),
         "lengths": CPU_LENGTHS if cpu else GPU_LENGTHS,
-        "batches": (1, 4) if cpu else (1, 8, 32, 64),
+        "batches": CPU_BATCHES if cpu else GPU_BATCHES,
+        "engine_args": {**({} if cpu else {"max_model_len": CONTEXT}), **more_args},
     }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.gpu_check.engine", json.dumps(settings)],
@@ -124,7 +138,7 @@ def measure_engine(model: Path | None, *, cpu: bool) -> Iterator[str]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-500:])
-    yield from (line for line in done.stdout.splitlines() if line.startswith("- "))
+    yield from (line for line in done.stdout.splitlines() if line.startswith(("- ", "  ")))
 
 
 if __name__ == "__main__":
