@@ -33,8 +33,10 @@ CONTEXT = 40_000  # maximum length of a prompt and its answer on GPUs, in tokens
 ENGINE_ARGS = {"load_format": "dummy", "kv_cache_memory_bytes": 12_500_000_000}
 SHARED_GPU_ARGS = {"gpu_memory_utilization": 0.42}  # two engines share the memory of one GPU
 GPU_OPTIONS = ("--host-cache-gb", "8", "--max-model-len", str(CONTEXT))
-CPU_OPTIONS = ("--dtype", "float32", "--kv-cache-memory-mb", "64", "--max-model-len", "1024")
-CPU_OPTIONS += ("--host-cache-gb", "0.03")
+CPU_OPTIONS = (
+    *("--dtype", "float32", "--max-model-len", "1024"),
+    *("--kv-cache-memory-mb", "64", "--host-cache-gb", "0.03"),
+)
 
 
 GPU_SIZES = Sizes(GPU_LENGTHS, documents=24, questions=5, document_tokens=8_000, answer_tokens=200)
