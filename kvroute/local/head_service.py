@@ -1,8 +1,8 @@
 """Restarts Ray's head service (GCS) when it dies: `python -m kvroute.local.head_service`.
 
-Ray's daemons and workers can run without the service for a minute. deploy/node.sh makes the
-service store its state on the head node's disk. So the restarted service knows the cluster, which
-serves requests all the time.
+Ray's daemons and workers can run without the service for a minute, and serve requests meanwhile.
+deploy/node.sh makes the service store its state on the head node's disk, so that the restarted
+service has the earlier state.
 """
 
 import os

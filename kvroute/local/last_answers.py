@@ -9,7 +9,7 @@ from kvroute.local.progress import Progress
 POLL_S = 0.2  # seconds between two queries for the number of running answers
 REPORT_S = 5.0  # seconds between two printed lines with that number
 CALL_S = 2.0  # timeout of a call to all routers, so that a hanging router cannot block the stop
-DISCOVERY_S = 1.0  # seconds until Serve surely lists the running routers
+DISCOVERY_S = 1.0  # if Serve has listed no router after these seconds, no router is running
 LAST_ERRORS_S = 2.0  # seconds for clients to receive the errors of interrupted answers
 
 

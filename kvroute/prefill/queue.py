@@ -39,8 +39,8 @@ class PrefillQueue(Generic[P]):
 
     waiting: dict[str, P] = field(default_factory=dict)  # prompts without a first token, by id
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)  # learned from first tokens
-    # Seconds of prefill that a router estimates for requests of other routers of which it gets no
-    # messages.
+    # Estimated seconds of prefill of the requests that this router does not know, since it gets no
+    # messages from the routers that sent them.
     unknown_s: float = 0.0
     last_first_token_s: float = -math.inf  # time of the latest first token
     # Derived values, kept up to date because every placement reads them for all replicas.

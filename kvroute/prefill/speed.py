@@ -164,8 +164,8 @@ class PrefillSpeed(Speed):
     ) -> None:
         """Record the time to a first token.
 
-        The observed time is limited to MAX_OFF times the expected time: the cause of a longer delay
-        is not the prompts.
+        The observed time is limited to MAX_OFF times the expected time, since prompts cannot cause
+        a longer delay.
 
         Args:
             predicted_s: predicted prefill of the prompt.

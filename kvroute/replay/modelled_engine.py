@@ -40,7 +40,7 @@ class StepResult:
     first_tokens: list[Request] = field(default_factory=list)  # requests with their first token
     finished: list[Request] = field(default_factory=list)
     added: list[Fingerprint] = field(default_factory=list)  # newly cached blocks
-    removed: list[Fingerprint] = field(default_factory=list)  # blocks evicted, before `added`
+    removed: list[Fingerprint] = field(default_factory=list)  # evicted blocks; apply before `added`
 
 
 def blocks_needed(request: Request) -> int:

@@ -14,7 +14,7 @@ from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 
 WARM_UP = 10  # the first 1/WARM_UP of the requests only fill the caches and are not measured
-SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the classes of prompt size
+SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the prompt classes, in tokens
 
 BEST, NOISE = "*", "~"  # marks: the best value, and values that differ from it only by noise
 HIGH, LOW = 1, -1  # values of Column.best: the highest or the lowest value is the best

@@ -48,8 +48,8 @@ class Cluster:
     @property
     def speeds(self) -> list[float]:
         """Return the speed of each replica relative to `engine`; spread slow replicas evenly."""
-        # How many of the first n replicas are slow; replica n is slow if that number rises after
-        # it.
+        # counts[n]: how many of the first n replicas are slow. Replica n is slow if counts[n + 1]
+        # is higher.
         counts = [int(n * self.slow_share + 1e-9) for n in range(self.replicas + 1)]
         return [self.slow_speed if n < after else 1.0 for n, after in pairwise(counts)]
 
@@ -194,7 +194,7 @@ class _Simulation:
             for speed in cluster.speeds
         ]
         self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
-        self._order = count()  # numbers the events, which keeps the order of those at one time
+        self._order = count()  # numbers the events; at equal times, the lower number is first
         dependent = {*queued, *(follow_up.index for follow_up in follow_ups.values())}
         self._events: list[tuple[float, int, Event]] = [
             (request.arrival_s, next(self._order), Arrival(request))

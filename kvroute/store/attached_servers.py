@@ -1,4 +1,4 @@
-"""Which replica uses which attached server, that is, which vLLM server that the user runs.
+"""Which replica uses which attached server. Such a server is a vLLM server that the user runs.
 
     kvroute:{TAG}:attached:URL    string    id of the replica that uses this server; has a lease
 

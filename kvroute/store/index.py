@@ -71,8 +71,8 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 BATCH_BLOCKS = 5000  # maximum fingerprints in one change; limits the time of one script in Redis
 # Maximum age in milliseconds and maximum number of the stream's entries, both approximate. A reader
-# that is further behind reloads the replicas. Each stored or evicted block takes 8 bytes, and each
-# change about 150 bytes: 55 MB if 100 replicas change 2,000 blocks/s each. In a stress test,
+# that is further behind reads all block sets again. Each stored or evicted block takes 8 bytes, and
+# each change about 150 bytes: 55 MB if 100 replicas change 2,000 blocks/s each. In a stress test,
 # writers reached 2.5 million blocks/s on a Redis with two cores, which would take 0.6 GB.
 STREAM_MS = 30_000
 STREAM_CHANGES = 50_000

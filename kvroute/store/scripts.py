@@ -26,8 +26,8 @@ end
 """
 
 # ARGV 6 facts, 7 load, 8 whether to replace a record with a lease ('1' or ''), 9 and 10 for
-# append(), 11 pins. A record without a lease is always replaced. A key of another type than
-# kvroute's is deleted.
+# append(), 11 pins. A record without a lease is always replaced. A key with a wrong Redis type is
+# deleted, since kvroute did not write it.
 REGISTER = f"""{_WRITER_STATE}
 for i, kind in ipairs({{'hash', 'set', 'set', 'stream'}}) do
   if is_foreign(KEYS[i], kind) then redis.call('DEL', KEYS[i]) end

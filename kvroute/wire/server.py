@@ -111,7 +111,8 @@ class Server:
     def stop(self) -> None:
         """Refuse all further requests; let running requests continue.
 
-        Called also when the engine has died: a later request must not be among the suspects.
+        Called also when the engine has died. The requests that it ran then are suspected as the
+        cause, and a later request must not be.
         """
         self._is_stopping = True
 
@@ -207,7 +208,7 @@ class Peer(Connection):
         self._flush()
 
     def _reject(self, reason: str) -> None:
-        """Close a connection without a proof. It is no warning, since anybody can connect."""
+        """Close a connection without a proof, and log no warning, since anybody can connect."""
         self.abort(reason, level=logging.INFO)
 
     def _check_proof_arrived(self) -> None:

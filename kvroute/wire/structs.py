@@ -20,9 +20,7 @@ from kvroute.contract.records import Count
 
 VERSION = 3  # version of the protocol
 NONCE_BYTES = 16  # size of the nonce: random bytes that the other end's proof must include
-MAX_ORDER_S = (
-    1e6  # received times are limited to between -1e6 s and 1e6 s; no request waits so long
-)
+MAX_ORDER_S = 1e6  # limit of received times in seconds, also of negative ones; no wait is so long
 
 # How a request ends. refused: the replica runs its maximum number of requests, or is stopping.
 # invalid: no replica can run the request. dead: the engine has died. failed: any other error.

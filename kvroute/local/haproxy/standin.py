@@ -1,8 +1,8 @@
 """Runs a temporary HAProxy (a stand-in) after the cluster's HAProxy was killed.
 
-Serve takes 4 s to replace a killed HAProxy: three failed health checks, and two starts.
-kvroute-haproxy starts this module as a process beside each HAProxy. The process waits until its
-HAProxy ends, and then runs a stand-in until Serve's replacement is ready.
+Serve takes 4 s to replace a killed HAProxy: three failed health checks, and two starts. So
+wrapper.py starts this module as a process beside each HAProxy. The process waits until its HAProxy
+ends, and then runs a stand-in until Serve's replacement is ready.
 """
 
 import os

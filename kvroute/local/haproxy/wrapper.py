@@ -34,8 +34,8 @@ HEADERS_S = 10  # seconds that a client has to send the whole head of a request
 IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # variable for --idle-timeout-s; unset: DEFAULT_IDLE_S
 MAX_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable for --max-requests; unset: DEFAULT_MAX_REQUESTS
 DEFAULT_MAX_REQUESTS = 2000  # maximum running requests per router; HAProxy refuses further ones
-BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)  # sends requests to a backend
-# The address of a router. Serve's own proxy is a server of the backend, too, marked as `backup`.
+BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)  # line that chooses a backend
+# Line with a router's address. Serve's own proxy has such a line, too, but with the word `backup`.
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
 
 

@@ -1,7 +1,7 @@
 """The speed of a modelled replica. The defaults describe an 8B model on a GPU like H200.
 
-modelled_engine.py has the engine that takes this time. This module has no heavy imports, since the
-command line lists profiles and must start fast.
+modelled_engine.py uses these values. This module has no heavy imports, since the command line lists
+profiles and must start fast.
 """
 
 from dataclasses import dataclass, replace

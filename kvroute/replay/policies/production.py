@@ -119,7 +119,7 @@ class Production:
         """Queue the requests that get a seat now; yield the requests that leave the queue."""
         while waiter := self._seats.due(now_s):
             self._queue_up(waiter.request, self._place(waiter.request, now_s), waiter.arrived_s)
-            # Before the next search, so that no other session gets the seat of this one.
+            # Dispatch before the next search for seats, so that no other session gets this seat.
             yield from self._queue_decisions(now_s)
         yield from self._queue_decisions(now_s)
 

@@ -59,7 +59,7 @@ class Policy(Protocol):
         """Return the requests that go to replicas now, in their order."""
 
     def wake_after_s(self) -> float | None:
-        """Return the seconds until `take_decisions` should be called again; None: at an event."""
+        """Return the seconds until the next call of `take_decisions`; None: at the next event."""
 
     def on_first_token(self, request: Request, now_s: float) -> None:
         """Record a request's first token."""

@@ -202,8 +202,8 @@ class LMetric(Prefilling):
     """LMetric: the cost is a replica's pending prompt tokens times its number of requests.
 
     Both numbers include this request. The source is "LMetric: Simple is Better - Multiplication May
-    Be All You Need for LLM Request Scheduling", arXiv 2603.15202. It has an advantage here:
-    a prompt counts as cached as soon as it is sent.
+    Be All You Need for LLM Request Scheduling", arXiv 2603.15202. This model
+    favours it: a prompt counts as cached as soon as it is sent.
     """
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
@@ -219,14 +219,14 @@ class LMetric(Prefilling):
 
 
 class LlmD(Indexed):
-    """llm-d's score: 2 x cached share of the prompt + free share of the KV cache + short queue.
+    """llm-d's score: 2 x cached share of the prompt + free share of the KV cache + queue score.
 
     The source is llm-d/llm-d-inference-scheduler. The weights are those of
     deploy/config/epp-precise-prefix-cache-config.yaml, with speculative indexing off, its default.
-    queuedepth/README.md says how the queues are scaled. llm-d scrapes queues and KV use from vLLM,
-    by default every 50 ms (refreshMetricsInterval). Here, a single router uses its own counters
-    instead, which are never late. A block that is only in host memory counts as 0.8 of a hit, the
-    default weight of `cpu` in llm-d-kv-cache-manager.
+    The queue score is 1 for the shortest queue and 0 for the longest, as in queuedepth/README.md.
+    llm-d scrapes queues and KV use from vLLM, by default every 50 ms (refreshMetricsInterval).
+    Here, a single router uses its own counters instead, which are never late. A block that is only
+    in host memory counts as 0.8 of a hit, the default weight of `cpu` in llm-d-kv-cache-manager.
     """
 
     report_s = 0.05

@@ -136,18 +136,18 @@ def unnamed(requests: Sequence[Request]) -> str:
 
 def _requests(path: Path, model: str | None) -> Iterator[Request]:
     first: Request | None = None
-    for where, line in _lines(path):
-        request = _request(where, line)
+    for location, line in _lines(path):
+        request = _request(location, line)
         if request is None or model not in (None, request.model):
             continue
         first = first or request
         if request.model != first.model:
             raise TraceError(
-                f"{where} is for {request.model}, earlier lines for {first.model}; set --model"
+                f"{location} is for {request.model}, earlier lines for {first.model}; set --model"
             )
         if request.block_tokens != first.block_tokens:
             raise TraceError(
-                f"{where} has blocks of {request.block_tokens} tokens, earlier lines of "
+                f"{location} has blocks of {request.block_tokens} tokens, earlier lines of "
                 f"{first.block_tokens}; split the trace by block size"
             )
         yield request
@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 yield f"{file}, line {number}", line
 
 
-def _request(where: str, line: str) -> Request | None:
+def _request(location: str, line: str) -> Request | None:
     """Parse a line; return None for a request that failed or was refused."""
     try:
         row = json.loads(line)
@@ -178,7 +178,7 @@ def _request(where: str, line: str) -> Request | None:
             arrival_s=row["timestamp"] / 1000.0,
             input_tokens=input_tokens,
             output_tokens=max(1, int(row["output_length"])),
-            blocks=(*_named_blocks(ids), *_own_blocks(where, len(ids), reusable)),
+            blocks=(*_named_blocks(ids), *_own_blocks(location, len(ids), reusable)),
             block_tokens=block_tokens,
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
@@ -188,7 +188,7 @@ def _request(where: str, line: str) -> Request | None:
             own_blocks=max(0, reusable - len(ids)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise TraceError(f"{where} is not a request of a Mooncake trace: {error!r}") from None
+        raise TraceError(f"{location} is not a request of a Mooncake trace: {error!r}") from None
     return None if row.get("outcome") in NOT_RUN else request
 
 
@@ -198,10 +198,10 @@ def _named_blocks(ids: Iterable[Any]) -> Iterator[Fingerprint]:
         yield Fingerprint(int(id_) + 1)
 
 
-def _own_blocks(where: str, named: int, reusable: int) -> Iterator[Fingerprint]:
+def _own_blocks(location: str, named: int, reusable: int) -> Iterator[Fingerprint]:
     """Yield a unique fingerprint for each block that has no id."""
     for number in range(named, reusable):
-        yield Fingerprint(xxh3_64_intdigest(f"{where}, block {number}".encode()))
+        yield Fingerprint(xxh3_64_intdigest(f"{location}, block {number}".encode()))
 
 
 def _answered_s(row: dict[str, Any]) -> float | None:
