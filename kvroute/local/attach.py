@@ -1,4 +1,7 @@
-"""Completes the options of `kvroute serve --attach` with what the attached servers say."""
+"""Attached servers: the vLLM servers that the user runs and names with --attach or --attach-file.
+
+Some options of `kvroute serve` are completed with what these servers report about themselves.
+"""
 
 import asyncio
 import time
@@ -19,7 +22,7 @@ from kvroute.replica.attached_engine.server import (
 from kvroute.settings.serve import ServeSettings, load
 from kvroute.settings.server_list import ServerList
 
-READ_INTERVAL_S = 1.0  # seconds between two looks at the file of servers
+READ_INTERVAL_S = 1.0  # seconds between two reads of the file of --attach-file
 EVENTS_HINT = (
     'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", '
     '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:6557"}\''
@@ -45,13 +48,13 @@ def attached(settings: ServeSettings, progress: Progress) -> ServeSettings:
     for url, server in zip(settings.servers, servers, strict=True):
         _report(url, server, progress)
     first = servers[0]
-    found: dict[str, Any] = {
+    completed: dict[str, Any] = {
         "served_model_name": settings.served_model_name or first.model,
         "block_size": settings.block_size or first.ranks[0].block_size,
     }
     if settings.model == BUILTIN_MODEL:
-        found["model"] = first.model_path
-    return load(settings.model_dump() | found)
+        completed["model"] = first.model_path
+    return load(settings.model_dump() | completed)
 
 
 class AttachedFleet:
@@ -62,7 +65,7 @@ class AttachedFleet:
         self._has_file = settings.attach_file is not None
         self._progress = progress
         self._size = len(settings.servers)
-        self._next_s = 0.0  # time on the monotonic clock to read the file next
+        self._next_s = 0.0  # when to read the file again, on the monotonic clock
 
     def follow(self) -> None:
         """Change the number of replicas if the file lists more or fewer servers now."""
@@ -87,13 +90,15 @@ async def _read(settings: ServeSettings) -> list[ServerFacts]:
 
 def _check_equal(urls: Sequence[str], servers: Sequence[ServerFacts]) -> None:
     """Raise StartError if servers serve different models, or have blocks of different sizes."""
+    # For each server: its model, then each block size of its ranks.
     kinds = [(server.model, *{rank.block_size for rank in server.ranks}) for server in servers]
     for url, kind in zip(urls, kinds, strict=True):
         if kind != kinds[0] or len(kind) != 2:
             (model, *sizes), (first, *first_sizes) = kind, kinds[0]
             raise StartError(
                 f"--attach: {url} serves {model} in blocks of {sizes} tokens, and {urls[0]} serves "
-                f"{first} in blocks of {first_sizes}; attach servers that are started alike"
+                f"{first} in blocks of {first_sizes}; attach servers with the same model and "
+                "--block-size"
             )
 
 

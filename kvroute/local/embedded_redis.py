@@ -26,7 +26,7 @@ MODES = {  # mode of a server that kvroute cannot use -> remedy
     "cluster": "set --redis-url to a Redis without cluster mode, since kvroute's scripts change "
     "many keys at once",
 }
-NEEDED = (
+NEEDED = (  # remedy for a Redis that refuses writes
     "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
     "and can save"
 )
@@ -54,7 +54,7 @@ def embedded_redis() -> Iterator[str]:
 
 
 def without_password(url: str) -> str:
-    """Return the URL without user and password, even if the password has no URL quoting."""
+    """Return the URL without user and password, even if characters such as @ are not quoted."""
     address, _, options = re.sub(r"(?<=://).*@", "", url).partition("?")
     public_options = [
         option for option in options.split("&") if option and not SECRET_OPTION.match(option)

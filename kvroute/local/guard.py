@@ -1,7 +1,7 @@
-"""A parent process that ends every process of the cluster, in whichever way its child ends.
+"""A parent process that ends all processes of the cluster once its child process has ended.
 
-Ray's library aborts its own process when Ray's head service (GCS) is lost, so Ray runs in a child
-process.
+The child process uses Ray. Ray's library aborts it when Ray's head service (GCS) is lost, so only
+the parent can still end the other processes.
 """
 
 import os
@@ -22,7 +22,7 @@ from kvroute.local.processes import (
 )
 from kvroute.local.signals import STOPPING
 
-GRACE_S = 3.0  # seconds that remaining processes have to end before they are killed
+GRACE_S = 3.0  # seconds from SIGTERM until the remaining processes are killed
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -52,7 +52,7 @@ def head_service() -> psutil.Process:
 
 
 def _run(work: Callable[[], int]) -> int:
-    os.setpgid(0, 0)  # its own process group: Ctrl-C only arrives once, through the parent
+    os.setpgid(0, 0)  # its own process group, so that it gets Ctrl-C only from the parent
     die_with_parent()
     try:
         return work()

@@ -1,8 +1,8 @@
 """Restarts Ray's head service (GCS) when it dies: `python -m kvroute.local.head_service`.
 
-Ray's daemons and workers can run without the service for a minute. deploy/node.sh makes the
-service store its state on the head's disk. So the restarted service has the earlier state, and
-requests continue to be served.
+Ray's daemons and workers can run without the service for a minute, and serve requests meanwhile.
+deploy/node.sh makes the service store its state on the head node's disk, so that the restarted
+service has the earlier state.
 """
 
 import os
@@ -15,10 +15,10 @@ import psutil
 from kvroute.local.processes import is_alive
 
 HEAD_SERVICE = "gcs_server"  # name of the head service's process
-DAEMON = "raylet"  # name of Ray's daemon on the head, which ends when Ray is stopped
+DAEMON = "raylet"  # name of the process of Ray's daemon, which ends when Ray is stopped
 CHECK_INTERVAL_S = 0.25  # seconds between two checks of the service
-# Seconds between the service's end and its restart. After `ray stop` the daemon ends within this
-# time, too, and then the service is not restarted.
+# Seconds between the service's end and its restart. `ray stop` ends the daemon, too, within this
+# time. Then the service is not restarted.
 PAUSE_S = 1.0
 
 

@@ -16,7 +16,7 @@ def cluster_id(host: str, port: int) -> str:
 
 
 def logs_in(folder: Path) -> Path:
-    """Return the folder with the logs of a running cluster, inside the folder of its Ray."""
+    """Return the folder of a running cluster's logs, which is inside Ray's folder `folder`."""
     return folder / "session_latest" / "logs"
 
 
@@ -30,7 +30,7 @@ def keep_logs(logs: Path, target: Path, progress: Progress) -> bool:
     """Move the logs of a run to the folder `target`, and delete the logs of the previous run there.
 
     Returns:
-        False if this is not possible. The logs then stay where they are.
+        True, or False if `target` cannot be written. Then the logs stay where they are.
     """
     if not logs.exists():
         return True

@@ -9,7 +9,7 @@ from kvroute.local.progress import Progress
 POLL_S = 0.2  # seconds between two queries for the number of running answers
 REPORT_S = 5.0  # seconds between two printed lines with that number
 CALL_S = 2.0  # timeout of a call to all routers, so that a hanging router cannot block the stop
-DISCOVERY_S = 1.0  # if Serve lists no router within these seconds, no answer is running
+DISCOVERY_S = 1.0  # if Serve has listed no router after these seconds, no router is running
 LAST_ERRORS_S = 2.0  # seconds for clients to receive the errors of interrupted answers
 
 
@@ -19,7 +19,7 @@ def finish_answers(routers: Any, progress: Progress, *, within_s: float) -> None
     Args:
         routers: Serve's handle of the routers' deployment.
         progress: Prints how many answers are still running.
-        within_s: Seconds that running answers have; after that, they end with an error.
+        within_s: Seconds that running answers have to end; those that still run end with an error.
     """
     start_s = time.monotonic()
     _wait(lambda: int(_call(routers, "stop") == []), start_s + DISCOVERY_S)
@@ -44,7 +44,8 @@ class _Reporter:
         self._next_s = time.monotonic() + REPORT_S
         running = "1 answer is" if left == 1 else f"{left} answers are"
         self._progress.say(
-            f"{running} still running, up to {self._within_s:g} s; Ctrl-C again stops at once"
+            f"{running} still running, and may run up to {self._within_s:g} s; "
+            "press Ctrl-C again to stop at once"
         )
 
 
@@ -67,13 +68,16 @@ def _wait(
 
 
 def _left(routers: Any) -> int | None:
-    """Return the number of running answers, or None if a router does not respond."""
+    """Return the number of running answers, or None if a router does not respond.
+
+    Each router's method `stop` returns its own number; only the first call changes the router.
+    """
     running = _call(routers, "stop")
     return None if running is None else sum(running)
 
 
 def _call(routers: Any, method: str) -> list[Any] | None:
-    """Return each router's result: an empty list without routers, None if a router fails."""
+    """Call a method of all routers; return their results, or None if a router fails."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import DeploymentUnavailableError
 

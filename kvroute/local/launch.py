@@ -66,8 +66,8 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
                 signals.sleep(POLL_S)
                 fleet.follow()
             progress.fail(
-                f"{HEAD_SERVICE} has ended, and Ray cannot run without it; shutting down: then run "
-                "kvroute serve again"
+                f"{HEAD_SERVICE} has ended, and Ray cannot run without it; the cluster shuts down; "
+                "then run kvroute serve again"
             )
             os._exit(1)  # do not call ray.shutdown(), which would wait for the lost head service
         except BaseException as error:  # a signal inside Ray can raise any exception
@@ -89,7 +89,7 @@ def _start(
     progress: Progress,
     running: ExitStack,
 ) -> None:
-    """Start the cluster; register in `running` how to stop each part."""
+    """Start the cluster, and register in `running` how to stop its parts."""
     deadline = time.monotonic() + settings.start_timeout_s
     check_port(settings.host, settings.port)
     check_access(settings.host, settings.api_keys, insecure=settings.insecure)
@@ -164,7 +164,7 @@ def check_access(host: str, api_keys: Path | None, *, insecure: bool) -> None:
 
 
 def is_local_only(settings: ServeSettings) -> bool:
-    """Return whether only this computer can reach the cluster, and it runs without keys."""
+    """Return whether the cluster has a loopback address, and neither API keys nor --insecure."""
     has_guard = settings.api_keys is not None or settings.insecure
     return is_local(settings.host) and not has_guard
 
@@ -238,7 +238,8 @@ def check_engine_args(models: Sequence[CheckedOptions], progress: Progress) -> N
 def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[int]:
     """Return the number of GPUs for one replica of each model.
 
-    This is --gpus-per-replica if set. Otherwise it is one GPU per rank, or 0 without GPUs.
+    This is --gpus-per-replica if it is set. Otherwise it is one GPU per data parallel rank, or 0 on
+    a machine without GPUs.
 
     Raises:
         StartError: All replicas together need more GPUs than are available.

@@ -7,10 +7,10 @@ from collections import deque
 from ipaddress import ip_address
 
 # Ports to choose from. They are below Linux's ephemeral ports, which outgoing connections and Ray's
-# servers use. So none of these takes a chosen port before the server that it is for binds it.
+# servers use. So no connection takes a chosen port before its server listens on it.
 PORTS = range(20_000, 30_000)
 
-MAX_CLAIMS = 64  # maximum ports that a process reserves; a further one releases the oldest one
+MAX_CLAIMS = 64  # maximum ports that a process reserves; to reserve more, it releases the oldest
 _claims = deque[int]()  # file descriptors of the sockets that hold this process's reservations
 
 

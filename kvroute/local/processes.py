@@ -10,11 +10,14 @@ import psutil
 PR_SET_PDEATHSIG = 1  # the numbers of these two operations are from linux/prctl.h
 PR_SET_CHILD_SUBREAPER = 36
 
-_libc = ctypes.CDLL(None, use_errno=True)  # loaded here, since this is unsafe after a fork
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded at import, since loading is unsafe after a fork
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of descendants that lose their parent, so that it finds them."""
+    """Have the kernel make this process the parent of each descendant whose own parent has ended.
+
+    Otherwise _descendants() would no longer find such a process.
+    """
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -33,7 +36,10 @@ def end_descendants(*, grace_s: float) -> None:
 
 
 def kill_descendants(*, deadline_s: float = 5.0, spare: str = "") -> None:
-    """Kill all descendants, including new ones, except processes with the name `spare`."""
+    """Kill all descendants, and those that they start meanwhile, for up to `deadline_s`.
+
+    Processes with the name `spare` are not killed.
+    """
     deadline = time.monotonic() + deadline_s
     while (left := _descendants(spare)) and time.monotonic() < deadline:
         for process in left:

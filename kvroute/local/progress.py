@@ -36,14 +36,14 @@ class Progress:
         self._console.print(text, style="red", soft_wrap=not self._console.is_terminal)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Show what the user is waiting for, and for how long, until the block ends.
+    def waiting(self, event: str) -> Iterator[Callable[[str], None]]:
+        """Show which event the user is waiting for, and for how long, until the block ends.
 
         A terminal shows a line that changes. Other output gets a line every REMIND_S, if the block
         calls the yielded function often enough.
 
         Yields:
-            A function that changes the text.
+            A function that changes the shown name of the event.
         """
         columns = (
             rich.progress.SpinnerColumn(),
@@ -56,14 +56,14 @@ class Progress:
         with rich.progress.Progress(
             *columns, console=self._console, transient=True, disable=not is_moving
         ) as shown:
-            task = shown.add_task(what)
+            task = shown.add_task(event)
 
-            def update(what: str) -> None:
+            def update(event: str) -> None:
                 nonlocal reminded_s
-                shown.update(task, description=what)
+                shown.update(task, description=event)
                 now_s = time.monotonic()
                 if not is_moving and now_s - reminded_s >= REMIND_S:
-                    self.step(f"still waiting for {what}, for {now_s - start_s:.0f} s")
+                    self.step(f"still waiting for {event}, for {now_s - start_s:.0f} s")
                     reminded_s = now_s
 
             yield update

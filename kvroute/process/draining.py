@@ -1,4 +1,4 @@
-"""Detects that Ray Serve drains this replica. Serve calls its own hook only after the drain."""
+"""Detects that Ray Serve drains this replica. Serve's own hook runs only after the drain."""
 
 import asyncio
 

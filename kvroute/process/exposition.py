@@ -22,7 +22,7 @@ class Readings(Collector):
     """Metrics whose values are read at scrape time, in the scrape's thread."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        # The fields of each tuple: name, documentation, and label if there is one, read.
+        # Each tuple is (name, documentation, read), or (name, documentation, label, read).
         self._gauges: list[tuple[str, str, Read]] = []
         self._counters: list[tuple[str, str, Read]] = []
         self._labelled_gauges: list[tuple[str, str, str, ReadEach]] = []
@@ -34,7 +34,7 @@ class Readings(Collector):
         self._gauges.append((name, documentation, read))
 
     def counter(self, name: str, documentation: str, read: Read) -> None:
-        """Add a counter; `read` returns its value, which never falls while the process lives."""
+        """Add a counter; `read` returns its value, which never decreases."""
         self._counters.append((name, documentation, read))
 
     def labelled_gauge(self, label: str, name: str, documentation: str, read: ReadEach) -> None:
@@ -88,7 +88,7 @@ class FastHistogram(Collector):
 
 
 class Process(Collector):
-    """The memory and CPU time of this process, as prometheus_client's default registry has them."""
+    """All metrics of prometheus_client's default registry, such as this process's memory."""
 
     def collect(self) -> Iterable[Metric]:
         return REGISTRY.collect()

@@ -4,9 +4,9 @@ Serve configures only its own logger, which adds the deployment, the replica and
 Without this module, records of other loggers below WARNING are lost, and their warnings appear
 without a level.
 
-A record that cannot be written is counted and dropped, for example if the disk is full. By default,
-Python prints such a failure to standard error. Serve writes standard error to the same log, so each
-failure would cause another one.
+A record that cannot be written, for example because the disk is full, is counted and dropped. By
+default, Python prints such a failure to standard error. Serve writes standard error to the same
+log, so each failure would cause another one.
 """
 
 import logging
@@ -69,7 +69,7 @@ def _drop(handler: logging.Handler, record: logging.LogRecord) -> None:
 
 
 def _folders(handlers: list[logging.Handler]) -> set[str]:
-    """Return the folders of the handlers' log files. Serve puts a buffer before each handler."""
+    """Return the folders of the log files. A handler may be a buffer before a file's handler."""
     targets = (getattr(handler, "target", handler) for handler in handlers)
     return {
         os.path.dirname(target.baseFilename)

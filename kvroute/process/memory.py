@@ -1,4 +1,4 @@
-"""The memory that this process can use: that of the node, or the limit of its container."""
+"""The memory that this process can use: the node's memory, or the limit of its container."""
 
 from pathlib import Path
 

@@ -17,7 +17,7 @@ log = logging.getLogger("kvroute.metrics")
 
 METRICS_HOST = "KVROUTE_METRICS_HOST"  # environment variable: address to serve metrics on
 CLIENT_TIMEOUT_S = 30.0  # timeout of reading a client's request
-ANY_PORT = (0,)  # range of ports: the system chooses a free port
+ANY_PORT = (0,)  # stands for a range of ports; the system chooses a free port
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -29,9 +29,14 @@ class NoMetricsError(Exception):
 class Exposition:
     """A server for the metrics of one registry. It listens at `address` until it is closed.
 
-    It listens on METRICS_HOST, or if that is not set, on the node's address in the cluster, and
-    takes the first free port. So every machine that can reach Ray can reach the metrics. If there
-    is a token file, clients must send its token.
+    Its host is METRICS_HOST if that is set. Otherwise it is the node's address in Ray's cluster, so
+    that every machine of the cluster can read the metrics.
+
+    Args:
+        node: the node's address.
+        registry: the metrics.
+        ports: the server takes the first one that is free.
+        token_file: file with a token that clients must send; None: they need none.
 
     Raises:
         NoMetricsError: no port is free, or the token file cannot be used.

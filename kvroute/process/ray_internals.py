@@ -1,4 +1,4 @@
-"""Calls of Ray's private API by routers and commands. Only draining.py has others, for replicas.
+"""All uses of Ray's private API, except those in draining.py, which runs in replicas.
 
 Ray is pinned to one version. tests/unit/test_ray_internals.py checks the parts that are used here.
 """
@@ -11,7 +11,7 @@ from ray.serve.request_router import RequestRouter, RunningReplica
 
 HAPROXY_IS_ON: bool = constants.RAY_SERVE_ENABLE_HA_PROXY
 IS_THROUGHPUT_OPTIMIZED: bool = constants.RAY_SERVE_THROUGHPUT_OPTIMIZED
-DIRECT_PORTS = range(  # the range of ports on which routers listen for HAProxy
+DIRECT_PORTS = range(  # the ports on which routers listen for HAProxy
     constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT,
     constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT + 1,
 )
@@ -65,10 +65,7 @@ def thread_safe_handle(application: str, deployment: str) -> Any:
 
 
 def omit_unused_parts() -> None:
-    """Make later starts of Ray omit two parts that kvroute does not need.
-
-    The parts are Ray's autoscaler, and the process that prints workers' logs in the driver.
-    """
+    """Make later starts of Ray omit its autoscaler, and its process that prints workers' logs."""
     from ray._private import parameter
 
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)

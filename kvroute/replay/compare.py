@@ -1,4 +1,4 @@
-"""Runs policies on the same trace at the same rate, and finds the rate at saturation."""
+"""Runs policies on the same trace at the same rate, and measures the cluster's saturation."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,16 +18,17 @@ from kvroute.replay.workload.trace import (
     native_rps,
 )
 
-REFERENCES = ("kvroute", "sglang")  # saturation is the best throughput of these under overload
-# Rate of arrivals under overload, as a multiple of the throughput. If it was higher, a policy could
-# delay long prompts for ever.
+# Saturation is the best throughput of these policies if requests arrive faster than they can serve.
+REFERENCES = ("kvroute", "sglang")
+# Rate of these arrivals, as a multiple of the throughput. At a higher rate, a policy could delay
+# long prompts for ever.
 OVERLOAD = 1.05
-OVERLOAD_STEPS = 4  # number of runs; each run starts from the throughput of the run before
+OVERLOAD_STEPS = 4  # number of runs; each run's rate follows from the throughput of the run before
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """The results of one policy on the trace."""
+    """The replay of the trace with one policy."""
 
     outcome: Outcome
     summary: Summary
@@ -66,10 +67,10 @@ def saturation_rps(
 ) -> float:
     """Return saturation: the highest rate of requests that the best reference policy can serve.
 
-    The throughput is measured in prompt tokens, and converted with the mean prompt length. The
-    number of requests would be wrong: a policy that delays long prompts serves more requests with
-    the same work. It also serves a few more tokens, since the first tokens of a prompt take less
-    time than the last ones. Both effects grow with the overload, so OVERLOAD is small.
+    The throughput is measured in prompt tokens, and divided by the mean prompt length. To count
+    requests would be wrong, since a policy that delays long prompts serves more requests with the
+    same work. Such a policy also serves a few more tokens, since a short prompt takes less time per
+    token. Both effects grow with the overload, so OVERLOAD is small.
 
     Raises:
         TraceError: The trace is too short.
@@ -94,7 +95,7 @@ def saturation_rps(
 
 
 def _prefill_bound_rps(recorded: Sequence[Request], cluster: Cluster) -> float:
-    """Return the throughput if decoding took no time and every repeated block was a hit."""
+    """Return the requests/s if decoding took no time and every repeated block was a hit."""
     prefill_s = sum(
         cluster.engine.prefill.seconds(hits, request.input_tokens)
         for request, hits in zip(recorded, ideal_hit_tokens(recorded), strict=True)

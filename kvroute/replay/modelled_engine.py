@@ -1,8 +1,8 @@
 """A model of a vLLM replica with chunked prefill, batched decode and a paged prefix cache.
 
-An admitted request reserves blocks for its whole response, so no request is preempted. A request
-may have to wait for a copy of blocks from a slower tier before it joins the batch. Other requests
-run in the meantime.
+A request reserves the blocks for its whole answer when it is admitted, so no request is preempted.
+If a part of its prompt is in a slower tier (host memory), it may wait for a copy of these blocks
+before it joins the batch. Other requests run in the meantime.
 """
 
 import math
@@ -30,17 +30,17 @@ class Running:
     request: Request
     computed: int  # number of prompt tokens whose keys and values are cached, including hits
     blocks: list[int]  # indices of the cache blocks for the prompt and the answer
-    keep: RetentionHint
+    keep: RetentionHint  # when the blocks may be evicted after the answer
 
 
 @dataclass(slots=True)
 class StepResult:
-    """The results of a step that routers can observe when it ends."""
+    """What routers learn at the end of the planned steps."""
 
-    first_tokens: list[Request] = field(default_factory=list)
+    first_tokens: list[Request] = field(default_factory=list)  # requests with their first token
     finished: list[Request] = field(default_factory=list)
-    added: list[Fingerprint] = field(default_factory=list)
-    removed: list[Fingerprint] = field(default_factory=list)  # blocks removed before `added`
+    added: list[Fingerprint] = field(default_factory=list)  # newly cached blocks
+    removed: list[Fingerprint] = field(default_factory=list)  # evicted blocks; apply before `added`
 
 
 def blocks_needed(request: Request) -> int:
@@ -68,7 +68,8 @@ class Plan:
         """Return the number of steps that have started by that time; it is at least 1."""
         past_s = now_s - self.started_s
         linear_s = self.first_s - self.growth_s / 2
-        # k solves growth/2 k^2 + linear k = past. This form of the root also allows growth = 0.
+        # k steps take growth/2 k^2 + linear k seconds. This solves for k if they take `past_s`, in
+        # the form of the root that also allows growth = 0.
         root = 2 * past_s / (linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * past_s))
         return min(self.steps, max(1, math.ceil(root)))
 
@@ -82,10 +83,12 @@ NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
 class ModelledReplica:
     """A modelled replica. The caller runs the clock.
 
-    It calls `arrive` at any time, `end_step` when the plan ends, and `end_reload` at the times in
-    `memory.new_ends_s`.
+    The caller calls `arrive` at any time, `end_step` when `plan` ends, and `end_reload` at the
+    times in `memory.new_ends_s`.
 
     Args:
+        model: the times of the engine's steps.
+        capacity_blocks: size of the KV cache.
         tiers: the replica's slower tiers; at most one is modelled.
     """
 
@@ -96,26 +99,30 @@ class ModelledReplica:
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
         self.reloaded_tokens: dict[int, int] = {}  # request index -> tokens from a slower tier
         self.reload_wait_s: dict[int, float] = {}  # request index -> seconds of wait for the copy
-        self.memory: TierMemory[Running] | None = None
+        self.memory: TierMemory[Running] | None = None  # the slower tier; None: there is none
         for tier, facts in tiers.items():
             self.memory = TierMemory(tier, facts, model.prefill)
         self.prefill_s = 0.0  # seconds of prefill since the start
         self._now_s = 0.0  # time of the caller's latest call
-        self.plan: Plan | None = None
+        self.plan: Plan | None = None  # the steps that run now; None: the engine is idle
         self._model = model
         self._capacity_blocks = capacity_blocks
         # Request without a first token -> its prompt tokens to compute.
         self._pending_tokens: dict[int, int] = {}
         self._waiting: list[Waiting] = []  # heap of the requests that are not admitted yet
-        self._blocked: list[Waiting] = []  # requests whose blocks are being copied for another one
+        # Requests that need a block which is being copied for another request.
+        self._blocked: list[Waiting] = []
         self._prefilling: list[Running] = []
-        self._decoding: list[tuple[int, int, Running]] = []  # heap: last step, index, sequence
+        # Heap: number of the last step, index of the request, sequence.
+        self._decoding: list[tuple[int, int, Running]] = []
         self._arrivals = count()
-        self._steps = 0
+        self._steps = 0  # number of steps since the start
         self._context_tokens = 0  # sum of the context tokens of all decodes
         self._added: list[Fingerprint] = []  # blocks cached since the end of the last step
-        self._removed: list[Fingerprint] = []
-        self._answers = 0  # latest fingerprint of an answer's block; negative: no prompt has it
+        self._removed: list[Fingerprint] = []  # blocks evicted since then
+        # Blocks of answers have the fingerprints -1, -2 and so on, which no prompt has. This is the
+        # latest one.
+        self._answers = 0
 
     def arrive(
         self,
@@ -125,7 +132,7 @@ class ModelledReplica:
         new_tokens: int | None = None,
         keep: RetentionHint | None = None,
     ) -> None:
-        """Queue a request, and shorten the planned decode steps so that it is admitted soon.
+        """Queue a request. If only decodes run, end the plan early, so that it is admitted soon.
 
         Args:
             request: The request.
@@ -203,7 +210,7 @@ class ModelledReplica:
         )
 
     def _missing_tokens(self, request: Request) -> int:
-        """Return how many prompt tokens must be computed, since no tier has them."""
+        """Return how many prompt tokens must be computed, neither reused nor copied from a tier."""
         hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
         if self.memory is not None:
             hits += self.memory.blocks_worth_copying(request, hits)
@@ -216,7 +223,7 @@ class ModelledReplica:
         heappush(self._decoding, (last_step, request.index, sequence))
 
     def _shorten_plan(self, now_s: float) -> None:
-        """Start steps, or shorten the planned decode steps, since there is a new request to run."""
+        """Start steps, or shorten a plan of several decode steps, since there is a new request."""
         plan = self.plan
         if plan is None:
             self._start(now_s)
@@ -247,7 +254,7 @@ class ModelledReplica:
         )
 
     def _chunks(self, budget: int) -> list[tuple[Running, int]]:
-        """Choose the prompt tokens of the next step, first come, first served."""
+        """Admit waiting requests in their order, and choose the prompt tokens of the next step."""
         chunks: list[tuple[Running, int]] = []
         for sequence in self._prefilling:
             budget -= self._chunk(sequence, budget, chunks)
@@ -266,7 +273,7 @@ class ModelledReplica:
         return chunks
 
     def _is_reloading_block(self, request: Request) -> bool:
-        """Return whether the request's first missing block is being copied for another request."""
+        """Return whether another request copies the first block that this one's prefix lacks."""
         if self.memory is None or not self._reloading:
             return False
         missing = (block for block in request.reusable if block not in self.cache)
@@ -341,6 +348,7 @@ class ModelledReplica:
             self.memory.store(request.blocks[: sequence.computed // request.block_tokens])
 
     def _evicted(self, hash_: Fingerprint) -> None:
+        """Record an evicted block, unless it is an answer's or another copy of it is cached."""
         if hash_ >= 0 and hash_ not in self.cache:
             self._removed.append(hash_)
 

@@ -2,8 +2,9 @@
 
 A replay is one sample of the traffic: with other requests, the figures would differ. The requests
 are divided into BLOCKS consecutive parts, since consecutive requests share a queue. In each of
-ROUNDS rounds, BLOCKS parts are drawn with repetition, the same parts for all policies. A difference
-between two policies is noise if 0 is within the middle 95% of its values in all rounds.
+ROUNDS rounds, BLOCKS parts are drawn with repetition, the same parts for all policies, and each
+figure is computed from them. So each round gives one difference between two policies. If 0 is
+within the middle 95% of these differences, the policies differ only by noise.
 """
 
 from collections.abc import Mapping, Sequence

@@ -14,7 +14,7 @@ from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 
 WARM_UP = 10  # the first 1/WARM_UP of the requests only fill the caches and are not measured
-SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the classes of prompt size
+SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the prompt classes, in tokens
 
 BEST, NOISE = "*", "~"  # marks: the best value, and values that differ from it only by noise
 HIGH, LOW = 1, -1  # values of Column.best: the highest or the lowest value is the best
@@ -27,7 +27,7 @@ class Column(NamedTuple):
 
     heading: str  # has the unit, and may have two lines
     field: str  # name of the field of Summary
-    form: str = "{}"  # format of the values
+    form: str = "{}"  # format string for the values
     best: int = 0  # HIGH or LOW; 0: no value is better than another
 
 
@@ -192,7 +192,13 @@ def _table(
 def _cells(
     column: Column, rows: Sequence[Mapping[str, Any]], tied: Collection[str]
 ) -> Iterator[str]:
-    """Yield the cells of a column; with several policies, mark the best value and its ties."""
+    """Yield the cells of a column; with several policies, mark the best value and its ties.
+
+    Args:
+        column: The column.
+        rows: The figures of each policy.
+        tied: Policies whose value differs from the best one only by noise.
+    """
     values = [row[column.field] for row in rows]
     texts = ["-" if value is None else column.form.format(value) for value in values]
     numbers = [value for value in values if value is not None]
@@ -216,7 +222,7 @@ def _p90_by_size_s(input_tokens: Floats, ttft_s: Floats) -> list[float | None]:
 def _tpot_p90_ms(requests: Sequence[Request], outcome: Outcome, measured: slice) -> float:
     decode_s = np.array(outcome.finished_s)[measured] - np.array(outcome.first_token_s)[measured]
     tokens = np.array([request.output_tokens - 1 for request in requests])
-    several = tokens > 0
-    if not several.any():
+    is_long = tokens > 0  # the answer has two tokens or more, with a time between them
+    if not is_long.any():
         return 0.0
-    return float(np.percentile(1000 * decode_s[several] / tokens[several], 90))
+    return float(np.percentile(1000 * decode_s[is_long] / tokens[is_long], 90))

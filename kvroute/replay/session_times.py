@@ -1,4 +1,4 @@
-"""Figures of a closed loop: durations of sessions, and the rate of answered turns."""
+"""Figures of a closed loop (closed_loop.py): durations of sessions, and rate of answered turns."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class SessionTimes:
     slowdown_p50: float | None = None  # duration relative to the duration on an idle replica
     slowdown_p90: float | None = None
     slowdown_p99: float | None = None
-    turns_per_min: float | None = None  # answered turns, while all slots for sessions are in use
+    turns_per_min: float | None = None  # answered turns, before the number of sessions falls
     most_sessions_s: float | None = None  # from the first arrival until 90% of sessions have ended
 
 
@@ -36,7 +36,7 @@ def session_times(loop: Loop, outcome: Outcome) -> SessionTimes:
     p50_s, p90_s = np.percentile(durations_s, [50, 90])
     slow_p50, slow_p90, slow_p99 = np.percentile(durations_s / alone_s, [50, 90, 99])
     first_start_s = starts_s.min()
-    full_until_s = ends_s[ends_s >= starts_s.max()].min()
+    full_until_s = ends_s[ends_s >= starts_s.max()].min()  # first end after the last start
     turns = int((np.array(outcome.finished_s) <= full_until_s).sum())
     return SessionTimes(
         len(loop.sessions),

@@ -39,7 +39,7 @@ class Cluster:
     kv_bytes: int = KV_BYTES  # bytes of a token's keys and values
 
     def tiers(self, block_tokens: int) -> Mapping[Tier, TierFacts]:
-        """Return the slower tiers of each replica, in blocks of this many tokens."""
+        """Return the slower tiers of each replica: its host memory, if it keeps blocks there."""
         blocks = self.host_tokens // block_tokens
         bytes_per_s = 1e9 * self.host_gb_per_s
         facts = TierFacts(blocks, block_tokens * self.kv_bytes, bytes_per_s)
@@ -48,13 +48,15 @@ class Cluster:
     @property
     def speeds(self) -> list[float]:
         """Return the speed of each replica relative to `engine`; spread slow replicas evenly."""
+        # counts[n]: how many of the first n replicas are slow. Replica n is slow if counts[n + 1]
+        # is higher.
         counts = [int(n * self.slow_share + 1e-9) for n in range(self.replicas + 1)]
         return [self.slow_speed if n < after else 1.0 for n, after in pairwise(counts)]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The results of each request (by its index) and of each replica."""
+    """The results: a value for each request, by its index, or for each replica."""
 
     arrival_s: list[float]
     first_token_s: list[float]
@@ -75,10 +77,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """A replica's planned steps end."""
+    """The end of the steps that a replica has planned."""
 
     replica: int
-    at_s: float  # end of the plan; the event is ignored if the plan has been changed since
+    at_s: float  # planned end; the event is ignored if the replica has changed its plan since
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +109,14 @@ class PeerMessage:
 
 @dataclass(frozen=True, slots=True)
 class RouterWake:
-    """A router wants to look at its queue again."""
+    """A router may be able to send requests from its queue at this time."""
 
     router: int
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """All replicas send a report to a router."""
+    """All replicas send a report of their load to a router."""
 
     router: int
 
@@ -143,13 +145,14 @@ def simulate(
     """Replay the requests until all are answered. Equal arguments give equal outcomes.
 
     Args:
-        requests: The requests. Arrival times of requests in `follow_ups` or `queued` are ignored.
+        requests: The requests. If a request is in `queued` or is a follow-up, its arrival time is
+            ignored.
         cluster: The modelled cluster.
         policy: Name of the routing policy.
         seed: Seed of all random numbers.
         follow_ups: Index of a request -> the request that arrives after its answer.
-        queued: Indices of requests. Whenever a request without a follow-up is answered, the next of
-            these requests arrives.
+        queued: Indices of requests. When a request without a follow-up is answered, the next one of
+            these arrives.
         on_first_token: Called at each request's first token.
     """
     _check_capacity(requests, cluster)
@@ -191,7 +194,7 @@ class _Simulation:
             for speed in cluster.speeds
         ]
         self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
-        self._order = count()  # numbers that keep the order of events with equal times
+        self._order = count()  # numbers the events; at equal times, the lower number is first
         dependent = {*queued, *(follow_up.index for follow_up in follow_ups.values())}
         self._events: list[tuple[float, int, Event]] = [
             (request.arrival_s, next(self._order), Arrival(request))
@@ -255,7 +258,7 @@ class _Simulation:
         self._send(router, now_s)
 
     def _send(self, router: int, now_s: float) -> None:
-        """Deliver the requests that the router dispatches now."""
+        """Deliver the requests that a router dispatches now, and its message to other routers."""
         policy = self._routers[router]
         for request, chosen, order_s, new_tokens, keep in policy.take_decisions(now_s):
             old_plan = self._replicas[chosen].plan
@@ -271,10 +274,10 @@ class _Simulation:
 
     def _begin_polls(self) -> None:
         """Schedule the first reports. A single router gets none, since it knows all requests."""
-        count = len(self._routers)
+        routers = len(self._routers)
         for number, router in enumerate(self._routers):
-            if count > 1 and router.report_s < math.inf:
-                self._push(router.report_s * number / count, Poll(number))
+            if routers > 1 and router.report_s < math.inf:
+                self._push(router.report_s * number / routers, Poll(number))
 
     def _poll(self, number: int, now_s: float) -> None:
         router = self._routers[number]

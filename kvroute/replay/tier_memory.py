@@ -1,4 +1,7 @@
-"""A slower tier of a modelled replica. Blocks are copied back for one request at a time."""
+"""A slower tier (host memory) of a modelled replica, which keeps copies of the engine's blocks.
+
+Blocks are copied back to the engine for one request at a time.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ T = TypeVar("T")  # type of the engine's sequences
 
 @dataclass(frozen=True, slots=True)
 class PendingReload(Generic[T]):
-    """A copy of blocks from the slower tier to the engine that has not ended."""
+    """A running or waiting copy of blocks from the slower tier to the engine."""
 
     end: int  # number of the prompt's leading blocks that the engine has after the copy
     hashes: Sequence[Fingerprint]  # fingerprints of the copied blocks
@@ -38,18 +41,18 @@ class TierMemory(Generic[T]):
         self._reloads = Copies[PendingReload[T]]()
         self._reloading = set[Fingerprint]()  # blocks that are being copied
         self._added: dict[Fingerprint, None] = {}  # blocks stored since the last take_changes()
-        self._dropped: dict[Fingerprint, None] = {}
+        self._dropped: dict[Fingerprint, None] = {}  # blocks dropped since then
 
     def __len__(self) -> int:
         """Return the number of copies that have not ended."""
         return len(self._reloads)
 
     def held(self) -> Iterator[Fingerprint]:
-        """Return the blocks in host memory; the blocks of answers have negative numbers."""
+        """Return the fingerprints of all blocks in the tier; those of answers are negative."""
         return iter(self._cache)
 
     def blocks_worth_copying(self, request: Request, hits: int) -> int:
-        """Return how many blocks to copy after the engine's hits.
+        """Return how many blocks to copy for a request that has `hits` blocks in the engine.
 
         Returns 0 if computing these blocks takes no longer than copying them.
         """
@@ -98,9 +101,9 @@ class TierMemory(Generic[T]):
 def _change(
     to: dict[Fingerprint, None], against: dict[Fingerprint, None], blocks: Iterable[Fingerprint]
 ) -> None:
-    """Record changed blocks in `to`; if a block is in `against`, only remove it there.
+    """Record blocks in `to`. A block in `against` has only changed back, so it is removed there.
 
-    Blocks of answers have negative numbers. No request matches them, so they are not recorded.
+    Blocks of answers have negative fingerprints, which no request has, so they are not recorded.
     """
     for block in blocks:
         if block in against:

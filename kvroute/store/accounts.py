@@ -1,11 +1,12 @@
 """The usage of each tenant in Redis: one account per tenant and UTC day, kept for KEPT_DAYS.
 
-    kvroute:{TAG}:accounts:2026-11-23    hash    "t" + tenant -> msgpack: name -> sum
+    kvroute:{TAG}:accounts:2026-11-23    hash    "t" + tenant -> msgpack: quantity -> sum
                                                  "r" + router -> number of its last batch
                                                  "n" -> number of tenants
 
-{TAG} is the same as in the index (keys.py). A batch counts once, even if it is sent again: its
-number is in the same hash as the sums, so Redis keeps both or loses both.
+{TAG} is the same as in the index (keys.py). Routers add usage in numbered batches. A router may
+send a batch twice, and it counts once: its number is in the same hash as the sums, so Redis keeps
+both or loses both.
 """
 
 import datetime
@@ -21,16 +22,18 @@ from kvroute.keys.limits import OTHER
 from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
-KEPT_DAYS = 400  # days after which an account expires
+KEPT_DAYS = 400  # days until an account expires
 MAX_TENANTS = 1000  # maximum tenants per day with their own account; OTHER counts all later ones
 
-# ARGV router, number, msgpack of the batch, maximum tenants, name for later tenants, expiry in s
+# ARGV the router's id, the batch's number, the batch as msgpack, maximum tenants, the account of
+# all later tenants, Unix time of the expiry in s
 _ADD = r"""
 local key, router = KEYS[1], 'r' .. ARGV[1]
 if redis.call('TYPE', key).ok ~= 'hash' then redis.call('DEL', key) end
 local last = tonumber(redis.call('HGET', key, router) or 0) or 0
 if last >= tonumber(ARGV[2]) then return 0 end
-redis.call('HSET', key, router, ARGV[2])  -- first: Redis without memory refuses the first write
+-- Before all other writes: a Redis with full memory refuses a script's first write.
+redis.call('HSET', key, router, ARGV[2])
 local tenants = tonumber(redis.call('HGET', key, 'n') or 0) or 0
 for tenant, added in pairs(cmsgpack.unpack(ARGV[3])) do
   local is_known = redis.call('HEXISTS', key, 't' .. tenant) == 1
@@ -79,8 +82,8 @@ class DailyAccounts:
         Args:
             day: the UTC day.
             router_id: the router that sends the batch.
-            number: number of the batch; each batch of a router has a higher number than the last.
-            batch: the encoded mapping of tenants to their accounts; see `encode`.
+            number: number of the batch, higher than the numbers of the router's earlier batches.
+            batch: tenant -> account, encoded with `encode`.
         """
         start = datetime.datetime.combine(day, datetime.time(), datetime.UTC)
         expires_at = start + datetime.timedelta(days=KEPT_DAYS + 1)

@@ -1,4 +1,6 @@
-"""The list of clusters that use this Redis. Routers refresh their entry; old entries expire.
+"""The list of clusters that use this Redis: one entry for each model of each cluster.
+
+Every router adds its models' entries and refreshes them; entries without a refresh expire.
 
 kvroute:clusters    zset    JSON of ClusterModel -> time of its last refresh, on Redis's clock
 """
@@ -17,7 +19,7 @@ KEY = "kvroute:clusters"
 SILENCE_S = 30.0  # seconds without a refresh after which an entry expires
 MAX_ENTRIES = 200  # maximum number of entries to read; the latest ones are read
 
-# ARGV entry, time now, time of the oldest entries to keep, lease in s
+# ARGV entry, time now, "(" + the time before which entries are removed, lease of the key; all in s
 _ANNOUNCE = """
 if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then redis.call('DEL', KEYS[1]) end
 redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
@@ -57,12 +59,12 @@ class Clusters:
 
     @with_timeout
     async def withdraw(self, entry: ClusterModel) -> None:
-        """Remove this router's entry; another router of its cluster and model adds it again."""
+        """Remove this router's entry. Other routers with the same entry add it again later."""
         await self._redis.zrem(KEY, encode(entry))
 
     @with_timeout
     async def all(self) -> list[ClusterModel]:
-        """Return all entries that have not expired."""
+        """Return the entries that have not expired, at most MAX_ENTRIES."""
         oldest_s = await self._now_s() - SILENCE_S
         members = await self._redis.zrevrangebyscore(
             KEY, "+inf", oldest_s, start=0, num=MAX_ENTRIES

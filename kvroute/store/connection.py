@@ -17,8 +17,8 @@ def connect(url: str) -> "redis.Redis":
         url,
         protocol=2,  # with protocol 2, every version of Redis sends the same types of replies
         socket_connect_timeout=TIMEOUT_S,
-        # `with_timeout` below limits every call instead: with a timeout here, redis-py writes under
-        # asyncio.wait_for, which before Python 3.12 can lose a cancellation.
+        # With a timeout here, redis-py would write under asyncio.wait_for, which before Python 3.12
+        # can lose a cancellation. `with_timeout` below limits every call instead.
         socket_timeout=None,
     )
 

@@ -1,26 +1,28 @@
-"""The index in Redis: which replica holds which blocks.
+"""The index in Redis: which replica holds which KV cache blocks.
 
-Only this module knows the keys, and only index_values.py decodes the values.
+A block is stored as its fingerprint: a hash of its tokens and of all tokens before it. Only this
+module knows the keys of the index, and only index_values.py decodes the values.
 
 All keys of one model of one cluster share a hash tag, so they are on one node of a Redis Cluster.
 TAG is CLUSTER/MODEL. The characters %, { and } are escaped as in a URL; in CLUSTER, / is as well.
 
-    kvroute:{TAG}:replicas              set     ids of replicas; pruned if not leased
+    kvroute:{TAG}:replicas              set     ids of replicas; removed when they have no lease
     kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load, pins; leased. facts,
                                                 load, pins: JSON of records.Description, Load, Pins
     kvroute:{TAG}:blocks:ID:INCARNATION set     8-byte fingerprints; leased
-    kvroute:{TAG}:router-ids            set     ids of routers; pruned if not leased
+    kvroute:{TAG}:router-ids            set     ids of routers; removed when they have no lease
     kvroute:{TAG}:router:ID             string  JSON of records.RouterDescription; leased
     kvroute:{TAG}:routers               channel msgpack of messages.RouterMessage
     kvroute:{TAG}:changes               stream  r (replica), i (incarnation), s (seq); j (joined), l
                                                 (left), or c (cleared), a (added), d (removed)
     kvroute:clusters                    zset    all clusters that use this Redis: clusters.py
 
-Each registration starts a new incarnation, whose changes are numbered from 0 (seq). Every write is
-a script that checks the expected state: incarnation, seq and number of blocks. If Redis has a
-different state (another writer, no lease, an older snapshot, an evicted set), the write is fenced:
-it changes nothing, and the writer registers again. All keys except the channel expire with the last
-lease. Other modules of this package list the keys for other data, such as prefixes.py.
+A leased key expires unless its writer renews it. Each registration of a replica starts a new
+incarnation, whose changes are numbered from 0 (seq). Every write is a script that checks the state
+that the writer expects: incarnation, seq and number of blocks. Redis may have a different state,
+because of another writer, an expired lease, an evicted set, or an older snapshot that was restored.
+Then the write is fenced: it changes nothing, and the writer registers again. All keys expire with
+the last lease. Other modules of this package list the keys for other data, such as prefixes.py.
 
 Unreadable data (of another version or cluster, or garbage) is skipped and counted in
 `Index.unreadable`. A key of another type is replaced when its writer registers again.
@@ -69,8 +71,8 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 BATCH_BLOCKS = 5000  # maximum fingerprints in one change; limits the time of one script in Redis
 # Maximum age in milliseconds and maximum number of the stream's entries, both approximate. A reader
-# that is further behind reloads the replicas. Each stored or evicted block takes 8 bytes, and each
-# change about 150 bytes: 55 MB if 100 replicas change 2,000 blocks/s each. In a stress test,
+# that is further behind reads all block sets again. Each stored or evicted block takes 8 bytes, and
+# each change about 150 bytes: 55 MB if 100 replicas change 2,000 blocks/s each. In a stress test,
 # writers reached 2.5 million blocks/s on a Redis with two cores, which would take 0.6 GB.
 STREAM_MS = 30_000
 STREAM_CHANGES = 50_000
@@ -79,7 +81,7 @@ READ_RECORDS = 100  # maximum number of records in one read, which takes a route
 
 
 class FencedError(Exception):
-    """Redis has another state than the writer expects: the writer must register again."""
+    """Redis does not have the state that the writer expects; the writer must register again."""
 
 
 class Index:
@@ -127,7 +129,9 @@ class Index:
         pins: Pins = NO_PINS,
         lease_s: float,
     ) -> WriterState:
-        """Add the replica, without blocks, as a new incarnation; older incarnations are fenced.
+        """Add the replica as a new incarnation without blocks.
+
+        From then on, every write of an older incarnation raises FencedError.
 
         Raises:
             FencedError: `replaces` is False, and the id has a record with a valid lease.
@@ -136,7 +140,13 @@ class Index:
         writer_state = WriterState(
             replica_id, incarnation, described=hashlib.sha1(facts).hexdigest()
         )
-        arguments = [facts, encode(load), "1" if replaces else "", *_bounds(), encode_pins(pins)]
+        arguments = [
+            facts,
+            encode(load),
+            "1" if replaces else "",
+            *_stream_limits(),
+            encode_pins(pins),
+        ]
         await self._write(self._register, writer_state, lease_s, arguments)
         return writer_state
 
@@ -150,8 +160,8 @@ class Index:
         removed: Iterable[Fingerprint] = (),
         lease_s: float,
     ) -> WriterState:
-        """Write a change to the set and the stream, or raise FencedError and write to neither."""
-        arguments = ["1" if cleared else "", pack(added), pack(removed), *_bounds()]
+        """Write a change to the replica's set of blocks and to the stream. Raises FencedError."""
+        arguments = ["1" if cleared else "", pack(added), pack(removed), *_stream_limits()]
         blocks = await self._write(self._change, writer_state, lease_s, arguments)
         return replace(writer_state, seq=writer_state.seq + 1, blocks=blocks)
 
@@ -182,8 +192,8 @@ class Index:
     async def check_writes(self) -> None:
         """Raise RedisError if Redis accepts no writes.
 
-        Redis accepts none if it is a replica of another one, if its memory is full, or if it cannot
-        save to its disk. The check is a write that changes nothing.
+        Redis accepts none if it is a replica of another Redis, if its memory is full, or if it
+        cannot save to its disk. The check is a write that changes nothing.
         """
         await self._redis.setrange(f"{self._prefix}:probe", 0, "")
 
@@ -199,7 +209,7 @@ class Index:
 
     @with_timeout
     async def all_records(self) -> "Records":
-        """Return the replicas with a valid lease; prune the ids of all others."""
+        """Return the replicas with a valid lease; remove the ids of all others from Redis."""
         ids = await self._ids(self._replicas, "replica")
         readable, reasons, expired = list[ReplicaRecord](), dict[str, str](), list[str]()
         for begin in range(0, len(ids), READ_RECORDS):
@@ -281,8 +291,9 @@ class Index:
     ) -> Iterator[tuple[Position, Change | None]]:
         """Return up to READ_CHANGES changes after `position`, oldest first.
 
-        Waits up to `block_ms` for the first one. Changes are decoded one by one while the caller
-        iterates, since together they may have millions of blocks. An unreadable change is None.
+        Waits up to `block_ms` for the first one. Each item is the position of a change and the
+        change, or None if it is unreadable. Changes are decoded one by one while the caller
+        iterates, since together they may have millions of blocks.
         """
         reply = await self._redis.xread(
             {self._changes: str(position)}, count=READ_CHANGES, block=block_ms
@@ -311,7 +322,7 @@ class Index:
 
     @with_timeout
     async def routers(self) -> dict[str, RouterDescription]:
-        """Return the routers with a valid lease, by id; prune the ids of all others."""
+        """Return the routers with a valid lease, by id; remove the ids of all others from Redis."""
         ids = await self._ids(self._router_ids, "router")
         if not ids:
             return {}
@@ -386,7 +397,9 @@ class Index:
             ],
         )
         if isinstance(reply, bytes):
-            raise FencedError(f"Redis has lost {writer_state}, or has the state of another writer")
+            raise FencedError(
+                f"Redis has lost {writer_state}, or another writer has registered the replica"
+            )
         return reply
 
     def _keys(self, replica_id: str, incarnation: str) -> list[str]:
@@ -407,7 +420,7 @@ class Index:
         return f"{self._prefix}:blocks:{replica_id}:{incarnation}"
 
 
-def _bounds() -> tuple[int, int]:
+def _stream_limits() -> tuple[int, int]:
     return STREAM_CHANGES, STREAM_MS
 
 

@@ -69,7 +69,7 @@ class Snapshot:
 
     seq: int  # number of the last change that the set includes
     position: Position  # the stream's end at that moment: later changes are not included
-    packed: bytes  # the fingerprints, as `pack` returns them
+    packed: bytes  # the blocks' fingerprints, 8 bytes each
 
     @property
     def blocks(self) -> tuple[Fingerprint, ...]:
@@ -80,13 +80,19 @@ class Records(NamedTuple):
     """The records of all replicas with a valid lease."""
 
     readable: list[ReplicaRecord]  # replicas with a readable record, ordered by id
-    reasons: dict[str, str]  # why the record of each other replica cannot be read, by id
+    reasons: dict[str, str]  # for replicas with an unreadable record: id -> why it is unreadable
 
 
 def decode_record(
     model: str, replica_id: str, fields: Sequence[bytes | None] | bytes
 ) -> ReplicaRecord | None:
-    """Decode a replica's record, or return None if it has no lease. Raises one of DECODE_ERRORS."""
+    """Decode a replica's record, or return None if it has expired. Raises one of DECODE_ERRORS.
+
+    Args:
+        model: the model that the record must have.
+        replica_id: the replica's id.
+        fields: the values of the record's hash in the order of scripts.READ, or Redis's error.
+    """
     if isinstance(fields, bytes):
         raise UnreadableError(fields.decode(errors="replace"))
     if fields.count(None) == len(fields):
@@ -112,7 +118,7 @@ def decode_record(
 def decode_seq(packed: bytes | None) -> int:
     """Decode `seq`, the number of an incarnation's changes. Raises UnreadableError."""
     if packed is None or not packed.isdigit() or len(packed) > SEQ_DIGITS:
-        raise UnreadableError(f"its number of changes is {packed!r}"[:100])
+        raise UnreadableError(f"its number of changes is unreadable: {packed!r}"[:100])
     return int(packed)
 
 

@@ -1,4 +1,8 @@
-"""A named prefix: its declaration, its format in Redis, and which replicas keep it warm."""
+"""A named prefix: the beginning of prompts, which a client declares under an id.
+
+This module has its declaration, its format in Redis, and the choice of the replicas that keep it
+warm, that is, in their caches.
+"""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -22,7 +26,7 @@ MAX_TENANT = 256  # maximum number of characters in a tenant's name or salt
 class Prefix:
     """One version of a named prefix. Its token ids never change."""
 
-    id: str  # the id that clients send (task_id 1 is "1"), or own_id() for a tenant's own prefix
+    id: str  # the id that clients send (the number 1 is "1"); see own_id() for a tenant's prefixes
     version: int  # starts at 1; each new declaration of the id adds 1
     token_ids: NDArray[np.uint32] = field(compare=False, repr=False)  # shape (n,)
     source: Mapping[str, Any] = field(repr=False)  # {"prompt": str} or {"messages": [...]}
@@ -30,18 +34,18 @@ class Prefix:
     is_pinned: bool = True  # False: replicas compute it, but may evict it
     expires_at_s: float | None = None  # Unix time; None: never
     tenant: str = ""  # the tenant whose API key declared it; empty: declared without a key
-    namespace: str = ""  # cache salt of its tenant, whose requests reuse it; empty: no salt
+    namespace: str = ""  # the tenant's cache salt: requests with this salt reuse it; empty: no salt
     is_shared: bool = False  # True: requests of all namespaces reuse its full blocks
-    is_in_host: bool = False  # True: it is pinned in host memory, not in the engines' own
+    is_in_host: bool = False  # True: it is pinned in host memory, not in GPU memory
 
     @property
     def tier(self) -> Tier:
-        """Return the tier in which replicas pin the prefix."""
+        """Return the tier, that is, the kind of memory, in which replicas pin the prefix."""
         return HOST if self.is_in_host else GPU
 
     @property
     def label(self) -> str:
-        """Return the name that its tenant's clients use."""
+        """Return the id without the tenant's name, as the tenant's clients send it."""
         return self.id.rpartition(TENANT_SEPARATOR)[2]
 
     @property
@@ -49,7 +53,7 @@ class Prefix:
         return f"{self.id}@{self.version}"
 
     def full_blocks(self, block_size: int) -> int:
-        """Return the number of full blocks. Every request computes the tokens after them."""
+        """Return the number of full blocks. Only these are cached and reused."""
         return len(self.token_ids) // block_size
 
     def full_tokens(self, block_size: int) -> int:
@@ -61,14 +65,14 @@ class Prefix:
 
 
 class PrefixMessage(msgspec.Struct):
-    """The fields that every chat message has."""
+    """The fields of a chat message that are checked; other fields are allowed."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
 
 
 class Source(msgspec.Struct):
-    """The source of a declaration. Exactly one of the fields is set."""
+    """The text of a declaration, as the client sent it. Exactly one of the fields is set."""
 
     prompt: str | None = None
     messages: list[PrefixMessage] | None = None
@@ -77,7 +81,7 @@ class Source(msgspec.Struct):
 class PrefixTerms(msgspec.Struct, frozen=True, kw_only=True):
     """A declaration without its token ids, as stored in Redis."""
 
-    order: Annotated[int, msgspec.Meta(ge=0, le=2**60)]  # position among all declarations
+    order: Annotated[int, msgspec.Meta(ge=0, le=2**60)]  # later declarations have higher numbers
     source: dict[str, Any]  # the fields of a Source, and all other fields that the client sent
     replicas: AtLeastOne | None = None
     is_pinned: bool = True
@@ -114,9 +118,9 @@ def own_id(tenant: str, name: str) -> str:
 
 
 def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
-    """Return the length of the longest shared prefix that the prompt starts with, in tokens.
+    """Return the length of the longest shared prefix with which the prompt begins, in tokens.
 
-    Only full blocks of a prefix count.
+    Only the full blocks of a prefix are compared and counted.
     """
     longest, now_s = 0, time.time()
     for prefix in shared:
@@ -139,7 +143,7 @@ def assigned(prefix: Prefix, replica_ids: Iterable[str]) -> list[str]:
     """Return which of the live replicas keep the prefix warm, by rendezvous hashing.
 
     Every process that knows the same replicas gets the same result. If a replica joins or leaves,
-    the other replicas keep nearly all of their prefixes. A new version stays on the same replicas.
+    few prefixes move between the other replicas. A new version stays on the same replicas.
     """
     ranked = sorted(replica_ids, key=lambda replica_id: _rank(prefix.id, replica_id), reverse=True)
     if prefix.replicas is None:
@@ -151,12 +155,12 @@ def _rank(prefix_id: str, replica_id: str) -> tuple[int, str]:
     return xxh3_64_intdigest(f"{prefix_id}\0{replica_id}".encode()), replica_id
 
 
-# In two equal declarations, these fields are equal, and so are the token ids.
+# Two declarations are equal if their token ids and these fields are equal.
 DECLARED = ("source", "replicas", "is_pinned", "is_in_host", "tenant", "namespace", "is_shared")
 
 
 def is_same(first: Prefix, second: Prefix) -> bool:
-    """Return whether two declarations are equal, except for version and expiry."""
+    """Return whether two declarations are equal. Versions and expiries may differ."""
     return np.array_equal(first.token_ids, second.token_ids) and all(
         getattr(first, name) == getattr(second, name) for name in DECLARED
     )

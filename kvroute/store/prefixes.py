@@ -1,16 +1,17 @@
-"""Named prefixes in Redis. Every reader computes which replicas keep them warm.
+"""Named prefixes in Redis: beginnings of prompts that clients declare under an id.
 
-Their keys have the same hash tag as the index (index.py), but no lease:
+Some replicas keep a prefix warm, that is, in their caches: named_prefix.py computes which ones. The
+keys have the same hash tag as the index (index.py), but no lease:
 
     kvroute:{TAG}:prefixes           hash    ID@VERSION -> JSON of PrefixTerms
     kvroute:{TAG}:prefixes:tokens    hash    ID@VERSION -> token ids, little-endian u32
     kvroute:{TAG}:prefixes:versions  hash    id -> its last version; kept after a drop
     kvroute:{TAG}:prefixes:hits      hash    id -> number of requests with a cache hit on it
     kvroute:{TAG}:prefixes:saved     hash    id -> tokens that these requests reused
-    kvroute:{TAG}:prefixes:revision  string  a number that changes with the first three keys
+    kvroute:{TAG}:prefixes:revision  string  a number that is new after each change of a prefix
 
-Every change is one transaction, which is repeated if the revision changes meanwhile. Unreadable
-entries are skipped and counted.
+Every change is one transaction, which starts again if another process changes the revision
+meanwhile. Unreadable entries are skipped and counted.
 """
 
 import time
@@ -40,7 +41,7 @@ NUMBER_DIGITS = 18  # maximum number of digits in a number; longer numbers are u
 
 
 class OtherTenantError(Exception):
-    """Another tenant has declared the prefix."""
+    """The id belongs to another tenant, which declared it first."""
 
 
 class Prefixes:
@@ -87,7 +88,7 @@ class Prefixes:
         A declaration that is equal to the latest version only updates that version's expiry.
 
         Raises:
-            OtherTenantError: another tenant has declared the id.
+            OtherTenantError: another tenant declared the id's latest version.
         """
 
         async def change(pipe: Any) -> Prefix:
@@ -206,7 +207,10 @@ class Prefixes:
         return self._prefix(key, terms, await pipe.hget(self._tokens, name))
 
     async def _last_version(self, pipe: Any, id_: str) -> int:
-        """Return the id's last version; its highest declared one if the counter is unreadable."""
+        """Return the number of the id's last version.
+
+        If that number in Redis is unreadable, return the highest version in the declarations.
+        """
         packed = await pipe.hget(self._versions, id_)
         if packed is None or _number(packed):
             return _number(packed)
@@ -252,7 +256,7 @@ class Prefixes:
         )
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
-        """Queue the writes in the transaction; existing prefixes keep their order."""
+        """Queue the writes in the transaction. A version that exists keeps its `order`."""
         existing = [await pipe.hget(self._declared, prefix.name) for prefix in prefixes]
         revision = await self._next_revision(pipe)
         pipe.multi()

@@ -1,6 +1,7 @@
 """Lua scripts for stored responses (responses.py). Redis runs each script atomically.
 
-The KEYS of each script are responses and ends. Its ARGV begins with key, ttl_ms and overhead.
+The KEYS of each script are the two keys that responses.py lists. Its ARGV begins with the
+response's key, the lease in ms, and the overhead: Redis's memory for a response besides its values.
 """
 
 _STATE = r"""
@@ -9,7 +10,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local overhead = tonumber(ARGV[3])
 
--- Remove keys that kvroute did not write, and a key without the other one.
+-- Delete both keys if either one is missing or was not written by kvroute.
 local sum = tonumber(redis.call('TYPE', KEYS[1]).ok == 'hash'
   and redis.call('TYPE', KEYS[2]).ok == 'zset' and redis.call('HGET', KEYS[1], 'bytes') or nil)
 if not (sum and sum >= 0 and sum < 2^53) then
@@ -42,9 +43,10 @@ local function ends_at() return string.format('%.0f', now + ARGV[2]) end
 local function use(key) redis.pcall('ZADD', KEYS[2], 'XX', 'GT', ends_at(), key) end
 """
 
-# ARGV 4 value, 5 response, 6 limit, 7 maximum responses to remove. Returns the outcome, the sum of
-# all sizes, and the number of responses that were removed before they expired. The outcome 'more'
-# asks the caller to run the script again, so that Redis can serve other clients in between.
+# ARGV 4 the turn's value, 5 the response, 6 the limit of the sum of all sizes, 7 maximum responses
+# to remove. Returns the outcome, the sum, and the number of responses that were removed before they
+# expired. The outcome 'more' asks the caller to run the script again, so that Redis can serve other
+# clients in between.
 PUT = f"""{_STATE}
 if exists(ARGV[1]) then return {{'known', sum, 0}} end
 write_sum()  -- before all other writes: a Redis with full memory refuses a script's first write
@@ -54,7 +56,7 @@ while true do
   local oldest = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
   local is_expired = oldest[1] and tonumber(oldest[2]) <= now
   if not is_expired and sum + size <= tonumber(ARGV[6]) then break end
-  if not oldest[1] then  -- values without an entry in KEYS[2] were not written by kvroute
+  if not oldest[1] then  -- KEYS[2] is empty, so kvroute did not write what is left in KEYS[1]
     redis.call('DEL', KEYS[1])
     sum = 0
     break
@@ -75,8 +77,9 @@ extend_lease()
 return {{'stored', sum, evicted}}
 """
 
-# ARGV 4 maximum responses, 5 maximum bytes. Returns the values of a conversation, the last one
-# first. If Redis has no free memory, their lease is not extended, but the script returns them.
+# ARGV 4 maximum responses, 5 maximum bytes. Returns the turns of a conversation, the last one
+# first; nothing if one is missing; 'long' above a maximum. If Redis has no free memory, the script
+# still returns the turns, without extending their lease.
 READ = f"""{_STATE}
 local key, limit, values, seen, size = ARGV[1], tonumber(ARGV[4]), {{}}, {{}}, 0
 repeat

@@ -1,6 +1,6 @@
 """Stored responses of the Responses API. Each response has a link to the response before it.
 
-Their keys have the same hash tag as the index (index.py):
+The keys have the same hash tag as the index (index.py):
 
     kvroute:{TAG}:responses       hash    KEY -> previous response's KEY, then JSON of a StoredTurn
                                           KEY + "r" -> JSON of the response
@@ -8,8 +8,9 @@ Their keys have the same hash tag as the index (index.py):
     kvroute:{TAG}:responses:ends  zset    KEY -> time of its expiry, Unix time in ms
 
 KEY is a digest of a response's id and its owner's salt. So a response can only be found with the
-salt, which is not in Redis. JSON is compressed with zlib. A conversation is read from StoredTurns
-alone, since each response repeats the tools of the conversation.
+salt, which is not in Redis. JSON is compressed with zlib. A StoredTurn has what the response adds
+to its conversation. To read a conversation, only these are read: the responses are larger, since
+each one repeats the conversation's tools.
 """
 
 import asyncio
@@ -30,14 +31,15 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 from kvroute.store.response_scripts import DELETE, GET, PUT, READ
 
 KEY_BYTES = 16  # size of a KEY
-ROOT = bytes(KEY_BYTES)  # the previous response's KEY in a conversation's first response
-OVERHEAD = 320  # bytes of Redis's memory that a response takes in addition to its values
+ROOT = bytes(KEY_BYTES)  # stands for the previous KEY in a conversation's first response
+OVERHEAD = 320  # bytes of Redis's memory that a response takes besides its two values
 MAX_LINKS = 1000  # maximum number of responses in one conversation
 LARGEST_SHARE = 16  # one response may take at most 1/16 of the limit for all responses
 MAX_REMOVED = 1000  # maximum responses that one script removes, which takes some milliseconds
-CONNECTIONS = 16  # how many of the router's 100 connections these scripts may use at once
-INLINE_BYTES = 32 << 10  # up to this size, compress on the event loop, which takes about 1 ms
-LARGEST_RESPONSES = 4  # a response may be 4 times the size of a body, since it may have logprobs
+CONNECTIONS = 16  # how many of the router's 100 connections to Redis these scripts may use at once
+INLINE_BYTES = 32 << 10  # up to this size, compress on the event loop: that takes up to about 1 ms
+ZLIB_FACTOR = 4  # how many times smaller zlib is assumed to make JSON
+LARGEST_RESPONSE = 4  # limit of a response's JSON, in multiples of max_bytes; it may have logprobs
 LEVEL = 1  # compression level: three times as fast as zlib's default, and nearly as small
 
 # known: a response with this id is already stored. failed: Redis failed; the caller counts these.
@@ -126,7 +128,7 @@ class Responses:
 
         Args:
             id: the response's id.
-            salt: the salt of its owner.
+            salt: the cache salt of its owner.
             previous_id: id of the previous response; None: this one is the first.
             turn: the items that the response adds to the conversation.
             response: JSON of the response, as the client gets it.
@@ -208,7 +210,7 @@ async def _unpacked(
 
     Raises TooLongError or one of DECODE_ERRORS.
     """
-    if sum(map(len, values)) <= INLINE_BYTES // 4:
+    if sum(map(len, values)) <= INLINE_BYTES // ZLIB_FACTOR:
         return unpack(values, max_bytes)
     return await asyncio.to_thread(unpack, values, max_bytes)
 
@@ -227,7 +229,7 @@ def _unpack_turns(values: Sequence[bytes], max_bytes: int) -> list[StoredTurn]:
 
 
 def _unpack_response(values: Sequence[bytes], max_bytes: int) -> bytes:
-    data = _decompressed(values[0], LARGEST_RESPONSES * max_bytes)
+    data = _decompressed(values[0], LARGEST_RESPONSE * max_bytes)
     _objects.decode(data)
     return data
 

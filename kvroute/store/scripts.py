@@ -1,7 +1,8 @@
 """Lua scripts that change and read the index. Redis runs each script atomically."""
 
-# The KEYS of a writer's script are record, blocks, replicas and changes. Its ARGV begins with
-# incarnation, seq, blocks, lease_ms and id. The script returns 'fenced' if it changed nothing.
+# A writer is a replica. The KEYS of its scripts are record, blocks, replicas and changes
+# (index.py). The ARGV begin with incarnation, seq, number of blocks, lease_ms and id. A script
+# returns 'fenced' if Redis does not have the state in ARGV; then it has changed nothing.
 _WRITER_STATE = """
 local function is_fenced()
   local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
@@ -24,8 +25,9 @@ local function is_foreign(key, kind)
 end
 """
 
-# ARGV 6 facts, 7 load, 8 replaces ('1' or ''), 9 and 10 for append(), 11 pins. A key of another
-# type is deleted, since kvroute did not write it. A record without a lease is always replaced.
+# ARGV 6 facts, 7 load, 8 whether to replace a record with a lease ('1' or ''), 9 and 10 for
+# append(), 11 pins. A record without a lease is always replaced. A key with a wrong Redis type is
+# deleted, since kvroute did not write it.
 REGISTER = f"""{_WRITER_STATE}
 for i, kind in ipairs({{'hash', 'set', 'set', 'stream'}}) do
   if is_foreign(KEYS[i], kind) then redis.call('DEL', KEYS[i]) end
@@ -72,7 +74,7 @@ extend_lease()
 return 0
 """
 
-# ARGV incarnation, id, stream length
+# KEYS as above; ARGV incarnation, id, maximum entries of the stream
 LEAVE = """
 redis.call('DEL', KEYS[2])
 if redis.call('TYPE', KEYS[1]).ok ~= 'hash' then redis.call('DEL', KEYS[1]) return end
@@ -84,8 +86,9 @@ redis.pcall('XADD', KEYS[4], 'NOMKSTREAM', 'MAXLEN', '~', ARGV[3], '*',
   'r', ARGV[2], 'i', ARGV[1], 's', (tonumber(record[2]) or 0) + 1, 'l', 1)
 """
 
-# ARGV incarnation. Returns seq, packed blocks, the stream's last id or '', and the number of
-# members that are not fingerprints. The blocks are one string, so the reader does not join them.
+# KEYS as above; ARGV incarnation. Returns seq, the fingerprints of all blocks, the stream's last id
+# or '', and the number of set members that are not fingerprints. The fingerprints are joined here,
+# since joining them takes the reader longer.
 SNAPSHOT = """
 local record = redis.call('HMGET', KEYS[1], 'incarnation', 'seq')
 if record[1] ~= ARGV[1] then return nil end
@@ -93,7 +96,7 @@ local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
 local members, foreign = redis.pcall('SMEMBERS', KEYS[2]), 0
 if members.err then members, foreign = {}, 1 end
 local packed = table.concat(members)
-if #packed ~= 8 * #members then  -- checking every member in all cases would take 50% more time
+if #packed ~= 8 * #members then  -- always checking every member would take 50% more time
   local ours = {}
   for _, member in ipairs(members) do
     if #member == 8 then ours[#ours + 1] = member end
@@ -103,8 +106,8 @@ end
 return {record[2], packed, last and last[1] or '', foreign}
 """
 
-# KEYS records. Returns the fields of each record, as decode_record() expects them, or its error.
-# One command per record would take the reader 50% more time.
+# KEYS records. Returns for each record its fields or Redis's error, as decode_record() expects
+# them. One command per record would take the reader 50% more time.
 READ = """
 local records = {}
 for i, key in ipairs(KEYS) do

@@ -1,4 +1,7 @@
-"""The address on which a replica listens for routers. Ray Serve passes it to the routers."""
+"""The address on which a replica listens for routers.
+
+The routers find it in the routing stats that each replica reports to Ray Serve.
+"""
 
 from typing import Annotated, Any
 
@@ -13,7 +16,7 @@ class Address(Struct, frozen=True):
 
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
-    secret: bytes  # the replica and the routers share it, to authenticate each other
+    secret: bytes  # a random key with which the replica and its routers authenticate each other
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1  # data parallel ranks, each with its own cache
 
     def as_stats(self) -> dict[str, Any]:
@@ -29,6 +32,6 @@ def address_in(stats: object) -> Address:
     packed = stats.get(STATS_KEY) if isinstance(stats, dict) else None
     if not isinstance(packed, bytes):
         raise ValueError(
-            "the replica has published no address; is its kvroute version another one?"
+            "the replica has published no address; run the same kvroute version everywhere"
         )
     return msgspec.msgpack.decode(packed, type=Address)

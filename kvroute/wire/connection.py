@@ -1,4 +1,4 @@
-"""The part of a connection that is equal at both ends: frames, authentication, loss detection."""
+"""What both ends of a connection have in common: frames, authentication, loss detection."""
 
 import asyncio
 import hmac
@@ -11,8 +11,8 @@ from kvroute.wire.framing import MessageKind, Reader, frames
 
 log = logging.getLogger("kvroute.wire")
 
-HIGH_WATER = 1_000_000  # with more bytes in its write buffer, the transport pauses the writer
-LOST_MS = 5_000  # after so many ms without a TCP acknowledgement, the kernel disconnects
+HIGH_WATER = 1_000_000  # bytes in the write buffer above which asyncio calls pause_writing
+LOST_MS = 5_000  # milliseconds without a TCP acknowledgement until the kernel disconnects
 
 
 class Connection(asyncio.Protocol):
@@ -53,19 +53,25 @@ class Connection(asyncio.Protocol):
             self.transport.write(frame)
 
     def abort(self, reason: str, *, level: int = logging.WARNING) -> None:
-        """End the connection at once, without sending the rest of the write buffer."""
+        """End the connection at once and discard the write buffer."""
         log.log(level, "closing %s: %s", self, reason)
         if self.transport is not None:
             self.transport.abort()
 
 
 def proof(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
-    """Return the proof that the sender ("router" or "replica") knows the secret."""
+    """Return the proof that the sender knows the secret.
+
+    Args:
+        secret: the replica's secret.
+        sender: b"router" or b"replica".
+        nonce: the random bytes that the other end sent as a challenge.
+    """
     return hmac.digest(secret, sender + nonce, "sha256")
 
 
 def is_proof(received: bytes, secret: bytes, sender: bytes, nonce: bytes) -> bool:
-    """Return whether the received bytes prove that the sender knows the secret."""
+    """Return whether the received bytes are the sender's proof for this secret and nonce."""
     return hmac.compare_digest(received, proof(secret, sender, nonce))
 
 

@@ -10,24 +10,24 @@ from struct import Struct
 
 HEADER = Struct("<IB")
 LARGEST_FRAME = 1_000_000  # maximum size of a frame's payload in bytes
-LARGEST_MESSAGE = 64_000_000  # maximum size in bytes; a million token ids take 4 million bytes
+LARGEST_MESSAGE = 64_000_000  # maximum size of a message in bytes; a million token ids take 4 MB
 MORE = 0x80  # bit of a frame's kind: the next frame continues the message
 
 
 class MessageKind(IntEnum):
-    """The kinds of messages. Receivers ignore unknown kinds, which a later version may send."""
+    """The kinds of messages. Receivers ignore unknown kinds, since a later version may add some."""
 
     CHALLENGE = 1  # structs.Challenge
     PROOF = 2  # structs.Proof
     WELCOME = 3  # structs.Welcome
-    BEGIN = 4  # structs.encode_begin: a request, which starts a stream
+    BEGIN = 4  # structs.encode_begin: a request. Its answer is a stream of chunks
     CANCEL = 5  # structs.Cancel
     CALL = 6  # structs.MethodCall
     DELTAS = 7  # structs.Deltas: chunks and ends of streams
     REPLY = 8  # structs.MethodReply
     PENDING = 9  # structs.Pending
-    TAKEN = 10  # structs.Preparing: the replica begins to prepare a request
-    PREPARED = 11  # structs.Preparing: the engine has got the request
+    TAKEN = 10  # structs.Preparing: the replica begins to prepare a request for its engine
+    PREPARED = 11  # structs.Preparing: the replica has prepared the request
 
 
 class FramingError(ValueError):
@@ -63,7 +63,7 @@ class Reader:
             length, kind = HEADER.unpack_from(data, begin)
             if length > LARGEST_FRAME or self._size + length > self.largest:
                 raise FramingError(
-                    f"the message has {self._size + length} bytes or more, which is too long"
+                    f"a message has at least {self._size + length} bytes, which is too long"
                 )
             if end - begin - HEADER.size < length:
                 break

@@ -19,7 +19,7 @@ from kvroute.wire.framing import MessageKind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, StreamEnded, encode
 
 SLICE = 32  # maximum number of chunks to deliver in one iteration of the event loop
-MAX_UNSENT = 64_000_000  # a replica gets no more requests while its write buffer has more bytes
+MAX_UNSENT = 64_000_000  # while more bytes wait to be sent to a replica, new requests are refused
 
 # Receives a replica's report: for each rank, the number of prompt tokens still to compute.
 OnPending = Callable[[Sequence[int]], object]
@@ -34,7 +34,7 @@ class LostError(Exception):
 
 
 class RefusedError(Exception):
-    """The replica refuses the request: it runs its maximum number of requests, or is stopping."""
+    """The replica cannot accept the request now; the message says why."""
 
 
 class FailedError(Exception):
@@ -46,12 +46,12 @@ class SlowReaderError(ValueError):
 
 
 class Stream:
-    """The chunks of one request. Chunks that arrive before the next read are joined into one.
+    """The chunks of one request's answer. The chunks between two reads are joined into one.
 
     Args:
         link: the connection on which the request was sent.
         number: the number of the stream on that connection.
-        max_waiting: limit of the weight() of all chunks that wait to be read.
+        max_waiting: maximum of the chunks that wait to be read, in tokens as weight() counts them.
     """
 
     __slots__ = (
@@ -70,17 +70,18 @@ class Stream:
         self._link = link
         self._number = number
         self._max_waiting = max_waiting
-        self.is_preparing = False  # whether the replica is preparing the request (preparation.py)
-        # If the replica was lost while it prepared this request: how many requests it prepared at
-        # that time, each of which may be the cause. Otherwise 0.
+        # Whether the replica prepares the request for its engine (contract/preparation.py).
+        self.is_preparing = False
+        # If the replica was lost during this preparation: how many requests it was preparing, since
+        # any of them may be the cause. Otherwise 0.
         self.suspects = 0
         self._chunks: list[Chunk] = []
         self._waiting = 0  # weight of _chunks
-        self._end: Exception | None = None  # how the stream ends after _chunks; None: it goes on
+        self._end: Exception | None = None  # how the stream ends after _chunks; None: it is open
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self) -> Chunk | None:
-        """Wait for chunks. Return the chunks that arrived as one chunk, or None at the end.
+        """Wait for chunks, and return all that have arrived as one chunk; None: the stream ended.
 
         Raises:
             LostError, EngineDeadError: another replica can continue the request.
@@ -109,7 +110,7 @@ class Stream:
             self._link.cancel(self._number)
 
     def push(self, chunk: Chunk) -> None:
-        """Add a chunk. If too many chunks wait, cancel the request with a SlowReaderError."""
+        """Add a chunk. If too much waits to be read, cancel the request with SlowReaderError."""
         self.is_preparing = False
         self._chunks.append(chunk)
         self._waiting += weight(chunk)
@@ -190,7 +191,12 @@ class Link(Connection):
         return len(self._streams) + len(self._calls)
 
     def open(self, request: GenerateRequest, *, max_waiting: int) -> Stream:
-        """Send a request and return its stream. Raises LostError, or RefusedError (see `_send`)."""
+        """Send a request and return its stream.
+
+        Raises:
+            LostError: the connection is closed.
+            RefusedError: too many bytes wait to be sent.
+        """
         stream = Stream(self, next(self._numbers), max_waiting)
         self._send(MessageKind.BEGIN, structs.encode_begin(stream._number, request))
         self._streams[stream._number] = stream
@@ -219,7 +225,7 @@ class Link(Connection):
             self.send(MessageKind.CANCEL, encode(structs.Cancel(number)))
 
     def lose(self, error: Exception) -> None:
-        """End the connection; all its streams and calls fail with this error."""
+        """End the connection, and all its streams and calls with this error."""
         preparing = [stream for stream in self._streams.values() if stream.is_preparing]
         for stream in preparing:
             stream.suspects = len(preparing)
@@ -247,11 +253,11 @@ class Link(Connection):
             receive(payload)
 
     def _send(self, kind: MessageKind, payload: bytes) -> None:
-        """Send a request or call. Raises RefusedError if the replica does not read its socket."""
+        """Send a request or call. Raises LostError, or RefusedError if too many bytes wait."""
         if self.transport is None or not self.is_open:
             raise LostError("the connection is closed")
         if self.transport.get_write_buffer_size() > MAX_UNSENT:
-            raise RefusedError(f"the replica has more than {MAX_UNSENT} bytes to read first")
+            raise RefusedError(f"more than {MAX_UNSENT} bytes wait to be sent to the replica")
         self.send(kind, payload)
 
     def _prove(self, payload: bytes) -> None:
@@ -285,8 +291,8 @@ class Link(Connection):
     def _deliver(self) -> None:
         """Deliver chunks to their requests, at most SLICE in one iteration of the event loop.
 
-        A frame can have the first tokens of hundreds of requests, and each first token takes a
-        millisecond. The event loop runs other tasks between two slices.
+        One message can have the first tokens of hundreds of requests, and the router needs about
+        1 ms to handle each first token. Between two slices, the event loop runs other tasks.
         """
         streams, undelivered = self._streams, self._undelivered
         for _ in range(SLICE):
@@ -341,7 +347,7 @@ async def connect(
         port: the port on which it listens for routers.
         secret: the replica's secret.
         within_s: timeout in seconds.
-        on_pending: called with each report of the replica.
+        on_pending: called with each report of the replica's pending prompt tokens.
 
     Raises:
         LostError: the connection has failed, or was not ready within `within_s`.

@@ -1,4 +1,7 @@
-"""The replica's end of connections: runs requests, and sends each router one frame per step."""
+"""The replica's end of connections: runs requests, and sends the generated tokens to the routers.
+
+After an engine step, each router gets one message with the new tokens of all its requests.
+"""
 
 import asyncio
 import logging
@@ -29,8 +32,8 @@ HOST = "KVROUTE_REPLICA_HOST"  # environment variable: address on which replicas
 PROOF_S = 5.0  # seconds after which a connection without a proof is closed
 LARGEST_UNPROVEN = 1024  # maximum size in bytes of a message from a peer without a proof
 MAX_UNPROVEN = 256  # maximum number of connections without a proof
-IDLE_REPORTS = 4  # after this many reports in a row without pending tokens, no more are sent
-MAX_UNSENT = 4_000_000  # maximum `weight` of the chunks that wait for a router that does not read
+IDLE_REPORTS = 4  # how many reports without pending tokens are sent in a row
+MAX_UNSENT = 4_000_000  # maximum of the chunks that wait for a slow router, in tokens: see weight()
 
 Method = Callable[[bytes, int], Awaitable[bytes]]  # called with the body and the rank's number
 
@@ -45,7 +48,7 @@ class Server:
     Args:
         generate: runs a request on the engine.
         methods: the methods that routers can call, by name.
-        max_requests: maximum number of running requests; further requests are refused.
+        max_requests: maximum number of running requests and calls; further requests are refused.
     """
 
     def __init__(
@@ -55,9 +58,9 @@ class Server:
         self.generate = generate
         self.methods = methods
         self.port = 0
-        self.running = 0  # number of running requests
+        self.running = 0  # number of running requests and method calls
         self.refusals = 0  # number of refused requests since the start
-        self.peers = set["Peer"]()
+        self.peers = set["Peer"]()  # the open connections
         self._max_requests = max_requests
         self._idle_reports = 0  # number of latest reports in a row that had no pending tokens
         self.reported: list[int] = []  # the latest report: pending prompt tokens of each rank
@@ -88,7 +91,7 @@ class Server:
         if self._is_stopping:
             return "the replica is stopping"
         if self.away_reason:
-            return f"its server is away: {self.away_reason}"
+            return f"the replica's engine cannot be reached: {self.away_reason}"
         if self.running >= self._max_requests:
             return f"the replica runs {self.running} requests, which is its maximum"
         return ""
@@ -96,7 +99,7 @@ class Server:
     def report_pending(self, pending_tokens: Sequence[int]) -> None:
         """Report to all routers how many prompt tokens each rank still has to compute.
 
-        After IDLE_REPORTS reports without pending tokens, further ones are not sent.
+        After IDLE_REPORTS reports without pending tokens, no more are sent until there are some.
         """
         self._idle_reports = 0 if any(pending_tokens) else self._idle_reports + 1
         if self._idle_reports > IDLE_REPORTS:
@@ -108,12 +111,13 @@ class Server:
     def stop(self) -> None:
         """Refuse all further requests; let running requests continue.
 
-        It is also called when the engine has died, so that no later request is suspected of that.
+        Called also when the engine has died. The requests that it ran then are suspected as the
+        cause, and a later request must not be.
         """
         self._is_stopping = True
 
     async def idle(self) -> None:
-        """Wait until no request runs."""
+        """Wait until no request or call runs."""
         await self._is_idle.wait()
 
     async def close(self) -> None:
@@ -136,18 +140,18 @@ class Server:
 
 
 class Peer(Connection):
-    """The connection from one router."""
+    """The replica's end of the connection from one router."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
         self._server = server
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._is_proven = False
+        self._is_proven = False  # whether the router has proven that it knows the secret
         self._reader.largest = LARGEST_UNPROVEN
         self._tasks: dict[int, asyncio.Task[None]] = {}  # running requests and calls, by stream
         self._chunks: list[tuple[int, Chunk]] = []  # chunks to send
         self._ended: list[StreamEnded] = []  # the ends of streams, to send after _chunks
-        self._unsent = 0  # weight of _chunks
+        self._unsent = 0  # weight() of _chunks, in tokens
         self._is_flush_due = False  # whether _flush runs in the event loop's next iteration
         self._is_paused = False  # the transport's write buffer has more than HIGH_WATER bytes
         self._loop = asyncio.get_running_loop()
@@ -180,7 +184,7 @@ class Peer(Connection):
 
     def received(self, kind: int, payload: bytes) -> None:
         if not self._is_proven:
-            self._prove(kind, payload)
+            self._check_proof(kind, payload)
             return
         match kind:
             case MessageKind.BEGIN:
@@ -204,14 +208,14 @@ class Peer(Connection):
         self._flush()
 
     def _reject(self, reason: str) -> None:
-        """Close a connection without a proof; log no warning, since anybody can connect."""
+        """Close a connection without a proof, and log no warning, since anybody can connect."""
         self.abort(reason, level=logging.INFO)
 
     def _check_proof_arrived(self) -> None:
         if not self._is_proven and self.transport and not self.transport.is_closing():
             self._reject(f"it has not sent a proof within {PROOF_S:g} s")
 
-    def _prove(self, kind: int, payload: bytes) -> None:
+    def _check_proof(self, kind: int, payload: bytes) -> None:
         secret = self._server.secret
         received = structs.decode_proof(payload) if kind == MessageKind.PROOF else None
         if received is None or not is_proof(received.proof, secret, b"router", self._nonce):
@@ -270,7 +274,7 @@ class Peer(Connection):
             self.send(MessageKind.REPLY, encode(structs.MethodReply(call.stream, body)))
 
     def _push(self, stream: int, chunk: Chunk) -> None:
-        """Queue the chunk; one frame sends it with all other chunks of this engine step."""
+        """Queue the chunk, to send it in one message with the other chunks of this engine step."""
         self._chunks.append((stream, chunk))
         self._unsent += weight(chunk)
         self._flush_soon()
@@ -285,7 +289,7 @@ class Peer(Connection):
         self._end(stream, *_outcome(error))
 
     def _flush_soon(self) -> None:
-        """Flush in the event loop's next iteration: then all streams have this step's chunks."""
+        """Flush in the event loop's next iteration, when all chunks of this step are queued."""
         if not self._is_flush_due:
             self._is_flush_due = True
             self._loop.call_soon(self._flush)

@@ -1,5 +1,8 @@
 """The messages between a router and a replica, as typed values in msgpack.
 
+A stream is the answer to a request, or to a call of a method. The router numbers the streams of
+each connection.
+
 A new field needs a default and leaves VERSION unchanged. VERSION rises when an older process would
 misunderstand a message.
 """
@@ -16,8 +19,8 @@ from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
 from kvroute.contract.records import Count
 
 VERSION = 3  # version of the protocol
-NONCE_BYTES = 16  # size of the random nonce that a proof must include
-MAX_ORDER_S = 1e6  # limit of a received time, in both directions; no request waits so long
+NONCE_BYTES = 16  # size of the nonce: random bytes that the other end's proof must include
+MAX_ORDER_S = 1e6  # limit of received times in seconds, also of negative ones; no wait is so long
 
 # How a request ends. refused: the replica runs its maximum number of requests, or is stopping.
 # invalid: no replica can run the request. dead: the engine has died. failed: any other error.
@@ -46,13 +49,16 @@ class Welcome(Struct, array_like=True):
 
 
 class Cancel(Struct, array_like=True):
-    """The router cancels a request or a call."""
+    """The router cancels the request or the method call that has this stream."""
 
     stream: int
 
 
 class Preparing(Struct, array_like=True):
-    """The replica begins to prepare a request (TAKEN), or has finished doing so (PREPARED)."""
+    """The replica begins (TAKEN) or has ended (PREPARED) the preparation of a request.
+
+    If the replica dies in between, the request may be the cause.
+    """
 
     stream: int
 
@@ -82,9 +88,12 @@ class StreamEnded(Struct, array_like=True, gc=False):
 
 
 class Pending(Struct, array_like=True):
-    """A replica's report of its backlog, for routers that get no messages of other routers."""
+    """A replica's report of the prompt tokens that it still has to compute.
 
-    # For each rank: the number of uncached prompt tokens of its requests without a first token.
+    Routers use it while they get no messages from other routers, whose requests they then miss.
+    """
+
+    # For each rank: uncached prompt tokens of the requests that have no first token yet.
     tokens: list[Count]
 
 
@@ -108,18 +117,19 @@ decode_pending = msgspec.msgpack.Decoder(Pending).decode
 decode_deltas = msgspec.msgpack.Decoder(Deltas).decode
 
 TOKEN_ID = np.dtype("<u4")
-SENT_FIELDS = GenerateRequest.__struct_fields__.index("pin")  # number of fields that are sent
+# Routers send only the fields of a GenerateRequest before `pin`; this is their number.
+SENT_FIELDS = GenerateRequest.__struct_fields__.index("pin")
 
 
 def encode_begin(stream: int, request: GenerateRequest) -> bytes:
-    """Encode the message that starts a stream: its number on the connection, then the request."""
+    """Encode the message BEGIN: the stream's number on the connection, then the request."""
     token_ids = np.ascontiguousarray(request.token_ids, TOKEN_ID).tobytes()
     request_id, _, *others = astuple(request)[:SENT_FIELDS]
     return encode((stream, request_id, token_ids, *others))
 
 
 def decode_begin(packed: bytes) -> tuple[int, GenerateRequest]:
-    """Decode the message that starts a stream: the stream's number, and the request.
+    """Decode the message BEGIN: the stream's number, and the request.
 
     Raises:
         ValueError: the message is not valid.
@@ -134,7 +144,7 @@ def decode_begin(packed: bytes) -> tuple[int, GenerateRequest]:
 
 
 def bounded(time_s: float) -> float:
-    """Limit a time to at most MAX_ORDER_S in both directions; return 0 for infinity and NaN."""
+    """Limit a time to -MAX_ORDER_S to MAX_ORDER_S; return 0 for infinity and NaN."""
     if not math.isfinite(time_s):
         return 0.0
     return max(-MAX_ORDER_S, min(MAX_ORDER_S, time_s))

@@ -459,7 +459,7 @@ async def test_a_replica_that_does_not_read_gets_no_more(monkeypatch: pytest.Mon
         for _ in range(20):
             with contextlib.suppress(RefusedError):
                 link.open(request(500_000), max_waiting=MOST)
-        with pytest.raises(RefusedError, match="bytes to read first"):
+        with pytest.raises(RefusedError, match="bytes wait to be sent"):
             link.open(request(), max_waiting=MOST)
 
 

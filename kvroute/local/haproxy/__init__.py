@@ -1,1 +1,1 @@
-"""HAProxy: corrections of the configuration, error pages and health check that Serve gives it."""
+"""Corrects the configuration, error pages and health check with which Ray Serve runs HAProxy."""

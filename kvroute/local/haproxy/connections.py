@@ -8,7 +8,7 @@ from kvroute.process.memory import memory_bytes
 DEFAULT_IDLE_S = 90.0  # default of --idle-timeout-s: seconds that a connection may stay idle
 FILES_EACH = 2  # file descriptors per client connection: its own, and one to a router
 OTHER_FILES = 500  # file descriptors kept for listeners, health checks and HAProxy itself
-BYTES_EACH = 64_000  # memory of one connection with TLS, without buffers for requests
+BYTES_EACH = 64_000  # bytes of memory for one connection with TLS, without buffers for requests
 MEMORY_SHARE = 1 / 8  # share of the machine's memory that connections may take
 NEAR = 0.8  # above this share of the limit, each connection is closed after its response
 
@@ -16,10 +16,10 @@ NEAR = 0.8  # above this share of the limit, each connection is closed after its
 def limited(config: str, *, limit: int, idle_s: float) -> str:
     """Return Serve's configuration with limits on client connections.
 
-    Idle connections never take more than the share NEAR of the limit. The rest is for connections
-    in use, for health checks and for refusals. HAProxy has one timeout for a client that does not
-    complete its TLS handshake, does not send its body, or does not acknowledge the response. This
-    timeout is never shorter than DEFAULT_IDLE_S.
+    Idle connections never take more than the share NEAR of the limit, so that there are always some
+    for running requests, health checks and refusals. The option `timeout client` limits how long a
+    client may take for its TLS handshake, for the next part of its body, or for acknowledging the
+    response. It is never shorter than DEFAULT_IDLE_S.
 
     Args:
         config: Serve's configuration of HAProxy.
@@ -39,9 +39,10 @@ def limited(config: str, *, limit: int, idle_s: float) -> str:
 
 
 def max_connections() -> int:
-    """Return the number of connections for which there are file descriptors and memory."""
+    """Return how many connections this process's file descriptors and the memory allow."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     by_memory = int(memory_bytes() * MEMORY_SHARE / BYTES_EACH)
     if files == resource.RLIM_INFINITY:
         return by_memory
-    return min(by_memory, max(files - OTHER_FILES, files // 2) // FILES_EACH)
+    for_connections = max(files - OTHER_FILES, files // 2)  # at least half, if there are few
+    return min(by_memory, for_connections // FILES_EACH)

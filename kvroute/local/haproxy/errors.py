@@ -3,9 +3,9 @@
 import json
 
 MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for requests to Anthropic's API
-# HAProxy parses the head of a request up to these two limits. It treats larger heads as malformed
-# HTTP. These limits exceed the limits below, so that most oversized requests get a clear message.
-BUFFER_BYTES = 65_536  # size of the buffer for a request's head
+# HAProxy answers a request whose head exceeds BUFFER_BYTES or MAX_PARSED as malformed HTTP. The
+# other limits are lower, and a request over one of them gets a message that names the limit.
+BUFFER_BYTES = 65_536  # size of the buffer for a request's head in bytes
 MAX_PARSED = 1000  # maximum number of headers that HAProxy parses
 MAX_HEAD_BYTES = 16_384  # maximum total size of a request's headers in bytes
 MAX_HEADERS = 100  # maximum number of headers of a request
@@ -39,7 +39,7 @@ def common_error(message: str, *, kind: str) -> str:
 
 
 def unreachable_page() -> str:
-    """Return the HTTP response that HAProxy sends if a router was lost, for `errorfile`."""
+    """Return the HTTP response for HAProxy's option `errorfile`, sent if a router was lost."""
     body = common_error(UNREACHABLE, kind="server_error")
     head = (
         "HTTP/1.1 503 Service Unavailable",
@@ -51,7 +51,7 @@ def unreachable_page() -> str:
 
 
 def replies() -> str:
-    """Return the configuration of the errors that HAProxy detects without one of our rules."""
+    """Return the configuration of the responses to errors that checks() does not cover."""
     early = "".join(
         f"    http-error status {status} content-type application/json "
         f"string {_quoted(common_error(message, kind=_kind(status)))}\n"
@@ -100,14 +100,15 @@ def _quoted(text: str) -> str:
 
 def _request_id() -> str:
     """Return the rules that add an id to each response: the client's id, or a new one."""
-    own, header = "var(txn.request_id)", "x-request-id"
+    client_id, header = "var(txn.request_id)", "x-request-id"
     return (
         "    unique-id-format %[uuid]\n"
         f"    http-request set-var(txn.request_id) req.hdr({header}) "
         f"if {{ req.hdr({header}) -m reg {VALID_ID} }}\n"
         f"    http-after-response set-header {header} %[unique-id] "
         f"if !{{ res.hdr({header}) -m found }}\n"
-        f"    http-after-response set-header {header} %[{own}] if {{ {own} -m found }}\n"
+        f"    http-after-response set-header {header} %[{client_id}] "
+        f"if {{ {client_id} -m found }}\n"
     )
 
 

@@ -23,13 +23,13 @@ def with_stopping_rule(config: str) -> str:
 
 
 def fail_health_checks(folder: Path) -> None:
-    """Set STOPPING in each HAProxy of the cluster, so that its health checks fail.
+    """Set STOPPING in each HAProxy of the cluster, so that it answers health checks with 503.
 
     Args:
         folder: The cluster's folder, which has a folder with an admin socket for each node.
     """
     for path in folder.glob(f"*/{ADMIN_SOCKET}"):
-        # There is an OSError if this HAProxy has ended.
+        # If this HAProxy has ended, connect() raises an OSError.
         with closing(socket.socket(socket.AF_UNIX)) as client, suppress(OSError):
             client.settimeout(1.0)
             client.connect(str(path))

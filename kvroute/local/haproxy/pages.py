@@ -1,9 +1,9 @@
 """Replaces the HTML of HAProxy's built-in error pages with JSON.
 
-If HAProxy 2.8 cannot parse a request's head, or does not get it in time, it answers with HTML that
-is a constant in its program. `errorfile` has no effect on these pages. So kvroute copies the
-program, replaces the constants with JSON of the same length, and runs the copy. If it cannot write
-or run the copy, it runs the original program.
+If HAProxy 2.8 cannot parse a request's head, or does not get it in time, it answers with an HTML
+page that is a constant in its program. Its option `errorfile` does not change these pages. So
+kvroute copies the program, replaces the constants with JSON of the same length, and runs the copy.
+If the copy cannot be written or run, kvroute runs the original program.
 """
 
 import json
@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 NAME = "haproxy"  # file name of the copy
-LIBRARIES = "lib"  # folder beside the program from which the program loads its libraries
+LIBRARIES = "lib"  # folder beside the program, from which it loads its libraries
+# A page in the program: a whole HTTP response, which ends with a zero byte.
 PAGE = re.compile(
     rb"HTTP/1\.1 (\d{3}) ([^\r\0]+)\r\nContent-length: \d+\r\n[^\0]*text/html\r\n\r\n[^\0]*\0"
 )
@@ -53,7 +54,7 @@ def replaced(program: bytes) -> bytes:
 
 
 def _page(old: re.Match[bytes]) -> bytes:
-    """Return the new page, padded to the length of the old page, or the old page."""
+    """Return the JSON page, padded to the old length; the old page if there is none that fits."""
     status, reason = int(old[1]), old[2].decode()
     message = MESSAGES.get(status)
     if message is None:

@@ -1,8 +1,8 @@
 """Runs a temporary HAProxy (a stand-in) after the cluster's HAProxy was killed.
 
-Serve takes 4 s to replace a killed HAProxy: three failed health checks, and two starts.
-kvroute-haproxy starts this module as a process beside each HAProxy. The process waits until its
-HAProxy ends, and then runs a stand-in until Serve's replacement is ready.
+Serve takes 4 s to replace a killed HAProxy: three failed health checks, and two starts. So
+wrapper.py starts this module as a process beside each HAProxy. The process waits until its HAProxy
+ends, and then runs a stand-in until Serve's replacement is ready.
 """
 
 import os
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SUFFIX = ".standin"  # name of the stand-in's configuration: HAProxy's file name with this suffix
-MIN_S = 1.0  # a HAProxy that ends sooner could not start, so a stand-in could not start either
+MIN_S = 1.0  # seconds; a HAProxy that ends sooner could not start, and neither could a stand-in
 # Seconds after which a stand-in ends. If Serve has not replaced HAProxy by then, Serve has stopped.
 MAX_RUN_S = 10.0
 # The line of HAProxy's configuration that sets the path of the admin socket.
@@ -37,7 +37,7 @@ def watch(haproxy: int, config: Path, command: Sequence[str]) -> None:
         os.wait()
         return
     os.setsid()  # leave HAProxy's process group, because Ray kills that group
-    if os.fork():  # after the second fork, the new process is no child of HAProxy
+    if os.fork():  # the second fork, so that the new process is not a child of HAProxy
         os._exit(0)
     module = [sys.executable, "-m", __name__]
     start_s = f"{time.monotonic()}"  # measured here, since the start of Python can take a second

@@ -5,10 +5,10 @@ The wrapper solves these problems, for which Serve has no options:
   client has sent the body separately from the headers, as most clients do. The request would run to
   its end, unless the response is a stream.
 - HAProxy's metrics are open to all machines, and its admin socket to every user.
-- HAProxy waits as long for a request's headers as for a response.
+- HAProxy gives a client as much time to send its headers as a router to respond.
 - HAProxy's error page is HTML, which OpenAI clients cannot parse.
-- HAProxy forwards requests over the limit of --max-requests. A router would be too slow to refuse
-  thousands of requests that arrive at once, so HAProxy refuses them.
+- HAProxy forwards all requests. If thousands of requests above --max-requests arrive at once, a
+  router is too slow to refuse them, so HAProxy does it.
 """
 
 import os
@@ -28,13 +28,14 @@ from kvroute.process.metrics_port import METRICS_HOST
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # environment variable: PEM file of the certificate chain
 TLS_KEY = "KVROUTE_TLS_KEY"  # environment variable: PEM file of the certificate's private key
-TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"
+TLS = "ssl crt {} alpn h2,http/1.1 ssl-min-ver TLSv1.2"  # for `bind`; {}: path of the PEM file
 BINARY_PATH = "RAY_SERVE_HAPROXY_BINARY_PATH"  # environment variable that names this program
 HEADERS_S = 10  # seconds that a client has to send the whole head of a request
 IDLE_TIMEOUT_S = "KVROUTE_IDLE_TIMEOUT_S"  # variable for --idle-timeout-s; unset: DEFAULT_IDLE_S
 MAX_REQUESTS = "KVROUTE_MAX_REQUESTS"  # variable for --max-requests; unset: DEFAULT_MAX_REQUESTS
 DEFAULT_MAX_REQUESTS = 2000  # maximum running requests per router; HAProxy refuses further ones
-BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)
+BACKEND = re.compile(r"^ +use_backend (\S+) if .*\n", re.MULTILINE)  # line that chooses a backend
+# Line with a router's address. Serve's own proxy has such a line, too, but with the word `backup`.
 ROUTER = re.compile(r"^\s+server .* check(?! backup)\b.*$", re.MULTILINE)
 
 
@@ -49,7 +50,7 @@ def main() -> None:
         config, stand_in = _hardened(path), haproxy_standin.running(path)
         command[0] = str(program_with_json(Path(command[0]), path.with_name("program")))
         if stand_in and knows_routers(config):
-            args += ["-sf", str(stand_in)]
+            args += ["-sf", str(stand_in)]  # HAProxy has the stand-in finish its requests and end
         elif stand_in:
             config = without_listeners(config)
         _write(path, config)
@@ -120,12 +121,13 @@ def knows_routers(config: str) -> bool:
 def without_listeners(config: str) -> str:
     """Return the configuration without listeners, for a HAProxy that knows no router yet.
 
-    Meanwhile a stand-in serves the requests.
+    The stand-in continues to serve the requests until then.
     """
     return re.sub(r"^\s+bind .*\n", "", config, flags=re.MULTILINE)
 
 
 def _hardened(path: Path) -> str:
+    """Return the configuration in the file, with all corrections, limits and rules."""
     page = path.with_name("unreachable.http")
     page.write_text(haproxy_errors.unreachable_page(), newline="")
     config = hardened(
@@ -153,7 +155,7 @@ def _tls_pem(path: Path) -> str:
     try:
         check_pair(Path(cert), Path(key))
         pem = b"\n".join(Path(file).read_bytes() for file in (cert, key))
-    except OSError as error:  # the certificate may just be being renewed
+    except OSError as error:  # for example while the certificate is being renewed
         print(f"{cert} and {key} cannot be used, so the previous files stay in use: {error}")
         return str(path)
     handle, name = tempfile.mkstemp(dir=path.parent)  # the new file's mode is 0600

@@ -1,6 +1,7 @@
 """The speed of a modelled replica. The defaults describe an 8B model on a GPU like H200.
 
-The engine itself is in another module: the command line lists profiles, and must start fast.
+modelled_engine.py uses these values. This module has no heavy imports, since the command line lists
+profiles and must start fast.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ class EngineModel:
     max_sequences: int = 256  # maximum number of sequences in a step
 
     def alone_s(self, hit_tokens: int, input_tokens: int, output_tokens: int) -> float:
-        """Return the seconds from arrival to last token if the replica has only this request."""
+        """Return the seconds from arrival to the last token if no other request runs."""
         decodes = output_tokens - 1  # the last step of the prefill generates the first token
         steps = -(-(input_tokens - hit_tokens) // self.chunk_tokens) + decodes
         # Sum over all decode steps of the context tokens that the step reads.

@@ -16,7 +16,7 @@ from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
 from kvroute.settings.help import expectation
 
 DEFAULT_ENGINE = "h200-8b"
-ASSUMED = EngineModel()  # has the default values of a profile
+ASSUMED = EngineModel()  # its values are the defaults of a profile
 
 PEAK_FLOPS_SHARE = 0.4  # share of the GPU's dense BF16 peak that prefill is assumed to reach
 STEP_OVERHEAD_S = 1.5e-3  # assumed time of scheduling and kernel launches in a step
@@ -36,7 +36,7 @@ class Profile(BaseModel):
     prefill_tokens_per_s: PositiveFloat = ASSUMED.prefill.tokens_per_s  # speed at a prompt's start
     # Position in the prompt at which prefill has half of that speed.
     attention_tokens: PositiveFloat = ASSUMED.prefill.attention_tokens
-    # See EngineModel for the next five fields.
+    # EngineModel explains the next five fields.
     step_s: PositiveFloat = ASSUMED.step_s
     sequence_s: NonNegativeFloat = ASSUMED.sequence_s
     context_token_s: NonNegativeFloat = ASSUMED.context_token_s

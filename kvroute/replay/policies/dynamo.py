@@ -10,22 +10,22 @@ from kvroute.replay.policies.protocol import Decision, Setup
 from kvroute.replay.policies.rivals import Prefilling
 from kvroute.replay.workload.trace import Request
 
-QUEUE_STEPS = 16  # a replica gets no request while it has more steps of prompt tokens to compute
+QUEUE_STEPS = 16  # a replica has no capacity if its prompt tokens take more engine steps than this
 
 
 class Dynamo(Prefilling):
     """Dynamo's default: the cost of a replica is its blocks to prefill plus its blocks in use.
 
     Both numbers include this prompt. The source is ai-dynamo/dynamo, lib/kv-router/src/scheduling:
-    selector/default.rs, with KvRouterConfig's defaults: an overlap credit of 1 without decay, and
-    temperature 0.
+    selector/default.rs, with KvRouterConfig's defaults: an overlap credit of 1 without decay (a
+    cached block costs nothing), and temperature 0 (the cheapest replica always gets the request).
 
     The queue follows queue.rs, policy.rs and config.rs. Requests wait while every replica has more
     prompt tokens to compute than router_queue_threshold (16) x max_num_batched_tokens. By default
     the order is first come, first served. Hits are looked up again when a request leaves the queue,
     as in Dynamo's overlap refresh.
 
-    A block that is only in host memory counts 0.75, the default of host_cache_hit_weight.
+    A block that is only in host memory counts as 0.75 of a hit, the default host_cache_hit_weight.
     """
 
     tier_credit = 0.75
@@ -49,7 +49,7 @@ class Dynamo(Prefilling):
         return now_s
 
     def has_capacity(self) -> bool:
-        """Return whether a replica has few enough prompt tokens to compute."""
+        """Return whether at least one replica has few enough prompt tokens to compute."""
         return min(self.prefill_tokens) <= QUEUE_STEPS * self.setup.chunk_tokens
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
@@ -76,8 +76,8 @@ class Dynamo(Prefilling):
 class DynamoShortestFirst(Dynamo):
     """Dynamo with router_queue_policy `wspt`, weighted shortest processing time.
 
-    The request with the fewest tokens to compute is first. They are counted on its arrival, for
-    the replica with the most hits. All weights are 1.
+    The request with the fewest prompt tokens to compute is first. These tokens are counted when it
+    arrives, for the replica with the most hits. All weights are 1.
     """
 
     def sort_key(self, request: Request, now_s: float) -> float:

@@ -1,6 +1,6 @@
 """The policies of a replay: kvroute's production code, and models of other routers.
 
-Each policy has the information of a router: the delayed index, and the router's own requests.
+Each policy knows only what a real router knows: the index, with its delay, and its own requests.
 """
 
 import random
@@ -32,11 +32,16 @@ from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.returns import Retention, SessionHints
 
-RETRY_SHARE = 1 / 60  # interval between two searches for idle sessions, as a share of IDLE_S
+# Interval between two searches for idle sessions, whose seats others can get, as a share of IDLE_S.
+RETRY_SHARE = 1 / 60
 
 
 class Production:
-    """kvroute: fleet, queue, seats and messages of a real router, on the clock of the replay."""
+    """kvroute: fleet, queue, seats and messages of a real router, on the clock of the replay.
+
+    A seat is a session's permission to send. Sessions need one only while their contexts exceed the
+    caches (router/admission/seats.py).
+    """
 
     report_s = 0.25  # seconds between two reports: REPORT_INTERVAL_S in replica/deployment.py
     report_age_s = 0.002  # seconds until a report reaches the router
@@ -46,7 +51,8 @@ class Production:
         self._now_s = 0.0
         self._queue = Queue[Request](lambda: self._fleet.loads.scale.busy_s)
         self._seats = Seats[Request](lambda: self._fleet.cache_tokens)
-        self._retentions: dict[int, Retention] = {}  # undispatched request -> its retention
+        # Index of a request that was not sent yet -> how long its blocks are to be kept.
+        self._retentions: dict[int, Retention] = {}
         self._has_published_queue = False  # whether the latest message listed waiting requests
         self._peer_publisher = PeerPublisher(
             queue=self._queue,
@@ -69,7 +75,7 @@ class Production:
             clock=lambda: self._now_s,
             queue=self._queue,
         )
-        self._attempts: dict[int, Attempt] = {}
+        self._attempts: dict[int, Attempt] = {}  # index of a request that runs -> its attempt
         facts = EngineFacts(
             block_size=setup.block_tokens,
             capacity_blocks=setup.capacity_blocks,
@@ -113,7 +119,8 @@ class Production:
         """Queue the requests that get a seat now; yield the requests that leave the queue."""
         while waiter := self._seats.due(now_s):
             self._queue_up(waiter.request, self._place(waiter.request, now_s), waiter.arrived_s)
-            yield from self._queue_decisions(now_s)  # now, so that no other session gets this seat
+            # Dispatch before the next search for seats, so that no other session gets this seat.
+            yield from self._queue_decisions(now_s)
         yield from self._queue_decisions(now_s)
 
     def _queue_decisions(self, now_s: float) -> Iterator[Decision]:
@@ -125,7 +132,8 @@ class Production:
     def wake_after_s(self) -> float | None:
         """Return the seconds until a replica may have capacity, or a session may be idle."""
         waits_s = [RETRY_SHARE * IDLE_S] if self._seats else []
-        if self._queue and self._peer_subscriber.alive:  # other routers' requests may come first
+        # Requests in other routers' queues may come first, so their messages matter, too.
+        if self._queue and self._peer_subscriber.alive:
             waits_s.append(self._queue.wake_s)
         elif self._queue:
             waits_s.append(
@@ -206,8 +214,8 @@ class LeastRecentlyUsed(Production):
 class MinTtft(Production):
     """The replica with the earliest first token: queued prefill plus the prompt's own prefill.
 
-    This is Mooncake's rule as it is commonly described, without KV transfers between replicas. Of
-    kvroute's terms of the cost, it uses waiting, reload, own and copy.
+    This is Mooncake's rule as it is commonly described, without KV transfers between replicas. It
+    is computed from four terms of kvroute's cost, which are explained in Candidate.
     """
 
     def best(self, placement: Placement) -> Candidate:

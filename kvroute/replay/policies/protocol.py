@@ -17,10 +17,10 @@ from kvroute.replay.workload.trace import Request
 class Setup:
     """The facts about its replicas that a router knows at the start."""
 
-    replicas: int
-    kv_tokens: int
+    replicas: int  # number of replicas
+    kv_tokens: int  # size of each replica's KV cache, in tokens
     prefill: PrefillModel
-    block_tokens: int
+    block_tokens: int  # tokens of one block
     chunk_tokens: int = 8192  # maximum tokens in an engine step: vLLM's max_num_batched_tokens
     tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)  # slower tiers of each replica
 
@@ -50,7 +50,7 @@ class Policy(Protocol):
     """A routing policy in one router: its decisions, and the events that it learns from."""
 
     report_s: float  # seconds between two reports of each replica; infinite: it uses no reports
-    report_age_s: float  # age of a report when it reaches the router
+    report_age_s: float  # age of a report in seconds when it reaches the router
 
     def on_arrival(self, request: Request, now_s: float) -> None:
         """Accept a client's request. It waits in the router until `take_decisions` returns it."""
@@ -59,7 +59,7 @@ class Policy(Protocol):
         """Return the requests that go to replicas now, in their order."""
 
     def wake_after_s(self) -> float | None:
-        """Return the seconds until `take_decisions` should be called again; None: at an event."""
+        """Return the seconds until the next call of `take_decisions`; None: at the next event."""
 
     def on_first_token(self, request: Request, now_s: float) -> None:
         """Record a request's first token."""

@@ -114,12 +114,12 @@ class ConsistentHash(Counting):
 
 
 class SGLang(Counting):
-    """SGLang's cache_aware: the least loaded replica if load is unbalanced, else the best match.
+    """SGLang's cache_aware: the replica to which most of the prompt was last sent.
 
-    A match must be longer than 30% of the prompt. The source is sgl-project/sglang,
-    sgl-model-gateway/src/policies/cache_aware.rs, with the default thresholds of RouterArgs. The
-    policy remembers for each block the replica that it was last sent to. Nothing is evicted, since
-    its tree is larger than a trace.
+    If that is at most 30% of the prompt, or if the load is unbalanced, it is the least loaded
+    replica. The source is sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs, with
+    the default thresholds of RouterArgs. The policy remembers for each block the replica to which
+    it was last sent, and forgets none, since its tree is larger than a trace.
     """
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
@@ -153,13 +153,13 @@ class Indexed(Counting):
     def hits(self, request: Request) -> list[float]:
         """Return the value of the cached prefix on each replica, in blocks."""
         hits = self.mirror.hits(request.reusable)
-        gpu = [hits.get(str(replica), 0) for replica in self.replicas]
-        counts: list[float] = [*gpu]
+        gpu_hits = [hits.get(str(replica), 0) for replica in self.replicas]
+        values: list[float] = [*gpu_hits]
         for tier in self.setup.tiers:
             hits = self.mirror.hits([*map(tier.fingerprint, request.reusable)])
-            for replica, near in enumerate(gpu):
-                counts[replica] += self.tier_credit * max(0, hits.get(str(replica), 0) - near)
-        return counts
+            for replica, gpu in enumerate(gpu_hits):
+                values[replica] += self.tier_credit * max(0, hits.get(str(replica), 0) - gpu)
+        return values
 
     def on_index_change(
         self, replica: int, added: Sequence[Fingerprint], removed: Sequence[Fingerprint]
@@ -187,7 +187,7 @@ class Prefilling(Indexed):
         return replica
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
-        """Return the cost of each replica, which has to compute `missing` prompt tokens."""
+        """Return each replica's cost; `missing` has the prompt tokens that it has to compute."""
         raise NotImplementedError
 
     def on_dispatch(self, request: Request, replica: int) -> None:
@@ -202,8 +202,8 @@ class LMetric(Prefilling):
     """LMetric: the cost is a replica's pending prompt tokens times its number of requests.
 
     Both numbers include this request. The source is "LMetric: Simple is Better - Multiplication May
-    Be All You Need for LLM Request Scheduling", arXiv 2603.15202. To its advantage, a prompt counts
-    as cached as soon as it is sent.
+    Be All You Need for LLM Request Scheduling", arXiv 2603.15202. This model
+    favours it: a prompt counts as cached as soon as it is sent.
     """
 
     def cost(self, request: Request, missing: Sequence[float]) -> list[float]:
@@ -219,15 +219,14 @@ class LMetric(Prefilling):
 
 
 class LlmD(Indexed):
-    """llm-d's score: 2 x cached share of the prompt + free share of the KV cache + short queue.
+    """llm-d's score: 2 x cached share of the prompt + free share of the KV cache + queue score.
 
     The source is llm-d/llm-d-inference-scheduler. The weights are those of
     deploy/config/epp-precise-prefix-cache-config.yaml, with speculative indexing off, its default.
-    queuedepth/README.md has the scale of the queue. llm-d scrapes queues and KV use from vLLM, by
-    default every 50 ms (refreshMetricsInterval). Here, a single router uses its own counters
-    instead, which are never late; it subtracts one request, which is not in the queue but runs. A
-    block that is only in host memory counts 0.8, the default weight of `cpu` in
-    llm-d-kv-cache-manager.
+    The queue score is 1 for the shortest queue and 0 for the longest, as in queuedepth/README.md.
+    llm-d scrapes queues and KV use from vLLM, by default every 50 ms (refreshMetricsInterval).
+    Here, a single router uses its own counters instead, which are never late. A block that is only
+    in host memory counts as 0.8 of a hit, the default weight of `cpu` in llm-d-kv-cache-manager.
     """
 
     report_s = 0.05
@@ -252,7 +251,10 @@ class LlmD(Indexed):
         return self.cheapest(cost)
 
     def counted(self) -> list[tuple[int, float]]:
-        """Return what a scrape would show now, from this router's own counters."""
+        """Return the queue length and KV use of each replica, from this router's own counters.
+
+        One request without a first token is not in vLLM's queue, since vLLM computes it.
+        """
         return [
             (max(0, queued - 1), min(1.0, tokens / self.setup.kv_tokens))
             for queued, tokens in zip(self.queued, self.kv_tokens, strict=True)

@@ -1,4 +1,4 @@
-"""Sets the arrival times of a trace's requests for a pace."""
+"""Sets the arrival times of a trace's requests for a pace, such as a load or a speed (pace.py)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from kvroute.replay.workload.trace import Request, at_speed, native_rps
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests with their arrival times, and the requests that wait for answers."""
+    """Requests with their arrival times."""
 
     requests: list[Request]
-    loop: Loop
+    loop: Loop  # which of the requests wait for answers to other requests
     summary: str  # description of the pace, for the terminal
 
 

@@ -1,9 +1,9 @@
 """Closed loops: each turn of a session arrives some time after the previous turn was answered.
 
-During this time, people think and tools run. It comes from the trace and does not depend on the
-speed of the replay: it is the time between two arrivals minus the duration of the answer between
-them. If the trace has no durations, the duration on an idle replica is used. So turns arrive as
-recorded if the cluster is idle, and later if it is busy.
+During this thinking time, people think and tools run. It does not depend on the speed of the
+replay: it is the recorded time between two arrivals minus the duration of the answer between them.
+If the trace has no durations, the duration on an idle replica is used. So turns arrive as recorded
+if the cluster is idle, and later if it is busy.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ class ClosedLoopSession:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The requests that wait for answers to other requests."""
+    """Says which requests wait for answers to other requests."""
 
     # Index of a request -> the next turn of its session.
     follow_ups: Mapping[int, FollowUp] = field(default_factory=dict)
@@ -67,7 +67,7 @@ def starts_at_speed(
 ) -> tuple[list[Request], Loop]:
     """Return the requests and the loop if sessions start at `speed` times the recorded rate.
 
-    The duration of each session stays the same.
+    The thinking times within each session stay the same.
     """
     sessions = _sessions(recorded)
     moved = _moved(sessions, [turns[0].arrival_s / speed for turns in sessions])
@@ -79,8 +79,9 @@ def starts_at_once(
 ) -> tuple[list[Request], Loop]:
     """Return the requests and the loop if `count` sessions run at any time.
 
-    The first `count` sessions of the trace arrive at 0 s. Each later session gets the arrival time
-    that it would have on an idle cluster. The replay starts it when another session ends.
+    The first `count` sessions of the trace arrive at 0 s. The replay starts each later session when
+    another one ends. The arrival times in its requests are those on an idle cluster; the replay
+    does not use them, but the requests are numbered in their order.
     """
     sessions = _sessions(recorded)
     free_s = [0.0] * count  # heap of the times at which running sessions end
@@ -96,6 +97,7 @@ def starts_at_once(
 
 
 def _loop(sessions: Sequence[Turns], engine: EngineModel) -> Loop:
+    """Return the follow-ups and the sessions, with durations on an idle replica of this engine."""
     hits = ideal_hit_tokens(_in_order(sessions))
 
     def alone_s(turn: Request) -> float:
@@ -106,7 +108,7 @@ def _loop(sessions: Sequence[Turns], engine: EngineModel) -> Loop:
         return max(0.0, next_turn.arrival_s - turn.arrival_s - answer_s)
 
     follow_ups: dict[int, FollowUp] = {}
-    looped = []
+    closed_sessions = []
     for turns in sessions:
         later = {
             turn.index: FollowUp(next_turn.index, think_s(turn, next_turn))
@@ -114,8 +116,8 @@ def _loop(sessions: Sequence[Turns], engine: EngineModel) -> Loop:
         }
         follow_ups |= later
         length_s = sum(map(alone_s, turns)) + sum(turn.think_s for turn in later.values())
-        looped.append(ClosedLoopSession([turn.index for turn in turns], length_s))
-    return Loop(follow_ups, looped)
+        closed_sessions.append(ClosedLoopSession([turn.index for turn in turns], length_s))
+    return Loop(follow_ups, closed_sessions)
 
 
 def _moved(sessions: Sequence[Turns], starts_s: Sequence[float]) -> list[list[Request]]:
@@ -136,8 +138,8 @@ def _in_order(sessions: Sequence[Turns]) -> list[Request]:
 def _sessions(requests: Iterable[Request]) -> list[list[Request]]:
     """Return the turns of each session in order.
 
-    A request without a session's name is a session of its own. Parallel agents may share a name: so
-    a request that arrived before the previous turn was answered starts another session.
+    A request without a session's name is a session of its own. Parallel agents may share a name. So
+    a request that arrived before the previous turn of its name was answered starts a new session.
     """
     sessions: list[list[Request]] = []
     branches: dict[str, list[list[Request]]] = defaultdict(list)  # name -> sessions of this name

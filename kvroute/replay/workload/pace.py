@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The pace. At most one of the first four fields is set; if none is, it is the recorded one."""
+    """The pace. At most one of the first four fields is set; if none is, it is as recorded."""
 
     load: float | None = None  # arrival rate as a share of saturation
     speed: float | None = None  # arrival rate as a multiple of the recorded rate
@@ -18,5 +18,5 @@ class Pace:
 
     @property
     def unit(self) -> str:
-        """Return the word for what `rate` counts."""
+        """Return the unit of `rate` for the terminal: what it counts per second."""
         return "sessions" if self.is_closed_loop else "requests"

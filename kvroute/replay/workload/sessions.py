@@ -1,4 +1,4 @@
-"""Adds clients' hints that a session ends to a trace without such hints."""
+"""Adds hints that a session ends, which clients may send, to a trace that was recorded without."""
 
 import random
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from kvroute.replay.workload.trace import Request
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The shares of requests with the hint that their session ends."""
+    """How often clients send the hint that their session ends."""
 
-    right: float = 0.0  # share of the requests whose prompt no later request continues
-    wrong: float = 0.0  # share of all other requests
+    right: float = 0.0  # share of hints among the requests whose prompt no later request continues
+    wrong: float = 0.0  # share of hints among all other requests
 
 
 def with_ends(requests: Sequence[Request], ends: Ends, seed: int) -> list[Request]:

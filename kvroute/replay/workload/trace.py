@@ -2,9 +2,9 @@
 
 The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input_length` and
 `output_length` (tokens), and `hash_ids` with an id for each block of the prompt. Ids are chained:
-equal ids mean equal prefixes up to and with that block. No other request has the blocks after the
-last id. A cluster's request log (request_log.py) also has the block size, the requested model, and
-the time and outcome of each request. Optional fields are:
+equal ids mean equal prefixes up to and with that block. If there are more blocks than ids, no other
+request has the blocks without an id. A cluster's request log (request_log.py) also has the block
+size, the requested model, and the time and outcome of each request. Optional fields are:
 
 - `session`: the session of the request.
 - `tools`: true if the model may call tools. `tool_call`, or a `hint` of 1, means the same.
@@ -27,7 +27,7 @@ from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
 BLOCK_TOKENS = 512  # block size of a trace that does not have it, as in Mooncake's traces
 MAX_TOKENS = 100_000_000  # maximum length of a prompt; a longer one is a mistake in the trace
 NOT_RUN = ("failed", "refused")  # outcomes of requests that are not replayed
-TICK_S = 3.0  # requests with equal timestamps are spread over at most so many seconds
+TICK_S = 3.0  # maximum seconds over which requests with equal timestamps are spread
 
 
 class TraceError(ValueError):
@@ -49,7 +49,7 @@ class Request:
     answered_s: float | None = None  # recorded seconds from arrival to the end of the answer
     has_tools: bool = False  # whether the model may call tools in this session
     is_end: bool = False  # whether the client sent the hint that the session ends
-    own_blocks: int = 0  # number of the last blocks, for which the trace has no ids
+    own_blocks: int = 0  # number of blocks at the prompt's end for which the trace has no ids
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
@@ -108,7 +108,7 @@ def span_s(requests: Sequence[Request]) -> float:
 
 
 def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
-    """Return the hit tokens of each request if all had one shared cache without eviction."""
+    """Return the hit tokens of each request if there was one cache that never evicts a block."""
     seen: set[Fingerprint] = set()
     hits = []
     for request in requests:
@@ -122,7 +122,7 @@ def ideal_hit_tokens(requests: Iterable[Request]) -> list[int]:
 
 
 def unnamed(requests: Sequence[Request]) -> str:
-    """Return a sentence about blocks without ids in the trace, or ""."""
+    """Return a sentence that counts the blocks without ids in the trace; "" if there are none."""
     affected = sum(request.own_blocks > 0 for request in requests)
     if not affected:
         return ""
@@ -136,18 +136,18 @@ def unnamed(requests: Sequence[Request]) -> str:
 
 def _requests(path: Path, model: str | None) -> Iterator[Request]:
     first: Request | None = None
-    for where, line in _lines(path):
-        request = _request(where, line)
+    for location, line in _lines(path):
+        request = _request(location, line)
         if request is None or model not in (None, request.model):
             continue
         first = first or request
         if request.model != first.model:
             raise TraceError(
-                f"{where} is for {request.model}, earlier lines for {first.model}; set --model"
+                f"{location} is for {request.model}, earlier lines for {first.model}; set --model"
             )
         if request.block_tokens != first.block_tokens:
             raise TraceError(
-                f"{where} has blocks of {request.block_tokens} tokens, earlier lines of "
+                f"{location} has blocks of {request.block_tokens} tokens, earlier lines of "
                 f"{first.block_tokens}; split the trace by block size"
             )
         yield request
@@ -163,7 +163,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
                 yield f"{file}, line {number}", line
 
 
-def _request(where: str, line: str) -> Request | None:
+def _request(location: str, line: str) -> Request | None:
     """Parse a line; return None for a request that failed or was refused."""
     try:
         row = json.loads(line)
@@ -178,7 +178,7 @@ def _request(where: str, line: str) -> Request | None:
             arrival_s=row["timestamp"] / 1000.0,
             input_tokens=input_tokens,
             output_tokens=max(1, int(row["output_length"])),
-            blocks=(*_named_blocks(ids), *_own_blocks(where, len(ids), reusable)),
+            blocks=(*_named_blocks(ids), *_own_blocks(location, len(ids), reusable)),
             block_tokens=block_tokens,
             model=row.get("model"),
             session=None if row.get("session") is None else str(row["session"]),
@@ -188,20 +188,20 @@ def _request(where: str, line: str) -> Request | None:
             own_blocks=max(0, reusable - len(ids)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise TraceError(f"{where} is not a request of a Mooncake trace: {error!r}") from None
+        raise TraceError(f"{location} is not a request of a Mooncake trace: {error!r}") from None
     return None if row.get("outcome") in NOT_RUN else request
 
 
 def _named_blocks(ids: Iterable[Any]) -> Iterator[Fingerprint]:
-    """Yield the blocks with ids. Ids start at 0, which stands for "no block" in the router."""
+    """Yield a fingerprint for each id: id + 1, since ids start at 0, which no fingerprint is."""
     for id_ in ids:
         yield Fingerprint(int(id_) + 1)
 
 
-def _own_blocks(where: str, named: int, reusable: int) -> Iterator[Fingerprint]:
+def _own_blocks(location: str, named: int, reusable: int) -> Iterator[Fingerprint]:
     """Yield a unique fingerprint for each block that has no id."""
     for number in range(named, reusable):
-        yield Fingerprint(xxh3_64_intdigest(f"{where}, block {number}".encode()))
+        yield Fingerprint(xxh3_64_intdigest(f"{location}, block {number}".encode()))
 
 
 def _answered_s(row: dict[str, Any]) -> float | None:

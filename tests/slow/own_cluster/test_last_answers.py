@@ -67,7 +67,7 @@ async def test_the_first_signal_lets_answers_finish_and_ends_the_rest_with_an_er
         assert done == "data: [DONE]"
         assert (cut_whole.status_code, cut_whole.json()["error"]["code"]) == (503, "stopping")
         assert cluster.process.wait(60) == 0
-        assert "4 answers are still running, up to 8 s" in cluster.output()
+        assert "4 answers are still running, and may run up to 8 s" in cluster.output()
         assert_gone(cluster)
 
 
