@@ -1,10 +1,13 @@
 """Computes the named prefixes that are assigned to this replica, so that they are cached.
 
-Before the replica serves requests, it computes only the pinned prefixes, for a limited time. It
-computes the other prefixes while it serves. The prefixes' declarations and the records of live
-replicas, both in Redis, determine which replicas a prefix is assigned to. A replica releases a
-prefix in two cases: the prefix was deleted, or all replicas to which it is now assigned have
-computed it. During an outage of Redis nothing changes.
+A named prefix is a beginning of prompts that was declared in advance (store/named_prefix.py). Each
+replica computes from the declarations and the records of live replicas, both in Redis, which
+prefixes are assigned to it. Before it serves requests, it computes only the pinned prefixes, for a
+limited time. It computes the other prefixes while it serves.
+
+A replica releases a prefix if the prefix was deleted. If the prefix is now assigned to other
+replicas, it releases the prefix once they all have computed it. During an outage of Redis nothing
+changes.
 """
 
 import asyncio
@@ -32,8 +35,8 @@ POLL_S = 0.5  # seconds between two reads of Redis
 MIN_SLICE_TOKENS = 64  # minimum length of a slice, and the length of the first slice
 MAX_SLICE_TOKENS = 256  # maximum length of a slice
 MAX_SLICE_S = 0.2  # target for the maximum time of a slice; the slices' length is adapted to it
-# Seconds in which a starting replica computes prefixes before it serves. A prefix that has begun
-# before this limit is computed to its end.
+# Seconds in which a starting replica computes prefixes before it serves. A prefix that it has begun
+# to compute before this limit is computed to its end.
 MAX_START_S = 60.0
 # Seconds that a starting replica waits until the prefixes that its settings name are declared in
 # Redis.
@@ -159,7 +162,7 @@ class Warmer:
         return has_same_tokens and (prefix.name in pins or not cached.warm.is_pinned)
 
     def _is_missing_at_another_replica(self, prefix: Prefix) -> bool:
-        """Return whether a replica to which the prefix is assigned has not computed it yet."""
+        """Return whether some replica that the prefix is assigned to has not computed it yet."""
         if prefix.is_expired(time.time()):
             return False
         records = {record.id: record for record in self._records}
@@ -184,8 +187,8 @@ class Warmer:
         return not (prefix.is_pinned and self._can_pin(prefix))
 
     def _can_pin(self, prefix: Prefix) -> bool:
-        room = free_pin_blocks(prefix.name, self._engine, prefix.tier)
-        return prefix.full_blocks(self._engine.facts.block_size) <= room
+        free_blocks = free_pin_blocks(prefix.name, self._engine, prefix.tier)
+        return prefix.full_blocks(self._engine.facts.block_size) <= free_blocks
 
     async def _warm_one(self, prefix: Prefix) -> None:
         """Compute a prefix. Pin it if its declaration says so and the limit of pins allows it.

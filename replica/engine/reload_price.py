@@ -1,6 +1,6 @@
-"""Decides whether copying blocks from host memory is faster than computing them.
+"""Decides whether copying blocks from host memory (reloading) is faster than computing them.
 
-At first, the speeds are the values that the engine claims. Measurements then correct them.
+At first, the speeds are the engine's assumptions. Measurements then correct them.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class ReloadPrice:
     prefill: PrefillModel
     copies: CopySpeed
     token_bytes: float  # size of the KV of one token, in bytes
-    _computed: Speed = field(default_factory=Speed)
+    _computed: Speed = field(default_factory=Speed)  # corrects `prefill` by measured steps
 
     def compute_s(self, start: int, end: int) -> float:
         """Return the seconds to compute the tokens [start, end) of a prompt."""
@@ -29,7 +29,7 @@ class ReloadPrice:
     def is_cheaper(self, start: int, end: int, now_s: float) -> bool:
         """Return whether reloading the tokens [start, end) of a prompt is faster than computing.
 
-        The time until pending copies are done does not count, because waiting for them delays no
+        A reload also has to wait for pending copies. That wait does not count, because it delays no
         other request. Routers use the same rule.
         """
         return self.reload_s(end - start, now_s) < self.compute_s(start, end)
