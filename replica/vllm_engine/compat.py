@@ -1,6 +1,6 @@
 """Names of vLLM that are in different modules in the supported versions (vllm_build.py).
 
-The place in the newest version is tried first. kvroute's other modules import these names from
+The module in the newest version is tried first. kvroute's other modules import these names from
 here.
 """
 

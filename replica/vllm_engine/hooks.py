@@ -1,6 +1,6 @@
 """Checks that the installed vLLM has the names and parameters that kvroute relies on.
 
-hooks.txt lists these hooks: names in vLLM, for functions with their parameters. The list leaves out
+hooks.txt lists these hooks: names in vLLM, and the parameters of functions. The list leaves out
 names that are in different modules in some versions (compat.py), and functions and classes that
 kvroute only uses through their documented interface.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LIST = Path(__file__).with_name("hooks.txt")
-ALL = ".*"  # suffix of a class in the list; after it, the list has the class's public names
+ALL = ".*"  # a class in the list has this suffix, and then the public names that kvroute needs
 
 
 class GoneError(LookupError):

@@ -1,9 +1,9 @@
-"""Separates the cached blocks of namespaces, except those of a shared named prefix.
+"""Separates the cached blocks of namespaces, except those of shared prefixes.
 
 A namespace is a tenant, or a group of requests with the same `cache_salt`. vLLM mixes the salt into
 the hash of a prompt's first block, so requests with different salts share no blocks. But a prompt
-can begin with `shared_tokens` tokens of a named prefix that all namespaces share. Here, the salt is
-mixed into the hash of the first block after these tokens.
+can begin with a prefix that was declared for all namespaces; `shared_tokens` is its length. Here,
+the salt is mixed into the hash of the first block after this prefix.
 
 vLLM's engine process computes the hashes, so it imports this module.
 """

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter
 from kvroute.blocks.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
 from kvroute.contract.records import TierFacts
 
-UNKNOWN = "unknown"  # kind of a group for which routers cannot compute hits
+UNKNOWN = "unknown"  # kind of a group for which routers cannot predict hits
 
 
 class Division(Struct, frozen=True):

@@ -1,9 +1,9 @@
 """Makes vLLM's block pools emit events with fingerprints.
 
-vLLM's own event contains the tokens of all blocks, but the hashes only of those blocks that are
-neither null nor excluded by a mask. So the event does not show which tokens belong to a hash. This
-module replaces the event as soon as the pool has made it. The arguments of the pool's method show
-at which token each block ends.
+vLLM's own event about newly cached blocks contains the tokens of all blocks, but the hashes only of
+those blocks that are neither null nor excluded by a mask. So the event does not show which tokens
+belong to a hash. This module replaces the event as soon as the pool has made it. The arguments of
+the pool's method show at which token each block ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -55,6 +55,8 @@ def copies_of(pools: Iterable[BlockPool], groups: int) -> list[dict[ExternalBloc
 
 
 class _Fingerprinted(BlockPool):
+    """A block pool of vLLM that emits the events of blocks/events.py instead of vLLM's."""
+
     kvroute_space: Space
 
     def cache_full_blocks(

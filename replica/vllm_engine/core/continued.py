@@ -81,7 +81,7 @@ def repeated_outputs(
 
     Args:
         answered: The tokens that the first engine generated.
-        deltas: The number of tokens in each of its outputs.
+        deltas: The number of tokens in each of the first engine's outputs.
         prompt: The prompt, as vLLM's renderer made it.
         params: The request's parameters.
         request_id: The request's id.
@@ -114,10 +114,10 @@ def repeated_outputs(
 def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
     """Return entries with log-probability 0 for these tokens; None if none are requested.
 
-    The client has already received the real numbers. But vLLM's application needs the texts in the
-    entries: from the lengths of these texts, it computes the text offsets of later tokens. vLLM
-    makes the texts here, because a token may be a part of a character, and then its text depends on
-    earlier tokens.
+    The client has already received the real numbers. But vLLM's application needs the tokens' texts
+    in the entries: from their lengths, it computes the text offsets of later tokens. `processor`
+    decodes the texts. It has seen the earlier tokens, which matters if a token is only a part of a
+    character.
     """
     if processor.num_logprobs is None:
         return None

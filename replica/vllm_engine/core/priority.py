@@ -1,7 +1,7 @@
 """Converts a request's `order_s` to vLLM's priority.
 
-The router sets `order_s`: the seconds by which the request counts as arrived later than it did. A
-negative value makes it earlier.
+The router sets `order_s`, a number of seconds. Requests run in the order of their time of arrival
+plus `order_s`.
 """
 
 import time

@@ -15,8 +15,8 @@ from kvroute.replica.engine.event_batches import (
     request_replay,
 )
 
-# Seconds without a batch after which a replay is requested: later batches show that a batch was
-# lost, but after the last batch there are none.
+# Seconds without a batch after which a replay is requested. A lost batch is noticed when the next
+# batch arrives. Without a next batch, only the replay shows it.
 QUIET_S = 5.0
 CONNECT_TIMEOUT_S = 30.0  # timeout for the first message of a new publisher, in seconds
 

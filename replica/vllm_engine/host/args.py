@@ -51,9 +51,9 @@ def host_args(
 
 
 def _check(settings: ReplicaSettings, all_bytes: int, node_bytes: int) -> None:
-    if given := [name for name in OTHER_TIERS if settings.engine_args.get(name) is not None]:
+    if names := [name for name in OTHER_TIERS if settings.engine_args.get(name) is not None]:
         raise CannotRunError(
-            f"--engine-args has {given[0]}, and --host-cache-gb is {settings.host_cache_gb}: "
+            f"--engine-args has {names[0]}, and --host-cache-gb is {settings.host_cache_gb}: "
             "both create a tier of the cache in host memory; leave out one of them"
         )
     if all_bytes > node_bytes:

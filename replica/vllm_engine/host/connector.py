@@ -26,7 +26,7 @@ class EndedRequest:
     """The blocks of a request that has ended, and their retention.
 
     Some of the blocks may not be copied to host memory yet. So the retention is set again after
-    each copy. It may change before: see SchedulerHostTier.end.
+    each copy. If the session ends before a copy, the hint is replaced (SchedulerHostTier.end).
     """
 
     keys: Sequence[OffloadKey]  # the request's blocks, in the prompt's order
@@ -41,8 +41,8 @@ class Manager(CPUOffloadingManager):
     """
 
     kvroute_on_stored: Callable[[EndedRequest], None]  # called after copies for an ended request
-    # Maximum number of tokens, from the start of a prompt, that are copied to host memory. The tier
-    # can store as many. The copies of further blocks would evict the blocks of all other prompts,
+    # Maximum number of tokens, from the start of a prompt, that are copied to host memory. This is
+    # the size of the tier. Copies of further blocks would evict the blocks of all other prompts,
     # and then the prompt's own first blocks, without which its other blocks are useless.
     kvroute_max_tokens: float = math.inf
 
@@ -70,9 +70,9 @@ def _last_first(keys: Collection[OffloadKey], context: ReqContext) -> list[Offlo
 
 
 class HostTierConnector(OffloadingConnector):
-    """vLLM's connector, changed to report to a Meter and to reload blocks only if that is faster.
+    """vLLM's connector, which reloads blocks only if that is faster than computing them.
 
-    Faster means: faster than computing the blocks' tokens.
+    It reports steps and copies to a Meter, which measures their times.
     """
 
     kvroute_meter: Meter

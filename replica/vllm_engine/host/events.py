@@ -75,7 +75,7 @@ class HostEvents(OffloadingEventsTracker):
         return copies
 
     def _add_pending(self, request: Request, end: int, key: OffloadKey) -> None:
-        """Record the fingerprint of a block whose copy to host memory begins, if it has one."""
+        """Record a block's fingerprint, if it has one, because its copy to host memory begins."""
         if request.prompt_embeds is not None:
             return
         [fingerprint] = chain_of(request, self._space).fingerprints_at(

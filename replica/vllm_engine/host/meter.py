@@ -89,7 +89,7 @@ class Meter:
             self.price.copies.record(load.bytes, load.time / workers, self.clock())
 
     def is_cheaper(self, start: int, end: int) -> bool:
-        """Return whether it is faster to reload tokens [start, end) of a prompt than to compute."""
+        """Return whether reloading a prompt's tokens [start, end) is faster than computing them."""
         return self.price is None or self.price.is_cheaper(start, end, self.clock())
 
     def record_reload(self, tokens: int) -> None:

@@ -259,7 +259,7 @@ class RouterPrompts:
         return [prompt]
 
     def _compared(self, routed: Any, rendered: Any, run: RequestRun) -> Any:
-        """Return vLLM's prompt, and count a difference if the router's prompt is not the same."""
+        """Return the router's prompt if vLLM's is equal; else count this, and return vLLM's."""
         if routed["prompt_token_ids"] == rendered["prompt_token_ids"]:
             return routed
         self.differences[run.request.rank] += 1
@@ -289,7 +289,7 @@ class RouterPrompts:
 
 
 def _with_text(message: Any) -> Any:
-    """Return the message with its content as one text, the form of vLLM's parsed conversations."""
+    """Return the message with its content as one text, because vLLM's handlers expect a text."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message

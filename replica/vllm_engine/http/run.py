@@ -244,7 +244,7 @@ class RequestRun:
             "data_parallel_rank": self.request.rank,
             "priority": self.priority,
         }
-        prompt_logprobs = None  # those of the prompt's tokens, from the first output that has them
+        prompt_logprobs = None  # the prompt's log-probabilities, once an output has them
         outputs = llm.generate(prompt, params, id_, **{**options, **ours})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
             with _outside():
@@ -400,9 +400,9 @@ def content_type(message: Message) -> str:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """Run code outside the request: random ids that the engine makes are then not repeatable ones.
+    """Run code outside the request, so that ids that the engine makes use other random numbers.
 
-    Otherwise they would use up the request's random numbers (repeatable.py).
+    The request's own random numbers are for the ids in its response (repeatable.py).
     """
     token = CURRENT.set(None)
     try:
