@@ -81,8 +81,8 @@ class Backlog:
         queue, speed = self._queue, self._queue.speed
         slowness, elapsed_s = speed.slowness, now_s - queue.busy_since_s
         if queue.waiting and elapsed_s > slowness * queue.head_s:
-            # The oldest request's first token is overdue. Assume that the token arrives now: the
-            # engine is at least as slow as that.
+            # The oldest request's first token is overdue. Use the slowness that would be learned
+            # if the token arrived now: the engine is at least this slow.
             slowness = speed.slowness_after(queue.head_s, elapsed_s)
         return self._mean_router_wait_s(now_s) + queue.backlog_s(slowness, now_s)
 

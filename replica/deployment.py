@@ -117,7 +117,7 @@ class Replica:
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
-        """End the session whose number is given as 8 bytes, little endian.
+        """End a session. `session` is its number: 8 bytes, little endian.
 
         Raises:
             ValueError: `session` does not have 8 bytes.
@@ -189,7 +189,7 @@ class Replica:
         name, cluster = settings.served_model_name, settings.cluster
         index = Index(redis, name, cluster=cluster)
         prefixes = Prefixes(redis, name, cluster=cluster, unreadable=index.unreadable)
-        whereabouts = self._whereabouts()
+        location = self._location()
         identity = identify(
             resolve(settings.model),
             revision=settings.revision,
@@ -200,13 +200,13 @@ class Replica:
             Rank(
                 *(engine, index, prefixes, self._metrics, self._tracing),
                 rank_id=rank_id,
-                description=Description(engine.facts, identity, whereabouts, name),
+                description=Description(engine.facts, identity, location, name),
                 lease_s=settings.lease_s,
             )
             for rank_id, engine in zip(rank_ids(self.id, len(engines)), engines, strict=True)
         ]
 
-    def _whereabouts(self) -> ProcessLocation:
+    def _location(self) -> ProcessLocation:
         metrics = self._exposition.address if self._exposition else None
         return ProcessLocation(ray.util.get_node_ip_address(), os.getpid(), metrics)
 

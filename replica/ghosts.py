@@ -60,7 +60,8 @@ class Ghosts:
         # The parts of the list, sorted by the time of eviction: the earliest is first.
         self._parts = [OrderedDict[BlockHash, None]() for _ in SIZES]
         self._limits = [
-            round(capacity_blocks * (b - a)) for a, b in pairwise((1.0, *SIZES.values()))
+            round(capacity_blocks * (larger - smaller))
+            for smaller, larger in pairwise((1.0, *SIZES.values()))
         ]
         # Maximum length of the first part while many blocks are evicted without a BlockStored
         # event. Each BlockStored event moves the oldest blocks to the next part.

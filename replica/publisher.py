@@ -79,7 +79,7 @@ class Publisher:
 
     @property
     def blocks(self) -> int:
-        """Return the number of this replica's blocks, all of which the index should list."""
+        """Return the number of blocks that the index should list for this replica."""
         return len(self._table)
 
     @property
@@ -118,7 +118,7 @@ class Publisher:
             self._changed.set()
 
     def renew_soon(self) -> None:
-        """Return at once; load and pins are written to Redis within milliseconds."""
+        """Have load and pins written to Redis within milliseconds, without waiting for that."""
         self._renewal_s = 0.0
         self._changed.set()
 

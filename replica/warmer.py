@@ -1,9 +1,9 @@
 """Computes the named prefixes that are assigned to this replica, so that they are cached.
 
 A named prefix is a beginning of prompts that was declared in advance (store/named_prefix.py). Each
-replica computes from the declarations and the records of live replicas, both in Redis, which
-prefixes are assigned to it. Before it serves requests, it computes only the pinned prefixes, for a
-limited time. It computes the other prefixes while it serves.
+replica reads the declarations and the records of live replicas in Redis, and derives from them
+which prefixes are assigned to it. Before the replica serves requests, it computes only the pinned
+prefixes, for a limited time. It computes the other prefixes while it serves.
 
 A replica releases a prefix if the prefix was deleted. If the prefix is now assigned to other
 replicas, it releases the prefix once they all have computed it. During an outage of Redis nothing
@@ -46,7 +46,7 @@ MAX_DECLARATION_WAIT_S = 60.0
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
     prefix: Prefix
-    warm: Warm
+    warm: Warm  # the prefix's state in this replica's cache, as published
     shared_tokens: int  # length of the prefix's first part, whose blocks all namespaces share
 
 
@@ -179,6 +179,7 @@ class Warmer:
                 await self._warm_one(prefix)
 
     def _is_done(self, prefix: Prefix) -> bool:
+        """Return whether the prefix is cached, and is pinned if it should and can be pinned."""
         cached = self._cached.get(prefix.name)
         if cached is None:
             return False
@@ -222,7 +223,8 @@ class Warmer:
         """Bring all full blocks of the prefix into the cache.
 
         While the replica serves, the blocks are computed in slices. If the engine has other
-        requests, each slice is followed by a pause that is as long as the slice took.
+        requests, each slice is followed by a pause that is as long as the slice took. `pin` is the
+        name of the prefix's pin; empty: the prefix is not pinned.
         """
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:

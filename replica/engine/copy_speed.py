@@ -1,6 +1,6 @@
-"""The speed of copies from host memory: the engine's assumption, corrected by measured copies.
+"""The speed of copies from host memory: the engine's first claim, corrected by measured copies.
 
-The correction is the slowness: the measured time of a copy divided by its time at the assumed
+The correction is the slowness: the measured time of a copy divided by its time at the claimed
 speed.
 """
 

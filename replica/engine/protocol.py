@@ -1,4 +1,4 @@
-"""The interface that vLLM and the simulated engine implement for the replica."""
+"""The interface that all engines implement for the replica: vLLM, attached and simulated ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence

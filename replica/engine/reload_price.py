@@ -1,6 +1,6 @@
 """Decides whether copying blocks from host memory (reloading) is faster than computing them.
 
-At first, the speeds are the engine's assumptions. Measurements then correct them.
+At first, the speeds are those that the engine claims at its start. Measurements then correct them.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class ReloadPrice:
         return tokens * self.token_bytes / self.copies.bytes_per_s(now_s)
 
     def is_cheaper(self, start: int, end: int, now_s: float) -> bool:
-        """Return whether reloading the tokens [start, end) of a prompt is faster than computing.
+        """Return whether reloading a prompt's tokens [start, end) is faster than computing them.
 
         A reload also has to wait for pending copies. That wait does not count, because it delays no
         other request. Routers use the same rule.

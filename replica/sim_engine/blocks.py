@@ -111,16 +111,16 @@ class BlockPool:
         return True
 
     def hits_in_host(self, table: Table) -> int:
-        """Return how many blocks that follow the table's blocks in the prompt are in host memory.
+        """Return how many of the prompt's next blocks, after the table's, are in host memory.
 
         The table must be admitted.
         """
         return self._host.hits(self._reusable(table), len(table.blocks)) if self._host else 0
 
     def is_reloading(self, table: Table) -> bool:
-        """Return whether the first block that the prompt lacks is being copied for another table.
+        """Return whether the prompt's first missing block is being copied from host memory.
 
-        The block is copied from host memory.
+        The copy was started for another table.
         """
         if not self._reloading:
             return False

@@ -33,7 +33,7 @@ class HostCache:
         return hash_ in self._slot_of
 
     def hits(self, hashes: Sequence[Fingerprint], start: int = 0) -> int:
-        """Return how many consecutive blocks are stored, counted from hashes[start]."""
+        """Return how many blocks in a row are stored, beginning with hashes[start]."""
         return sum(1 for _ in takewhile(self.__contains__, islice(hashes, start, None)))
 
     def store(self, hashes: Sequence[Fingerprint]) -> tuple[list[Fingerprint], list[Fingerprint]]:

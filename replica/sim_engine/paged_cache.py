@@ -104,7 +104,7 @@ class PagedCache:
             self._holders[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` free blocks to one sequence. At least so many blocks must be free."""
+        """Allocate `count` free blocks to one sequence. At least this many blocks must be free."""
         blocks = self.free.pop(count)
         for block in blocks:
             self._holders[block] = 1

@@ -65,7 +65,7 @@ class Sampling:
     n: int = 1  # number of choices, which are generated from one shared prompt
     logprobs: int | None = None  # number of likely tokens to list at each position; None: no list
     is_stream: bool = False
-    include_usage: bool = False  # whether a stream ends with the usage
+    include_usage: bool = False  # whether a stream ends with an event that contains token counts
 
     @property
     def can_continue(self) -> bool:
@@ -198,7 +198,7 @@ def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int
 
 
 def check(kind: type[Body], raw: bytes) -> None:
-    """Raise UnsupportedRequestError if the body would be rejected with any prompt."""
+    """Raise UnsupportedRequestError if the body is rejected, whatever its prompt is."""
     _checked(kind, raw).alternatives()
 
 

@@ -40,7 +40,7 @@ class RunningChoice:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Return the sort key: the choice with the smallest is admitted first, preempted last."""
+        """Return the sort key: admission in ascending order, preemption in descending order."""
         return (*self.job.order, self.index)
 
     @property
