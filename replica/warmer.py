@@ -47,7 +47,7 @@ MAX_DECLARATION_WAIT_S = 60.0
 class _CachedPrefix:
     prefix: Prefix
     warm: Warm  # the prefix's state in this replica's cache, as published
-    shared_tokens: int  # length of the prefix's first part, whose blocks all namespaces share
+    shared_tokens: int  # length of the first part of the prefix, which all namespaces share
 
 
 class Warmer:
@@ -79,7 +79,7 @@ class Warmer:
         self._slice_blocks = self._blocks_in(MIN_SLICE_TOKENS)
 
     def cached(self) -> Mapping[str, Warm]:
-        """Return the prefixes whose full blocks are all cached here: Prefix.name -> its state."""
+        """Return the state of each prefix that this replica has computed, by Prefix.name."""
         return {name: cached.warm for name, cached in self._cached.items()}
 
     async def start(self, declared: Sequence[str]) -> None:

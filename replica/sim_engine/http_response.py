@@ -27,7 +27,7 @@ ROUTES: dict[str, tuple[type[Body], type[SimulatedResponse]]] = {
     "/v1/completions": (Completion, CompletionReply),
 }
 
-ANTHROPIC = "/v1/messages"  # path prefix of the routes whose errors have Anthropic's format
+ANTHROPIC = "/v1/messages"  # path prefix of Anthropic's routes, which have another error format
 
 Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
 

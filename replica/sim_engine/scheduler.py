@@ -67,7 +67,7 @@ class SimulatedScheduler:
         self._pool.free(choice.table, hint)
 
     def end_reloads(self, now_s: float) -> None:
-        """Move choices whose copies from host memory have ended to the batch."""
+        """Move choices to the batch, if their copies from host memory have ended."""
         while self.reloads and self.reloads.next_end_s <= now_s:
             choice = self.reloads.pop()
             self._pool.end_reload(choice.table)

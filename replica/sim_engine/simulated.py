@@ -47,8 +47,8 @@ class SimulatedEngine(Engine):
 
         Args:
             config: The engine's sizes and speed.
-            tokenizer: A folder with a tokenizer.json, whose words the engine generates. None: the
-                engine generates numbers as words.
+            tokenizer: A folder with a tokenizer.json. The engine generates words of this tokenizer.
+                None: the engine generates numbers as words.
         """
         self.config = config
         self.facts = EngineFacts(

@@ -99,7 +99,7 @@ def serve(jobs: Connection, results: Connection, load: Callable[[], Compile], cp
 
 
 def _pipe_of_ended_children() -> int:
-    """Return the reading end of a pipe to which a byte is written whenever a child ends.
+    """Return the reading end of a pipe that gets a byte whenever a child process ends.
 
     A handler of SIGCHLD is not enough: a signal that arrives just before `wait` blocks does not
     interrupt `wait`.
@@ -112,7 +112,7 @@ def _pipe_of_ended_children() -> int:
 
 
 def _reap(running: dict[int, int], results: Connection) -> None:
-    """Send the verdicts on grammars whose processes were killed."""
+    """Send a verdict for each grammar's process that was killed, and forget ended processes."""
     for pid, number in [*running.items()]:
         ended_pid, status = os.waitpid(pid, os.WNOHANG)
         if not ended_pid:

@@ -59,7 +59,7 @@ log = logging.getLogger("kvroute.replica")
 # Example values of a chat's tools: no tools, and one tool. The content format is determined for
 # both.
 NO_AND_SOME_TOOLS: tuple[list[Any] | None, ...] = (None, [{}])
-# Prefixes of the names of loggers whose tracebacks are shortened to one line.
+# Prefixes of names of loggers. In the messages of these loggers, tracebacks become one line.
 HANDLERS = ("vllm.entrypoints", "vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
 MAX_LOGGED = 300  # maximum number of characters of a shortened traceback
 # Defaults of vLLM's server that kvroute changes: responses contain the number of cached tokens.
@@ -217,7 +217,7 @@ class RouterPrompts:
     """
 
     def __init__(self, renderer: Any) -> None:
-        # Rank -> number of prompts for which a router's tokens differed from vLLM's.
+        # Rank -> number of prompts that a router has rendered unlike vLLM.
         self.differences = Counter[int]()
         self._renderer = renderer
         self._render_chat = renderer.render_chat_async
@@ -298,7 +298,7 @@ def _with_text(message: Any) -> Any:
 
 
 def _content_format(llm: AsyncLLM, args: Any) -> str:
-    """Return the format in which the chat template expects the content of messages.
+    """Return how the chat template expects the content of messages: "string" or "openai".
 
     The result is empty in these cases: there is no chat template, vLLM renders chats without it, or
     the formats for chats with and without tools differ.

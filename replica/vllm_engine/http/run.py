@@ -289,7 +289,7 @@ class RequestRun:
 
 
 class Rendering(RequestRun):
-    """A request whose prompts are only rendered.
+    """A request that is only rendered: the engine does not run it.
 
     The application is cancelled when it passes the first prompt to the engine.
     """
