@@ -1,6 +1,6 @@
 """Estimates how long a new request waits for this engine, from arrivals and first tokens.
 
-The caller passes the time, in seconds of any monotonic clock.
+Autoscaling uses the estimate. The caller passes the time, in seconds of any monotonic clock.
 """
 
 import math
@@ -27,8 +27,8 @@ class _Pending:
 class Backlog:
     """The requests that have no first token yet, and the engine's speed, learned from first tokens.
 
-    Other delays of first tokens, such as a full batch of decoding requests, also make the engine
-    count as slow. That is intended: a new request waits just as long.
+    The engine also counts as slow if first tokens are late for other reasons, such as a full batch
+    of decoding requests. That is intended: a new request waits just as long.
     """
 
     def __init__(self, prefill_tokens_per_s: float) -> None:
@@ -63,7 +63,7 @@ class Backlog:
         self._queue.finish_prefill(request_id, now_s)
 
     def remove(self, request_id: str, now_s: float) -> None:
-        """Remove a request that ended. This has no effect after its first token."""
+        """Remove a request that ended. This has no effect if it has got its first token."""
         self._advance(now_s)
         self._queue.leave(request_id)
 
@@ -81,13 +81,13 @@ class Backlog:
         queue, speed = self._queue, self._queue.speed
         slowness, elapsed_s = speed.slowness, now_s - queue.busy_since_s
         if queue.waiting and elapsed_s > slowness * queue.head_s:
-            # The oldest request's first token is overdue. Count the engine as slow as if that token
-            # had arrived now: it is at least this slow.
+            # The oldest request's first token is overdue. Use the slowness that would be learned
+            # if the token arrived now: the engine is at least this slow.
             slowness = speed.slowness_after(queue.head_s, elapsed_s)
         return self._mean_router_wait_s(now_s) + queue.backlog_s(slowness, now_s)
 
     def service_s(self) -> float:
-        """Return the mean prefill time of one request, which delays the requests after it."""
+        """Return the mean prefill time of one request, in seconds."""
         return self._mean_s * self._queue.speed.slowness
 
     def busy_share(self, now_s: float) -> float:

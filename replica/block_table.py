@@ -1,4 +1,8 @@
-"""Converts KV cache events to changes of the replica's set of fingerprints."""
+"""Converts KV cache events to changes of the replica's published set of fingerprints.
+
+A replica publishes a layout of its KV cache (blocks/cache_groups.py). All groups of the engine with
+the same kind of attention and the same sizes are one entry of the layout.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,19 +54,16 @@ class Changes:
 
 
 class _CacheGroup:
-    """The cached blocks of one KV cache group of the engine.
-
-    The engine's groups with the same kind of attention form one entry of the published layout.
-    """
+    """The cached blocks of one KV cache group of the engine."""
 
     def __init__(self, entry: int, published: dict[BlockHash, Fingerprint]) -> None:
         self.entry = entry  # number of the layout's entry that this group belongs to
-        # Blocks of the entry that are published: every group of the entry has them cached. All
-        # groups of the entry share this object.
+        # Published blocks of the entry -> their fingerprints. A block is published while every
+        # group of the entry has it cached. All groups of the entry share this object.
         self.published = published
         self.others: list[_CacheGroup] = []  # the other groups of the entry
         # Number of cached blocks under each hash. vLLM does not deduplicate blocks: several blocks
-        # can have one hash, and each is removed by an event of its own.
+        # can have one hash, and the removal of each is a separate event.
         self.copies: dict[BlockHash, int] = {}
 
     def store(self, event: BlockStored, changes: Changes) -> None:
@@ -90,8 +91,12 @@ class _CacheGroup:
     def reconcile(self, held: Mapping[BlockHash, int], changes: Changes) -> Comparison:
         """Remove the blocks that the engine no longer has cached, and count all differences.
 
-        Blocks that the engine has cached but this table lacks are counted, but not added: their
+        Blocks that the engine has cached and this group lacks are counted, but not added: their
         fingerprints cannot be derived from their hashes.
+
+        Args:
+            held: The engine's list: hash -> number of cached blocks.
+            changes: Receives the removals.
         """
         comparison = Comparison.of(self.copies.keys(), held.keys())
         for block_hash in self.copies.keys() - held.keys():
@@ -126,7 +131,7 @@ class BlockTable:
         ]
         self._has_host = any(entry >= HOST_GROUPS for entry in entries)
         self._published = [groups[0].published for groups in entries.values()]
-        # Blocks of the layout's first entry that are in host memory. The first entry is full
+        # Published blocks in host memory of the layout's first entry. The first entry is full
         # attention if the model has any.
         self.in_host = entries[HOST_GROUPS][0].published if HOST_GROUPS in entries else {}
         # Differences in host memory at the last BlocksHeld event. None: there is no host tier.
@@ -165,9 +170,9 @@ class BlockTable:
         return comparison
 
     def _reconcile(self, event: BlocksHeld, changes: Changes) -> Comparison:
-        """Compare all groups with the event. A block counts once for each group.
+        """Compare all groups with the event, and return the sum of the differences.
 
-        A group that the event leaves out has no cached blocks.
+        Groups that the event leaves out have no cached blocks.
         """
         own, in_host = Comparison(0), Comparison(0)
         held_by_group = chain(event.copies, repeat(NO_BLOCKS))

@@ -40,7 +40,7 @@ log = logging.getLogger("kvroute.replica")
 
 CHECK_INTERVAL_S = 0.5  # seconds between two checks of the engine
 REPORT_INTERVAL_S = 0.25  # seconds between two reports of pending tokens to routers
-AUDIT_S = 10.0  # timeout of an audit in seconds; it waits for the engine's step and for Redis
+AUDIT_S = 10.0  # timeout of an audit, in seconds; an audit waits for the engine and for Redis
 # Maximum number of running and waiting requests of a rank. Further requests are rejected.
 MAX_REQUESTS = 1024
 
@@ -89,7 +89,7 @@ class Replica:
         self._tasks.append(asyncio.create_task(self._refuse_while_away(), name="engine-away"))
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return the address to which routers connect. Serve delivers it to the routers."""
+        """Return the address that routers connect to. Ray Serve delivers it to the routers."""
         server = self._server
         return Address(self._host, server.port, server.secret, len(self._ranks)).as_stats()
 
@@ -103,7 +103,7 @@ class Replica:
         return b""
 
     async def _render(self, call: bytes, rank: int) -> bytes:
-        """Render and return the prompt of an HTTP request that the router cannot render itself."""
+        """Render the prompt of an HTTP request that the router cannot render, and return it."""
         return encode_rendered(await self._ranks[rank].engine.render(decode_call(call)))
 
     async def _http(self, call: bytes, rank: int) -> bytes:
@@ -117,7 +117,7 @@ class Replica:
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
-        """End the session whose number is given as 8 bytes, little endian.
+        """End a session. `session` is its number: 8 bytes, little endian.
 
         Raises:
             ValueError: `session` does not have 8 bytes.
@@ -128,16 +128,20 @@ class Replica:
         return b""
 
     async def _audit(self, _: bytes, rank: int) -> bytes:
-        """Compare the engine's blocks with the rank's table and with the index.
+        """Compare the engine's blocks with the rank's block table and with the index.
 
-        Returns an encoded ReplicaAudit. Raises TimeoutError if engine or Redis do not respond.
+        Returns:
+            An encoded ReplicaAudit.
+
+        Raises:
+            TimeoutError: The engine or Redis does not respond.
         """
         async with asyncio.timeout(AUDIT_S):
             publisher, engine = self._ranks[rank].publisher, self._ranks[rank].engine
             return encode_audit(await publisher.audit(engine))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the input of kvroute/autoscaling.py; Serve reads it when autoscaling is on."""
+        """Return the input of kvroute/autoscaling.py; Serve calls this if autoscaling is on."""
         refused, self._refusals = self._server.refusals - self._refusals, self._server.refusals
         return autoscaling_stats(self._ranks, time.monotonic()) | {"refusing": float(refused > 0)}
 
@@ -149,7 +153,8 @@ class Replica:
         await self._check_engines()
         for task in self._tasks:
             if task.done():
-                task.result()  # raises the task's error: without the task, the index becomes wrong
+                # This raises the task's error. Without the task, the index would become wrong.
+                task.result()
 
     async def __del__(self) -> None:
         """Shut the replica down after all its requests have finished.
@@ -184,7 +189,7 @@ class Replica:
         name, cluster = settings.served_model_name, settings.cluster
         index = Index(redis, name, cluster=cluster)
         prefixes = Prefixes(redis, name, cluster=cluster, unreadable=index.unreadable)
-        whereabouts = self._whereabouts()
+        location = self._location()
         identity = identify(
             resolve(settings.model),
             revision=settings.revision,
@@ -195,13 +200,13 @@ class Replica:
             Rank(
                 *(engine, index, prefixes, self._metrics, self._tracing),
                 rank_id=rank_id,
-                description=Description(engine.facts, identity, whereabouts, name),
+                description=Description(engine.facts, identity, location, name),
                 lease_s=settings.lease_s,
             )
             for rank_id, engine in zip(rank_ids(self.id, len(engines)), engines, strict=True)
         ]
 
-    def _whereabouts(self) -> ProcessLocation:
+    def _location(self) -> ProcessLocation:
         metrics = self._exposition.address if self._exposition else None
         return ProcessLocation(ray.util.get_node_ip_address(), os.getpid(), metrics)
 
@@ -226,7 +231,7 @@ class Replica:
             await rank.engine.check()
 
     async def _report_pending(self) -> None:
-        """Report the prompt tokens that are not computed yet to all connected routers, repeatedly.
+        """Keep reporting the number of pending prompt tokens to all connected routers.
 
         A router that receives all other routers' messages through Redis can compute this number
         itself. A router that does not receive them needs this report.
@@ -246,8 +251,8 @@ class Replica:
     async def _die_with_engine(self) -> None:
         """Exit this process when the engine dies.
 
-        Callers then get an error at once, and Serve starts a new replica at once. If only the
-        health check failed, both would take many seconds.
+        Callers then get an error at once, and Serve starts a new replica at once. Without the exit,
+        both would take many seconds, because Serve would wait for failed health checks.
         """
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)

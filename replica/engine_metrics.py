@@ -33,11 +33,12 @@ class ReplicaMetrics:
         self._requests = counter("requests", "Requests that got a first token.")
         self._prompt_tokens = counter(
             "prompt_tokens",
-            "Prompt tokens of those requests, counted once for each request. "
+            "Prompt tokens of requests that got a first token, counted once for each request. "
             "vllm:prompt_tokens_total counts them once for each of a request's n choices.",
         )
         self._cached_tokens = counter(
-            "cached_tokens", "Prompt tokens of those requests that came from the KV cache."
+            "cached_tokens",
+            "Prompt tokens, of requests that got a first token, that came from the KV cache.",
         )
         self._output_tokens = counter("output_tokens", "Generated tokens.")
         self._stored = counter("stored_blocks", "Blocks that were added to the KV cache.")
@@ -53,14 +54,18 @@ class ReplicaMetrics:
             "Bytes of KV that were copied from host memory to the engine (in) or back (out).",
             "direction",
         )
-        copy_seconds = counter("host_seconds", "Seconds that those copies took.", "direction")
+        copy_seconds = counter(
+            "host_seconds",
+            "Seconds of copying KV from host memory to the engine (in) or back (out).",
+            "direction",
+        )
         self._host_bytes = {name: copied_bytes.labels(name) for name in DIRECTIONS}
         self._host_seconds = {name: copy_seconds.labels(name) for name in DIRECTIONS}
         self._clears = counter("cache_clears", "Number of times that the KV cache was cleared.")
         self._losses = counter(
             "event_losses",
-            "Number of times that KV cache events were lost, and the replica's blocks in the index "
-            "were corrected.",
+            "Number of times that KV cache events were lost. Each time, the replica's blocks in "
+            "the index were corrected.",
         )
 
     def record_chunk(self, request: GenerateRequest, chunk: Chunk, *, is_first: bool) -> None:
@@ -104,7 +109,7 @@ class ReplicaMetrics:
     def export(
         self, engines: Sequence[Engine], publishers: Sequence[Publisher], ghosts: Sequence[Ghosts]
     ) -> None:
-        """Export the numbers of engines, publishers and ghost lists.
+        """Export the numbers of engines, publishers and ghost lists (ghosts.py).
 
         Each argument has one item for each rank.
         """

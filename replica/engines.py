@@ -23,7 +23,7 @@ from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
 
-MAX_REASON = 600  # maximum length of the reason why an engine does not fit, in characters
+MAX_REASON = 600  # maximum length of the reason why vLLM does not fit, in characters
 # Context length for a model whose configuration has no max_position_embeddings.
 DEFAULT_CONTEXT_TOKENS = 131_072
 SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in an 8B model
@@ -34,7 +34,8 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
 
     Args:
         settings: The replica's settings.
-        replica_id: The replica's id, with which it claims an attached server.
+        replica_id: The replica's id. With it, the replica claims an attached server, that is, one
+            that kvroute did not start.
     """
     folder = await asyncio.to_thread(resolve, settings.model)
     if settings.is_attached:
@@ -49,8 +50,8 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
     prepare_vllm(folder, cores.threads(settings.data_parallel_size))
     if unfit := await asyncio.to_thread(_unfit):
         log.warning(
-            "replicas run vLLM without kvroute's changes, so without pins, host memory and "
-            "continued answers, because the installed vLLM does not fit: %s",
+            "kvroute's changes do not fit the installed vLLM, so replicas run it without them: "
+            "pins, host memory and continued answers are missing. Reason: %s",
             unfit,
         )
         return await _start_unpatched(settings, folder, unfit)
@@ -66,7 +67,7 @@ async def _start_unpatched(settings: ReplicaSettings, folder: str, unfit: str) -
 
 
 def _unfit() -> str:
-    """Return why kvroute's engine does not fit the installed vLLM; empty: it fits."""
+    """Return why kvroute's changes of vLLM do not fit the installed version; empty: they fit."""
     try:
         importlib.import_module("kvroute.replica.vllm_engine.async_llm")
     except (ImportError, AttributeError) as error:
@@ -106,7 +107,7 @@ def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
 
 
 def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> TierFacts | None:
-    """Return the host tier of one rank, or None if it has none."""
+    """Return the host tier (the cache in host memory) of one rank, or None if it has none."""
     block_bytes = settings.block_size * SIMULATED_TOKEN_BYTES
     blocks = settings.host_cache_bytes(memory_bytes()) // block_bytes
     if not blocks or not settings.prefix_caching:
@@ -121,10 +122,9 @@ def _simulated_host(settings: ReplicaSettings, max_model_len: int) -> TierFacts 
 
 
 def prepare_vllm(folder: str, threads: int) -> None:
-    """Prepare this process for the import of vLLM.
+    """Set the environment variables that vLLM reads when it is imported.
 
-    Sets the environment variables that vLLM reads when it is imported. With a build of vLLM for
-    CPUs, it also starts the fork server.
+    With a build of vLLM for CPUs, also start the fork server for vLLM's processes.
 
     Args:
         folder: The model's folder or its name on the Hugging Face Hub.

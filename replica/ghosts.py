@@ -1,14 +1,14 @@
 """Estimates the additional hits of a larger cache, from the events of the real cache.
 
-A ghost list contains the hashes of the most recently evicted blocks. It is as long as the cache has
-blocks. If a block is stored again while it is in the list, a larger cache would still have had it.
-The number of blocks that were evicted after it shows how much larger that cache would have to be
-(Mattson et al., Evaluation techniques for storage hierarchies, 1970).
+A ghost list contains the hashes of the most recently evicted blocks, as many as the cache has
+blocks. If a block is stored again while its hash is in the list, a larger cache would still have
+had the block. The number of blocks that were evicted after this block shows how much larger the
+cache would have to be (Mattson et al., Evaluation techniques for storage hierarchies, 1970).
 
-The estimate is low for two reasons. First, when a long prompt is computed in chunks, the evictions
-for its earlier chunks age the ghosts that its later chunks hit. Second, a block that another
-replica computes again is not seen here. The estimate is high for one reason: it also counts the
-blocks of an answer that is generated again with the same words.
+The estimate is too low for two reasons. First, when a long prompt is computed in chunks, the
+evictions for its earlier chunks move hashes down the list before its later chunks look for them.
+Second, a block that another replica computes again is not seen here. The estimate is too high for
+one reason: it also counts the blocks of an answer that is generated again with the same words.
 """
 
 from collections import Counter, OrderedDict
@@ -51,8 +51,8 @@ class Ghosts:
             capacity_blocks: The number of blocks of the real cache.
             block_tokens: The number of tokens in a block.
             group: The number of the KV cache group whose events count.
-            in_host: The blocks in host memory. Storing them again is a copy, not a computation, so
-                they do not count.
+            in_host: The blocks in host memory. If one of them is stored again, it was copied and
+                not computed, so it is not counted.
         """
         self._in_host = in_host
         self._block_tokens = block_tokens
@@ -60,14 +60,15 @@ class Ghosts:
         # The parts of the list, sorted by the time of eviction: the earliest is first.
         self._parts = [OrderedDict[BlockHash, None]() for _ in SIZES]
         self._limits = [
-            round(capacity_blocks * (b - a)) for a, b in pairwise((1.0, *SIZES.values()))
+            round(capacity_blocks * (larger - smaller))
+            for smaller, larger in pairwise((1.0, *SIZES.values()))
         ]
-        # The first part's maximum length between two BlockStored events. Each BlockStored event
-        # moves the blocks above the part's limit to the next part.
+        # Maximum length of the first part while many blocks are evicted without a BlockStored
+        # event. Each BlockStored event moves the oldest blocks to the next part.
         self._max_first_part = 2 * capacity_blocks
         self._copies = Counter[BlockHash]()  # number of cached blocks under each hash
-        # Number of stored blocks, by the index of the smallest size that would have had them. The
-        # last item counts the blocks that no size would have had.
+        # For each size, the number of stored blocks that only a cache of at least this size would
+        # have had. The last item counts the blocks that no size would have had.
         self._hit_blocks = [0] * (len(SIZES) + 1)
 
     def __len__(self) -> int:
@@ -111,9 +112,9 @@ class Ghosts:
     def _store(self, block_hashes: Sequence[BlockHash]) -> None:
         """Count stored blocks that a larger cache would have had, and remove them from the list.
 
-        A block is a hit only if all blocks before it are hits, so it counts for the largest size
-        that it or any block before it needs. The list is aged after this, so blocks that were
-        evicted for these blocks do not make any of these blocks older.
+        A block is a hit only if all blocks before it are hits. So it counts for the largest size
+        that it or any block before it needs. The engine has evicted other blocks to store these.
+        The caller ages the list only after this, so those evictions do not affect these hits.
         """
         size_index = 0
         for block_hash in block_hashes:

@@ -1,18 +1,25 @@
-"""The share of recently computed tokens that a larger cache would have had."""
+"""The share of recently computed prompt tokens that a larger cache would have had.
+
+Autoscaling uses it to predict how much more would be computed with fewer replicas. The estimate
+comes from the ghost list, a list of recently evicted blocks (ghosts.py).
+"""
 
 from kvroute.replica.ghosts import Ghosts
 
-SIZE = "1.25"  # the larger cache's size: a key of ghosts.SIZES
-HALF_LIFE_S = 300.0  # seconds after which computed tokens count half
+SIZE = "1.25"  # size of the larger cache: a key of ghosts.SIZES
+HALF_LIFE_S = 300.0  # seconds after which a computed token counts half
 
 
 class MissedShare:
-    """The share for one engine. The caller passes the time, in seconds of any monotonic clock."""
+    """Computes the share for one engine.
+
+    The caller passes the time, in seconds of any monotonic clock.
+    """
 
     def __init__(self, ghosts: Ghosts) -> None:
         self._ghosts = ghosts
         self._computed_tokens = 0  # computed prompt tokens since the last sample
-        self._counted_tokens = 0  # the ghost list's hit tokens at the last sample
+        self._counted_tokens = 0  # value of the ghost list's hit_tokens at the last sample
         # Decayed sums of computed tokens, and of those that a larger cache would have had.
         self._recent_computed = self._recent_missed = 0.0
         self._sampled_s: float | None = None  # time of the last sample

@@ -1,9 +1,10 @@
 """Publishes a replica's cached blocks and its heartbeat to the index in Redis.
 
-Every write checks that the replica's state in Redis is as expected. There is a write at least once
-in every third of the lease. If the state is lost or wrong, the replica registers again with all its
-blocks after RETRY_S. If another process has registered with the same replica id, this replica
-retries until that process leaves or that process's lease expires.
+The replica's state in Redis expires after its lease, unless a write renews the lease. There is a
+write at least once in every third of the lease. Every write checks that the state is as expected.
+If it is lost or wrong, the replica waits for RETRY_S, and then registers again with all its blocks.
+If another process has registered with the same replica id, this replica retries until that process
+leaves or that process's lease expires.
 """
 
 import asyncio
@@ -35,9 +36,9 @@ RETRY_S = 0.5  # seconds between a failed write and the next registration
 
 
 class Publisher:
-    """Publishes one engine's changes and heartbeat.
+    """Publishes the cached blocks and the heartbeat of one engine.
 
-    During an outage of Redis the engine continues.
+    The engine also runs during an outage of Redis.
     """
 
     def __init__(
@@ -70,19 +71,23 @@ class Publisher:
         # Monotonic time of the oldest change that is not written yet. None: all are written.
         self._waiting_since_s: float | None = None
         self._written_s = time.monotonic()  # time of the last write that Redis accepted
-        # Differences between the block table and the engine's blocks, for the running audit.
+        # Differences between the block table and the engine's blocks, for the running audit. None:
+        # the engine has not listed its blocks yet.
         self._table_comparison: Comparison | None = None
-        self._audit: asyncio.Future[ReplicaAudit] | None = None
+        self._audit: asyncio.Future[ReplicaAudit] | None = None  # result of the running audit
         self._audit_lock = asyncio.Lock()
 
     @property
     def blocks(self) -> int:
-        """Return the number of this replica's blocks that the index should list."""
+        """Return the number of blocks that the index should list for this replica."""
         return len(self._table)
 
     @property
     def host_blocks(self) -> int:
-        """Return the number of blocks in host memory, including copies of blocks in the engine."""
+        """Return the number of blocks in host memory.
+
+        A block that is also in the engine's own memory counts, too.
+        """
         return len(self._table.in_host)
 
     @property
@@ -99,8 +104,8 @@ class Publisher:
     def publish(self, events: list[KVEvent]) -> None:
         """Queue the changes by these events for the index, without waiting for Redis.
 
-        The queue has at most twice as many fingerprints as the engine has blocks, or one batch if
-        that is more. Call this in the order of the engine's events.
+        Call this in the order of the engine's events. The queue has at most twice as many
+        fingerprints as the engine has blocks, or one batch if that is more.
         """
         self._table_comparison = self._table.apply(events, self._changes) or self._table_comparison
         if self._changes and self._waiting_since_s is None:
@@ -113,10 +118,7 @@ class Publisher:
             self._changed.set()
 
     def renew_soon(self) -> None:
-        """Request a write of load and pins to the replica's record, and return at once.
-
-        The write follows within milliseconds.
-        """
+        """Have load and pins written to Redis within milliseconds, without waiting for that."""
         self._renewal_s = 0.0
         self._changed.set()
 
@@ -125,9 +127,9 @@ class Publisher:
     ) -> None:
         """Pass the engine's events to the observer and publish them, until cancelled.
 
-        After a loss of events, this requests a list of all cached blocks from the engine, and
-        removes all other blocks from the index. New blocks whose events were lost stay missing from
-        the index.
+        After a loss of events, this requests a list of all cached blocks from the engine. Blocks
+        that are not in the list are removed from the index. Blocks that were cached during the loss
+        stay missing from the index, because the list has no fingerprints.
         """
         async for events in engine.events():
             observer(events)
@@ -136,9 +138,10 @@ class Publisher:
                 await self._request_cached_blocks(engine)
 
     async def audit(self, engine: Engine) -> ReplicaAudit:
-        """Compare engine, table and index as of one moment, and repair any difference.
+        """Compare the blocks in the engine, the table and the index, and repair any difference.
 
-        This also works under load. During an outage of Redis, it waits until Redis is back.
+        All three are compared as of one moment, also under load. During an outage of Redis, this
+        waits until Redis is back.
         """
         async with self._audit_lock:
             self._table_comparison, self._audit = None, asyncio.get_running_loop().create_future()
@@ -223,9 +226,12 @@ class Publisher:
     async def _complete_audit(
         self, audit: "asyncio.Future[ReplicaAudit]", held: set[Fingerprint]
     ) -> None:
-        """Compare the index with `held`, and set the audit's result.
+        """Compare the index with `held`, the fingerprints that it should have; set the result.
 
-        Nothing is written meanwhile, so both should be equal.
+        Nothing is written during the comparison.
+
+        Raises:
+            FencedError: They differ. The replica then registers again with all its blocks.
         """
         writer_state, table_comparison = self._writer_state, self._table_comparison
         record = await self._index.record(self._replica_id)
@@ -234,7 +240,7 @@ class Publisher:
             or record is None
             or record.incarnation != writer_state.incarnation
         ):
-            return  # the state in Redis is lost or not ours: the next renewal registers again
+            return  # the state in Redis is lost or another process's: the next write notices it
         index = Comparison.of(set((await self._index.blocks(record)).blocks), held)
         if not audit.done():
             audit.set_result(
@@ -249,7 +255,8 @@ class Publisher:
             )
         if index.drift:
             raise FencedError(
-                f"the set in Redis differs by {index.drift} blocks from what {writer_state} wrote"
+                f"the replica's set in Redis differs by {index.drift} blocks from what the replica "
+                f"has written as {writer_state}"
             )
 
     async def _renew_if_due(self) -> None:
@@ -262,10 +269,10 @@ class Publisher:
         self._written_s = time.monotonic()
 
     def _plan_renewal(self) -> None:
-        """Set the time of the next renewal.
+        """Set the time of the next renewal of the lease.
 
-        This is called before the write. So a call of `renew_soon` during the write causes another
-        write.
+        Call this before a renewal, not after it. So if `renew_soon` is called during the renewal,
+        another one follows.
         """
         self._renewal_s = asyncio.get_running_loop().time() + self._lease_s / 3
 

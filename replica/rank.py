@@ -1,4 +1,8 @@
-"""A data parallel rank of a replica: one engine with its publisher, warmer and statistics."""
+"""A data parallel rank of a replica: one engine, and everything that belongs to it.
+
+The publisher writes the engine's blocks to the index. The warmer computes named prefixes. Backlog,
+ghost list and missed share are statistics about the engine.
+"""
 
 import asyncio
 import logging
@@ -49,7 +53,7 @@ class Rank:
         self.missed_share = MissedShare(self.ghosts)
         host = engine.facts.host
         self._copies = CopySpeed(host.bytes_per_s) if host else None
-        # Number of KV cache groups in the engine's own memory; each tier has as many groups.
+        # Number of KV cache groups in the engine's own memory. Each slower tier has as many groups.
         self._groups = len(engine.group_entries) // (1 + len(engine.facts.tiers))
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
@@ -147,8 +151,8 @@ class Rank:
 def autoscaling_stats(ranks: Sequence[Rank], now_s: float) -> dict[str, float]:
     """Return a replica's numbers for kvroute/autoscaling.py.
 
-    The wait is the lower quartile of the ranks' waits, because new requests go to the ranks that
-    are less busy. autoscaling.py does the same with replicas.
+    `wait_s` is the lower quartile of the ranks' waits, because new requests go to the ranks that
+    are less busy. For the same reason, autoscaling.py uses the lower quartile of the replicas.
     """
     waits_s = sorted(rank.backlog.wait_s(now_s) for rank in ranks)
     return {

@@ -1,10 +1,13 @@
 """Computes the named prefixes that are assigned to this replica, so that they are cached.
 
-Before the replica serves requests, it computes only the pinned prefixes, for a limited time. It
-computes the other prefixes while it serves. The prefixes' declarations and the records of live
-replicas, both in Redis, determine which replicas a prefix is assigned to. A replica releases a
-prefix in two cases: the prefix was deleted, or all replicas to which it is now assigned have
-computed it. During an outage of Redis nothing changes.
+A named prefix is a beginning of prompts that was declared in advance (store/named_prefix.py). Each
+replica reads the declarations and the records of live replicas in Redis, and derives from them
+which prefixes are assigned to it. Before the replica serves requests, it computes only the pinned
+prefixes, for a limited time. It computes the other prefixes while it serves.
+
+A replica releases a prefix if the prefix was deleted. If the prefix is now assigned to other
+replicas, it releases the prefix once they all have computed it. During an outage of Redis nothing
+changes.
 """
 
 import asyncio
@@ -32,8 +35,8 @@ POLL_S = 0.5  # seconds between two reads of Redis
 MIN_SLICE_TOKENS = 64  # minimum length of a slice, and the length of the first slice
 MAX_SLICE_TOKENS = 256  # maximum length of a slice
 MAX_SLICE_S = 0.2  # target for the maximum time of a slice; the slices' length is adapted to it
-# Seconds in which a starting replica computes prefixes before it serves. A prefix that has begun
-# before this limit is computed to its end.
+# Seconds in which a starting replica computes prefixes before it serves. A prefix that it has begun
+# to compute before this limit is computed to its end.
 MAX_START_S = 60.0
 # Seconds that a starting replica waits until the prefixes that its settings name are declared in
 # Redis.
@@ -43,8 +46,8 @@ MAX_DECLARATION_WAIT_S = 60.0
 @dataclass(frozen=True, slots=True)
 class _CachedPrefix:
     prefix: Prefix
-    warm: Warm
-    shared_tokens: int  # length of the prefix's first part, whose blocks all namespaces share
+    warm: Warm  # the prefix's state in this replica's cache, as published
+    shared_tokens: int  # length of the first part of the prefix, which all namespaces share
 
 
 class Warmer:
@@ -76,7 +79,7 @@ class Warmer:
         self._slice_blocks = self._blocks_in(MIN_SLICE_TOKENS)
 
     def cached(self) -> Mapping[str, Warm]:
-        """Return the prefixes whose full blocks are all cached here: Prefix.name -> its state."""
+        """Return the state of each prefix that this replica has computed, by Prefix.name."""
         return {name: cached.warm for name, cached in self._cached.items()}
 
     async def start(self, declared: Sequence[str]) -> None:
@@ -159,7 +162,7 @@ class Warmer:
         return has_same_tokens and (prefix.name in pins or not cached.warm.is_pinned)
 
     def _is_missing_at_another_replica(self, prefix: Prefix) -> bool:
-        """Return whether a replica to which the prefix is assigned has not computed it yet."""
+        """Return whether some replica that the prefix is assigned to has not computed it yet."""
         if prefix.is_expired(time.time()):
             return False
         records = {record.id: record for record in self._records}
@@ -176,6 +179,7 @@ class Warmer:
                 await self._warm_one(prefix)
 
     def _is_done(self, prefix: Prefix) -> bool:
+        """Return whether the prefix is cached, and is pinned if it should and can be pinned."""
         cached = self._cached.get(prefix.name)
         if cached is None:
             return False
@@ -184,8 +188,8 @@ class Warmer:
         return not (prefix.is_pinned and self._can_pin(prefix))
 
     def _can_pin(self, prefix: Prefix) -> bool:
-        room = free_pin_blocks(prefix.name, self._engine, prefix.tier)
-        return prefix.full_blocks(self._engine.facts.block_size) <= room
+        free_blocks = free_pin_blocks(prefix.name, self._engine, prefix.tier)
+        return prefix.full_blocks(self._engine.facts.block_size) <= free_blocks
 
     async def _warm_one(self, prefix: Prefix) -> None:
         """Compute a prefix. Pin it if its declaration says so and the limit of pins allows it.
@@ -219,7 +223,8 @@ class Warmer:
         """Bring all full blocks of the prefix into the cache.
 
         While the replica serves, the blocks are computed in slices. If the engine has other
-        requests, each slice is followed by a pause that is as long as the slice took.
+        requests, each slice is followed by a pause that is as long as the slice took. `pin` is the
+        name of the prefix's pin; empty: the prefix is not pinned.
         """
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         if not self._is_serving or not full_blocks:

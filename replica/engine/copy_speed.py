@@ -1,11 +1,16 @@
-"""The speed of copies from host memory: the engine's claim, corrected by measured copies."""
+"""The speed of copies from host memory: the engine's first claim, corrected by measured copies.
+
+The correction is the slowness: the measured time of a copy divided by its time at the claimed
+speed.
+"""
 
 import math
 
 from kvroute.prefill.speed import Speed
 
 MEMORY = 4.0  # number of copies after which an earlier measurement weighs 1/e
-FADE_S = 300.0  # seconds without a copy after which the learned slowness has decayed to 1/e
+# Seconds without a copy after which the part of the slowness above 1 has decayed to 1/e of itself.
+FADE_S = 300.0
 
 
 class CopySpeed:
@@ -35,9 +40,9 @@ class CopySpeed:
         return self._claimed / self._slowness(now_s)
 
     def _slowness(self, now_s: float) -> float:
-        """Return the learned slowness, which decays with time.
+        """Return the learned slowness. If it is above 1, it decays towards 1 with time.
 
-        Without the decay, a tier that was slow once would never be used again: blocks are not
+        Without the decay, a host tier that was slow once would never be used again: blocks are not
         reloaded from a slow tier, so no measurement could show that it has become fast.
         """
         extra = self._speed.slowness - 1.0

@@ -1,8 +1,8 @@
 """vLLM's protocol for KV cache events over ZMQ: numbered batches, and replays of earlier batches.
 
-The publisher's PUB socket sends messages (topic, number, payload). Numbers start from 0. Its ROUTER
-socket receives a number. It then sends all batches from that number on that it still has, followed
-by a message with the number END_OF_REPLAY.
+The publisher has two sockets. Its PUB socket sends each batch as (topic, number, payload); numbers
+start from 0. Its ROUTER socket receives a number and sends a replay: all batches from that number
+on that the publisher still has, then a message with the number END_OF_REPLAY.
 """
 
 import asyncio
@@ -24,5 +24,5 @@ async def receive_batch(socket: zmq.asyncio.Socket, wait_s: float) -> tuple[int,
 
 
 async def request_replay(socket: zmq.asyncio.Socket, number: int) -> None:
-    """Request all batches from this number on; the socket is a DEALER."""
+    """Request a replay of all batches from this number on; `socket` is a DEALER socket."""
     await socket.send_multipart([b"", number.to_bytes(8, "big")])

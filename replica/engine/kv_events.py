@@ -38,19 +38,22 @@ class AllBlocksCleared:
 
 @dataclass(frozen=True, slots=True)
 class EventsLost:
-    """Events between the engine and the replica were lost, so the block table may be wrong."""
+    """Events between the engine and the replica were lost.
+
+    The replica's list of cached blocks (block_table.py) may be wrong.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksHeld:
-    """A list of all cached blocks, as of this event's position among the events."""
+    """A list of all cached blocks, after all earlier events and before all later ones."""
 
     copies: Sequence[Mapping[BlockHash, int]]  # for each group, number of blocks under each hash
 
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Copies between the engine's memory and host memory, since the last event of this kind."""
+    """Totals of the copies between the engine and host memory since the last Transfers event."""
 
     reloaded_tokens: int = 0  # prompt tokens whose blocks came from host memory
     in_bytes: int = 0  # bytes copied from host memory to the engine

@@ -1,4 +1,8 @@
-"""Limits the share of each tier of the KV cache that pins may take, and counts pinned blocks."""
+"""Limits the share of each tier of the KV cache that pins may take, and counts pinned blocks.
+
+A pin keeps the blocks of a named prefix from being evicted. A tier is the part of the cache in one
+kind of memory: GPU memory or host memory.
+"""
 
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
@@ -13,7 +17,7 @@ K = TypeVar("K", bound=Hashable)
 def pin_budget(share: float, *, capacity_blocks: int, block_size: int, max_model_len: int) -> int:
     """Return the maximum number of pinned blocks of a tier.
 
-    This is `share` of all blocks. It is less if the other blocks would be too few for the longest
+    This is `share` of all blocks, or less, so that the other blocks are enough for the longest
     possible request.
     """
     blocks_of_longest = -(-max_model_len // block_size)
@@ -39,7 +43,7 @@ def admit_pin(request: GenerateRequest, engine: Engine) -> None:
 def free_pin_blocks(name: str, engine: Engine, tier: Tier = GPU) -> int:
     """Return the number of blocks that a new pin with this name may take in the tier.
 
-    The blocks of an earlier pin with this name count as free.
+    The blocks of an earlier pin with this name count as free, because the new pin replaces it.
     """
     pins = engine.pins if tier == GPU else engine.host_pins
     return engine.facts.pin_blocks_in(tier) - sum(
@@ -48,9 +52,9 @@ def free_pin_blocks(name: str, engine: Engine, tier: Tier = GPU) -> int:
 
 
 class PinnedKeys(Generic[K]):
-    """The blocks of each pin.
+    """The blocks of each pin, identified by keys such as hashes.
 
-    Several pins can have the same block. A pinned block need not be cached yet.
+    Several pins can have the same block. A block can be pinned before it is cached.
     """
 
     def __init__(self) -> None:
@@ -68,7 +72,7 @@ class PinnedKeys(Generic[K]):
             keys: The blocks of a prompt in the prompt's order, without duplicates.
 
         Returns:
-            The blocks that have become pinned, and the blocks that are no longer pinned.
+            The blocks that were not pinned before, and the blocks that are no longer pinned.
         """
         earlier, counts = self._keys.pop(name, ()), self._counts
         if keys:

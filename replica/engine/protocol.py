@@ -1,4 +1,4 @@
-"""The interface that vLLM and the simulated engine implement for the replica."""
+"""The interface that all engines implement for the replica: vLLM, attached and simulated ones."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,9 +14,9 @@ class Engine(Protocol):
     """One data parallel rank of an engine."""
 
     facts: EngineFacts
-    # For each group of the KV cache, the number of its entry in the published layout. None: the
-    # group takes no part in prefix caching. With a host tier, the numbers for the groups in host
-    # memory follow; they start from HOST_GROUPS.
+    # For each group of the KV cache, the number of its entry in the published layout
+    # (blocks/cache_groups.py). None: the group takes no part in prefix caching. With a host tier,
+    # the entries of the same groups in host memory follow; their numbers start from HOST_GROUPS.
     group_entries: Sequence[int | None]
 
     @property
@@ -34,11 +34,11 @@ class Engine(Protocol):
 
         Cancelling this call aborts the request.
 
-        - Continuation: if the request has `answered` tokens, another engine has generated them. The
-          response continues as if this engine had generated all of it. Text decoding, stop strings
-          and limits on the length include these tokens.
+        - Continuation: another engine has generated the last `answered` tokens of the request. The
+          response continues as if this engine had generated them. Text decoding, stop strings and
+          limits on the length include these tokens.
         - Pins: when a request with a `pin` finishes, the full blocks of its prompt are pinned. They
-          replace the blocks of an earlier pin with this name. Pinned blocks are never evicted, and
+          replace the blocks of an earlier pin with this name. Pinned blocks are not evicted, and
           requests with the same namespace and adapter can use them. With `is_host_pin`, the copies
           of the blocks in host memory are pinned instead.
         - Retention: when a request ends, its `keep` determines when its blocks are evicted
@@ -75,10 +75,10 @@ class Engine(Protocol):
         ...
 
     async def wait_until_away(self) -> str:
-        """Wait until the engine can run no requests for a while, and return why.
+        """Wait until the engine is away, that is, until it can run no requests; return the reason.
 
-        While an engine is away, its replica is not in the index. Only engines whose server somebody
-        else runs can be away; all others never return.
+        While an engine is away, its replica is not in the index. Only an attached engine, on a
+        server that kvroute did not start, can be away. For all others, this call never returns.
         """
         return await asyncio.Future()
 

@@ -1,6 +1,6 @@
-"""Decides whether copying blocks from host memory is faster than computing them.
+"""Decides whether copying blocks from host memory (reloading) is faster than computing them.
 
-At first, the speeds are the values that the engine claims. Measurements then correct them.
+At first, the speeds are those that the engine claims at its start. Measurements then correct them.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class ReloadPrice:
     prefill: PrefillModel
     copies: CopySpeed
     token_bytes: float  # size of the KV of one token, in bytes
-    _computed: Speed = field(default_factory=Speed)
+    _computed: Speed = field(default_factory=Speed)  # corrects `prefill` by measured steps
 
     def compute_s(self, start: int, end: int) -> float:
         """Return the seconds to compute the tokens [start, end) of a prompt."""
@@ -27,9 +27,9 @@ class ReloadPrice:
         return tokens * self.token_bytes / self.copies.bytes_per_s(now_s)
 
     def is_cheaper(self, start: int, end: int, now_s: float) -> bool:
-        """Return whether reloading the tokens [start, end) of a prompt is faster than computing.
+        """Return whether reloading a prompt's tokens [start, end) is faster than computing them.
 
-        The time until pending copies are done does not count, because waiting for them delays no
+        A reload also has to wait for pending copies. That wait does not count, because it delays no
         other request. Routers use the same rule.
         """
         return self.reload_s(end - start, now_s) < self.compute_s(start, end)

@@ -1,9 +1,9 @@
 """The order in which the idle blocks of a KV cache are evicted.
 
-Blocks of sessions that have ended are evicted first. Blocks of requests whose conversations are
-unlikely to continue follow, and then all other blocks. Among blocks of the same kind, the least
-recently used block is evicted first. Without retention hints, this order is LRU. vLLM's free queue,
-the simulated engine and the replay all use it.
+There are three kinds of blocks, the values of Order. Blocks of sessions that have ended are evicted
+first. Then come blocks of conversations that are unlikely to continue, and then all other blocks.
+Of each kind, the least recently used block is evicted first. Without retention hints, this order is
+LRU. The queue for vLLM's block pools, the simulated engine and `kvroute replay` all use it.
 """
 
 from collections import OrderedDict
@@ -12,9 +12,9 @@ from itertools import chain, islice
 
 from kvroute.contract.keep import Order, RetentionHint
 
-# Values in place of a block's session: no request with a session has used the block, or several
-# sessions use it.
-NO_SESSION, SHARED = 0, -1
+# Values in place of a block's session.
+NO_SESSION = 0  # no request has used the block since it was cached
+SHARED = -1  # several sessions, or requests without a session, have used the block
 
 
 class IdleBlocks:
@@ -34,7 +34,7 @@ class IdleBlocks:
         self._queues = [OrderedDict[int, None]() for _ in Order]
         self._order_of = [Order.USUAL] * self._capacity_blocks
         self._session_of = [NO_SESSION] * self._capacity_blocks
-        # Session -> the blocks that only this session uses, as an ordered set.
+        # Session -> the blocks that only this session has used, as an ordered set.
         self._owned: dict[int, dict[int, None]] = {}
 
     def __len__(self) -> int:
@@ -47,9 +47,9 @@ class IdleBlocks:
     def label(self, blocks: Sequence[int], hint: RetentionHint) -> None:
         """Set the retention of a request's blocks, while the request still holds them.
 
-        If only one session uses a block, the session's last hint counts. If other sessions or
-        requests without a session use it too, the hint that retains the block longest counts, and
-        the end of one session does not affect the block.
+        If only one session has used a block, the session's last hint counts. If other sessions or
+        requests without a session have used it, too, the hint that retains the block longest
+        counts, and the end of a session does not affect the block.
 
         Args:
             blocks: The request's blocks, in the prompt's order.
@@ -73,9 +73,9 @@ class IdleBlocks:
             del self._owned[session]
 
     def end(self, session: int) -> None:
-        """Mark blocks that only this session uses to be evicted before all others.
+        """Mark the blocks that only this session has used, so that they are evicted first.
 
-        The prompt's last blocks are evicted first.
+        Among them, the last blocks of the prompt are evicted first.
         """
         queues, order_of = self._queues, self._order_of
         for block in reversed(self._owned.get(session, {})):
@@ -86,7 +86,7 @@ class IdleBlocks:
                 queues[Order.ENDED][block] = None
 
     def put(self, blocks: Iterable[int]) -> None:
-        """Add blocks that have become idle; of each kind, the first one is evicted first."""
+        """Add blocks that have become idle. Of each kind, the first one is evicted first."""
         queues, order_of = self._queues, self._order_of
         for block in blocks:
             queues[order_of[block]][block] = None
@@ -127,7 +127,7 @@ class IdleBlocks:
         return evicted
 
     def _disown(self, session: int, block: int) -> None:
-        """Remove a block from the blocks that only this session uses."""
+        """Remove a block from the blocks that only this session has used."""
         own = self._owned[session]
         del own[block]
         if not own:

@@ -1,1 +1,1 @@
-"""The simulated engine: vLLM's scheduling and block accounting, with modelled time and no model."""
+"""The simulated engine: it schedules requests and caches blocks as vLLM does, but runs no model."""

@@ -1,6 +1,6 @@
 """A simulated paged KV cache that emits the KV events that vLLM would emit for the same tokens.
 
-The hash of a block is its fingerprint.
+Unlike in vLLM, the hash of a block is its fingerprint.
 """
 
 from collections.abc import Sequence
@@ -111,21 +111,24 @@ class BlockPool:
         return True
 
     def hits_in_host(self, table: Table) -> int:
-        """Return how many blocks that follow the table's blocks in the prompt are in host memory.
+        """Return how many of the prompt's next blocks, after the table's, are in host memory.
 
         The table must be admitted.
         """
         return self._host.hits(self._reusable(table), len(table.blocks)) if self._host else 0
 
     def is_reloading(self, table: Table) -> bool:
-        """Return whether the table's first missing block is being copied for another table."""
+        """Return whether the prompt's first missing block is being copied from host memory.
+
+        The copy was started for another table.
+        """
         if not self._reloading:
             return False
         missing = (hash_ for hash_ in self._reusable(table) if hash_ not in self._cache)
         return next(missing, None) in self._reloading
 
     def begin_reload(self, table: Table, blocks: int) -> None:
-        """Let the table hold `blocks` more blocks, whose copy from host memory begins now."""
+        """Let the table hold `blocks` more blocks. Their copy from host memory begins now."""
         assert self._host is not None
         end = len(table.blocks) + blocks
         self._reloading.update(table.hashes[len(table.blocks) : end])
@@ -133,7 +136,7 @@ class BlockPool:
         table.blocks += self._cache.take(blocks)
 
     def end_reload(self, table: Table) -> None:
-        """Cache the blocks of a table whose copy from host memory has ended."""
+        """Cache the copied blocks of a table, after their copy from host memory has ended."""
         assert self._tier is not None
         blocks = len(table.blocks) - table.cached
         self._reloading.difference_update(table.hashes[table.cached : len(table.blocks)])
@@ -147,7 +150,7 @@ class BlockPool:
         )
 
     def drop_reload(self, table: Table) -> None:
-        """Free the blocks of a table whose request was aborted while it waited for its copy."""
+        """Free a table's blocks, because its request was aborted during the copy to them."""
         self._reloading.difference_update(table.hashes[table.cached : len(table.blocks)])
         self.free(table)
 
@@ -165,9 +168,9 @@ class BlockPool:
             self._count_out(len(added))
 
     def forget(self, table: Table, computed: int) -> None:
-        """Remove uncomputed blocks from the cache.
+        """Remove the table's blocks after its first `computed` tokens from the cache.
 
-        Only the KV of the first `computed` tokens is computed.
+        The KV in these blocks was never computed. The blocks stay held.
         """
         first = computed // self.block_size
         self._cache.forget(table.blocks[first : table.cached])
@@ -178,7 +181,8 @@ class BlockPool:
 
         Args:
             table: A sequence's table.
-            hint: The retention of the blocks. None: the request has not ended (it was preempted).
+            hint: The new retention of the blocks. None: keep the old one, for example because the
+                request was preempted.
         """
         self._cache.release(table.blocks, hint)
         if self._host is not None and hint is not None:
@@ -193,7 +197,7 @@ class BlockPool:
             self._host.end(session)
 
     def share(self, table: Table, blocks: int) -> Table:
-        """Return a new table that holds the first `blocks` blocks of this table, too.
+        """Return a new table that also holds the first `blocks` blocks of this table.
 
         These blocks must be cached.
         """
@@ -240,6 +244,7 @@ class BlockPool:
         return table.hashes[: reusable_blocks(len(table.token_ids), self.block_size)]
 
     def _count_out(self, blocks: int) -> None:
+        """Count a copy of blocks to host memory."""
         assert self._tier is not None
         before = self._transfers
         self._transfers = replace(

@@ -27,7 +27,7 @@ class SimulatedConfig:
     stream_interval: int = 1  # number of tokens in a chunk; the first chunk always has one
     prefix_caching: bool = True
     pin_share: float = 0.3  # maximum share of the KV cache for pins
-    host: TierFacts | None = None  # the host tier; it needs prefix_caching
+    host: TierFacts | None = None  # size and speed of the host tier; it needs prefix_caching
     adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that can be loaded
     max_loras: int = 4  # maximum number of different adapters in a batch
     max_cpu_loras: int = 16  # maximum number of adapters in memory; at least max_loras

@@ -1,4 +1,4 @@
-"""Models copies over one link, which are made one after the other."""
+"""Models the times of copies over one link, which makes them one after the other."""
 
 import math
 from collections import deque
@@ -30,7 +30,7 @@ class Copies(Generic[T]):
         return self._pending[0][0] if self._pending else math.inf
 
     def begin(self, waiter: T, copy_s: float, now_s: float) -> float:
-        """Add a copy that takes `copy_s` after all earlier copies; return the time of its end."""
+        """Add a copy that starts after all earlier copies and takes `copy_s`; return its end."""
         self._free_s = max(self._free_s, now_s) + copy_s
         self._pending.append((self._free_s, waiter))
         return self._free_s

@@ -63,7 +63,12 @@ class Vocabulary:
         return self._ids[number % len(self._ids)]
 
     def logprob(self, token_id: int, *, alternatives: int) -> TokenLogprob:
-        """Return log-probability 0 for the drawn token, and other tokens as its alternatives."""
+        """Return log-probabilities for a response: 0 for the drawn token, and a low one for others.
+
+        Args:
+            token_id: The drawn token.
+            alternatives: The number of tokens to list as the most likely ones.
+        """
         chosen = Alternative(self.words[token_id], 0.0)
         others = [other for other in self._ids[:alternatives] if other != token_id]
         unlikely = [Alternative(self.words[other], ALTERNATIVE_LOGPROB) for other in others]
@@ -117,14 +122,17 @@ def salt(sampling: Sampling, index: int) -> int:
 
 
 class StopText:
-    """Detects stop strings in a text that arrives in pieces, and ends the text before the first."""
+    """Detects stop strings in a text that arrives in pieces.
+
+    The text ends before the first stop string.
+    """
 
     def __init__(self, stop: tuple[str, ...]) -> None:
         self._stop = stop
         self._held = ""  # text at the end that may be the beginning of a stop string
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Add text; return the text to send now, and whether a stop string ended it."""
+        """Add text; return the text to send now, and whether the answer ends at a stop string."""
         text = self._held + text
         ends = [text.index(stop) for stop in self._stop if stop in text]
         if ends:

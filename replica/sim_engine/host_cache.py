@@ -1,7 +1,8 @@
-"""A simulated host tier. It stores blocks by their hash, and evicts them in the engines' order.
+"""A simulated host tier: the part of an engine's KV cache that is in host memory.
 
-The simulated engine and the replay's engine model both use it. No request holds blocks in it,
-because a copy to the engine is assumed to read its blocks at its start.
+It stores blocks by their hash, and evicts them in the order of engine/retention.py. The simulated
+engine and the engine model of `kvroute replay` both use it. Requests do not hold blocks in it,
+because a copy to the engine is assumed to read all its blocks at once when it starts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ class HostCache:
 
     def __init__(self, capacity_blocks: int) -> None:
         self.capacity_blocks = capacity_blocks
-        self._idle = IdleBlocks(capacity_blocks)  # all slots whose block is not pinned
+        self._idle = IdleBlocks(capacity_blocks)  # slots of all blocks that are not pinned
         self._pins = PinnedKeys[Fingerprint]()
         self.clear()
 
@@ -32,7 +33,7 @@ class HostCache:
         return hash_ in self._slot_of
 
     def hits(self, hashes: Sequence[Fingerprint], start: int = 0) -> int:
-        """Return how many consecutive blocks are stored, counted from hashes[start]."""
+        """Return how many blocks in a row are stored, beginning with hashes[start]."""
         return sum(1 for _ in takewhile(self.__contains__, islice(hashes, start, None)))
 
     def store(self, hashes: Sequence[Fingerprint]) -> tuple[list[Fingerprint], list[Fingerprint]]:
@@ -45,7 +46,7 @@ class HostCache:
             The hashes of newly stored blocks, and of the blocks that were evicted for them.
         """
         hashes = list(dict.fromkeys(hashes))[: self.capacity_blocks]
-        slots = self._take(hashes)  # none of these blocks is then evicted for the others
+        slots = self._take(hashes)  # stored blocks of this prompt are not evicted for its new ones
         new = [hash_ for hash_ in hashes if hash_ not in self._slot_of]
         new = new[: len(self._blank) + len(self._idle)]
         dropped = self._drop(len(new) - len(self._blank))
@@ -88,7 +89,7 @@ class HostCache:
         self._pins.clear()
         self._slot_of: dict[Fingerprint, int] = {}
         self._hash_of: dict[int, Fingerprint] = {}
-        self._blank = list(range(self.capacity_blocks))
+        self._blank = list(range(self.capacity_blocks))  # slots without a block
 
     def _take(self, hashes: Sequence[Fingerprint]) -> list[int]:
         """Return the slots of these blocks. They cannot be evicted until `_put`."""
@@ -106,10 +107,11 @@ class HostCache:
         ]
 
     def _put(self, slots: Sequence[int]) -> None:
-        """Let slots be evicted again, the last one first, so that shared prefixes stay longer."""
+        """Let blocks be evicted again, the last one first, so that shared prefixes stay longer."""
         self._idle.put(slots[::-1])
 
     def _drop(self, count: int) -> list[Fingerprint]:
+        """Evict `count` blocks, or none if `count` is negative, and return their hashes."""
         if count <= 0:
             return []
         slots = self._idle.pop(count)

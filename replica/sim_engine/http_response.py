@@ -1,6 +1,6 @@
 """Answers chats and completions in OpenAI's format with a simulated engine.
 
-Other routes are rejected. Fields that the engine does not support are rejected, too.
+Requests to other routes, and fields that the engine does not support, are rejected.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -27,7 +27,7 @@ ROUTES: dict[str, tuple[type[Body], type[SimulatedResponse]]] = {
     "/v1/completions": (Completion, CompletionReply),
 }
 
-ANTHROPIC = "/v1/messages"  # path prefix of the routes whose errors have Anthropic's format
+ANTHROPIC = "/v1/messages"  # path prefix of Anthropic's routes, which have another error format
 
 Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
 
@@ -47,7 +47,7 @@ async def respond(
         request: The request.
         call: The HTTP call of the request.
         outputs_of: Yields the outputs. If another engine has begun the response, the first outputs
-            are that engine's, one for each delta of the call.
+            are that engine's, and the call's `deltas` has an item for each of them.
         emit: Receives the chunks.
         model: The model's name in the response.
         max_model_len: The maximum number of tokens of prompt and answer.
@@ -67,14 +67,16 @@ async def respond(
         cached_tokens=call.cached_tokens if call.deltas else None,
         prompt_tokens=prompt_tokens,
     )
-    repeated = len(call.deltas)
-    needs_head = not (repeated and sampling.is_stream)  # else the client has received the head
+    repeated = len(call.deltas)  # number of outputs that the client has received already
+    # Whether status and content type are still to be sent. With a stream, the other engine's
+    # replica has sent them.
+    needs_head = not (repeated and sampling.is_stream)
     async with aclosing(outputs_of(request, sampling)) as outputs:
         async for output in outputs:
             data = reply.add(output)
             if repeated:
                 repeated -= 1
-                continue  # the client has received this output already
+                continue
             if reply.is_complete:
                 data += reply.end()
             has_head = needs_head and (sampling.is_stream or reply.is_complete)

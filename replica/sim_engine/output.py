@@ -14,10 +14,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probabilities at one position: of the drawn token and of the most likely tokens."""
+    """Log-probabilities at one position of the answer."""
 
-    chosen: Alternative
-    top: tuple[Alternative, ...]  # the most likely token first
+    chosen: Alternative  # the token that was drawn
+    top: tuple[Alternative, ...]  # the most likely tokens, the most likely one first
 
 
 @dataclass(frozen=True, slots=True)

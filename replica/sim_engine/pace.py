@@ -2,12 +2,12 @@
 
 import asyncio
 
-SHORTEST_SLEEP_S = 0.001  # minimum sleep in seconds; shorter delays are added up until then
-LONGEST_LAG_S = 0.05  # maximum delay in seconds that later steps make up for
+SHORTEST_SLEEP_S = 0.001  # minimum sleep in seconds; shorter sleeps are added to the next one
+LONGEST_LAG_S = 0.05  # maximum delay in seconds that is subtracted from later sleeps
 
 
 class Pace:
-    """Keeps the modelled time. Steps have the right mean duration although sleeps are inexact."""
+    """Makes steps take the right time on average, although sleeps are inexact."""
 
     def __init__(self) -> None:
         self._ends_at_s = 0.0  # end of the last step, on the event loop's clock
@@ -19,7 +19,8 @@ class Pace:
     async def spend(self, step_s: float) -> None:
         """Sleep until the end of a step that takes `step_s`.
 
-        Delays by earlier sleeps and computations are subtracted, up to LONGEST_LAG_S.
+        If earlier sleeps or computations took too long, this sleep is shorter, by at most
+        LONGEST_LAG_S.
         """
         now_s = asyncio.get_running_loop().time()
         self._ends_at_s = max(self._ends_at_s + step_s, now_s - LONGEST_LAG_S)

@@ -1,7 +1,7 @@
 """A paged KV cache that holds, caches and evicts blocks as vLLM does.
 
-It works with hashes and not with tokens. The simulated engine and the replay's engine model both
-use it.
+It works with hashes and not with tokens. The simulated engine and the engine model of
+`kvroute replay` both use it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +14,13 @@ from kvroute.replica.engine.retention import IdleBlocks
 class FreeBlocks:
     """The blocks that no sequence holds, in the order in which they are allocated.
 
-    Blocks without a hash come first. Cached blocks follow in the order of engine/retention.py.
+    Blocks without a hash, which cache nothing, come first. Cached blocks follow in the order of
+    engine/retention.py.
     """
 
     def __init__(self, blocks: int) -> None:
-        self.idle = IdleBlocks(blocks)
-        self._blank = list(range(blocks))
+        self.idle = IdleBlocks(blocks)  # cached blocks
+        self._blank = list(range(blocks))  # blocks without a hash
 
     def __len__(self) -> int:
         return len(self._blank) + len(self.idle)
@@ -29,6 +30,7 @@ class FreeBlocks:
         yield from self.idle
 
     def put(self, blank: Sequence[int], cached: Sequence[int]) -> None:
+        """Add blocks that no sequence holds any more: those without a hash, and cached ones."""
         self.idle.forget(blank)
         self._blank += blank
         self.idle.put(cached)
@@ -68,22 +70,27 @@ class PagedCache:
         return hash_ in self._blocks_of
 
     def copies(self) -> Iterator[tuple[Fingerprint, int]]:
-        """Yield each cached hash with the number of blocks cached under it."""
+        """Yield each cached hash with the number of its blocks."""
         return ((hash_, len(blocks)) for hash_, blocks in self._blocks_of.items())
 
     def admit(self, hashes: Sequence[Fingerprint], blocks: int) -> list[int] | None:
-        """Hold and return the cached blocks of the first hashes, up to the first miss.
+        """Hold and return the cached blocks of a sequence, up to the first block that is missing.
 
-        If a sequence cannot get `blocks` blocks, including these, hold none and return None.
+        Args:
+            hashes: The hashes of the sequence's blocks.
+            blocks: The number of blocks that the sequence needs, including the cached ones.
+
+        Returns:
+            None, and no block is held, if the sequence cannot get all the blocks that it needs.
         """
         hits: list[int] = []
         idle_hits = 0
         for hash_ in hashes:
-            same = self._blocks_of.get(hash_)
-            if same is None:
+            copies = self._blocks_of.get(hash_)
+            if copies is None:
                 break
-            hits.append(same[0])
-            idle_hits += not self._holders[same[0]]
+            hits.append(copies[0])
+            idle_hits += not self._holders[copies[0]]
         if blocks - len(hits) + idle_hits > len(self.free):
             return None
         self.hold(hits)
@@ -97,7 +104,7 @@ class PagedCache:
             self._holders[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Allocate free blocks to one sequence. At least `count` blocks must be free."""
+        """Allocate `count` free blocks to one sequence. At least this many blocks must be free."""
         blocks = self.free.pop(count)
         for block in blocks:
             self._holders[block] = 1
@@ -143,8 +150,8 @@ class PagedCache:
 
     def _forget(self, block: int) -> None:
         hash_ = self._hash_of.pop(block)
-        same = self._blocks_of[hash_]
-        same.remove(block)
-        if not same:
+        copies = self._blocks_of[hash_]
+        copies.remove(block)
+        if not copies:
             del self._blocks_of[hash_]
         self._on_evict(hash_)

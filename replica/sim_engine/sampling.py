@@ -13,8 +13,8 @@ GREEDY_BELOW = 1e-5  # temperatures below this are greedy; vLLM then rejects n >
 MAX_STOP_CHARACTERS = 4096  # maximum number of characters of all stop strings together
 MAX_SHOWN = 80  # maximum number of characters of a wrong value that an error shows
 
-# Fields that the simulated engine does not support, and the values that it accepts for each of them
-# because they have no effect. It also accepts tools, but never calls any.
+# Fields that the simulated engine does not support -> the values that have no effect. It accepts a
+# field only with one of these values, or null. It also accepts tools, but never calls any.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
@@ -63,9 +63,9 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1  # number of choices, which are generated from one shared prompt
-    logprobs: int | None = None  # number of alternatives for each token; None: no logprobs
+    logprobs: int | None = None  # number of likely tokens to list at each position; None: no list
     is_stream: bool = False
-    include_usage: bool = False  # whether a stream ends with the usage
+    include_usage: bool = False  # whether a stream ends with an event that contains token counts
 
     @property
     def can_continue(self) -> bool:
@@ -118,11 +118,18 @@ class Body(Struct):
     stream_options: _StreamOptions | None = None
 
     def max_answer_tokens(self, context_tokens: int) -> int:
-        """Return the maximum length of the answer; `context_tokens` are left for it."""
+        """Return the maximum length of the answer, in tokens.
+
+        Args:
+            context_tokens: The number of tokens that the model's context has left for the answer.
+        """
         return self.max_tokens or min(COMPLETION_TOKENS, context_tokens)
 
     def alternatives(self) -> int | None:
-        """Return the number of alternatives for each token; None if no logprobs are requested."""
+        """Return how many likely tokens a response lists at each position, with logprobs.
+
+        None: no logprobs are requested.
+        """
         return None
 
 
@@ -191,7 +198,7 @@ def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int
 
 
 def check(kind: type[Body], raw: bytes) -> None:
-    """Raise UnsupportedRequestError if the body would be rejected with any prompt."""
+    """Raise UnsupportedRequestError if the body is rejected, whatever its prompt is."""
     _checked(kind, raw).alternatives()
 
 

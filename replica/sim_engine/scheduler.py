@@ -1,6 +1,7 @@
 """The scheduler of a simulated engine: it decides which tokens each step computes.
 
-Requests are admitted and preempted as in vLLM. The caller passes the time, in seconds of any clock.
+Requests are admitted to the batch and preempted as in vLLM. The caller passes the time, in seconds
+of any clock.
 """
 
 from bisect import bisect_left, insort
@@ -20,7 +21,7 @@ ORDER = attrgetter("order")
 class SimulatedScheduler:
     """The waiting choices and the batch of one engine.
 
-    A choice is one of the sequences that a request generates (`n` of them).
+    A request generates `n` choices. Each choice is a sequence of its own.
     """
 
     def __init__(self, config: SimulatedConfig, pool: BlockPool, prefill: PrefillModel) -> None:
@@ -59,13 +60,14 @@ class SimulatedScheduler:
 
         Args:
             choice: A running choice.
-            hint: The retention of its blocks; None if it has not ended.
+            hint: The new retention of its blocks. None: keep the old one, for example because the
+                choice is preempted.
         """
         self.running.remove(choice)
         self._pool.free(choice.table, hint)
 
     def end_reloads(self, now_s: float) -> None:
-        """Move choices whose copies from host memory have ended to the batch."""
+        """Move choices to the batch, if their copies from host memory have ended."""
         while self.reloads and self.reloads.next_end_s <= now_s:
             choice = self.reloads.pop()
             self._pool.end_reload(choice.table)
@@ -86,9 +88,9 @@ class SimulatedScheduler:
     def _continue_running(self, budget: int) -> tuple[Batch, int]:
         """Divide the token budget among the running choices, in the order of their admission.
 
-        If there are too few free blocks, the choices with the largest `order` are preempted. All
-        choices except the last admitted one are decoding. So a long prefill gets the remaining
-        budget.
+        If there are too few free blocks, the choices with the largest `order` are preempted.
+        Usually, only the last admitted choice needs further prefill. The choices before it are
+        decoding and need one token each, so a long prefill gets the rest of the budget.
 
         Returns:
             The batch, and the remaining budget.
@@ -140,10 +142,10 @@ class SimulatedScheduler:
     def _reload(self, choice: RunningChoice, now_s: float) -> int:
         """Begin to copy blocks from host memory, if that is faster than computing them.
 
-        These are the blocks of the prompt after those in the engine's memory.
+        The blocks follow those blocks of the prompt that are in the engine's memory.
 
         Returns:
-            The number of tokens of these blocks; 0 if they are computed.
+            The number of tokens that are copied; 0 if the engine computes them instead.
         """
         blocks = self._pool.hits_in_host(choice.table)
         if not blocks or self._config.host is None:
@@ -160,8 +162,8 @@ class SimulatedScheduler:
 
         A choice cannot be admitted in these cases:
         - The batch has the maximum number of adapters, and the choice's adapter is not among them.
-        - Its blocks are being copied from host memory for another choice. It waits for the end of
-          the copy, and then shares the blocks.
+        - Some of its blocks are being copied from host memory for another choice. It waits for the
+          end of the copy, and then shares these blocks.
         """
         loras = {choice.lora for choice in (*self.running, *self.reloads) if choice.lora}
         is_full = len(loras) >= self._config.max_loras

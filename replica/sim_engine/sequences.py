@@ -18,7 +18,7 @@ class Job:
     request: GenerateRequest
     sampling: Sampling
     max_tokens: int  # maximum number of tokens of each choice
-    # Sort key of admission: arrival time plus the router's order, then the number of the arrival.
+    # Sort key of admission: arrival time plus the request's order_s, then the arrival's number.
     order: tuple[float, int]
     unfinished: int  # number of choices that have not finished
     cached_tokens: int | None = None  # number of cached prompt tokens at the first admission
@@ -40,7 +40,7 @@ class RunningChoice:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Return the sort key: the smallest one is admitted first and preempted last."""
+        """Return the sort key: admission in ascending order, preemption in descending order."""
         return (*self.job.order, self.index)
 
     @property

@@ -174,7 +174,7 @@ class ChatReply(SimulatedResponse):
         return {"message": {"role": "assistant", "content": text}}
 
     def _format_logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """Return an entry for each token, which contains the token's alternatives."""
+        """Return a list with an entry for each token. The entry lists the most likely tokens."""
         content = [
             {**_entry(token.chosen), "top_logprobs": [_entry(other) for other in token.top]}
             for token in tokens
@@ -193,7 +193,7 @@ class CompletionReply(SimulatedResponse):
         return {"text": text}
 
     def _format_logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, object]:
-        """Return lists that have an item for each token."""
+        """Return several lists. Each list has an item for each token."""
         offsets = []
         for token in tokens:
             offsets.append(offset)

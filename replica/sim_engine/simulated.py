@@ -1,6 +1,7 @@
-"""The simulated engine: vLLM's scheduling and block accounting, modelled time, and no model.
+"""The simulated engine: it schedules requests and caches blocks as vLLM does, but runs no model.
 
-scheduler.py decides which requests are in the batch, and blocks.py manages their blocks.
+Each step waits for as long as a model of an engine's speed predicts. scheduler.py decides which
+requests are in the batch, and blocks.py manages their blocks.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from kvroute.replica.sim_engine.sequences import Job, RunningChoice
 
 # Maximum number of events that were not read yet. If there are more, EventsLost replaces them all.
 MAX_WAITING_EVENTS = 100_000
-# Prefill speed that an engine claims if its prefill takes no time, in tokens per second.
+# Prefill speed that the engine reports if its prefill takes no time, in tokens per second.
 INSTANT_TOKENS_PER_S = 1e6
 
 
@@ -46,8 +47,8 @@ class SimulatedEngine(Engine):
 
         Args:
             config: The engine's sizes and speed.
-            tokenizer: A folder with a tokenizer.json, whose words the engine generates. None: the
-                engine generates numbers as words.
+            tokenizer: A folder with a tokenizer.json. The engine generates words of this tokenizer.
+                None: the engine generates numbers as words.
         """
         self.config = config
         self.facts = EngineFacts(
@@ -123,7 +124,7 @@ class SimulatedEngine(Engine):
         )
 
     async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
-        """Generate tokens without an HTTP response: for warm-ups, pins and canaries."""
+        """Generate tokens without an HTTP response: for named prefixes and test requests."""
         sampling = Sampling(max_tokens=request.max_tokens, temperature=0.0)
         async with aclosing(self._outputs(request, sampling)) as outputs:
             async for output in outputs:
@@ -137,6 +138,7 @@ class SimulatedEngine(Engine):
 
         Raises:
             ValueError: This engine can never run the request.
+            PinRefusedError: The request's pin exceeds the limit.
         """
         prepared()
         job = self._job(request, sampling)
@@ -174,11 +176,14 @@ class SimulatedEngine(Engine):
         return Job(request, sampling, max_tokens, order, unfinished=sampling.n)
 
     def _outputs_of_other_engine(self, job: Job) -> Iterator[Output]:
-        """Yield the outputs that another engine has generated, one for each delta of the call."""
-        call, answered = job.request.call, iter(job.request.answered_ids.tolist())
+        """Yield the outputs that another engine has generated.
+
+        Each item of the call's `deltas` is the number of tokens in one of these outputs.
+        """
+        call, answered_ids = job.request.call, iter(job.request.answered_ids.tolist())
         choice = self._new_choice(job, 0)
         for tokens in call.deltas if call else ():
-            yield joined([self._output(choice, next(answered)) for _ in range(tokens)])
+            yield joined([self._output(choice, next(answered_ids)) for _ in range(tokens)])
 
     async def render(self, call: HttpCall) -> Rendered:
         return http_response.rendered(call)
@@ -212,7 +217,7 @@ class SimulatedEngine(Engine):
             self._pool.pin_in_host(name, ())
 
     async def end_session(self, session: int) -> None:
-        for job in self._jobs:  # the blocks of running requests are evicted first after their end
+        for job in self._jobs:  # once these requests end, their blocks are evicted first, too
             if job.request.keep and job.request.keep.session == session:
                 job.request = replace(job.request, keep=RetentionHint(Order.ENDED, session))
         self._pool.end_session(session)
@@ -268,7 +273,7 @@ class SimulatedEngine(Engine):
             job.outputs.put_nowait(None)
 
     def _choice(self, job: Job, index: int) -> RunningChoice:
-        """Return a choice of the job, after the tokens of another engine, if any."""
+        """Return a choice of the job that continues after the tokens of another engine, if any."""
         choice = self._new_choice(job, index)
         for token_id in job.request.answered_ids.tolist():
             self._output(choice, token_id)  # updates the detection of stop strings
@@ -301,7 +306,7 @@ class SimulatedEngine(Engine):
             self._publish()
             self._deliver(batch)
             if self.config.host is not None:
-                self._publish()  # _deliver has stored computed blocks in host memory
+                self._publish()  # again, because _deliver has copied blocks to host memory
 
     async def _wait_for_reload(self) -> None:
         """Wait until the next copy from host memory has ended, or until a request arrives."""
@@ -313,7 +318,7 @@ class SimulatedEngine(Engine):
         self._pace.restart()
 
     def _loading_s(self, batch: Batch) -> float:
-        """Load the batch's adapters, and return the modelled time of that."""
+        """Load the batch's adapters, and return how many seconds the engine needs for that."""
         loras = {choice.lora for choice in batch if choice.lora}
         return self.config.lora_load_s * sum(map(self._adapters.use, loras))
 
@@ -344,7 +349,7 @@ class SimulatedEngine(Engine):
                 self._generate_token(choice)
 
     def _generate_token(self, choice: RunningChoice) -> None:
-        """Draw the choice's next token, and deliver a chunk if it is complete."""
+        """Draw the choice's next token, and deliver a chunk if the chunk is complete."""
         job = choice.job
         token_id = choice.generator.next_token()
         choice.table.token_ids.append(token_id)

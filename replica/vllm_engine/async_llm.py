@@ -59,7 +59,8 @@ from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
 
-# vLLM's environment variable with its limit of seconds to compile a regular expression.
+# Environment variable with vLLM's own limit on the time to compile a regular expression, in
+# seconds.
 REGEX_TIMEOUT = "VLLM_REGEX_COMPILATION_TIMEOUT_S"
 
 
@@ -117,9 +118,9 @@ class VllmEngine(Engine):
             llm = await asyncio.to_thread(_load, args, stats, cores)
             for subscription in subscriptions:
                 await subscription.connect(has_publisher=settings.prefix_caching)
-            cores_by_rank = [RankCore(llm, rank) for rank in ranks]
-            divisions = [await _begin(core, settings) for core in cores_by_rank]
-            adapters = [Adapters(core, settings.adapters) for core in cores_by_rank]
+            rank_cores = [RankCore(llm, rank) for rank in ranks]
+            divisions = [await _begin(core, settings) for core in rank_cores]
+            adapters = [Adapters(core, settings.adapters) for core in rank_cores]
             http = await HttpApp.start(
                 llm,
                 front,
@@ -127,7 +128,7 @@ class VllmEngine(Engine):
                 max_compile_s=settings.max_compile_s,
                 merges_system=settings.inline_system == "merge",
             )
-            for core in cores_by_rank:
+            for core in rank_cores:
                 await _smoke_test(core, crash_log)
             await asyncio.to_thread(_freeze_objects)
         except BaseException as error:
@@ -147,7 +148,7 @@ class VllmEngine(Engine):
                 http,
                 crash_log,
             )
-            for core, division in zip(cores_by_rank, divisions, strict=True)
+            for core, division in zip(rank_cores, divisions, strict=True)
         ]
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
@@ -169,7 +170,7 @@ class VllmEngine(Engine):
         return await self._http.render(call)
 
     async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
-        """Generate tokens without vLLM's HTTP application: for warm-ups, pins and canaries."""
+        """Generate tokens without vLLM's HTTP application: for named prefixes and test requests."""
         if request.pin:
             admit_pin(request, self)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=cache_salt(request))
@@ -208,10 +209,10 @@ class VllmEngine(Engine):
         return self._host_pins
 
     async def _count_pin(self, request: GenerateRequest) -> None:
-        """Record the size of a request's pin.
+        """Record the size of a request's pin, in blocks.
 
         Raises:
-            PinRefusedError: Some blocks of the prompt were already evicted, so they are not pinned.
+            PinRefusedError: Some blocks of the prompt were evicted before they could be pinned.
         """
         if request.is_host_pin:
             self._host_pins[request.pin] = len(request.prompt_ids) // self.facts.block_size

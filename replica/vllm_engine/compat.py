@@ -1,6 +1,6 @@
-"""Names of vLLM that are elsewhere in some of the supported versions (vllm_build.py).
+"""Names of vLLM that are in different modules in the supported versions (vllm_build.py).
 
-Each name is tried where the newest version has it first. All other modules import such a name from
+The module in the newest version is tried first. kvroute's other modules import these names from
 here.
 """
 
@@ -39,7 +39,7 @@ def grammar_start(manager: Any, request: Any, delivered: Sequence[int]) -> int:
     Args:
         manager: vLLM's StructuredOutputManager.
         request: vLLM's request.
-        delivered: Tokens of the answer; reasoning comes first and has no grammar.
+        delivered: The first tokens of the answer. The grammar does not constrain its reasoning.
     """
     if hasattr(manager, "_get_constraint_bounds"):  # vLLM 0.32 and newer
         bounds = manager._get_constraint_bounds(request, delivered, spec_tokens_committed=True)

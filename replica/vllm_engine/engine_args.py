@@ -25,7 +25,7 @@ MAX_SIMILAR = 3  # maximum number of similar names in the error for an unknown n
 
 
 def main() -> None:
-    """Check the arguments on standard input, and print their problems."""
+    """Read mappings of arguments from standard input, and print the problems of each as JSON."""
     with contextlib.redirect_stdout(sys.stderr):
         problems = list(map(problems_of, json.load(sys.stdin)))
     print(json.dumps(problems))
@@ -68,7 +68,7 @@ def _checked(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
-    """Return a message for each wrong argument, which says what to write instead."""
+    """Return a message for each wrong argument. It says what to write instead."""
     valid_names = sorted(ENGINE | FRONT)
     unknown = [name for name in engine_args if name not in valid_names]
     if unknown:
@@ -81,7 +81,7 @@ def problems_of(engine_args: Mapping[str, Any]) -> list[str]:
 
 
 def _model(names: Mapping[str, Any]) -> Any:
-    """Return a pydantic model whose fields are these arguments, with vLLM's types."""
+    """Return a pydantic model that has these arguments as its fields, with vLLM's types."""
     vllm_names = {"QuantizationConfigArgs": QuantizationConfigArgs}
     hints = get_type_hints(BaseFrontendArgs, include_extras=True) | get_type_hints(
         AsyncEngineArgs, localns=vllm_names, include_extras=True

@@ -1,8 +1,8 @@
-"""Checks that the installed vLLM has what kvroute's engine uses of it.
+"""Checks that the installed vLLM has the names and parameters that kvroute relies on.
 
-hooks.txt lists these hooks: names of vLLM, and for functions their parameters. compat.py has the
-names that are elsewhere in some versions. Functions and classes of vLLM that kvroute only reads
-through their documented interface are not listed.
+hooks.txt lists these hooks: names in vLLM, and the parameters of functions. The list leaves out
+names that are in different modules in some versions (compat.py), and functions and classes that
+kvroute only uses through their documented interface.
 """
 
 import importlib
@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 LIST = Path(__file__).with_name("hooks.txt")
-ALL = ".*"  # behind a class: its public names
+ALL = ".*"  # a class in the list has this suffix, and then the public names that kvroute needs
 
 
 class GoneError(LookupError):
-    """vLLM has nothing of this name."""
+    """The installed vLLM does not have this name."""
 
 
 def listed() -> list[str]:
-    """Return the hooks of the list: names, and functions with their parameters."""
+    """Return the lines of hooks.txt that are hooks; the other lines are comments and headings."""
     return [line.strip() for line in LIST.read_text().splitlines() if line.startswith(" ")]
 
 
@@ -31,49 +31,53 @@ def name_of(hook: str) -> str:
 
 
 def problems() -> list[str]:
-    """Return the hooks that do not fit the installed vLLM, and why."""
-    found = []
+    """Return a message for each hook that does not fit the installed vLLM."""
+    messages = []
     for hook in listed():
         try:
-            now = as_installed(name_of(hook))
+            installed = as_installed(name_of(hook))
         except GoneError:
-            found.append(f"{name_of(hook)} is gone")
+            messages.append(f"{name_of(hook)} is gone")
         else:
-            if not _fits(hook, now):
-                found.append(f"{hook} is now {now}")
-    return found
+            if not _fits(hook, installed):
+                messages.append(f"{hook} is now {installed}")
+    return messages
 
 
 def as_installed(name: str) -> str:
-    """Return a hook as the installed vLLM has it. Raises GoneError."""
+    """Return the line that hooks.txt would have for this name in the installed vLLM.
+
+    Raises:
+        GoneError: The installed vLLM does not have the name.
+    """
     if name.endswith(ALL):
-        members = vars(_found(name.removesuffix(ALL)))
+        members = vars(_object(name.removesuffix(ALL)))
         return f"{name}: {', '.join(sorted(member for member in members if member[0] != '_'))}"
-    thing = _found(name)
+    thing = _object(name)
     if not (inspect.isfunction(thing) or inspect.ismethod(thing)):
         return name
     return f"{name}({', '.join(inspect.signature(thing).parameters)})"
 
 
-def _fits(hook: str, now: str) -> bool:
-    """Return whether a hook can be used as it is now. A class may have further public names."""
+def _fits(hook: str, installed: str) -> bool:
+    """Return whether two lines for one name are equal; `installed` may have more public names."""
     name, colon, members = hook.partition(f"{ALL}: ")
     if not colon:
-        return hook == now
-    return {*members.split(", ")} <= {*now.removeprefix(name + colon).split(", ")}
+        return hook == installed
+    return {*members.split(", ")} <= {*installed.removeprefix(name + colon).split(", ")}
 
 
-def _found(name: str) -> Any:
-    """Return the object of a name; None for an attribute that only instances have.
+def _object(name: str) -> Any:
+    """Return the object with this name; None for an attribute that only instances have.
 
     Raises:
-        GoneError: There is none.
+        GoneError: The installed vLLM does not have the name.
     """
     parts = name.split(".")
     for depth in range(len(parts), 0, -1):
         try:
             thing: Any = importlib.import_module(".".join(parts[:depth]))
-        except (ImportError, AttributeError):  # one of kvroute's own modules lacks a hook, too
+        except (ImportError, AttributeError):  # AttributeError: a module of kvroute lacks a hook
             continue
         for number, part in enumerate(parts[depth:], start=depth + 1):
             if not hasattr(thing, part):
@@ -86,6 +90,7 @@ def _found(name: str) -> Any:
 
 
 def _instances_have(kind: Any, name: str) -> bool:
+    """Return whether the source of a class sets or declares this attribute of its instances."""
     return inspect.isclass(kind) and any(
         re.search(rf"\bself\.{name}\b\s*[:=,]|^    {name}:", source, re.MULTILINE)
         for source in _sources(kind)

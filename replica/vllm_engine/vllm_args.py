@@ -24,7 +24,13 @@ def engine_args(
 ) -> AsyncEngineArgs:
     """Return vLLM's arguments from kvroute's settings and from the user's --engine-args.
 
-    All other arguments have vLLM's defaults. `subscriptions` has an item for each rank.
+    An argument that is in both has the value from kvroute's settings. All other arguments have
+    vLLM's defaults, except a few on CPUs.
+
+    Args:
+        settings: The replica's settings.
+        model: A folder, or a name on the Hugging Face Hub.
+        subscriptions: The receivers of KV events, one for each rank.
     """
     on_cpu = current_platform.is_cpu()
     scheduler = "KvrouteScheduler" if on_cpu else "KvrouteAsyncScheduler"
@@ -60,12 +66,12 @@ def engine_args(
         ours["max_cpu_loras"] = settings.loras_in_memory
         ours["max_lora_rank"] = sufficient_rank(settings.adapters)
     ours |= host_args(settings, node_bytes=memory_bytes(), on_cpu=on_cpu)
-    on_cpus = {
+    cpu_defaults = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,
         "enforce_eager": True,
-        # With several ranks, vLLM's default is an additional process for each rank. vLLM would
-        # bind all of these processes to the first core.
+        # With several ranks, vLLM would start an additional process for each rank, and bind all of
+        # these processes to the first core.
         "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else None,
     }
-    args = (on_cpus if on_cpu else {}) | checked(settings.engine_args) | ours
+    args = (cpu_defaults if on_cpu else {}) | checked(settings.engine_args) | ours
     return AsyncEngineArgs(**{name: value for name, value in args.items() if value is not None})

@@ -40,14 +40,14 @@ def test_each_broken_hook_is_noticed(hook: str, monkeypatch: pytest.MonkeyPatch)
     """With a version that was not tested, a replica then runs vLLM without kvroute's changes."""
     name = name_of(hook)
     monkeypatch.setattr(hooks, "listed", lambda: [hook])
-    original = hooks._found
+    original = hooks._object
 
     def without(wanted: str) -> object:
         if wanted == name.removesuffix(hooks.ALL):
             raise GoneError(wanted)
         return original(wanted)
 
-    monkeypatch.setattr(hooks, "_found", without)
+    monkeypatch.setattr(hooks, "_object", without)
     assert hooks.problems() == [f"{name} is gone"]
 
 

@@ -1,1 +1,1 @@
-"""The blocks of vLLM's cache: their fingerprints, their events and the order of eviction."""
+"""The blocks of vLLM's KV cache: their fingerprints, their events and the order of eviction."""

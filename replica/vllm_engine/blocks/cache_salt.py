@@ -1,9 +1,11 @@
-"""Applies a request's cache salt after the blocks that all namespaces share.
+"""Separates the cached blocks of namespaces, except those of shared prefixes.
 
-vLLM mixes a request's salt into the hash of its first block, so requests with different salts share
-no blocks. Here, the salt is mixed into the first block that only the request's namespace may use.
-All namespaces share the blocks before it. The engine's process imports this module, because it
-computes the hashes.
+A namespace is a tenant, or a group of requests with the same `cache_salt`. vLLM mixes the salt into
+the hash of a prompt's first block, so requests with different salts share no blocks. But a prompt
+can begin with a prefix that was declared for all namespaces; `shared_tokens` is its length. Here,
+the salt is mixed into the hash of the first block after this prefix.
+
+vLLM's engine process computes the hashes, so it imports this module.
 """
 
 from collections.abc import Callable
@@ -21,12 +23,12 @@ vllm_extra_keys: ExtraKeys = kv_cache_utils.generate_block_hash_extra_keys
 
 
 def cache_salt(request: GenerateRequest) -> str | None:
-    """Return the salt "SHARED_TOKENS:NAMESPACE", or None if the request has no namespace."""
+    """Return vLLM's salt "SHARED_TOKENS:NAMESPACE", or None if the request has no namespace."""
     return f"{request.shared_tokens}:{request.namespace}" if request.namespace else None
 
 
 def scope_of(request: Request) -> Scope:
-    """Return the scope of the request's fingerprints."""
+    """Return the adapter and the namespace that the request's fingerprints depend on."""
     shared_tokens, namespace = _parse(request.cache_salt or "")
     lora = request.lora_request.name if request.lora_request else ""
     return Scope(lora, namespace, shared_tokens)
@@ -35,7 +37,11 @@ def scope_of(request: Request) -> Scope:
 def extra_keys(
     request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
 ) -> tuple[tuple[Any, ...] | None, int]:
-    """Return what vLLM's function returns, with the salt in the first block that is not shared."""
+    """Return what a block's hash depends on besides its tokens, and the index of the next image.
+
+    This replaces a function of vLLM, which adds the salt to a prompt's first block. This function
+    adds the salt to the first block after the shared tokens.
+    """
     salt = request.cache_salt
     shared_tokens, _ = _parse(salt or "")
     if not shared_tokens:

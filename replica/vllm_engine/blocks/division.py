@@ -1,4 +1,8 @@
-"""How vLLM divides its KV cache into groups, and how the replica publishes that as a layout."""
+"""How vLLM divides its KV cache into groups, and how the replica publishes that as a layout.
+
+Layers with the same kind of attention form a group. The layout tells routers which blocks of each
+group a cache hit needs (blocks/cache_groups.py).
+"""
 
 from fractions import Fraction
 
@@ -10,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter
 from kvroute.blocks.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
 from kvroute.contract.records import TierFacts
 
-UNKNOWN = "unknown"  # kind of a group for which routers cannot compute hits
+UNKNOWN = "unknown"  # kind of a group for which routers cannot predict hits
 
 
 class Division(Struct, frozen=True):
@@ -20,7 +24,7 @@ class Division(Struct, frozen=True):
     hit_tokens: int  # the length of every hit is a multiple of this
     groups: tuple[CacheGroup | None, ...]  # None: the group takes no part in prefix caching
     blocks: int = 0  # number of vLLM's blocks in the engine's own memory
-    host_blocks: int = 0  # number of vLLM's blocks in the host tier; 0: no host tier
+    host_blocks: int = 0  # number of vLLM's blocks in host memory (the host tier); 0: no host tier
     host_block_bytes: int = 0  # size of a block in the host tier, in bytes
 
     @property
@@ -33,8 +37,8 @@ class Division(Struct, frozen=True):
     def layout(self) -> Layout | None:
         """Return the layout for the replica's record.
 
-        None: the cache has only full attention with blocks of `unit` tokens, or no group takes part
-        in prefix caching.
+        None: routers need no layout, because the cache has only full attention with blocks of
+        `unit` tokens, or because no group takes part in prefix caching.
         """
         if self.is_plain or not self._entries:
             return None
@@ -42,10 +46,10 @@ class Division(Struct, frozen=True):
 
     @property
     def group_entries(self) -> tuple[int | None, ...]:
-        """Return the number of each group's entry in the layout, as Engine.group_entries.
+        """Return the value of Engine.group_entries: for each group, its entry in the layout.
 
-        None: the group takes no part in prefix caching. With a host tier, the numbers for the
-        groups in host memory follow.
+        An entry is given as its number. None: the group takes no part in prefix caching. With a
+        host tier, the entries of the same groups in host memory follow.
         """
         entries = self._entries
         own = tuple(None if group is None else entries.index(group) for group in self.groups)
@@ -57,7 +61,7 @@ class Division(Struct, frozen=True):
         """Return the host tier for the replica's record.
 
         Args:
-            bytes_per_s: The claimed speed of copies from host memory.
+            bytes_per_s: The assumed speed of copies from host memory.
 
         Returns:
             None if there is no host tier, or if it is too small for one block of each group.
@@ -70,12 +74,12 @@ class Division(Struct, frozen=True):
     def capacity_blocks(self, blocks: int) -> int:
         """Return how many blocks of `unit` tokens fit into `blocks` of vLLM's blocks.
 
-        Each sequence needs blocks of every group.
+        A sequence needs blocks of every group, so `unit` tokens can take several of vLLM's blocks.
         """
-        return int(blocks / self.share)
+        return int(blocks / self.blocks_per_unit)
 
     @property
-    def share(self) -> Fraction:
+    def blocks_per_unit(self) -> Fraction:
         """Return how many of vLLM's blocks `unit` tokens of a sequence take in all groups."""
         shares = [Fraction(self.unit, group.block_tokens) for group in self.groups if group]
         return sum(shares, Fraction(0)) or Fraction(1)
@@ -84,7 +88,7 @@ class Division(Struct, frozen=True):
     def _entries(self) -> list[CacheGroup]:
         """Return the layout's entries, full attention first.
 
-        Groups of equal kind and size form one entry.
+        Groups with the same kind of attention and the same sizes form one entry.
         """
         distinct = dict.fromkeys(group for group in self.groups if group)
         return sorted(distinct, key=lambda group: group.kind not in FULL)
@@ -101,15 +105,16 @@ def division_of(manager: KVCacheManager, unit: int) -> Division:
             _group(group.kv_cache_spec, group.block_size)
             for group in coordinator.single_type_managers
         ),
-        manager.block_pool.num_gpu_blocks - 1,  # without the null block
+        manager.block_pool.num_gpu_blocks - 1,  # without the null block, a placeholder
     )
 
 
 def _group(spec: KVCacheSpec, block_tokens: int) -> CacheGroup | None:
     """Return a group of the layout; None if the group takes no part in prefix caching.
 
-    With context parallelism, `block_tokens` is larger than the block size in the spec, because a
-    block's tokens are divided among processes.
+    The kind is UNKNOWN if the group's layers have windows of different lengths. With context
+    parallelism, `block_tokens` is larger than the block size in the spec, because a block's tokens
+    are divided among processes.
     """
     if not spec.prefix_cacheable:
         return None
@@ -121,6 +126,6 @@ def _group(spec: KVCacheSpec, block_tokens: int) -> CacheGroup | None:
 
 
 def _window(spec: KVCacheSpec) -> int:
-    """Return the number of tokens of a sliding window or of a chunk."""
+    """Return the length of the layer's sliding window or attention chunk, in tokens."""
     window = getattr(spec, "sliding_window", None) or spec.attention_chunk_size
     return int(window)

@@ -1,8 +1,8 @@
 """The events about the KV cache that vLLM's process sends to the replica.
 
-The replica publishes only blocks in events of the types in this module. Events of vLLM's own types
-are ignored: they come from a KV connector that the user configured, and are about other memory or
-repeat earlier events.
+The replica publishes only the blocks in this module's events, because only these events contain
+fingerprints. vLLM's own BlockStored and BlockRemoved are ignored: they come from a KV connector
+that the user configured, and are about other memory or repeat earlier events.
 """
 
 from vllm.distributed import kv_events
@@ -20,7 +20,7 @@ from kvroute.replica.engine.kv_events import (
 
 
 class Stored(kv_events.KVCacheEvent):
-    """Blocks were cached, as in engine.kv_events.BlockStored."""
+    """vLLM's message for a BlockStored event (engine/kv_events.py): blocks were cached."""
 
     block_hashes: list[ExternalBlockHash]
     fingerprints: list[Fingerprint]  # for each block, the fingerprint of the prompt up to its end
@@ -28,14 +28,14 @@ class Stored(kv_events.KVCacheEvent):
 
 
 class Removed(kv_events.KVCacheEvent):
-    """Blocks were evicted, as in engine.kv_events.BlockRemoved."""
+    """vLLM's message for a BlockRemoved event (engine/kv_events.py): blocks were evicted."""
 
     block_hashes: list[ExternalBlockHash]
     group: int
 
 
 class CachedBlocks(kv_events.KVCacheEvent):
-    """A list of all cached blocks, as in engine.kv_events.BlocksHeld."""
+    """vLLM's message for a BlocksHeld event (engine/kv_events.py): a list of all cached blocks."""
 
     # For each group, the number of cached blocks under each hash. With a host tier, the groups in
     # host memory follow.
@@ -43,7 +43,10 @@ class CachedBlocks(kv_events.KVCacheEvent):
 
 
 class Moved(kv_events.KVCacheEvent):
-    """Copies from and to host memory, as in engine.kv_events.Transfers."""
+    """vLLM's message for a Transfers event (engine/kv_events.py): copies from and to host memory.
+
+    The fields have the same meaning there.
+    """
 
     reloaded_tokens: int
     in_bytes: int
@@ -53,7 +56,7 @@ class Moved(kv_events.KVCacheEvent):
 
 
 class EventBatch(kv_events.EventBatch):
-    """A batch of events in the format of vLLM's KVEventBatch, with kvroute's types in addition."""
+    """vLLM's KVEventBatch, which can also contain the events of this module."""
 
     events: list[
         Stored
@@ -85,5 +88,6 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
             return None
         case _:
             raise TypeError(
-                f"unknown KV event {event!r}: this vLLM is not the pinned one; run make setup"
+                f"this version of vLLM sends the unknown KV event {event!r}; run `make setup` to "
+                "install a supported version"
             )

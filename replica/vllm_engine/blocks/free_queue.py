@@ -1,4 +1,4 @@
-"""The free blocks of one of vLLM's block pools, in the order of engine/retention.py.
+"""The free blocks of one of vLLM's block pools, in the order of eviction of engine/retention.py.
 
 The order of eviction depends only on the pool's queue of free blocks, so only this queue is
 replaced. The pool's events, reference counts and hashes are not changed. FreeQueue has all methods
@@ -19,16 +19,17 @@ class FreeQueue:
 
     def __init__(self, pool: BlockPool) -> None:
         self._blocks = pool.blocks
-        # Ids of free blocks without a hash, as an ordered set. The last one is allocated next.
+        # Ids of free blocks without a hash, which cache nothing, as an ordered set. The last one is
+        # allocated next.
         free = pool.free_block_queue.get_all_free_blocks()
         self._blank = {block.block_id: None for block in reversed(free)}
-        self._idle = IdleBlocks(len(pool.blocks))
+        self._idle = IdleBlocks(len(pool.blocks))  # free blocks with a hash: they are cached
         pool.free_block_queue = self
 
     def label(self, blocks: Sequence[KVCacheBlock], hint: RetentionHint) -> None:
-        """Set the retention of a request's blocks, which it still holds.
+        """Set the retention of a request's blocks, while the request still holds them.
 
-        There must be no null block among them.
+        `blocks` must not contain the null block, vLLM's placeholder.
         """
         self._idle.label([block.block_id for block in blocks], hint)
 
@@ -37,7 +38,7 @@ class FreeQueue:
         self._idle.end(session)
 
     def clear(self) -> None:
-        """Treat all blocks as blocks without a hash, because the pool has cleared its cache."""
+        """Move all cached blocks to the blocks without a hash: the pool has cleared its cache."""
         self._blank = dict.fromkeys([*reversed([*self._idle]), *self._blank])
         self._idle.clear()
 
@@ -80,10 +81,11 @@ class FreeQueue:
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
-        """Yield all free blocks in the order of eviction. The cursor is ignored.
+        """Yield all free blocks in the order of eviction.
 
-        Unlike in vLLM's queue, new blocks may be inserted before the cursor. Offloading connectors,
-        which call this, skip blocks that they have already seen.
+        The cursor is ignored, because here a block can be freed into the middle of the queue,
+        before the cursor. The callers are offloading connectors. They skip blocks that they have
+        already seen.
         """
         yield from (self._blocks[id_] for id_ in reversed(self._blank))
         yield from (self._blocks[id_] for id_ in self._idle)

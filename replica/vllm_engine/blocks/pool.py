@@ -1,9 +1,9 @@
 """Makes vLLM's block pools emit events with fingerprints.
 
-vLLM's own event contains the tokens of all blocks, but the hashes only of those blocks that are
-neither null nor excluded by a mask. So the event does not show which tokens belong to a hash. This
-module replaces the event as soon as the pool has made it. It computes the end of each block from
-the arguments of the pool's method.
+vLLM's own event about newly cached blocks contains the tokens of all blocks, but the hashes only of
+those blocks that are neither null nor excluded by a mask. So the event does not show which tokens
+belong to a hash. This module replaces the event as soon as the pool has made it. The arguments of
+the pool's method show at which token each block ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,24 +28,35 @@ from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 def fingerprint(pool: BlockPool, space: Space) -> None:
-    """Make the pool emit events with fingerprints from now on."""
+    """Change the pool's class, so that it emits events with fingerprints from now on.
+
+    Args:
+        pool: The pool.
+        space: The properties of the model that its fingerprints depend on.
+    """
     pool.__class__ = type("FingerprintedPool", (_Fingerprinted, type(pool)), {})
     pool.kvroute_space = space
 
 
 def copies_of(pools: Iterable[BlockPool], groups: int) -> list[dict[ExternalBlockHash, int]]:
-    """Return, for each group, the number of cached blocks under each hash, as in events."""
+    """Return, for each group, the number of cached blocks under each hash.
+
+    The hashes have the same form as in events.
+    """
     copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(groups)]
     as_numbers = envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES
     for pool in pools:
         for key, blocks in pool.cached_block_hash_to_block._cache.items():
             hash_, group = get_block_hash(key), copies[get_group_id(key)]
-            name = int.from_bytes(hash_[-8:], "big") if as_numbers else hash_
-            group[name] = group.get(name, 0) + (len(blocks) if isinstance(blocks, dict) else 1)
+            event_hash = int.from_bytes(hash_[-8:], "big") if as_numbers else hash_
+            count = len(blocks) if isinstance(blocks, dict) else 1
+            group[event_hash] = group.get(event_hash, 0) + count
     return copies
 
 
 class _Fingerprinted(BlockPool):
+    """A block pool of vLLM that emits the events of blocks/events.py instead of vLLM's."""
+
     kvroute_space: Space
 
     def cache_full_blocks(
@@ -102,10 +113,15 @@ class _Fingerprinted(BlockPool):
             )
 
     def _replace_last_event(self, request: Request, ends: Sequence[int], group: int) -> None:
-        """Replace vLLM's last event, which is about the blocks that end at these tokens.
+        """Replace vLLM's last event, which is about newly cached blocks of a request.
 
-        Blocks without a fingerprint are left out. These are blocks of prompts that are given as
-        embeddings, and blocks whose end is not a multiple of the fingerprints' block size.
+        Blocks without a fingerprint are left out. A block has none if its prompt is given as
+        embeddings, or if it does not end at a multiple of the fingerprints' block size.
+
+        Args:
+            request: The request.
+            ends: For each block, the number of the request's tokens up to the block's end.
+            group: The blocks' KV cache group.
         """
         stored = self.kv_event_queue.pop()
         assert isinstance(stored, kv_events.BlockStored)

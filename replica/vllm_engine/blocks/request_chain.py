@@ -1,4 +1,7 @@
-"""The chain of fingerprints of a vLLM request's tokens."""
+"""The fingerprints of a vLLM request's blocks.
+
+They form a chain: each fingerprint is a hash of a block and of all blocks before it.
+"""
 
 from collections.abc import Sequence
 
@@ -13,9 +16,9 @@ from kvroute.replica.vllm_engine.blocks.cache_salt import scope_of
 class RequestChain:
     """The chain of a request's fingerprints. It grows as the request's blocks are cached.
 
-    In a streaming session, the next input can replace some of the request's tokens. vLLM's own
-    block hash at the chain's end shows this: if that hash has changed, the chain is computed again
-    from the start.
+    In a streaming session, the next input can replace some of the request's tokens. To notice this,
+    the chain remembers vLLM's own hash of its last block. If that hash has changed, the chain is
+    computed again from the start.
     """
 
     def __init__(self, space: Space) -> None:
@@ -24,21 +27,23 @@ class RequestChain:
 
     def _reset(self) -> None:
         self._fingerprints: list[Fingerprint] = []
-        self._hashes = 0  # number of vLLM's block hashes for the tokens of the chain
+        self._hashes = 0  # number of vLLM's block hashes that cover the same tokens as the chain
         self._last_hash = b""  # the last one of these hashes
 
     def fingerprints_at(
         self, request: Request, ends: Sequence[int], hash_tokens: int
     ) -> list[Fingerprint | None]:
-        """Return the fingerprint of the tokens before each end.
+        """Return the fingerprints at some positions in the request's tokens.
 
         Args:
             request: The request.
-            ends: Numbers of tokens, in ascending order; each is a multiple of `hash_tokens`.
-            hash_tokens: The number of tokens of one of the request's block hashes.
+            ends: Positions in ascending order, as numbers of tokens before them. Each is a multiple
+                of `hash_tokens`.
+            hash_tokens: The number of tokens that one of vLLM's block hashes covers.
 
         Returns:
-            For each end its fingerprint, or None if the end is not a multiple of the block size.
+            For each position, the fingerprint of the tokens before it. None: the position is not a
+            multiple of the fingerprints' block size.
         """
         if self._hashes and not self._is_current(request):
             self._reset()

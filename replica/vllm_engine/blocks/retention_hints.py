@@ -1,4 +1,7 @@
-"""Passes the retention hints of requests to the free queues of vLLM's block pools."""
+"""Passes the retention hints of requests to the free queues of vLLM's block pools.
+
+A hint determines when the blocks of an ended request are evicted (contract/keep.py).
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +15,9 @@ from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.vllm_engine.blocks.free_queue import FreeQueue
 
-HINT_ARG = "kvroute_keep"  # key in extra_args for the request's RetentionHint, as a list
+# Key in the extra_args of vLLM's SamplingParams. The value is the request's RetentionHint, as a
+# list.
+HINT_ARG = "kvroute_keep"
 
 
 def hint_args(request: GenerateRequest) -> dict[str, Any]:
@@ -21,7 +26,7 @@ def hint_args(request: GenerateRequest) -> dict[str, Any]:
 
 
 def hint_of(request: Request) -> RetentionHint:
-    """Return the retention hint in a request's extra_args."""
+    """Return the retention hint in a request's extra_args, or the default hint."""
     return msgspec.convert(_args(request).get(HINT_ARG, ()), RetentionHint)
 
 
@@ -30,14 +35,17 @@ def _args(request: Request) -> dict[str, Any]:
 
 
 class RetentionHints:
-    """The retention hints for the blocks of one scheduler. Create it before the first request."""
+    """Applies retention hints to the block pools of one scheduler.
+
+    Create this object before the first request.
+    """
 
     def __init__(self, manager: KVCacheManager, pools: Iterable[BlockPool]) -> None:
         self._managers = manager.coordinator.single_type_managers
         self._queues = {pool: FreeQueue(pool) for pool in pools if pool.enable_caching}
 
     def label(self, request: Request) -> None:
-        """Set the retention of a request's blocks. Call this when it ends but still holds them."""
+        """Set the retention of an ending request's blocks, before the request frees them."""
         hint = hint_of(request)
         for manager in self._managers:
             if queue := self._queues.get(manager.block_pool):

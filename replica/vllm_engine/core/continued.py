@@ -1,7 +1,7 @@
 """Continues a response that another engine began, as if this engine had generated all of it.
 
-The tokens that the client has already received are appended to the prompt. This module uses private
-API of vLLM. tests/slow/engines/test_engine.py checks the behaviour that it relies on.
+The tokens that the other engine has generated (`answered`) are appended to the prompt. This module
+uses private API of vLLM. tests/slow/engines/test_engine.py checks the behaviour that it relies on.
 """
 
 from collections import Counter
@@ -26,15 +26,18 @@ CONTEXT_TOKENS = 4  # number of preceding tokens that vLLM uses to decode a toke
 
 
 def can_continue(params: SamplingParams) -> bool:
-    """Return whether another engine can continue exactly where the first engine failed.
+    """Return whether a second engine can continue the response if the first engine fails.
 
     It cannot in these cases:
     - The request has several choices: a prompt can hold the tokens of only one choice.
-    - It has a presence penalty. A logit bias for the earlier tokens cannot replace it: if such a
-      token occurs again, vLLM would apply its penalty in addition to the bias.
-    - It has a budget for reasoning tokens: the new engine does not know how much of it is left.
-    - The response is sent in one piece and contains log-probabilities of all its tokens, or of the
-      prompt. The new engine does not have those of the earlier tokens.
+    - The request uses beam search, whose outputs are cumulative.
+    - The request has a presence penalty, which applies once to each token that has occurred. A
+      logit bias cannot replace it for the first engine's tokens: if such a token occurs again, vLLM
+      would apply both the bias and the penalty.
+    - The request has a budget for reasoning tokens: the second engine does not know how much of it
+      is left.
+    - The response contains log-probabilities of the prompt, or it is sent in one piece and contains
+      log-probabilities of its tokens. The second engine does not have those from the first one.
     """
     is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
     return (
@@ -43,20 +46,21 @@ def can_continue(params: SamplingParams) -> bool:
         and params.thinking_token_budget is None
         and params.prompt_logprobs is None
         and not (is_final_only and params.logprobs is not None)
-        and params.output_kind is not RequestOutputKind.CUMULATIVE  # beam search
+        and params.output_kind is not RequestOutputKind.CUMULATIVE
     )
 
 
 def remaining_params(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
-    """Change `params` to the parameters for the remaining tokens, and return them."""
+    """Change `params` to the parameters for the tokens after `answered`, and return them."""
     params.max_tokens = (params.max_tokens or 0) - len(answered)
     params.min_tokens = max(0, params.min_tokens - len(answered))
     if params.seed is not None:
-        # A random generator cannot skip the numbers that the first engine has used. So it gets
-        # another seed, because it must not use the same numbers again.
+        # With the same seed, the generator would draw the first engine's random numbers again, and
+        # it cannot skip them. So it gets another seed.
         params.seed ^= len(answered)
     if params.frequency_penalty:
-        # vLLM counts only tokens that this engine generates. For the others, use a logit bias.
+        # vLLM counts only tokens that this engine generates. A logit bias has the same effect for
+        # the first engine's tokens.
         bias = dict(params.logit_bias or {})
         for token_id, count in Counter(answered).items():
             bias[token_id] = bias.get(token_id, 0.0) - params.frequency_penalty * count
@@ -77,7 +81,7 @@ def repeated_outputs(
 
     Args:
         answered: The tokens that the first engine generated.
-        deltas: The number of tokens in each of its outputs.
+        deltas: The number of tokens in each of the first engine's outputs.
         prompt: The prompt, as vLLM's renderer made it.
         params: The request's parameters.
         request_id: The request's id.
@@ -108,11 +112,12 @@ def repeated_outputs(
 
 
 def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
-    """Return log-probabilities of 0 for these tokens; None if none are requested.
+    """Return entries with log-probability 0 for these tokens; None if none are requested.
 
-    The client does not get these numbers again. But vLLM's application needs the texts in the
-    entries: it computes the text offsets of later tokens from their lengths. A token's text depends
-    on earlier tokens, because a token may be a part of a character.
+    The client has already received the real numbers. But vLLM's application needs the tokens' texts
+    in the entries: from their lengths, it computes the text offsets of later tokens. `processor`
+    decodes the texts. It has seen the earlier tokens, which matters if a token is only a part of a
+    character.
     """
     if processor.num_logprobs is None:
         return None
@@ -125,7 +130,8 @@ def _repeated_logprobs(processor: LogprobsProcessor, ids: Sequence[int]) -> Any:
 class ContinuingLLM(AsyncLLM):
     """AsyncLLM that can also continue a response of another engine.
 
-    It does so for requests whose extra_args contain ANSWERED.
+    It does so if the request's extra_args contain ANSWERED, the number of tokens that the other
+    engine has generated.
     """
 
     async def _add_request(self, request: EngineCoreRequest, *args: Any) -> None:
@@ -143,13 +149,15 @@ class ContinuingLLM(AsyncLLM):
 def _continue(
     state: RequestState, request: EngineCoreRequest, answered: int, tokenizer: Any
 ) -> None:
-    """Treat the last `answered` tokens of the prompt as output that was already delivered."""
+    """Treat the last `answered` tokens of the prompt as output that the client already has."""
     ids = request.prompt_token_ids
     prompt, delivered = ids[:-answered], ids[-answered:]
     detokenizer = IncrementalDetokenizer.from_new_request(
         tokenizer, msgspec.structs.replace(request, prompt_token_ids=prompt)
     )
-    detokenizer.min_tokens += answered  # stop strings are ignored before this many tokens
+    # Stop strings are ignored before this many tokens. vLLM's value counts only the tokens that are
+    # still to be generated.
+    detokenizer.min_tokens += answered
     detokenizer.update(delivered, stop_terminated=False)
     detokenizer.get_next_output_text(finished=False, delta=True)
     state.detokenizer = detokenizer

@@ -1,7 +1,7 @@
 """Gives each data parallel rank its own endpoints for KV events.
 
-vLLM has one setting for all ranks, and adds the rank's number to the port. But that port may be in
-use. Here, the setting contains a list of the endpoints of all ranks, and each rank takes its own.
+vLLM has one endpoint setting for all ranks, and each rank adds its number to the port. But that
+port may be in use. Here, the setting contains a list of endpoints, and each rank takes its own.
 scheduler.py imports this module in each engine's process.
 """
 

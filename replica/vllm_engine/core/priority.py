@@ -1,11 +1,15 @@
-"""Converts the order of a request, which its router has set, to vLLM's priority."""
+"""Converts a request's `order_s` to vLLM's priority.
+
+The router sets `order_s`, a number of seconds. Requests run in the order of their time of arrival
+plus `order_s`.
+"""
 
 import time
 
 from kvroute.contract.generation import GenerateRequest
 
-# Priority units per second. A unit is short, so that requests of equal order keep the order of
-# arrival.
+# Priority units per second. vLLM's priorities are integers. With this short unit, requests that
+# arrive one after the other have different priorities.
 UNITS_PER_S = 1_000_000
 
 

@@ -16,9 +16,9 @@ class RankCore:
         self.rank = rank
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the rank's EngineCore, and return its result.
+        """Call a method of the rank's EngineCore by name, and return its result.
 
-        scheduler.py adds methods to EngineCore for such calls.
+        Besides vLLM's own methods, EngineCore has methods that scheduler.py adds.
         """
         client = self.llm.engine_core
         engine = client.core_engines[self.rank]
@@ -28,7 +28,7 @@ class RankCore:
 class AtRank:
     """An AsyncLLM that sends all its requests to one rank.
 
-    Some methods of AsyncLLM have no argument for the rank.
+    It is needed for methods of AsyncLLM that have no argument for the rank, such as `encode`.
     """
 
     def __init__(self, llm: AsyncLLM, rank: int) -> None:

@@ -1,12 +1,12 @@
 """vLLM's schedulers with nine additions.
 
 1. Events about blocks have fingerprints.
-2. When the cache is cleared, the event is published at once.
+2. When the cache is cleared, the event about it is published at once.
 3. The cached blocks can be listed.
-4. Blocks can be pinned.
+4. Blocks can be pinned: they are not evicted until they are unpinned.
 5. Blocks are evicted in kvroute's order (blocks/retention_hints.py).
 6. A tier in host memory evicts in the same order and publishes its blocks, too (host/tier.py).
-7. A preempted request leaves no block in the cache that was not computed.
+7. A preempted request leaves no uncomputed blocks in the cache.
 8. If another engine began a response, its grammar continues after the tokens generated so far.
 9. The engine's process ends when its replica ends.
 
@@ -41,16 +41,16 @@ from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.tier import SchedulerHostTier
 
-# Keys in extra_args. The value is the name of the pin for the blocks of the request's prompt,
-# either in the engine's memory or in host memory.
+# Keys in the extra_args of SamplingParams. When the request ends, its prompt's blocks in the
+# engine's memory (PIN) or in host memory (HOST_PIN) are pinned. The value is the pin's name.
 PIN, HOST_PIN = "kvroute_pin", "kvroute_host_pin"
 
 
 @dataclass(frozen=True)
 class _Pin:
-    """A pin. It holds blocks as a request does."""
+    """A pin: it adds a reference to each of its blocks, as a running request does."""
 
-    tokens: int  # number of the prompt's tokens whose blocks were cached
+    tokens: int  # number of the prompt's tokens whose blocks are pinned
     blocks: list[tuple[BlockPool, list[KVCacheBlock]]]  # one item for each KV cache group
 
     def hold(self) -> None:
@@ -68,14 +68,14 @@ def _without_null(blocks: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
 
 
 class _Kvroute:
-    """The additions to vLLM's schedulers, as a base class before vLLM's own class."""
+    """The additions to vLLM's schedulers, as a mixin class."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
-        self.host = self._host_tier()
+        self.host = self._host_tier()  # None: there is no host tier
         die_with_parent()
 
     def begin(self, space: Space) -> Division:
@@ -193,7 +193,7 @@ class _Kvroute:
         return done
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Let the meter record the end of the step, then call vLLM's method."""
+        """Record the step's end to measure prefill times (host/meter.py); call vLLM's method."""
         if self.host:
             self.host.meter.record_step_end(scheduler_output)
         return super().update_from_output(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -253,7 +253,7 @@ def kvroute_end_session(core: EngineCore, session: int) -> None:
 
 
 def kvroute_unpin(core: EngineCore, name: str) -> float:
-    """Remove a pin, and return the share of the blocks that are still held."""
+    """Remove a pin; return the share of the engine's blocks that requests and pins still hold."""
     core.scheduler.unpin(name)
     usage: float = core.scheduler.kv_cache_manager.usage
     return usage

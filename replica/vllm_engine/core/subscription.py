@@ -15,7 +15,9 @@ from kvroute.replica.engine.event_batches import (
     request_replay,
 )
 
-QUIET_S = 5.0  # seconds without a batch after which a replay is requested, in case one was lost
+# Seconds without a batch after which a replay is requested. A lost batch is noticed when the next
+# batch arrives. Without a next batch, only the replay shows it.
+QUIET_S = 5.0
 CONNECT_TIMEOUT_S = 30.0  # timeout for the first message of a new publisher, in seconds
 
 
@@ -41,7 +43,11 @@ class Subscription:
     async def connect(self, *, has_publisher: bool = True) -> None:
         """Connect to the running publisher, then delete the file of the replay socket.
 
-        The connection does not need the file, which would remain if the process were killed.
+        An open connection does not need the file. If the process were killed later, the file would
+        remain.
+
+        Args:
+            has_publisher: Whether vLLM publishes events. It does not if prefix caching is off.
 
         Raises:
             TimeoutError: The publisher does not respond.

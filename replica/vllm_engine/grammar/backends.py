@@ -1,4 +1,7 @@
-"""Compiles each request's grammar in the engine, with the backend that vLLM chose for it."""
+"""Compiles each request's grammar in the engine, with the backend that vLLM chose for it.
+
+A backend is a library that compiles grammars, such as xgrammar.
+"""
 
 import os
 import threading
@@ -11,8 +14,8 @@ from vllm.v1.structured_output.backend_types import StructuredOutputBackend, Str
 from kvroute.replica.vllm_engine.compat import grammar_start
 from kvroute.replica.vllm_engine.grammar.process import NICE
 
-# Key in extra_args. The value is the number of tokens at the prompt's end that another engine has
-# generated as the beginning of the answer.
+# Key in the extra_args of SamplingParams. The value is the number of tokens at the prompt's end
+# that another engine has generated as the beginning of the answer.
 ANSWERED = "kvroute_answered"
 
 
@@ -20,7 +23,7 @@ def _yield_cores() -> None:
     """Lower the priority of this thread and of the threads that it starts.
 
     The engine's steps then get the CPU first. This works because Linux has a priority for each
-    thread, and because a compiler of grammars releases Python's global lock.
+    thread, and because backends release Python's global lock while they compile.
     """
     os.nice(NICE)
 
@@ -42,7 +45,7 @@ class Grammars(StructuredOutputManager):
         """Change vLLM's manager to an object of this class."""
         manager.__class__ = cls
         vars(manager).update(_lock=threading.Lock(), _backends={})
-        if executor := vars(manager).get("executor"):  # there is none without a tokenizer
+        if executor := vars(manager).get("executor"):  # without a tokenizer, there is none
             executor.shutdown()
             manager.executor = ThreadPoolExecutor(executor._max_workers, initializer=_yield_cores)
 
@@ -50,8 +53,9 @@ class Grammars(StructuredOutputManager):
         if request.structured_output_request is None:
             return
         name = request.sampling_params.structured_outputs._backend
-        with self._lock:  # until this ends, _create_grammar waits for the lock in its thread
+        with self._lock:
             self.backend = self._backends.get(name)  # if it is None, vLLM creates the backend
+            # This starts _create_grammar in a thread, which waits for the lock.
             super().grammar_init(request)
             self._backends[name] = self.backend
 
@@ -65,7 +69,8 @@ class Grammars(StructuredOutputManager):
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
         """Compile a grammar; vLLM calls this in a thread.
 
-        This does not use `self.backend`, which may already be the backend of a later request.
+        This method does not use `self.backend`, which may already be the backend of a later
+        request.
         """
         params = request.sampling_params
         with self._lock:
@@ -89,7 +94,7 @@ class Grammars(StructuredOutputManager):
             structured.reasoning_ended = reasoner.is_reasoning_end(prompt)
         start = grammar_start(self, request, delivered)
         if start > len(delivered):
-            return
+            return  # the reasoning has not ended
         structured.reasoning_ended = True
         if not grammar.accept_tokens(request.request_id, delivered[start:]):
             raise ValueError("the grammar does not allow the tokens that were generated so far")

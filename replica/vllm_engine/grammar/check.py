@@ -36,7 +36,7 @@ from kvroute.replica.vllm_engine.process import fork_server
 
 log = logging.getLogger("kvroute.replica")
 
-# Maximum number of grammars that are compiled at the same time. Each may take MEMORY_BYTES.
+# Maximum number of grammars that are compiled at the same time. Each may use MEMORY_BYTES.
 PARALLEL = 4
 # Maximum number of grammars that wait to be compiled. Each may be as large as a request's body.
 MAX_WAITING = 64
@@ -53,7 +53,7 @@ REMEDY = "simplify it: fewer optional properties, alternatives, values or repeti
 class GrammarCheck:
     """Checks grammars: a separate process compiles each grammar once, and the verdict is cached.
 
-    Use an object from one event loop only.
+    Use a GrammarCheck from one event loop only.
     """
 
     def __init__(self, config: Any, cpu_s: float) -> None:
@@ -67,9 +67,10 @@ class GrammarCheck:
         self._cpu_s = cpu_s
         # Cached verdicts: digest of a grammar -> verdict. The most recently used one is last.
         self._cached: dict[bytes, Verdict] = {}
-        # Compilations that are running or waiting, by the grammar's digest.
+        # Compilations that are running or waiting: digest of a grammar -> task.
         self._pending: dict[bytes, asyncio.Task[Verdict]] = {}
-        self._verdicts: dict[int, asyncio.Future[Verdict]] = {}  # job's number -> its verdict
+        # Verdicts that the process has not sent yet: number of a job -> future.
+        self._verdicts: dict[int, asyncio.Future[Verdict]] = {}
         self._parallel = asyncio.Semaphore(PARALLEL)
         self._starting = asyncio.Lock()
         self._process: _GrammarProcess | None = None
@@ -119,7 +120,8 @@ class GrammarCheck:
     async def _compile(self, digest: bytes, spec: dict[str, Any]) -> Verdict:
         async with self._parallel:
             process = await self._running_process()
-            self._jobs += 1  # after the wait, in which other jobs may have got their numbers
+            # The number is taken after the waits above, in which other jobs may get numbers.
+            self._jobs += 1
             future = asyncio.get_running_loop().create_future()
             self._verdicts[self._jobs] = future
             job = msgspec.msgpack.encode(GrammarJob(self._jobs, spec))
@@ -172,7 +174,7 @@ class GrammarCheck:
 class _GrammarProcess:
     """The process that compiles grammars, and the pipes to and from it.
 
-    Its start takes some seconds on a machine with GPUs, where it is spawned and imports vLLM.
+    On a machine with GPUs, the start takes some seconds, because the new process imports vLLM.
     """
 
     def __init__(self, config: Any, cpu_s: float) -> None:
@@ -225,7 +227,7 @@ def _limit_message(limit: str, name: str, cpu_s: float) -> str:
         f"({WALL_FACTOR} times --max-compile-s)",
         "memory": f"takes more than {MEMORY_BYTES >> 20} MB of memory to compile; that is the "
         "limit",
-        "step": f"takes more than {STEP_S * 1000:g} ms of each token's time; that is the limit",
+        "step": f"takes more than {STEP_S * 1000:g} ms for each generated token; that is the limit",
         "crash": "crashes the compiler, because it is nested or repeated too deeply",
     }[limit]
     kind = "JSON schema" if name == "json" else name
@@ -236,11 +238,11 @@ vllm_validate_structured_outputs = SamplingParams._validate_structured_outputs
 
 
 def install() -> None:
-    """Make vLLM skip the validation of grammars that the other process has already validated."""
+    """Make vLLM skip the validation of grammars that a GrammarCheck has already validated."""
     SamplingParams._validate_structured_outputs = _unless_checked
 
 
 def _unless_checked(self: SamplingParams, *args: Any) -> None:
     outputs = self.structured_outputs
-    if outputs is None or outputs._backend is None:  # GrammarCheck has not checked it
+    if outputs is None or outputs._backend is None:  # no GrammarCheck has set the backend
         vllm_validate_structured_outputs(self, *args)

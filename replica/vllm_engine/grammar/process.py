@@ -25,13 +25,17 @@ NICE = 10  # niceness of processes and threads that compile, so that engines get
 # processes compile at the same time.
 WALL_FACTOR = 10
 MEMORY_BYTES = 2 << 30  # limit on additional address space for a grammar; typically 10 MB are used
-# Maximum number of characters of an error. A verdict must fit into one atomic write to a pipe.
+# Maximum number of characters of an error. Several processes write verdicts to one pipe, so each
+# verdict must fit into one atomic write.
 MAX_TEXT = 2000
-TRIED_STEPS = 16  # number of tokens of an answer for which masks are computed as a test
+# Number of tokens of a test answer. For each token, the mask is computed: which tokens the grammar
+# allows next.
+TRIED_STEPS = 16
 # Limit on the CPU seconds for each of these masks. In the engine, all streams wait for each mask.
 STEP_S = 0.025
 
-# Schemas that are compiled before the first fork, to load the backends xgrammar and guidance.
+# Schemas that are compiled before the first fork, to load the backends that compile grammars:
+# xgrammar for the first schema, and guidance for the second one.
 PRELOADED_SCHEMAS = ({"type": "integer"}, {"type": "integer", "multipleOf": 2})
 
 KILLED = {  # signal that ended a grammar's process -> the limit that the grammar exceeded
@@ -39,7 +43,7 @@ KILLED = {  # signal that ended a grammar's process -> the limit that the gramma
     signal.SIGALRM: "wall",
     signal.SIGABRT: "memory",
     signal.SIGSEGV: "crash",
-    signal.SIGKILL: "memory",  # sent by the kernel when the machine has no memory left
+    signal.SIGKILL: "memory",  # the kernel sends it when the machine has no memory left
 }
 
 
@@ -51,7 +55,7 @@ class GrammarJob(Struct, array_like=True):
 
 
 class Verdict(Struct, array_like=True):
-    """The result of a job: the backend for the grammar, or the reason why it is rejected."""
+    """The result of a job: the backend for the grammar, or the reason to reject the grammar."""
 
     number: int  # the job's number
     backend: str = ""
@@ -59,8 +63,8 @@ class Verdict(Struct, array_like=True):
     limit: str = ""  # limit that the grammar exceeded (a value of KILLED, or "step"); or empty
 
 
-# Compiles the spec of a GrammarJob, and returns the backend's name. Raises if it cannot be
-# compiled.
+# A function that compiles the spec of a GrammarJob, and returns the backend's name. It raises an
+# exception of any type if the spec cannot be compiled.
 Compile = Callable[[dict[str, Any]], str]
 
 
@@ -95,10 +99,10 @@ def serve(jobs: Connection, results: Connection, load: Callable[[], Compile], cp
 
 
 def _pipe_of_ended_children() -> int:
-    """Return the reading end of a pipe to which a byte is written whenever a child ends.
+    """Return the reading end of a pipe that gets a byte whenever a child process ends.
 
-    A handler of the signal is not enough: a signal that arrives just before a blocking read does
-    not interrupt the read.
+    A handler of SIGCHLD is not enough: a signal that arrives just before `wait` blocks does not
+    interrupt `wait`.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -108,7 +112,7 @@ def _pipe_of_ended_children() -> int:
 
 
 def _reap(running: dict[int, int], results: Connection) -> None:
-    """Send the verdicts on grammars whose processes were killed."""
+    """Send a verdict for each grammar's process that was killed, and forget ended processes."""
     for pid, number in [*running.items()]:
         ended_pid, status = os.waitpid(pid, os.WNOHANG)
         if not ended_pid:
@@ -163,7 +167,7 @@ def load_compiler(config: Any) -> Compile:
 
 
 class Compiler:
-    """The backends of structured outputs that an engine with this VllmConfig uses."""
+    """Compiles grammars with the backends that an engine with this VllmConfig uses."""
 
     def __init__(self, config: Any) -> None:
         from vllm.v1.structured_output import StructuredOutputManager
@@ -195,7 +199,8 @@ class Compiler:
         request: Any = SimpleNamespace(
             request_id="grammar", sampling_params=params, structured_output_request=structured
         )
-        # The executor is used only here: this process must not have another thread when it forks.
+        # The executor is closed at once, because this process must have no other thread when it
+        # forks.
         with ThreadPoolExecutor(1) as self._manager.executor:
             self._manager.grammar_init(request)
         grammar = structured.grammar
@@ -205,7 +210,7 @@ class Compiler:
         return str(outputs._backend)
 
     def _try(self, grammar: Any) -> None:
-        """Compute masks for some tokens, as the engine does at each step.
+        """Generate a test answer, and compute the mask before each token as the engine does.
 
         Raises:
             SlowStepError: A mask takes too long.

@@ -11,7 +11,8 @@ from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.settings.replica import ReplicaSettings
 
 PAGE_BYTES = 4096  # size of a memory page
-# Minimum number of blocks of each group in a host tier. A smaller tier could not store a prompt.
+# Minimum size of a host tier, in blocks of each KV cache group. A smaller tier could not store a
+# prompt.
 MIN_BLOCKS = 16
 # Arguments of vLLM that create a host tier or another connector, and conflict with --host-cache-gb.
 OTHER_TIERS = ("kv_transfer_config", "kv_offloading_size")
@@ -50,9 +51,9 @@ def host_args(
 
 
 def _check(settings: ReplicaSettings, all_bytes: int, node_bytes: int) -> None:
-    if given := [name for name in OTHER_TIERS if settings.engine_args.get(name) is not None]:
+    if names := [name for name in OTHER_TIERS if settings.engine_args.get(name) is not None]:
         raise CannotRunError(
-            f"--engine-args has {given[0]}, and --host-cache-gb is {settings.host_cache_gb}: "
+            f"--engine-args has {names[0]}, and --host-cache-gb is {settings.host_cache_gb}: "
             "both create a tier of the cache in host memory; leave out one of them"
         )
     if all_bytes > node_bytes:
@@ -75,7 +76,7 @@ def check_tier(settings: ReplicaSettings, division: Division, *, is_caching: boo
     """
     size, block_bytes = settings.host_cache_gb, division.host_block_bytes
     blocks = division.host_blocks
-    min_blocks = max(MIN_BLOCKS, math.ceil(MIN_BLOCKS * division.share))
+    min_blocks = max(MIN_BLOCKS, math.ceil(MIN_BLOCKS * division.blocks_per_unit))
     if not is_caching:
         raise CannotRunError(
             f"--host-cache-gb is {size}, but vLLM does not cache prefixes of this model; leave "

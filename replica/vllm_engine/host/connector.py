@@ -25,8 +25,8 @@ from kvroute.replica.vllm_engine.host.meter import Meter
 class EndedRequest:
     """The blocks of a request that has ended, and their retention.
 
-    Some of the blocks may not be copied to host memory yet. The retention is set again after the
-    copy, and may have changed by then.
+    Some of the blocks may not be copied to host memory yet. So the retention is set again after
+    each copy. If the session ends before a copy, the hint is replaced (SchedulerHostTier.end).
     """
 
     keys: Sequence[OffloadKey]  # the request's blocks, in the prompt's order
@@ -34,15 +34,16 @@ class EndedRequest:
 
 
 class Manager(CPUOffloadingManager):
-    """vLLM's manager of a host tier, which evicts a prompt's last blocks first.
+    """vLLM's manager of a host tier, changed to evict a prompt's last blocks first.
 
-    For this, it sorts the blocks of each copy. vLLM itself lists them in no particular order.
+    For this, the manager sorts the blocks of each copy. vLLM itself lists them in no particular
+    order.
     """
 
     kvroute_on_stored: Callable[[EndedRequest], None]  # called after copies for an ended request
-    # Only this many tokens from the start of a prompt are copied to host memory: as many as the
-    # tier can store. The copies of further blocks would evict the blocks of all other prompts, and
-    # then the prompt's own first blocks, without which its other blocks are useless.
+    # Maximum number of tokens, from the start of a prompt, that are copied to host memory. This is
+    # the size of the tier. Copies of further blocks would evict the blocks of all other prompts,
+    # and then the prompt's own first blocks, without which its other blocks are useless.
     kvroute_max_tokens: float = math.inf
 
     def prepare_store(
@@ -69,7 +70,10 @@ def _last_first(keys: Collection[OffloadKey], context: ReqContext) -> list[Offlo
 
 
 class HostTierConnector(OffloadingConnector):
-    """vLLM's connector, which reports to a Meter and reloads blocks only if that is faster."""
+    """vLLM's connector, which reloads blocks only if that is faster than computing them.
+
+    It reports steps and copies to a Meter, which measures their times.
+    """
 
     kvroute_meter: Meter
 

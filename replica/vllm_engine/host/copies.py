@@ -24,7 +24,7 @@ Rows = Sequence[int]  # indices of blocks in the cache or in the tier
 
 
 class HostTierSpec(CPUOffloadingSpec):
-    """vLLM's specification of a host tier, with a worker that needs no GPU."""
+    """vLLM's specification of a host tier, changed to use a worker that needs no GPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:
@@ -59,7 +59,7 @@ class HostCopies(OffloadingWorker):
         dst_spec: GPULoadStoreSpec,
         **_: object,
     ) -> bool:
-        """Start a copy to the engine. vLLM 0.33 also passes whether it is urgent; all are."""
+        """Copy blocks to the engine. vLLM 0.33 also passes whether that is urgent; ignore this."""
         rows = ((tensor, pair[::-1]) for tensor, pair in self._rows(dst_spec, src_spec))
         return self._copy_all(job_id, rows, self._host, self._cache)
 
@@ -73,9 +73,9 @@ class HostCopies(OffloadingWorker):
     def _rows(
         self, cache_spec: GPULoadStoreSpec, tier_spec: BlockIDsLoadStoreSpec
     ) -> Iterator[tuple[int, tuple[Rows, Rows]]]:
-        """Yield for each tensor: its index, rows in the cache, and rows in the tier.
+        """Yield, for each tensor, its index, its rows in the cache, and its rows in the tier.
 
-        Both specs list the blocks of all groups, one group after the other.
+        The block ids in both specs are sorted by group: those of the first group come first.
         """
         pairs = zip(_ids(cache_spec), _ids(tier_spec), strict=True)
         for tensors, blocks in zip(self._tensors, cache_spec.group_sizes, strict=True):

@@ -25,7 +25,7 @@ from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
 
 class HostEvents(OffloadingEventsTracker):
-    """Replaces the tracker of events in vLLM's connector."""
+    """Replaces the object that makes the events of vLLM's connector."""
 
     def __init__(self, groups: int, space: Space, hash_tokens: int) -> None:
         """Create a tracker.
@@ -33,13 +33,14 @@ class HostEvents(OffloadingEventsTracker):
         Args:
             groups: The number of KV cache groups in the engine's memory. In events, group g of
                 host memory has the number `groups + g`.
-            space: The space of the fingerprints.
+            space: The properties of the model that its fingerprints depend on.
             hash_tokens: The number of tokens that one of vLLM's block hashes covers.
         """
         self._groups = groups
         self._space = space
         self._hash_tokens = hash_tokens
-        self._pending: dict[OffloadKey, Fingerprint] = {}  # blocks that are still being copied
+        # Blocks that are still being copied to host memory -> their fingerprints.
+        self._pending: dict[OffloadKey, Fingerprint] = {}
 
     def record_store(
         self, req: Request, group_config: Any, chunk_idx: int, offload_key: OffloadKey
@@ -64,14 +65,17 @@ class HostEvents(OffloadingEventsTracker):
         self._pending.clear()
 
     def copies_of(self, keys: Iterable[OffloadKey]) -> list[dict[ExternalBlockHash, int]]:
-        """Return, for each group, the number of blocks under each hash (always 1), as in events."""
+        """Return, for each group, the number of blocks under each hash, which is always 1.
+
+        The hashes have the same form as in events.
+        """
         copies: list[dict[ExternalBlockHash, int]] = [{} for _ in range(self._groups)]
         for key in keys:
             copies[get_offload_group_idx(key)][_name(key)] = 1
         return copies
 
     def _add_pending(self, request: Request, end: int, key: OffloadKey) -> None:
-        """Record the fingerprint of a block whose copy to host memory begins, if it has one."""
+        """Record a block's fingerprint, if it has one, because its copy to host memory begins."""
         if request.prompt_embeds is not None:
             return
         [fingerprint] = chain_of(request, self._space).fingerprints_at(

@@ -26,7 +26,7 @@ class _Step(NamedTuple):
 
     output: SchedulerOutput
     began_s: float
-    predicted_s: float  # prefill time at the claimed speed; 0: nothing is learned from this step
+    predicted_s: float  # prefill time at the assumed speed; 0: nothing is learned from this step
 
 
 @dataclass
@@ -41,11 +41,12 @@ class _Moves:
 
 
 class Meter:
-    """The measurements of one scheduler."""
+    """Measures the prefill and the copies of one scheduler's engine."""
 
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         """Create a meter for the connector's scheduler; `clock` returns seconds."""
-        # Learns from the measurements. None until the tier is set up, before the first request.
+        # Learns from the measurements whether reloading is faster than computing. None until
+        # SchedulerHostTier.begin sets it, which happens before the first request.
         self.price: ReloadPrice | None = None
         self.clock = clock
         self._scheduler = scheduler
@@ -60,8 +61,8 @@ class Meter:
     def record_step_end(self, output: SchedulerOutput) -> None:
         """Record the end of a step, and learn the speed of prefill from the step's time.
 
-        Steps end in the order in which they were scheduled. If two steps overlap, the time of the
-        second one is counted from the end of the first one.
+        Steps end in the order in which they were scheduled. If two steps overlap, the second step's
+        time is counted from the end of the first step.
         """
         now_s = self.clock()
         while self._steps:
@@ -88,7 +89,7 @@ class Meter:
             self.price.copies.record(load.bytes, load.time / workers, self.clock())
 
     def is_cheaper(self, start: int, end: int) -> bool:
-        """Return whether reloading tokens [start, end) of a prompt is faster than computing."""
+        """Return whether reloading a prompt's tokens [start, end) is faster than computing them."""
         return self.price is None or self.price.is_cheaper(start, end, self.clock())
 
     def record_reload(self, tokens: int) -> None:

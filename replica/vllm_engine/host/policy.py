@@ -1,9 +1,9 @@
 """Evicts the blocks of a host tier in the order of engine/retention.py.
 
 vLLM loads RetentionPolicy by name in the scheduler's process. vLLM calls a block of the tier a
-chunk. `chunk_id` is the index of its slot in the tier; IdleBlocks uses the same number. A block
-counts as idle unless it is just being copied. Requests do not hold blocks in the tier, because they
-use copies in the engine's memory.
+chunk. `chunk_id` is the index of its slot in the tier, and also the block's number in IdleBlocks. A
+block is idle, that is, it can be evicted, if it is neither pinned nor being copied. Requests do not
+hold blocks in the tier, because they use copies in the engine's memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class RetentionPolicy(CachePolicy):
     def record_use(self, keys: Sequence[OffloadKey], hint: RetentionHint) -> None:
         """Record that a request has just used these blocks, and set their retention.
 
-        The keys are in the prompt's order. The last of the blocks is evicted first.
+        The keys are in the prompt's order. The prompt's last block is evicted first.
         """
         ids = self._not_copied(key for key in reversed(keys) if key not in self._pins)
         for id_ in ids:

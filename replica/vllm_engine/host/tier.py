@@ -1,8 +1,9 @@
 """The scheduler's part of the host tier, which vLLM's OffloadingConnector maintains.
 
-vLLM decides which blocks are copied to host memory and back, and when. This module adds three
-things: events with fingerprints, eviction in kvroute's order, and a check that a reload is faster
-than computing.
+The host tier is the part of the KV cache that is in host memory. vLLM decides which blocks are
+copied to host memory and back, and when. This module adds three things: events with fingerprints,
+eviction in kvroute's order, and a check that copying blocks back (a reload) is faster than
+computing them.
 """
 
 from typing import Any
@@ -50,10 +51,14 @@ class SchedulerHostTier:
         connector.scheduler.manager.kvroute_on_stored = self.record_stored
 
     def begin(self, space: Space, division: Division) -> Division:
-        """Start events with fingerprints, and the comparison of reloads with computing.
+        """Start to emit events with fingerprints, and to compare reloading with computing.
+
+        Args:
+            space: The properties of the model that its fingerprints depend on.
+            division: How the engine divides its cache, without a host tier.
 
         Returns:
-            The division, with this tier's blocks.
+            The division with this tier's blocks.
         """
         scheduler = self._connector.scheduler
         hash_tokens, groups = scheduler.config.tokens_per_hash, len(division.groups)
@@ -70,7 +75,7 @@ class SchedulerHostTier:
         return with_tier
 
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:
-        """Return, for each group, the number of reloadable blocks under each hash."""
+        """Return, for each group, the number of blocks under each hash that can be reloaded."""
         chunks = self._policy.chunks.items()
         return self._events.copies_of(key for key, chunk in chunks if chunk.is_ready)
 
@@ -83,9 +88,9 @@ class SchedulerHostTier:
         No event is needed, because the engine's memory is cleared at the same time, and one event
         reports both.
 
-        vLLM cannot clear the tier twice between two steps: it asserts that its workers know of the
-        copies that the first call stopped. To avoid that, the list of these copies is set aside
-        during the call.
+        vLLM cannot clear the tier twice between two steps: in the second call, it asserts that its
+        workers already know of the copies that the first call stopped. To avoid this, the list of
+        these copies is empty during the call, and restored after it.
         """
         scheduler = self._connector.scheduler
         stopped = scheduler._current_batch_jobs_to_flush
@@ -118,7 +123,7 @@ class SchedulerHostTier:
         self._policy.record_use(ended.keys, ended.hint)
 
     def record_stored(self, ended: EndedRequest) -> None:
-        """Set the retention of an ended request's blocks again, after some of them were copied."""
+        """Set the retention of an ended request's blocks again, after a copy to host memory."""
         self._policy.record_use(ended.keys, ended.hint)
 
     def end(self, session: int) -> None:

@@ -1,7 +1,7 @@
 """vLLM's own HTTP application on a replica's engine, without a port.
 
-All routes have vLLM's formats, validation, defaults and errors. The router sends the token ids of
-the prompt with each request, and the application uses these instead of rendering the prompt again.
+All routes have vLLM's formats, validation, defaults and errors. If the router has rendered the
+prompt, it sends the token ids, and the application uses these instead of rendering the prompt.
 This module uses private API of vLLM. tests/slow/engines/test_http_app.py checks the behaviour that
 it relies on.
 """
@@ -56,11 +56,12 @@ from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, RequestRun
 
 log = logging.getLogger("kvroute.replica")
 
-# Tools of a chat for which the content format is determined: without tools, and with one tool.
+# Example values of a chat's tools: no tools, and one tool. The content format is determined for
+# both.
 NO_AND_SOME_TOOLS: tuple[list[Any] | None, ...] = (None, [{}])
-# Prefixes of the names of loggers whose tracebacks are shortened to one line.
+# Prefixes of names of loggers. In the messages of these loggers, tracebacks become one line.
 HANDLERS = ("vllm.entrypoints", "vllm.parser", "vllm.reasoning", "vllm.tool_parsers")
-MAX_LOGGED = 300  # maximum number of characters of such a line
+MAX_LOGGED = 300  # maximum number of characters of a shortened traceback
 # Defaults of vLLM's server that kvroute changes: responses contain the number of cached tokens.
 DEFAULTS = {"enable_prompt_tokens_details": True}
 
@@ -124,8 +125,8 @@ class HttpApp:
         response_object.install()
         if messages := getattr(app.state, "anthropic_serving_messages", None):
             inline_system.install(messages, merges=merges_system)
-            # vLLM computes this once, by rendering a prompt. It must not happen during a request
-            # that contains its prompt's tokens, because the renderer then returns these tokens.
+            # vLLM renders an example prompt to compute this value, and keeps the value. During a
+            # request with token ids from the router, the renderer would return these ids instead.
             await messages._get_disabled_thinking_effort()
         # The router has its own middlewares. Here, a middleware that buffers the response would
         # separate its bytes from the tokens that they belong to.
@@ -161,7 +162,7 @@ class HttpApp:
         self._grammars.close()
 
     def rendering_differences(self, rank: int) -> int:
-        """Return for how many of the rank's prompts a router's tokens differed from vLLM's."""
+        """Return the number of the rank's prompts that a router has rendered unlike vLLM."""
         return self._router_prompts.differences[rank]
 
     async def render(self, call: HttpCall) -> Rendered:
@@ -170,7 +171,7 @@ class HttpApp:
 
 
 class _Client:
-    """The client of the engine that vLLM's handlers of requests use."""
+    """Replaces AsyncLLM in vLLM's handlers of requests."""
 
     def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapters], grammars: GrammarCheck) -> None:
         self._llm = llm
@@ -216,7 +217,7 @@ class RouterPrompts:
     """
 
     def __init__(self, renderer: Any) -> None:
-        # Rank -> number of prompts for which a router's tokens differed from vLLM's.
+        # Rank -> number of prompts that a router has rendered unlike vLLM.
         self.differences = Counter[int]()
         self._renderer = renderer
         self._render_chat = renderer.render_chat_async
@@ -235,7 +236,7 @@ class RouterPrompts:
         if run.call.is_checked:
             rendered = await self._render_chat(conversations, chat_params, tok_params, **options)
             prompt = self._compared(prompt, rendered[1][0], run)
-        # Of the conversation, vLLM reads only the last message, and only for `echo`.
+        # After this, vLLM reads only the last message of the conversation, and only for `echo`.
         last_messages = [
             [_with_text(message) for message in conversation[-1:]] for conversation in conversations
         ]
@@ -258,7 +259,7 @@ class RouterPrompts:
         return [prompt]
 
     def _compared(self, routed: Any, rendered: Any, run: RequestRun) -> Any:
-        """Return vLLM's prompt, and count a difference if the router's prompt is not the same."""
+        """Return the router's prompt if vLLM's is equal; else count this, and return vLLM's."""
         if routed["prompt_token_ids"] == rendered["prompt_token_ids"]:
             return routed
         self.differences[run.request.rank] += 1
@@ -272,10 +273,10 @@ class RouterPrompts:
         return {**rendered, "cache_salt": routed.get("cache_salt")}
 
     async def _prompt(self, run: RequestRun, tok_params: Any) -> Any:
-        """Return vLLM's prompt for the token ids of the request.
+        """Return vLLM's prompt for the token ids from the router.
 
-        The renderer checks the length and truncates the prompt. It also decodes the tokens if the
-        response needs the prompt's text.
+        The renderer still checks the length and truncates the prompt. It also decodes the tokens if
+        the response needs the prompt's text.
         """
         tokens = TokensPrompt(prompt_token_ids=run.request.prompt_ids.tolist())
         made = await self._renderer.tokenize_prompt_async(tokens, tok_params)
@@ -288,7 +289,7 @@ class RouterPrompts:
 
 
 def _with_text(message: Any) -> Any:
-    """Return the message with its content as one text, as in conversations that vLLM has parsed."""
+    """Return the message with its content as one text, because vLLM's handlers expect a text."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return message
@@ -297,7 +298,7 @@ def _with_text(message: Any) -> Any:
 
 
 def _content_format(llm: AsyncLLM, args: Any) -> str:
-    """Return the format in which the chat template expects the content of messages.
+    """Return how the chat template expects the content of messages: "string" or "openai".
 
     The result is empty in these cases: there is no chat template, vLLM renders chats without it, or
     the formats for chats with and without tools differ.
@@ -331,7 +332,7 @@ def _root_logger_kept() -> Iterator[None]:
 
 
 def _shorten_logs() -> None:
-    """Shorten the tracebacks that vLLM's handlers log for clients' errors to one line."""
+    """Shorten tracebacks to one line where vLLM's handlers log the errors of clients."""
     for handler in logging.getLogger("vllm").handlers:
         handler.addFilter(_short)
 
@@ -344,7 +345,7 @@ def _short(record: logging.LogRecord) -> bool:
 
 
 def _run_with_tokens() -> RequestRun | None:
-    """Return the current request if it contains its prompt's token ids, else None."""
+    """Return the current request if the router has sent its prompt's token ids, else None."""
     run = CURRENT.get()
     return run if run is not None and run.call.is_rendered else None
 

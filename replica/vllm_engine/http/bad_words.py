@@ -1,7 +1,7 @@
 """Checks the total number of tokens of `bad_words` before the engine gets them.
 
-vLLM's engine on GPUs has a limit on the tokens of all words together, and crashes at a request that
-exceeds it. Before that, vLLM only checks the number of words.
+On GPUs, vLLM's engine has a limit on the tokens of all words together, and crashes at a request
+that exceeds the limit. Before the engine, vLLM only checks the number of words.
 """
 
 from typing import Any

@@ -15,7 +15,7 @@ from vllm.renderers.hf import HfRenderer, resolve_chat_template
 
 from kvroute.replica.vllm_engine.http.system_places import Message, Render, place_for, put_in_place
 
-# A tool for the example conversations.
+# A tool for the example conversations of system_places.py.
 _F = {"name": "f", "description": "Does nothing"}
 _TOOLS = [{"type": "function", "function": {**_F, "parameters": {"type": "object"}}}]
 
@@ -25,8 +25,8 @@ def install(serving: AnthropicServingMessages, *, merges: bool) -> None:
 
     Args:
         serving: vLLM's handler.
-        merges: True to change nothing, so that vLLM moves the messages to the front if the
-            template requires it.
+        merges: True: change nothing, so that vLLM moves the messages to the front if the template
+            requires it.
     """
     if merges:
         return

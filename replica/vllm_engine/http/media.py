@@ -1,8 +1,8 @@
 """Processes each image once, and reports an image that cannot be loaded as the client's error.
 
 vLLM itself reports some of these errors as errors of the server, for example if the image's host
-does not respond, if the URL is a local file, or if the image has too many pixels. A router would
-then send the same request to the next replica.
+does not respond, if the URL is a local file, or if the image has too many pixels. After an error of
+the server, the router would send the same request to the next replica.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
-# vLLM's name for the connector that is replaced. It is vLLM's default; VLLM_MEDIA_CONNECTOR can
-# select another one.
+# Name of the connector that is replaced. vLLM uses it by default; VLLM_MEDIA_CONNECTOR can select
+# another connector.
 REPLACED = "http"
 
 
@@ -29,12 +29,13 @@ class MediaLoader(MediaConnector):
 
 
 def process_once(renderer: Any) -> None:
-    """Use one cache of processed images for requests to render and for requests to the engine.
+    """Use one cache of processed images for all requests.
 
-    vLLM uses its cache of processed images only for requests to render. For requests to the engine,
-    it remembers which images the engine has, and sends no image twice. But if a client leaves
-    before its image is sent, the engine never gets that image. Here, the image is sent to the
-    engine with each request, and the engine caches no images (core/scheduler.py).
+    vLLM has two caches. Requests that are only rendered use a cache of processed images. Requests
+    that the engine runs use a list of the images that were sent to the engine, so that no image is
+    sent twice. But if a client leaves before its image is sent, the image is in the list and never
+    reaches the engine. Here, all requests use the first cache, each image is sent to the engine
+    with each request, and the engine caches no images (core/scheduler.py).
     """
     renderer._mm_processor_cache = renderer._mm_processor_only_cache
 

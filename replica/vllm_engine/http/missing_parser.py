@@ -17,7 +17,10 @@ VLLM_MESSAGE_END = "--tool-call-parser to be set"  # the end of vLLM's own error
 
 
 def install(app: FastAPI, tool_call_parser: str | None) -> None:
-    """Install the checks. Call this after vLLM has set the application's state."""
+    """Install the check for /v1/responses, and kvroute's error message for the other routes.
+
+    Call this after vLLM has set the application's state.
+    """
     if (chats := getattr(app.state, "openai_serving_chat", None)) and not tool_call_parser:
         _replace_message(chats.online_renderer)
     serving = getattr(app.state, "openai_serving_responses", None)  # None for pooling models

@@ -7,10 +7,10 @@ answers. So the markers of that format in the template identify the parser.
 import re
 from collections.abc import Sequence
 
-NONE = "none"  # users set this as the name of a parser if none is to be used or chosen
+NONE = "none"  # name of a parser that users set to have no parser
 Forms = Sequence[tuple[tuple[str, ...], str]]
-# Each item has patterns and a parser. The parser is used if all patterns are in the template. If
-# this is true for several items, the first one counts.
+# Each item has regular expressions and the name of a parser. The parser is used if the template
+# matches all of the expressions. If this is true for several items, the first one counts.
 TOOL_FORMS: Forms = (
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("<tool_call>", "<arg_key>"), "glm45"),
@@ -28,8 +28,8 @@ TOOL_FORMS: Forms = (
     ((r"<\|python_start\|>",), "llama4_pythonic"),
     ((r"<\|start_header_id\|>", r'"name": <?function', '"parameters":'), "llama3_json"),
 )
-# Models that reason only if the text of the prompt asks for it are not in this table. If such a
-# model answers without reasoning, the parser would treat all of the answer as reasoning.
+# This table lacks models that reason only if the text of the prompt asks for it. When such a model
+# answers without reasoning, a parser would treat all of the answer as reasoning.
 REASONING_FORMS: Forms = (
     (("<seed:think>",), "seed_oss"),
     ((r"\[THINK\]",), "mistral"),
@@ -40,11 +40,12 @@ REASONING_FORMS: Forms = (
     (("<think>", "<minimax:tool_call>"), "minimax_m2"),
     (("<think>", r"<\|im_start\|>", "reasoning_content"), "qwen3"),
 )
-# Model type in the configuration -> parser, for models whose template does not identify it.
+# Model type in the configuration -> parser. The templates of these models do not identify it.
 TOOL_TYPES = {"gpt_oss": "openai"}
 REASONING_TYPES = {"gpt_oss": "openai_gptoss"}
-# Part of a model's name -> parser. The template of the built-in model has no tools. If a tool call
-# is forced, a grammar makes the model write it as JSON.
+# Part of a model's name -> parser. The template of the built-in model does not mention tools, so
+# the model calls none by itself. If a request forces a tool call, a grammar makes the model write
+# it as JSON, which this parser can read.
 NAMES = {"SmolLM2-135M-Instruct": "hermes"}
 
 
@@ -66,7 +67,7 @@ def reasoning_parser(template: str | None, model_type: str) -> str | None:
 
 
 def _by_form(template: str | None, forms: Forms) -> str | None:
-    """Return the parser of the first form whose patterns are all in the template."""
+    """Return the parser of the first item with expressions that all match the template."""
     for patterns, parser in forms:
         if template and all(re.search(pattern, template) for pattern in patterns):
             return parser

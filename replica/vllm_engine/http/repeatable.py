@@ -1,8 +1,8 @@
 """Makes the random ids and the times in a response the same on every replica.
 
-Some routes repeat ids and times in several events of a response, so a replica that continues a
-response must use the same values. For this, the names `uuid` and `time` in vLLM's modules are bound
-to the objects of this module.
+Some routes repeat an id or a time in several events of a response. If another replica continues the
+response, it must use the same values. For this, the names `uuid` and `time` in vLLM's modules are
+bound to the objects of this module.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""Adds fields to the Responses API's objects that the Open Responses specification requires.
+"""Completes the response objects of the Responses API, as the Open Responses specification demands.
 
-vLLM leaves some fields out, and sets others to null that must not be null. Clients with strict
-types reject such an object.
+vLLM leaves some required fields out, and sets others to null that must not be null. Clients with
+strict types reject such an object.
 """
 
 import time
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def complete(response: ResponsesResponse, request: ResponsesRequest) -> ResponsesResponse:
-    """Set the fields of a response that vLLM has not set, and return the response."""
+    """Set the required fields that vLLM does not set, and return the response."""
     run = CURRENT.get()
     defaults = {"metadata": {}, "text": TEXT, "top_logprobs": 0}
     values = {name: value for name, value in defaults.items() if getattr(response, name) is None}

@@ -52,12 +52,12 @@ from kvroute.replica.vllm_engine.http.sampling_checks import (
 
 log = logging.getLogger("kvroute.replica")
 
-# Number of tokens in a chunk of a response that is not streamed. If the replica is lost, at most
-# this many tokens have to be generated again.
+# Number of tokens in a chunk of a response that is not streamed. If the replica is lost, another
+# replica has to generate at most this many tokens again.
 UNSTREAMED_CHUNK_TOKENS = 32
 # Seconds that the application gets to end after the client has left. Then it is cancelled.
 END_S = 5.0
-RESERVED = "kvroute_"  # prefix of the keys in extra_args that clients may not set
+RESERVED = "kvroute_"  # prefix of the keys in vLLM's extra_args that clients may not set
 RESPONSES = "/v1/responses"
 ERROR_EVENT = b"event: error"
 # Part of the message of the RuntimeError that Starlette raises in place of an application's error.
@@ -84,14 +84,14 @@ class RequestRun:
         self._token_ids: list[int] = []  # tokens that the engine generated since the last chunk
         self._data: list[bytes] = []  # bytes that the application sent since the last chunk
         self._has_emitted = False  # whether a chunk was emitted
-        self._status = 0  # HTTP status for the next chunk; 0: it was emitted already
+        self._status = 0  # HTTP status for the next chunk; 0: an earlier chunk contains the status
         self._content_type = ""
         self._prompts = 0  # number of prompts that the application passed to the engine
         self._can_continue = True
-        # Numbers of the prompt's tokens that were read from the cache and written to it, once
-        # known.
+        # Numbers of prompt tokens that were read from the cache and written to it. None: no output
+        # has reported them yet.
         self._counts: tuple[int, int] | None = None
-        if call.deltas:
+        if call.deltas:  # another replica has begun the response
             self._counts = call.cached_tokens, call.written_tokens
 
     async def respond(self, app: Any) -> None:
@@ -120,7 +120,7 @@ class RequestRun:
             self._status = int(message["status"])
             self._content_type = content_type(message)
         elif body := message.get("body"):
-            if body.startswith(ERROR_EVENT):  # an event of /v1/messages; set Anthropic's type
+            if body.startswith(ERROR_EVENT):  # from /v1/messages; Anthropic has another error type
                 body = body.replace(b'"type":"internal_error"', b'"type":"api_error"')
             self._data.append(body)
 
@@ -135,13 +135,13 @@ class RequestRun:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """Emit an error response if the client has received nothing; else fail with `error`."""
+        """Emit an error response if the client has received nothing; else let `respond` fail."""
         if self._failure is not None or self._has_emitted or self.call.deltas:
             self._failure = self._failure or error
             return
         log.warning("vLLM's application failed for %s", self.call.path, exc_info=error)
         is_body = _is_of_validation(error)
-        # If the status is an error and the body is valid, the application has made the response.
+        # With a valid body and the status of an error, the application's own response is complete.
         if is_body or self._status < 400:
             message = f"a field of the body has a value of a wrong type: {error}"
             response = create_error_response(message if is_body else _unwrapped(error))
@@ -189,11 +189,16 @@ class RequestRun:
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Return the engine's outputs for one prompt, in place of AsyncLLM.generate."""
+        """Return the engine's outputs for one prompt; vLLM's handlers would call AsyncLLM.generate.
+
+        A response that is not streamed gets one output with all tokens. The engine always streams,
+        so that chunks are emitted meanwhile.
+        """
         self._prompts += 1
         is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         has_ids = prompt["type"] in ("token", "multimodal")
-        # A stream of /v1/responses ends with the log-probabilities of all its tokens.
+        # A stream of /v1/responses ends with the log-probabilities of all its tokens. A replica
+        # that continues the response does not have those of the first tokens.
         repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None
         allows_continuing = not repeats_logprobs and can_continue(params)
         self._can_continue = self._prompts == 1 and has_ids and allows_continuing
@@ -216,7 +221,9 @@ class RequestRun:
         params: SamplingParams,
         options: Mapping[str, Any],
     ) -> AsyncGenerator[RequestOutput, None]:
-        prepared()  # the request's preparation ends here; another process checks the grammar
+        # The preparation on this process's event loop ends here: the grammar is checked in another
+        # process.
+        prepared()
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
         ids = prompt["prompt_token_ids"]
@@ -237,7 +244,7 @@ class RequestRun:
             "data_parallel_rank": self.request.rank,
             "priority": self.priority,
         }
-        prompt_logprobs = None  # log-probabilities of the prompt's tokens, once an output has them
+        prompt_logprobs = None  # the prompt's log-probabilities, once an output has them
         outputs = llm.generate(prompt, params, id_, **{**options, **ours})
         async with self.reporting_a_dead_engine(), aclosing(outputs):
             with _outside():
@@ -271,7 +278,10 @@ class RequestRun:
             raise
 
     def _counted(self, output: RequestOutput) -> RequestOutput:
-        """Set the output's numbers of cached tokens to those of the request's first replica."""
+        """Set the output's numbers of cached tokens to those that the response reported first.
+
+        If another replica has begun the response, these are that replica's numbers.
+        """
         if self._counts is None:
             self._counts = output.num_cached_tokens or 0, output.num_cache_creation_tokens or 0
         output.num_cached_tokens, output.num_cache_creation_tokens = self._counts
@@ -279,7 +289,7 @@ class RequestRun:
 
 
 class Rendering(RequestRun):
-    """A request whose prompts are only rendered.
+    """A request that is only rendered: the engine does not run it.
 
     The application is cancelled when it passes the first prompt to the engine.
     """
@@ -289,10 +299,13 @@ class Rendering(RequestRun):
         call = msgspec.structs.replace(call, is_rendered=False)
         super().__init__(request, call, self._chunks.append)
         self.prompts: Sequence[Any] = ()  # all prompts of a completion, once vLLM has rendered them
-        self._first: Any = None  # the first prompt that the application passed to the engine
+        self._first: Any = None  # first prompt that the application has passed to the engine
 
     async def rendered(self, app: Any) -> Rendered:
-        """Run the application until it calls the engine; return the prompts or its error."""
+        """Run the application until it calls the engine; return the prompts.
+
+        If the application rejects the request, return its error response.
+        """
         await self.respond(app)
         if self._first is None:
             return Rendered(refusal=self._chunks[-1].http)
@@ -313,7 +326,7 @@ class Rendering(RequestRun):
 
 
 def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
-    """Return the parts of a prompt of vLLM that a router needs."""
+    """Convert a prompt that vLLM has rendered to a Rendered."""
     if prompt["type"] == "embeds":
         ids = [0] * len(prompt["prompt_embeds"])
         # The feature is random, so that the prompt's fingerprints match no other prompt.
@@ -387,7 +400,10 @@ def content_type(message: Message) -> str:
 
 @contextmanager
 def _outside() -> Iterator[None]:
-    """Run code outside the request, so that the engine's random ids do not use the request's."""
+    """Run code outside the request, so that ids that the engine makes use other random numbers.
+
+    The request's own random numbers are for the ids in its response (repeatable.py).
+    """
     token = CURRENT.set(None)
     try:
         yield
@@ -398,7 +414,7 @@ def _outside() -> Iterator[None]:
 def _delta_params(params: SamplingParams, ours: Mapping[str, Any]) -> SamplingParams:
     """Return a copy of the parameters for streaming.
 
-    `ours` replaces all reserved keys in extra_args.
+    In extra_args, keys that begin with RESERVED are removed and the entries of `ours` are added.
     """
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA

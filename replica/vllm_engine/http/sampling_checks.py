@@ -1,10 +1,10 @@
-"""Refuses requests whose sampling parameters vLLM accepts, but cannot run well."""
+"""Rejects requests with sampling parameters that vLLM accepts, but cannot run well."""
 
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 
-# Maximum number of log-probabilities of a prompt. The event loop computes all of them without a
+# Maximum number of log-probabilities of a prompt. The event loop handles all of them without a
 # pause, and each takes 6 us of CPU time.
 MAX_PROMPT_LOGPROBS = 131_072
 
@@ -24,9 +24,9 @@ def check_prompt_logprobs(params: SamplingParams, tokens: int) -> None:
 
 
 def check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> None:
-    """Reject a request whose fields exclude all tokens that its grammar allows.
+    """Reject a request if its other fields exclude all tokens that its grammar allows.
 
-    The engine ends such a request with an error that does not name the cause.
+    The engine ends such a request with the finish reason "error", which does not show the cause.
     """
     limits = {
         "allowed_token_ids": params.allowed_token_ids,

@@ -1,8 +1,8 @@
-"""Places system messages in the middle of a conversation where a chat template accepts them.
+"""Adapts inline system messages, those in the middle of a conversation, to a chat template.
 
-Such a message stays a system message if the template accepts one there. Otherwise it becomes a user
-message. If the template does not accept that either, its text is joined to the message before it.
-To find out which of these works, example conversations are rendered.
+An inline message stays a system message if the template accepts one there. Otherwise it becomes a
+user message. If the template does not accept that either, its text is joined to the message before
+it. To find out which of these works, example conversations are rendered.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,10 +35,11 @@ EXAMPLES: tuple[list[Message], ...] = (
 def place_for(render: Render) -> Place:
     """Return the first place with which all examples are rendered correctly.
 
-    An example is rendered correctly if the text before the inline message is the same as without
-    the message, and if the message's text occurs once after it. Both must also be true if the
-    conversation continues.
+    An example is rendered correctly if the inline message does not change the text before it, and
+    if the message's own text follows exactly once. Both must also be true if the conversation
+    continues after the inline message.
     """
+    # The template may reject some examples, such as those with tools, even without the message.
     beginnings = [(before, text) for before in EXAMPLES if (text := _rendered(render, before))]
     roles: tuple[Place, ...] = ("system", "user") if beginnings else ()
     for role in roles:
@@ -71,7 +72,7 @@ def _renders_correctly(
 
 
 def put_in_place(messages: Sequence[Any], place: Place) -> list[Message]:
-    """Return a chat's messages with all inline system messages put in place.
+    """Return a chat's messages with all inline system messages changed as `place` says.
 
     A system message at the front does not change.
     """
@@ -87,10 +88,10 @@ def _as_users(messages: Sequence[Any]) -> Iterator[Message]:
 
 
 def _joined(messages: Sequence[Any]) -> list[Message]:
-    """Join each inline message to the message directly before it, from the user or a tool.
+    """Join each inline message to the message directly before it, if a user or a tool sent that.
 
-    If the message before it has another role, the inline message becomes a user message, and the
-    user message that follows is joined to it.
+    Otherwise the inline message becomes a user message. If a user message follows, the two become
+    one message.
     """
     placed: list[Message] = []
     is_opened = False  # whether the last message is an inline message that became a user message

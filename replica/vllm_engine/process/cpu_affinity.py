@@ -11,7 +11,7 @@ from typing import IO
 class Cores:
     """CPU cores that this process has claimed until it ends.
 
-    If there are none, the process may use any core.
+    A process without claimed cores may use all cores.
     """
 
     def __init__(self, numbers: tuple[int, ...] = (), lock: IO[bytes] | None = None) -> None:
@@ -29,7 +29,7 @@ class Cores:
     def bound(self) -> Iterator[None]:
         """Bind the calling thread to these cores until the end of the context.
 
-        Processes that the thread starts meanwhile stay bound to them.
+        Processes that the thread starts in the context stay bound to these cores.
         """
         before = os.sched_getaffinity(0)
         if self.numbers:
@@ -41,9 +41,9 @@ class Cores:
 
 
 def claim_cores(count: int) -> Cores:
-    """Claim the first `count` neighbouring cores that no other engine has claimed.
+    """Claim `count` neighbouring cores that no other engine has claimed.
 
-    If there are none, claim no core.
+    If there are too few, claim no core.
     """
     usable = sorted(os.sched_getaffinity(0))
     for first in range(0, len(usable) - count + 1, count):

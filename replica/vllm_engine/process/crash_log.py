@@ -14,18 +14,18 @@ from pydantic import ValidationError
 from kvroute.contract.generation import CannotRunError
 
 STREAMS = (1, 2)  # file descriptors that are read: standard output and standard error
-MAX_READ_BYTES = 262_144  # maximum size that is read from the end of each stream
+MAX_READ_BYTES = 262_144  # maximum number of bytes that are read from the end of each stream
 MAX_MESSAGE = 600  # maximum number of characters of a message
-# Titles of the stack traces of vLLM's processes that die.
+# Log messages of vLLM before the stack trace of a process that dies.
 DEATH = re.compile(r"encountered a fatal error|failed to start")
-# The line with the exception at the end of such a stack trace.
+# The line with the exception, at the end of the stack trace.
 ERROR = re.compile(
     r"^\((?:EngineCore|Worker)[^)]*\).*?\] ((?:\w+\.)*\w*(?:Error|Exception): .+)$", re.MULTILINE
 )
 # Exceptions whose message only refers to another stack trace.
 REFERENCE = re.compile(r"[Ss]ee (?:the )?(?:stack trace|root cause)")
 
-# Exceptions at an engine's start that would occur again, so that another start is useless.
+# Types of exceptions at an engine's start that would occur again at the next start.
 FINAL = frozenset(
     {
         "AssertionError",

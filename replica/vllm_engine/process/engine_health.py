@@ -1,15 +1,16 @@
 """Declares an engine dead if its process is stopped, or if a step does not end.
 
 Time is counted in checks, not in seconds. If replica and engine are stopped together and continue
-later, many seconds have passed but no checks, so the engine is not declared dead.
+later, many seconds have passed, but there were no checks. So the engine is not declared dead.
 """
 
 from dataclasses import dataclass
 
-# Number of consecutive checks with a stopped process (SIGSTOP) after which the engine is dead.
+# Number of consecutive checks with a stopped process (SIGSTOP) after which the engine is declared
+# dead.
 STOPPED_CHECKS = 3
-# Number of consecutive checks during one step after which the engine is dead. They take five
-# minutes, which is also vLLM's limit for its workers.
+# Number of consecutive checks during one step after which the engine is declared dead. With two
+# checks per second (deployment.py), these are five minutes, which is also vLLM's limit for workers.
 STUCK_CHECKS = 600
 
 

@@ -1,8 +1,8 @@
 """Forks vLLM's processes on CPUs from a server process that has already imported vLLM.
 
-Importing vLLM takes seven seconds on one core. The server does it at the same time as the replica.
-Without the server, the engine's process would begin to import vLLM after the replica has finished.
-On GPUs, vLLM spawns its processes as usual.
+Importing vLLM takes seven seconds on one core. The server and the replica import it at the same
+time. Without the server, the engine's process would be started and begin to import vLLM only after
+the replica's import. On GPUs, vLLM spawns its processes as usual.
 """
 
 import gc
