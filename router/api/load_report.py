@@ -1,6 +1,7 @@
-"""A response header with the load of a model's replicas, for load balancers that read ORCA reports.
+"""A response header with the load of a model's replicas, for load balancers.
 
-vLLM's server sends the same header with the load of its only engine.
+Its format is ORCA (Open Request Cost Aggregation), which Envoy and gRPC read. vLLM's server sends
+the same header with the load of its only engine.
 """
 
 import json
@@ -18,6 +19,7 @@ def cluster_load(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, 
     """Return the load of all replicas of a model, with vLLM's names of the metrics.
 
     Args:
+        records: the replicas' records in the index.
         queued: number of requests that wait in this router.
     """
     blocks = sum(record.facts.capacity_blocks for record in records)
