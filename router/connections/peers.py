@@ -44,8 +44,8 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.peers")
 
-# Largest number of events that wait to be published. If there is one more, all are dropped, and the
-# event Restarted is sent instead.
+# Largest number of events that wait to be published. If there is one more, all are dropped, and
+# Restarted is sent: then the other routers treat all earlier requests of this router as ended.
 MAX_EVENTS = 10_000
 BATCH_S = 0.002  # seconds between two messages of one router
 ALIVE_S = 1.0  # seconds between a router's heartbeats
@@ -73,11 +73,12 @@ class PeerPublisher(RequestObserver):
 
         Args:
             router: id of this router; random by default.
-            scale: returns the learned scale of costs to publish, if there is one.
+            scale: returns this router's mean prefill times, for routers that have just started;
+                None if there are none.
             clock: returns seconds of a monotonic clock.
         """
         self._scale = scale
-        self._scale_sent_s = -math.inf  # time when the scale was last published
+        self._scale_sent_s = -math.inf  # time when the result of `scale` was last published
         self.router = router or uuid.uuid4().hex[:12]
         self._limits = limits
         self._queue = queue
@@ -288,7 +289,10 @@ class PeerSubscriber:
         self._last_received_s = now_s
 
     def _share_limits(self) -> None:
-        """Enforce only a share of the limits while this router is cut off from the other ones."""
+        """Enforce only a share of the limits while this router is cut off from the other ones.
+
+        Enforce the whole limits when messages have arrived for SILENCE_S without a gap.
+        """
         if self._limits is None:
             return
         now_s = self._clock()

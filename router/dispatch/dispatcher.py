@@ -34,8 +34,8 @@ from kvroute.wire.link import RefusedError
 
 log = logging.getLogger("kvroute.dispatch")
 
-# Limit on prompts that wait for their first token. It counts the second and later prompts of calls
-# with several prompts, over all such calls. Batch requests have a separate limit of the same size.
+# The most prompts that wait for their first token at the same time, not counting the first prompt
+# of each call. Batch requests have a separate limit of the same size.
 MAX_STARTING = 256
 TRIES = 8  # replicas that may refuse a request before the router pauses and places it again
 FIRST_PAUSE_S = 0.025  # length of the first such pause; each further pause is twice as long
@@ -145,8 +145,8 @@ class Dispatcher:
     ) -> Generation:
         """Start a prompt that is not the first one of its call.
 
-        Such prompts start one by one, so that requests with one prompt are handled in between. Only
-        a call's first prompt has a wait limit, and decides whether the call waits too long.
+        These prompts start one by one, so that the router can handle other calls in between. They
+        have no wait limit: only a call's first prompt decides whether the call waits too long.
         """
         context = replace(context, urgency=context.urgency.without_limit())
         async with self._starting[context.urgency.is_batch]:
@@ -179,8 +179,8 @@ class Dispatcher:
             if not await ticket.admit(placement, request.request_id, now_s):
                 continue
             try:
-                signed = ticket.signed(request, now_s)
-                return await self._try(signed, ticket.context, placement, losses)
+                admitted = ticket.with_admission(request, now_s)
+                return await self._try(admitted, ticket.context, placement, losses)
             except RefusedError:
                 await self._wait(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
