@@ -68,7 +68,7 @@ class Accounts(RequestObserver):
 
     def ended(self, attempt: Attempt) -> None:
         tenant = attempt.context.tenant
-        if not tenant or attempt.outcome == "moved":  # another replica continues it
+        if not tenant or attempt.outcome == "moved":  # another replica gets the request
             return
         usage = usage_of(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
         account_of(tenant, self.totals, limit=MAX_NAMES).update(usage)

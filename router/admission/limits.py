@@ -27,7 +27,8 @@ RETRY_S = 1.0
 # of connections/peers.ALIVE_S, which is longer: so each heartbeat reports all tenants.
 COMPLETE_S = 0.9
 MAX_TENANTS = 10_000  # the most tenants that are counted for one other router
-# Reports of other routers raise a tenant's debt to the tokens of this many minutes at most.
+# Reports of other routers raise a tenant's debt at most to what its limit allows in this many
+# minutes.
 MAX_REPORTED_MINUTES = 10
 
 NO_LIMITS = TenantLimits()
@@ -89,13 +90,13 @@ class Limits:
         self._usages: dict[str, Usage] = {}  # tenant with limits -> its usage, if any
         self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> its counts
         self._changed = set[str]()  # tenants whose counts changed since the last report
-        self._complete_s = -math.inf  # time of the last complete report
+        self._complete_s = -math.inf  # time of the last complete report, with all tenants
         self._shared_by = 1  # number of routers among which each limit is divided
 
     # This router's requests.
 
     def enter(self, tenant: str, now_s: float) -> "Entry | None":
-        """Count a request of the tenant as in flight until `leave`.
+        """Count a request of the tenant as in flight until `Entry.leave`.
 
         Returns:
             None if the tenant has no limits.
@@ -165,7 +166,10 @@ class Limits:
         self.on_change()
 
     def in_flight(self, tenant: str) -> tuple[int, int]:
-        """Return the tenant's requests in flight, and their prompt tokens, on all routers."""
+        """Return the tenant's requests in flight, and their prompt tokens.
+
+        They include those of other routers, unless this router is cut off from these.
+        """
         usage = self._usages.get(tenant)
         requests, tokens = (usage.requests, usage.prompt_tokens) if usage else (0, 0)
         if self._shared_by > 1:

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from kvroute.contract.priority import Priority
 
-# Reason of a wait. busy: every replica had a backlog. order: other requests came first. seat: the
-# request's session had no seat.
+# Reason of a wait. none: there was no wait. busy: every replica had a backlog. order: other
+# requests came first. seat: the request's session had no seat (seats.py).
 Reason = Literal["none", "busy", "order", "seat"]
 
 # Reason of a refusal. forecast: the request's expected wait exceeds its limit. deadline: it has

@@ -105,14 +105,14 @@ class Call(Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """Return the secret text that identifies the stored responses that this call may read."""
+        """Return the salt of the stored responses that this call may read."""
         return owner(self.caller, self.body.get("cache_salt") or "")
 
     def as_generating(self) -> "Call | None":
-        """Return the generating call with the same prompt as this call, which counts its tokens.
+        """Return the generating call that would have this call's prompt.
 
         Returns:
-            None if this call is not sent to a route that counts tokens.
+            None if this call's route is not one that counts a prompt's tokens.
         """
         if self.path == COUNT_TOKENS:
             thinking = self.body.get("thinking")

@@ -24,7 +24,8 @@ MAX_PARTS = 1024  # largest number of parts in a message's content
 Name = Annotated[str, Field(max_length=256)]
 # Number of replicas that keep the prefix in their caches.
 Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
-Pinned = StrictBool | Literal["host"]  # "host" pins in host memory instead of GPU memory
+# Whether engines may not evict the prefix. "host": it is kept in host memory, not in GPU memory.
+Pinned = StrictBool | Literal["host"]
 
 
 def _problem(message: str) -> PydanticCustomError:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 PREVIOUS = "previous_response_id"
-# The member PREVIOUS as a replica writes it.
+# The member PREVIOUS as every replica writes it, since replicas do not know earlier responses.
 NO_PREVIOUS = b'"previous_response_id":null'
 OBJECT = "response"  # member of an event that holds the response object
 DATA = b"data: "  # start of the line with an event's JSON

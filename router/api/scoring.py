@@ -1,7 +1,7 @@
-"""Generative scoring: how likely certain next tokens are after a query and an item, for each item.
+"""Generative scoring: how likely given tokens are to follow a prompt of a query and an item.
 
-vLLM's server has the same route. In kvroute, each item becomes a prompt of a completion, so that
-prompts are routed to replicas that have the query cached.
+A request has one query and several items. vLLM's server has the same route. In kvroute, each item
+becomes a prompt of a completion, so that prompts are routed to replicas that have the query cached.
 """
 
 import math

@@ -1,8 +1,9 @@
 """Detects hung replicas and kills them, so that their requests fail over and Serve replaces them.
 
 A replica that sends no messages is only suspect, and gets no new requests. It is declared dead if
-it does not answer probes either. A thread of its own answers probes, so that a busy replica answers
-them too. If a connection ends, no probe is needed: the requests on it fail over at once.
+it does not answer probes either. In the replica, a separate thread answers probes, so that a busy
+replica answers them too. If a connection ends, no probe is needed: the requests on it fail over at
+once.
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """Messages between routers, so that each knows the other routers' requests within milliseconds.
 
 Routers that know only their own requests would send them to the same replica and overload it. So
-each router publishes an event when one of its requests is dispatched, gets its first token or ends.
-It counts the requests of other routers like its own. These messages are hints: if one is lost, only
-the load is balanced less well. If a router may have missed messages of another router, it treats
-all requests of that router as ended.
+each router publishes an event when one of its requests is dispatched, gets its first token or ends,
+and counts the requests of other routers like its own. These messages are hints: if one is lost,
+only the load is balanced less well. If a router may have missed messages of another router, it
+treats all requests of that router as ended.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class PeerPublisher(RequestObserver):
         self._emit(RequestEnded(attempt.request_id, attempt.is_over))
 
     def blamed(self, digest: bytes) -> None:
-        """Publish the digest of a request that stopped a replica."""
+        """Publish the digest of a request that crashed a replica or made it hang."""
         self._emit(PoisonedRequest(digest))
 
     def session_ended(self, session: int) -> None:
@@ -183,7 +183,7 @@ class PeerSubscriber:
 
         Args:
             own: id of this router, whose messages are ignored.
-            blamed: called with the digest of a request that stopped a replica.
+            blamed: called with the digest of a request that crashed a replica or made it hang.
         """
         self.own = own
         self._blamed = blamed

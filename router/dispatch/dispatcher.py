@@ -54,7 +54,8 @@ class Dispatcher:
 
     Args:
         shared_tokens: returns how many tokens at the start of a text belong to a shared prefix.
-        blamed: requests that stopped a replica; the dispatcher refuses them and adds new ones.
+        blamed: requests that crashed a replica or made it hang. The dispatcher refuses them, and
+            adds new ones.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Dispatcher:
                 are added.
 
         Raises:
-            ApiError: no replica is ready, too many die, or the engine refuses.
+            ApiError: no replica is ready, too many replicas die, or the engine refuses the prompt.
             OverLimitError: the prompt would exceed a limit of its tenant.
         """
         ticket, pause_s = Ticket(self.gate, context), FIRST_PAUSE_S

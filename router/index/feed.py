@@ -2,9 +2,9 @@
 
 This happens in a task that never delays a request. Replicas publish changes of their blocks in a
 Redis stream, and the feed reads them within milliseconds. It may miss a change, if the stream
-dropped it or if changes arrive faster than the feed reads them. It notices this at the replica's
-next change, or within two polls, which read the records of all replicas. Then it reads all blocks
-of the replica again.
+dropped it or if changes arrive faster than the feed reads them. The feed also polls: every POLL_S,
+it reads the records of all replicas. So it notices a missed change at the replica's next change, or
+within two polls. Then it reads all blocks of the replica again.
 
 A replica that deregisters is removed at once. If a replica's record vanishes from Redis without
 this, the replica is kept for LINGER_S: if Redis lost the record, the replica registers again within

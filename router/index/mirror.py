@@ -193,7 +193,8 @@ class Mirror:
             tiers: slower tiers whose blocks count as well as those in GPU memory. With tiers, the
                 result has only replicas with one of these tiers, and expected blocks do not count.
                 Without tiers, they do.
-            layout: the rules for engines with several cache groups.
+            layout: the rules for engines with several cache groups; None: all blocks before the end
+                of a hit are needed.
         """
         holders_of, replicas = self._holders, self._live
         if tiers:

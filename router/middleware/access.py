@@ -28,13 +28,13 @@ from kvroute.router.api.scoring import SCORING
 # The routes that each role may use.
 OPEN = ("/health", "/ping", "/ui")  # no key is needed; the data that /ui shows needs one
 ANY = ("/v1/models", "/version")  # a key with any role is needed
-USE = (  # a key with the role use is needed, and so on for the lists below
+USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
     *("/v1/route", "/v1/sessions"),
 )
-OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
+OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")  # the role observe is needed
 READ = ("/v1/prefixes",)  # GET needs the role observe; other methods need the role manage
-MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")
+MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")  # the role manage is needed
 
 FIRST_WAIT_S = 0.05  # delay of an address's first rejection; each further delay is twice as long
 LONGEST_WAIT_S = 2.0  # the longest delay
