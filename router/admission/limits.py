@@ -236,7 +236,7 @@ class Limits:
             return
         counted = before if before and not is_complete else dict[str, TenantCounts]()
         reported = {count.tenant: count for count in counts}
-        limit = MAX_TENANTS - len(counted)
+        limit = MAX_TENANTS - len(counted)  # number of tenants that can be counted in addition
         new = [*islice((tenant for tenant in reported if tenant not in counted), limit)]
         reported = {
             tenant: reported[tenant] for tenant in [*new, *(reported.keys() & counted.keys())]

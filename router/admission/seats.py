@@ -372,7 +372,7 @@ class Seats(Generic[R]):
 
     def _next(self, now_s: float) -> Waiter[R] | None:
         """Return the waiting request that can be sent next, or None if all have to wait."""
-        first = min(
+        first = min(  # of the tenant with the fewest context tokens in seats
             (waiters[0] for waiters in self._waiting.values()),
             key=lambda waiter: (self._seat_tokens[waiter.tenant], waiter.arrived_s),
         )
@@ -387,6 +387,8 @@ class Seats(Generic[R]):
         if not self._has_room(first):
             self._blocked_s = math.inf
             return None
+        # A session that has waited longer at another router gets the seat, unless that router does
+        # not use it within PATIENCE_S.
         if any(arrived_s < first.arrived_s for _, arrived_s in self._other_routers.values()):
             self._blocked_s = min(self._blocked_s, now_s)
             if now_s - self._blocked_s < PATIENCE_S:

@@ -31,11 +31,11 @@ def cluster_load(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, 
     }
 
 
-def report_headers(form: str, load: Mapping[str, float]) -> dict[str, str]:
+def report_headers(report_format: str, load: Mapping[str, float]) -> dict[str, str]:
     """Return the header with the report, or no header if vLLM does not know the format."""
-    if form.lower() == "text":
+    if report_format.lower() == "text":
         values = (f"named_metrics.{name}={value}" for name, value in load.items())
         return {REPORT_HEADER: f"TEXT {', '.join(values)}"}
-    if form.lower() == "json":
+    if report_format.lower() == "json":
         return {REPORT_HEADER: f"JSON {json.dumps({'named_metrics': load})}"}
     return {}

@@ -74,6 +74,7 @@ class Dispatcher:
         self._blamed = blamed or PoisonList()
         self._waiting = 0  # requests that pause because all replicas have refused them
         self._lock = FairLock()
+        # Whether a call is a batch request -> limit of its prompts that wait for their first token.
         self._starting = {is_batch: asyncio.Semaphore(MAX_STARTING) for is_batch in (False, True)}
 
     async def generate_all(
@@ -131,9 +132,13 @@ class Dispatcher:
     def shared_tokens(
         self, token_ids: TokenIds, namespace: str, features: Sequence[Feature]
     ) -> int:
-        """Return how many tokens at the start of a prompt all namespaces share.
+        """Return how many tokens at the start of a prompt are shared, whatever its cache salt is.
 
         Images are not shared: a shared prefix consists of token ids.
+
+        Args:
+            namespace: the cache salt. Without it, 0 is returned, since all blocks are shared.
+            features: the prompt's images and the like.
         """
         text = token_ids[: features[0].offset] if features else token_ids
         return self._shared_tokens(text) if namespace else 0

@@ -71,6 +71,7 @@ class Generation:
         self.retention = current.attempt.context.retention
         # Prompt tokens that the first replica found in its cache.
         self.cached_tokens = current.first.cached_tokens
+        # Prompt tokens that the first replica wrote to its cache.
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # the id under which the engine runs the request
         self.token_ids = request.token_ids

@@ -233,6 +233,7 @@ async def _answer(
     )
     response = await model.requests.answer(call, context)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)
-    if is_complete and call.path in REPORTING and (form := request.headers.get(FORMAT_HEADER)):
-        response.headers.update(report_headers(form, model.status.load()))
+    report_format = request.headers.get(FORMAT_HEADER)
+    if is_complete and call.path in REPORTING and report_format:
+        response.headers.update(report_headers(report_format, model.status.load()))
     return response

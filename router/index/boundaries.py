@@ -84,7 +84,7 @@ class Boundaries:
             if able:
                 yield able, end
                 replicas &= ~able
-            end = self.usable(bound - 1)
+            end = self.usable(bound - 1)  # the other replicas have no hit that ends later
 
     def first_group_hit(self, chain: Sequence[Fingerprint], holders: Holders) -> int:
         """Return the last boundary that the first group of any replica can serve."""
@@ -226,6 +226,7 @@ class _PrefixLookup(_Lookup):
             able.append(able[-1] & self._held(len(able) * size))
         last = min(blocks, len(able) - 1)
         if not able[last] & replicas:
+            # The first number of leading blocks that none of the replicas has completely.
             missing = bisect_left(able, True, hi=last, key=lambda holders: not holders & replicas)
             return 0, missing * size
         return able[last] & (self._held(end) if rest else ALL), end
