@@ -4,14 +4,15 @@ A GPU second is one second of one GPU; a replica on CPUs counts as one GPU. GPU 
 estimated:
 
 prefill     the speed model's time for the computed tokens, corrected by measured times to first
-            token, times the number of GPUs of the replica's rank
+            token, times the number of GPUs of the replica's data parallel rank
 decode      the request's share of the replica's time between the request's first and last token
             (decode_time.py), times the same number of GPUs
 saved       the prefill time of the tokens that came from the cache, estimated in the same way
 
-If a replica is lost and another one continues its request, this counts as one request: with the
-tokens that the client sent and received, and with the GPU seconds of both replicas. If a replica is
-lost before a request's first token, its work for the request is unknown and not charged.
+If a replica is lost and another one continues its request, both outcomes are counted: "failed" and
+that of the other replica. The prompt's tokens are counted once. The output tokens and GPU seconds
+of both replicas are added up. If a replica is lost before a request's first token, the router does
+not know how much it has computed, and charges nothing for it.
 """
 
 from collections import Counter
@@ -26,15 +27,16 @@ from kvroute.router.placement.attempts import Attempt, Outcome, RequestObserver
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.store.accounts import Account
 
-# Number of tenants with their own name in the metrics. All later tenants have the name OTHER.
+# Number of tenants with their own name in the metrics. All later tenants share the name OTHER.
 MAX_NAMES = 100
+# "moved" is left out: another replica got the request, and its outcome is counted instead.
 OUTCOMES = tuple(outcome for outcome in get_args(Outcome) if outcome != "moved")
 PHASES = ("prefill", "decode")
 US = 1_000_000  # microseconds per second; accounts have whole microseconds, so sums are exact
 
 
-class Ledgers(Protocol):
-    """A store of accounts that keeps them when the router ends."""
+class AccountStore(Protocol):
+    """A store that keeps the accounts when the router ends."""
 
     def add(self, tenant: str, used: Account) -> None: ...
 
@@ -47,11 +49,12 @@ class Accounts(RequestObserver):
         lasting: the store that keeps the accounts when the router ends.
     """
 
-    def __init__(self, *, gpus: int, lasting: Ledgers) -> None:
+    def __init__(self, *, gpus: int, lasting: AccountStore) -> None:
         self.totals: dict[str, Counter[str]] = {}  # tenant -> usage since the router's start
         self._gpus = gpus
         self._lasting = lasting
-        # Replica id -> its clock, for replicas where requests of this router decode.
+        # Replica id -> the clock that divides its decode time, while requests of this router decode
+        # there.
         self._decoding: dict[str, DecodeTime] = {}
 
     def first_token(self, attempt: Attempt) -> None:
@@ -65,7 +68,7 @@ class Accounts(RequestObserver):
 
     def ended(self, attempt: Attempt) -> None:
         tenant = attempt.context.tenant
-        if not tenant or attempt.outcome == "moved":  # another replica continues it
+        if not tenant or attempt.outcome == "moved":  # another replica gets the request
             return
         usage = usage_of(attempt, gpus=self._gpus, decode_s=self._decode_s(attempt))
         account_of(tenant, self.totals, limit=MAX_NAMES).update(usage)
@@ -82,20 +85,29 @@ class Accounts(RequestObserver):
 
 
 def account_of(tenant: str, accounts: dict[str, Counter[str]], *, limit: int) -> Counter[str]:
-    """Return the tenant's account, or that of OTHER if there are `limit` other accounts."""
+    """Return the tenant's account, after adding it if it is new.
+
+    If `limit` tenants have an account already, a new tenant gets that of OTHER.
+    """
     return accounts.setdefault(name_of(tenant, accounts, limit=limit), Counter())
 
 
 def name_of(tenant: str, names: Collection[str], *, limit: int) -> str:
-    """Return the tenant's name, or OTHER if there are `limit` other names already."""
+    """Return the tenant's name; OTHER for a new tenant if `limit` tenants are named already."""
     has_room = len(names) - (OTHER in names) < limit
     return tenant if has_room or tenant in names else OTHER
 
 
 def usage_of(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
-    """Return the usage that an attempt adds to its tenant's account when it ends, without zeros.
+    """Return what an attempt, one request at one replica, adds to its tenant's account.
 
-    This is its outcome, its tokens by cause, and its times in microseconds.
+    Args:
+        gpus: number of GPUs of the replica's rank.
+        decode_s: seconds of decoding that are charged to the attempt.
+
+    Returns:
+        The outcome with the count 1, the number of output tokens, the number of prompt tokens for
+        each cause (placement/ledger.py), and GPU times in microseconds. Zeros are left out.
     """
     usage = {attempt.outcome or "ok": 1, "output_tokens": attempt.output_tokens}
     usage["decode_us"] = round(US * gpus * decode_s)
@@ -104,7 +116,7 @@ def usage_of(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
         tokens = attempt.dispatch.prompt_tokens
         cached = min(ledger.hit + ledger.unexpected_hit, tokens)
         usage["prefill_us"] = _prefill_us(attempt, cached, tokens, gpus)
-        if not attempt.context.is_resumed:
+        if not attempt.context.is_resumed:  # the first replica's attempt has counted the prompt
             usage |= msgspec.structs.asdict(ledger)
             usage["saved_us"] = _prefill_us(attempt, 0, cached, gpus)
     return {name: count for name, count in usage.items() if count}

@@ -4,16 +4,19 @@ While n requests decode, each is charged 1/n of the elapsed time. Time in which 
 prompts, as predicted by the speed model, is not charged for decoding. So the charges for decoding
 and for prefill add up to the time that the replica was busy.
 
+A clock for each replica counts the time that is charged to a request that decodes without a pause.
+A request is charged the difference between the clock's values at its last and its first token.
+
 The result is an estimate. The router learns of other routers' requests some milliseconds late. It
 updates the clock only when one of its own requests starts or ends decoding. For the time between
-two updates, n is the mean of its values at both.
+two updates, n is the mean of its values at the two updates.
 """
 
 from kvroute.router.placement.load import ReplicaLoad
 
 
 class DecodeTime:
-    """A clock of the charged time of one replica, while requests of this router decode there."""
+    """One replica's clock; see the module. It exists while requests of this router decode there."""
 
     def __init__(self, load: ReplicaLoad, now_s: float) -> None:
         self._load = load
@@ -21,7 +24,7 @@ class DecodeTime:
         self._requests = len(load.decoding)  # number of requests that decoded at the last update
         self._prefilled_s = load.prefilled_s  # the replica's total prefill at the last update
         self._prefill_s = 0.0  # prefill that is not yet subtracted from the elapsed time
-        self._charged_s = 0.0  # the clock: time charged to a request that decodes since the start
+        self._charged_s = 0.0  # the clock: seconds charged to a request that decodes all the time
         self._starts_s: dict[str, float] = {}  # request id -> value of the clock at its first token
 
     @property
@@ -43,7 +46,11 @@ class DecodeTime:
         return self._charged_s - self._starts_s.pop(request_id, self._charged_s)
 
     def _advance(self, now_s: float, *, requests: int) -> None:
-        """Update the clock; `requests` is the number of requests that decoded until now."""
+        """Advance the clock to `now_s`.
+
+        Args:
+            requests: number of requests that decoded just before `now_s`.
+        """
         load, gap_s = self._load, max(0.0, now_s - self._updated_s)
         self._prefill_s += load.speed.slowness * (load.prefilled_s - self._prefilled_s)
         decoding_s = max(0.0, gap_s - self._prefill_s)

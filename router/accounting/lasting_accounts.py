@@ -1,8 +1,9 @@
-"""Adds tenants' usage to Redis every few seconds, in one account for each day.
+"""Adds tenants' usage to Redis every few seconds, in one account per tenant and day.
 
-While Redis is away, usage stays in memory: for each of KEPT_DAYS days, at most MAX_TENANTS accounts
-and one batch. A batch without a reply from Redis is sent again unchanged, and Redis counts it once.
-A router that is killed loses the usage of the last FLUSH_S seconds.
+The usage since the last write is sent as a numbered batch. If Redis does not reply, the same batch
+is sent again, and its number tells Redis to count it only once. While Redis is away, usage stays in
+memory: for each of the last KEPT_DAYS days, at most MAX_TENANTS accounts and one batch. A router
+that is killed loses the usage of the last FLUSH_S seconds.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class LastingAccounts:
     """One router's accounts for one model.
 
     Args:
-        router_id: id of this router. With a batch's number, Redis recognises a repeated batch.
+        router_id: id of this router. Redis recognises a repeated batch by this id and its number.
         clock: returns seconds since 1970.
     """
 
@@ -63,7 +64,10 @@ class LastingAccounts:
             await self.close()
 
     async def close(self) -> None:
-        """Write the usage to Redis now, if Redis can be reached. The feed logs an outage."""
+        """Write the usage to Redis now, if Redis can be reached.
+
+        An outage is not logged here, since the feed (index/feed.py) logs it.
+        """
         with contextlib.suppress(RedisError, OSError):
             await self.flush()
 
@@ -71,7 +75,7 @@ class LastingAccounts:
         """Write all usage to Redis.
 
         Raises:
-            RedisError, OSError: Redis is away; the usage that is left is sent by a later call.
+            RedisError, OSError: Redis is away; a later call sends the usage that is left.
         """
         for number, day in list(self._days.items()):
             date = datetime.date(1970, 1, 1) + datetime.timedelta(days=number)
@@ -83,7 +87,7 @@ class LastingAccounts:
                 self._days.pop(number, None)
 
     async def sum_of_days(self, days: Iterable[datetime.date]) -> dict[str, Account]:
-        """Return each tenant's sum over the days, as stored in Redis.
+        """Return each tenant's usage, added up over the days, as stored in Redis.
 
         Raises:
             RedisError, OSError: Redis is away.

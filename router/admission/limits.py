@@ -2,8 +2,11 @@
 
 This module only computes: it does not use the clock or the network. A router counts its own
 requests at once, and those of other routers when they report them. So all routers together may
-exceed a limit by the requests that they admitted since their last reports. A router that is cut off
-from the others enforces only its share of each limit. Times are seconds of a monotonic clock.
+exceed a limit by the requests that they admitted since their last reports. If n routers are cut off
+from each other, each of them enforces 1/n of each limit. Times are seconds of a monotonic clock.
+
+A limit per minute is enforced by a debt: each uncached token adds 1 to the tenant's debt, and the
+debt falls at the rate of the limit. A tenant has to wait while its debt is too high.
 """
 
 import math
@@ -17,15 +20,15 @@ from kvroute.contract.records import MAX_COUNT
 from kvroute.keys.limits import TenantLimits
 
 MINUTE_S = 60.0
-# Value of `retry-after` in seconds if the request has to wait for the end of a running one, which
+# Value of `retry-after` in seconds if a running request has to end first. The time of its end
 # cannot be predicted.
 RETRY_S = 1.0
-# Shortest time between two complete reports, in seconds. It is shorter than peers.ALIVE_S, so that
-# each heartbeat has a complete report.
+# Shortest time between two reports of all tenants, in seconds. Routers send heartbeats at intervals
+# of connections/peers.ALIVE_S, which is longer: so each heartbeat reports all tenants.
 COMPLETE_S = 0.9
-MAX_TENANTS = 10_000  # tenants of one other router that are counted; further ones are ignored
-# Reports of other routers can raise a tenant's debt up to the tokens that its limit allows in this
-# many minutes.
+MAX_TENANTS = 10_000  # the most tenants that are counted for one other router
+# Reports of other routers raise a tenant's debt at most to what its limit allows in this many
+# minutes.
 MAX_REPORTED_MINUTES = 10
 
 NO_LIMITS = TenantLimits()
@@ -41,16 +44,17 @@ class OverLimitError(Exception):
     limit: Limit
     maximum: int  # value of the limit in the key file
     requested: int  # amount that the request would add
-    wait_s: float  # seconds until the request may be admitted; inf if it exceeds the limit alone
-    # Number of routers that are cut off from each other. Each enforces an equal part of `maximum`.
+    wait_s: float  # seconds until the request may be admitted; inf: it alone exceeds the limit
+    # Number of routers that are cut off from each other, and enforce an equal part of `maximum`.
+    # 1: they are connected.
     shared_by: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """A tenant's limits, what is left of them, and the estimated seconds until all of it is free.
+    """A tenant's limits, what is left of them, and the estimated seconds until nothing is used.
 
-    A limit of None means that there is none.
+    If `requests` or `tokens` is None, there is no such limit.
     """
 
     requests: int | None
@@ -68,8 +72,7 @@ class Usage:
     requests: int = 0  # requests in flight
     prompt_tokens: int = 0  # prompt tokens of these requests
     spent: int = 0  # uncached tokens charged since the usage was first counted
-    # Uncached tokens that were charged, less those that the limit has allowed since then.
-    debt: float = 0.0
+    debt: float = 0.0  # uncached tokens that were charged and that the limit has not allowed yet
     debt_at_s: float = 0.0  # time for which `debt` was computed
 
 
@@ -87,13 +90,13 @@ class Limits:
         self._usages: dict[str, Usage] = {}  # tenant with limits -> its usage, if any
         self._others: dict[str, dict[str, TenantCounts]] = {}  # router -> tenant -> its counts
         self._changed = set[str]()  # tenants whose counts changed since the last report
-        self._complete_s = -math.inf  # time of the last complete report
+        self._complete_s = -math.inf  # time of the last complete report, with all tenants
         self._shared_by = 1  # number of routers among which each limit is divided
 
     # This router's requests.
 
     def enter(self, tenant: str, now_s: float) -> "Entry | None":
-        """Count a request of the tenant as in flight until `leave`.
+        """Count a request of the tenant as in flight until `Entry.leave`.
 
         Returns:
             None if the tenant has no limits.
@@ -144,6 +147,7 @@ class Limits:
         if maximum is None:
             return
         share = self._share(maximum)
+        # Number of tokens by which the debt has to fall first.
         missing = min(uncached_tokens, share / 2) - (share - self._debt(tenant, now_s))
         if missing > 0:
             wait_s = missing * MINUTE_S / share
@@ -162,7 +166,10 @@ class Limits:
         self.on_change()
 
     def in_flight(self, tenant: str) -> tuple[int, int]:
-        """Return the tenant's requests in flight, and their prompt tokens, on all routers."""
+        """Return the tenant's requests in flight, and their prompt tokens.
+
+        They include those of other routers, unless this router is cut off from these.
+        """
         usage = self._usages.get(tenant)
         requests, tokens = (usage.requests, usage.prompt_tokens) if usage else (0, 0)
         if self._shared_by > 1:
@@ -229,7 +236,7 @@ class Limits:
             return
         counted = before if before and not is_complete else dict[str, TenantCounts]()
         reported = {count.tenant: count for count in counts}
-        limit = MAX_TENANTS - len(counted)
+        limit = MAX_TENANTS - len(counted)  # number of tenants that can be counted in addition
         new = [*islice((tenant for tenant in reported if tenant not in counted), limit)]
         reported = {
             tenant: reported[tenant] for tenant in [*new, *(reported.keys() & counted.keys())]
@@ -256,6 +263,7 @@ class Limits:
         self._divide(1, now_s)
 
     def _divide(self, routers: int, now_s: float) -> None:
+        """Divide the limits, and the tenants' debts, among this many routers."""
         if routers == self._shared_by:
             return
         for tenant, usage in self._usages.items():
@@ -267,7 +275,14 @@ class Limits:
     def _charge_other(
         self, reported: TenantCounts, before: TenantCounts | None, is_first: bool, now_s: float
     ) -> None:
-        """Add to a tenant's debt what it has spent at another router since the last report."""
+        """Add to a tenant's debt what it has spent at another router.
+
+        Args:
+            reported: the tenant's counts in that router's new report.
+            before: the tenant's counts in that router's previous report, if there were any.
+            is_first: whether this is that router's first report. Then this router adopts the
+                reported debt if it is higher.
+        """
         limits = self._limits_of(reported.tenant)
         per_minute = limits and limits.uncached_tokens_per_minute
         if self._shared_by > 1 or not per_minute:
@@ -345,8 +360,8 @@ class Entry:
     def admit(self, id_: str, prompt_tokens: int, uncached_tokens: int, now_s: float) -> None:
         """Check the tenant's limit per minute, and charge a prompt, before it is sent to a replica.
 
-        The first prompt of a call is checked as if all of its prompts had the same share of
-        uncached tokens, because they mostly have a common prefix. The others are not checked again.
+        A call is checked once, when its first prompt is sent. The check assumes that the same share
+        of each of its prompts is uncached, because they mostly have a common prefix.
 
         Args:
             id_: id of the prompt.
@@ -358,18 +373,19 @@ class Entry:
         if id_ in self._charges:
             return
         if not self._charges:
+            # Number of prompts of the call, if all are as long as this one.
             prompts = max(1, self._prompt_tokens / max(1, prompt_tokens))
             self._limits.check_minute(self.tenant, math.ceil(uncached_tokens * prompts), now_s)
         self._charge(id_, uncached_tokens, now_s)
 
     def charge_computed(self, id_: str, uncached_tokens: int, now_s: float) -> None:
-        """Change a prompt's charge, at its first token, to the tokens that the engine computed."""
+        """At a prompt's first token, correct its charge to the tokens that the engine computed."""
         if id_ in self._charges:
             self._computed.add(id_)
             self._charge(id_, uncached_tokens, now_s)
 
     def refund(self, now_s: float) -> None:
-        """Refund the charges of a refused request for prompts that had no first token."""
+        """Refund the charges of those prompts that had no first token; call it after a refusal."""
         for id_ in self._charges.keys() - self._computed:
             self._charge(id_, 0, now_s)
 

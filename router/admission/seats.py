@@ -2,17 +2,18 @@
 
 If the active sessions need more KV cache than the fleet has, the turns of one session evict the
 blocks of others, and the replicas compute the same contexts again and again. Fewer active sessions
-then complete more turns. So the requests of a session are sent only while the session holds a seat.
-All sessions with a seat together may take CACHE_SHARE of the fleet's cache.
+then complete more turns. So a session must hold a seat, which is the permission to send requests.
+The contexts of all sessions with seats may take CACHE_SHARE of the fleet's cache. A context is what
+a conversation has in the cache: its latest prompt.
 
-The limit starts only if two conditions hold: the contexts exceed the cache, and all replicas are
-busy and compute more evicted tokens than new ones. It ends when the contexts of all active sessions
-fit.
+The limit starts if all of these conditions hold: the contexts exceed the cache, the replicas are
+busy, and they compute at least as many evicted tokens as new ones. It ends when the contexts of all
+active sessions fit.
 
-The first prompt of a session needs no seat, because it may be the only one. Sessions get seats in
-the order of their arrival. With several tenants, the tenant whose seats take the fewest
-tokens comes first. A session loses its seat when it has sent nothing for IDLE_S, or when its client
-ends it.
+The first prompt of a session needs no seat, because the session may have no further prompts.
+Sessions get seats in the order of their arrival. With several tenants, the sessions of the tenant
+that has the fewest context tokens in seats come first. A session loses its seat when it has sent
+nothing for IDLE_S, or when its client ends it.
 
 This module only computes. Callers pass the time, in seconds of a monotonic clock.
 """
@@ -33,14 +34,16 @@ CACHE_SHARE = 0.9
 # The limit starts at this cache pressure: evicted tokens that are computed again per new token.
 MIN_PRESSURE = 1.0
 MIN_BUSY = 0.5  # the limit starts if this share of recent requests found every replica busy
-BUSY_WEIGHT = 0.01  # weight of the latest request in that share
+BUSY_WEIGHT = 0.01  # weight of the latest request in the moving average of this share
 # Seconds without a request after which a session is no longer active. In measurements, a sixth
 # fewer turns were completed with 30 s.
 IDLE_S = 60.0
 MAX_SESSIONS = 50_000  # upper bound of active sessions, and of stored shared prefixes
-MAX_CONTEXTS = 64  # latest conversations of one session whose tokens are counted
+# A session may have several conversations, such as those of its sub-agents. The tokens of this many
+# of them are counted, the latest ones.
+MAX_CONTEXTS = 64
 INTERVAL_WEIGHT = 0.1  # weight of the latest interval between two seats in the moving average
-# Seconds for which a free seat is left to a session of another router that arrived earlier.
+# Seconds for which this router leaves a free seat to another router where a session waits longer.
 PATIENCE_S = 1.0
 
 R = TypeVar("R")  # type of the caller's requests
@@ -48,19 +51,23 @@ R = TypeVar("R")  # type of the caller's requests
 
 @dataclass(slots=True)
 class ActiveSession:
-    """An active session."""
+    """A session that has waiting or running requests, or had some in the last IDLE_S."""
 
-    tenant: int
+    tenant: int  # number of the session's tenant
     used_s: float  # time when its latest request was sent or ended
     shared_tokens: int = 0  # tokens at the start of its prompts that other sessions have too
     running: int = 0  # number of its requests that wait for a seat or have not ended
     seated_s: float | None = None  # time when it got its seat, or None if it has none
     tokens: int = 0  # sum of the tokens of its contexts, without the shared tokens
-    # Last block of a conversation -> tokens of its context.
+    # Last block of each conversation's latest prompt -> the prompt's tokens that are not shared.
     contexts: OrderedDict[Fingerprint, int] = field(default_factory=OrderedDict)
 
     def add_turn(self, turn: SessionTurn, tokens: int) -> None:
-        """Replace the context of the earlier turn by that of this turn, with this many tokens."""
+        """Replace the context of the conversation's previous turn by that of this turn.
+
+        Args:
+            tokens: prompt tokens of this turn.
+        """
         for block in (turn.before, turn.end):
             self.tokens -= self.contexts.pop(block, 0)
         self.contexts[turn.end] = max(0, tokens - self.shared_tokens)
@@ -118,7 +125,8 @@ class Seats(Generic[R]):
         self._is_limited = most is not None
         self._active = OrderedDict[int, ActiveSession]()  # by number, the least recently used first
         self._shared = OrderedDict[int, int]()  # session -> tokens of its shared prefix
-        # Last cached block of each session's first prompt.
+        # Last cached block of each session's first prompt. Sessions with the same block share the
+        # tokens up to it.
         self._starts = OrderedDict[Fingerprint, None]()
         self._tokens = 0  # context tokens of all active sessions
         self._seats = 0  # number of sessions that hold a seat
@@ -128,9 +136,9 @@ class Seats(Generic[R]):
         self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # tenant -> its requests
         # Other router -> number of its waiting requests, and time of arrival of the first one.
         self._other_routers: dict[str, tuple[int, float]] = {}
-        # A session has got a seat since the waiting requests were last searched for its requests.
+        # True if a session has got a seat, and its waiting requests were not looked for yet.
         self._has_new_seats = False
-        # Time since when a seat is free, but a session of another router comes first.
+        # Time since which this router has left a free seat to another router; inf: it does not.
         self._blocked_s = math.inf
         # Time when a waiting session last got a seat, or when the first request began to wait.
         self._granted_s = 0.0
@@ -180,7 +188,7 @@ class Seats(Generic[R]):
         self._add_tokens(session, session.tokens - before)
         session.running += 1
         self._mark_used(turn.session, session, now_s)
-        if turn.number > 1 and session.seated_s is None:
+        if turn.number > 1 and session.seated_s is None:  # its router has given it a seat
             self._seat(session, now_s)
 
     def ended(self, session: int, now_s: float) -> None:
@@ -197,7 +205,10 @@ class Seats(Generic[R]):
     # Requests of this router.
 
     def can_send(self, waiter: Waiter[R], now_s: float) -> bool:
-        """Return whether a new request can be sent now. If it needs a free seat, take it."""
+        """Return whether a new request can be sent now.
+
+        If its session needs a seat and a seat is free, the session gets it.
+        """
         self._update(now_s)
         if not self._is_limited or waiter.turn.number == 1:
             return True
@@ -344,7 +355,10 @@ class Seats(Generic[R]):
         self._seat(self._session_of(waiter, now_s), now_s)
 
     def _session_of(self, waiter: Waiter[R], now_s: float) -> ActiveSession:
-        """Return the request's session, after adding it to the active ones with the new tokens."""
+        """Return the request's session, after adding the request's tokens to its context.
+
+        A session that is not active becomes active.
+        """
         session = self._active.get(waiter.session)
         if session is None:
             shared = self._shared.get(waiter.session, 0)
@@ -358,7 +372,7 @@ class Seats(Generic[R]):
 
     def _next(self, now_s: float) -> Waiter[R] | None:
         """Return the waiting request that can be sent next, or None if all have to wait."""
-        first = min(
+        first = min(  # of the tenant with the fewest context tokens in seats
             (waiters[0] for waiters in self._waiting.values()),
             key=lambda waiter: (self._seat_tokens[waiter.tenant], waiter.arrived_s),
         )
@@ -373,6 +387,8 @@ class Seats(Generic[R]):
         if not self._has_room(first):
             self._blocked_s = math.inf
             return None
+        # A session that has waited longer at another router gets the seat, unless that router does
+        # not use it within PATIENCE_S.
         if any(arrived_s < first.arrived_s for _, arrived_s in self._other_routers.values()):
             self._blocked_s = min(self._blocked_s, now_s)
             if now_s - self._blocked_s < PATIENCE_S:
@@ -398,8 +414,8 @@ class Seats(Generic[R]):
     def _shared_tokens(self, turn: SessionTurn, block: Fingerprint, tokens: int) -> int:
         """Return the number of tokens at the start of a session's prompts that are shared.
 
-        These are the tokens of its first prompt that were already cached, if the first prompt of
-        another session had the same ones.
+        These are the tokens of its first prompt that a replica already had cached, if the first
+        prompt of an earlier session ended its cached part with the same block.
 
         Args:
             block: last block of the prompt's cached part.

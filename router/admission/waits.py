@@ -8,27 +8,28 @@ from msgspec.structs import replace
 
 from kvroute.contract.priority import Priority
 
-# Reason of a wait. busy: every replica had a backlog. order: other requests came first. seat: the
-# request's session had no seat.
+# Reason of a wait. none: there was no wait. busy: every replica had a backlog. order: other
+# requests came first. seat: the request's session had no seat (seats.py).
 Reason = Literal["none", "busy", "order", "seat"]
 
-# Reason for which a request is refused. forecast: its expected wait exceeds its limit. deadline: it
-# has waited for as long as its limit. full: too many requests wait. no_replica: no replica runs.
-# no_seat: its session would have to wait too long for a seat, or has waited too long.
+# Reason of a refusal. forecast: the request's expected wait exceeds its limit. deadline: it has
+# waited for as long as its limit. full: too many requests wait. no_replica: no replica runs.
+# no_seat: its session has waited too long for a seat, or would have to.
 Refusal = Literal["forecast", "deadline", "full", "no_replica", "no_seat"]
 
 
-MIN_S = 0.001  # smallest wait limit in seconds, also if the deadline has passed
+MIN_S = 0.001  # smallest wait limit in seconds; used if a wait for a seat used up the deadline
 
 
 class Urgency(Struct, frozen=True):
     """The priority of a request in the queue, and the limits of its wait."""
 
     priority: Priority = "default"
-    delay_s: float = 0.0  # delay of its turn in seconds, from the `priority` in the body
+    # From `priority` in the body: the request is queued as if it had arrived this much later.
+    delay_s: float = 0.0
     max_wait_s: float = math.inf  # longest wait in the queue, in seconds
-    requested_wait_s: float | None = None  # max_wait_s, if the request has set it by a deadline
-    # Longest time in seconds until a replica starts the request, set by the request.
+    requested_wait_s: float | None = None  # max_wait_s; None if the request has not set it itself
+    # The client's limit in seconds for both waits, for a seat and in the queue; inf: none.
     deadline_s: float = math.inf
 
     @property
@@ -37,17 +38,20 @@ class Urgency(Struct, frozen=True):
 
     @property
     def is_interactive(self) -> bool:
-        """Return whether the request comes before others that arrived at the same time."""
+        """Return whether the request comes before requests of other classes that arrive with it."""
         return self.priority == "interactive"
 
     def without_limit(self) -> "Urgency":
-        """Return the same urgency without a limit of the wait."""
+        """Return the same urgency without a limit of the wait in the queue."""
         return replace(self, max_wait_s=math.inf, requested_wait_s=None)
 
     def after_waiting(self, waited_s: float) -> "Urgency":
-        """Return the urgency for the queue, after a wait for a seat.
+        """Return the urgency in the queue for a request that has waited for a seat.
 
-        The wait for the seat counts towards the deadline.
+        The wait in the queue is limited by what this wait has left of the deadline.
+
+        Args:
+            waited_s: seconds that the request has waited for a seat.
         """
         left_s = self.deadline_s - waited_s
         if left_s >= self.max_wait_s:

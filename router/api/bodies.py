@@ -20,10 +20,11 @@ from kvroute.router.api.parsing import parse
 
 # Largest body in bytes that is parsed in the event loop. This usually takes 1 ms, at most 20 ms.
 INLINE_BYTES = 128 << 10
-# Largest body in bytes that is parsed without waiting for others. This takes less than 1 ms.
+# Bodies of more bytes than this are parsed one by one, and other tasks run between two of them.
+# Parsing a smaller body takes less than 1 ms.
 SMALL_BYTES = 8 << 10
 SILENCE_S = 30.0  # longest time between two parts of a body, in seconds
-# Memory for unparsed bodies, as a multiple of the largest body.
+# Memory for unparsed bodies, as a multiple of the largest allowed body.
 HELD_LIMITS = 16
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -99,7 +100,11 @@ class Bodies:
             raise self._too_large(size)
 
     def _hold(self, size: int) -> None:
-        """Add the size to that of all bodies in memory, if this is below the limit."""
+        """Count this many further bytes of unparsed bodies.
+
+        Raises:
+            ApiError: the unparsed bodies would take more memory than the limit.
+        """
         if self._held + size > HELD_LIMITS * self._limit:
             raise ApiError(
                 429,
@@ -124,7 +129,7 @@ async def _bodies(request: Request) -> Bodies:
     return bodies
 
 
-BodyReader = Annotated[Bodies, Depends(_bodies)]  # type of a parameter of a route
+BodyReader = Annotated[Bodies, Depends(_bodies)]  # FastAPI passes the router's Bodies to routes
 
 
 def _silent(size: int) -> ApiError:

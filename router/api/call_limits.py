@@ -10,7 +10,8 @@ from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 
 MAX_N = 128  # largest number of choices for one prompt
 MAX_CHOICES = 1024  # largest number of choices in one request: prompts times n
-# Largest number of JSON values in a body, without token ids. A replica's event loop parses them.
+# Largest number of JSON values in a body, not counting token ids. A replica's event loop parses
+# them.
 MAX_VALUES = 100_000
 MAX_NAME = 256  # longest name, salt or session id, in characters
 # Each prompt of a request gets a copy of the other fields. This is the largest size of all copies
@@ -29,7 +30,8 @@ MAX_ITEMS = {
     **dict.fromkeys(("bad_words", "stop_token_ids"), 128),
     **dict.fromkeys(("allowed_token_ids", "logit_bias"), 1024),
 }
-# Largest number of members in an object such as metadata. A replica needs 20 us for an invalid one.
+# Largest number of members in an object such as metadata. A replica needs 20 us for each invalid
+# member.
 MAX_KEYS = 4096
 LISTED_TEXTS = ("stop", "stop_sequences", "bad_words")  # fields with lists of texts
 MAX_TEXT = 16_384  # largest number of characters of all texts in one of LISTED_TEXTS
@@ -38,8 +40,8 @@ MAX_TEXT = 16_384  # largest number of characters of all texts in one of LISTED_
 GRAMMARS = ("response_format", "structured_outputs", "text", "output_config", "output_format")
 MAX_GRAMMAR_VALUES = 16_384  # largest number of JSON values in all of GRAMMARS and the tools
 MAX_GRAMMAR_BYTES = 131_072  # largest size of one of GRAMMARS as JSON, in bytes
-# Arguments of transformers' apply_chat_template that are no variables of templates. vLLM takes them
-# from bodies as well, where `padding` with `max_length` could make a prompt very long.
+# Arguments of transformers' apply_chat_template that are not variables of templates. vLLM accepts
+# them in chat_template_kwargs too, where `padding` with `max_length` could make a prompt very long.
 TOKENIZER_ARGUMENTS = (
     *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
     *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
@@ -121,7 +123,12 @@ def _check_text(name: str, texts: object) -> None:
 
 
 def check_copies(body: Mapping[str, Any], *, prompts: int, body_bytes: int) -> None:
-    """Raise an ApiError if the copies of the other fields for each prompt are too large."""
+    """Raise an ApiError if the fields next to the prompts are too large to be copied for each one.
+
+    Args:
+        prompts: number of prompts in the body.
+        body_bytes: size of the whole body.
+    """
     if prompts < 2 or prompts * body_bytes <= MAX_COPIED:
         return
     size = len(msgspec.json.encode({**body, "prompt": None, "prompt_embeds": None}))

@@ -56,7 +56,7 @@ STATELESS_ROUTES = (
     INVOCATIONS,
 )
 
-# Fields of a part of a message that have an image, a video or a sound.
+# A part of a message can have an image, a video or a sound in one of these fields.
 MEDIA = (
     *("image_url", "image_pil", "image_embeds", "video_url", "video_embeds"),
     *("audio_url", "audio_embeds", "input_audio"),
@@ -67,7 +67,7 @@ WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
 # Fields that are refused. With them, a client could replace the prompt after routing, or use the
 # GPU after its request has ended.
 REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "background")
-# Fields and types of parts that only bodies of /v1/messages have, but not chats.
+# Fields of a body, and types of a message's parts, that /v1/messages has and chats do not have.
 MESSAGES_FIELDS = frozenset({"system", "stop_sequences"})
 MESSAGES_PARTS = frozenset({"tool_use", "tool_result"})
 
@@ -87,7 +87,8 @@ class Call(Struct, frozen=True):
     caller: Caller | None = None  # owner of the API key; None if the cluster has no API keys
     is_stored: bool = False  # the response will be stored
     prefix_name: str = ""  # value of the header PREFIX; empty if there is none
-    wants_receipts: bool = False  # the response should include the receipts of routing
+    # The response should include receipts, which explain to which replica each prompt was sent.
+    wants_receipts: bool = False
 
     @property
     def model(self) -> str | None:
@@ -96,16 +97,23 @@ class Call(Struct, frozen=True):
 
     @property
     def cache_salt(self) -> str:
-        """Return the salt of the request's cached blocks, from the tenant and the body."""
+        """Return the salt of the prompts' blocks: they are shared only between equal salts.
+
+        It combines the tenant's salt and the body's.
+        """
         return salted(self.caller, self.body.get("cache_salt") or "")
 
     @property
     def owner(self) -> str:
-        """Return the owner whose stored responses this call may read."""
+        """Return the salt of the stored responses that this call may read."""
         return owner(self.caller, self.body.get("cache_salt") or "")
 
     def as_generating(self) -> "Call | None":
-        """Return the generating call whose tokens this call counts; None on other routes."""
+        """Return the generating call that would have this call's prompt.
+
+        Returns:
+            None if this call's route is not one that counts a prompt's tokens.
+        """
         if self.path == COUNT_TOKENS:
             thinking = self.body.get("thinking")
             budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
@@ -196,7 +204,7 @@ class Call(Struct, frozen=True):
         All other fields keep the bytes that the client sent.
 
         Args:
-            number: index of the prompt. As in vLLM, those of prompt_embeds come first.
+            number: index of the prompt. As in vLLM, the prompts in prompt_embeds come first.
         """
         fields = msgspec.json.decode(self.raw, type=dict[str, msgspec.Raw])
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
@@ -227,8 +235,10 @@ def parse_call(path: str, raw: bytes) -> Call:
     check_name("cache_salt", body.get("cache_salt"))
     check_count("n", body.get("n"), MAX_N)
     given = body.get("input")
-    is_text = path in STATELESS_ROUTES and isinstance(given, list) and bool(_token_ids(given))
-    check_lengths(body, has_token_input=is_text)
+    has_token_input = (
+        path in STATELESS_ROUTES and isinstance(given, list) and bool(_token_ids(given))
+    )
+    check_lengths(body, has_token_input=has_token_input)
     prompt = body.get("prompt")
     if path == COMPLETIONS and isinstance(prompt, list):
         body["prompt"] = _compact(prompt)
@@ -246,7 +256,7 @@ def parse_call(path: str, raw: bytes) -> Call:
 
 
 def parse_any(raw: bytes) -> Call:
-    """Parse the body of a generating request whose route is recognised by the body's fields."""
+    """Parse the body of a generating request. The body's fields show which route it is for."""
     return parse_call(_route_of(json_object(raw)), raw)
 
 
@@ -287,7 +297,7 @@ def objects(value: object) -> Iterator[Mapping[str, Any]]:
 
 def _named_parts(raw: bytes, body: Mapping[str, Any]) -> Iterator[tuple[str, Any, object]]:
     """Yield the field, its value and the uuid of each image, video or sound that has a uuid."""
-    if b"uuid" not in raw and b"\\u" not in raw:
+    if b"uuid" not in raw and b"\\u" not in raw:  # no part has a uuid, not even with escapes
         return
     for part in message_parts(body):
         if part.get("uuid") is not None:

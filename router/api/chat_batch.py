@@ -10,7 +10,7 @@ from kvroute.router.api.parsing import BOM, json_object, read_as_vllm_does
 from kvroute.router.api.response_object import members
 
 CHAT_BATCH = f"{CHAT_COMPLETIONS}/batch"
-# Fields that vLLM does not support in batches.
+# Fields that vLLM supports in single chats, but not in batches.
 SINGLE_CHATS = (
     "stream",
     "tools",

@@ -24,7 +24,8 @@ MAX_PARTS = 1024  # largest number of parts in a message's content
 Name = Annotated[str, Field(max_length=256)]
 # Number of replicas that keep the prefix in their caches.
 Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
-Pinned = StrictBool | Literal["host"]  # "host" pins in host memory instead of GPU memory
+# Whether engines may not evict the prefix. "host": it is kept in host memory, not in GPU memory.
+Pinned = StrictBool | Literal["host"]
 
 
 def _problem(message: str) -> PydanticCustomError:
@@ -82,7 +83,10 @@ class ChatMessage(BaseModel):
 
 
 class PrefixDeclaration(BaseModel):
-    """A named prefix that stays in replicas' caches."""
+    """A named prefix that stays in replicas' caches.
+
+    The descriptions of the fields end the error messages about invalid values (parsing.py).
+    """
 
     model: Name | None = Field(None, description="the name of a served model")
     id: PrefixId = Field(description="a number, or up to 128 characters without ␟")
@@ -98,12 +102,14 @@ class PrefixDeclaration(BaseModel):
     replicas: Annotated[Replicas, WrapValidator(_as_one)] = Field(
         "all", description='"all", or a whole number from 1'
     )
+    # Seconds until the prefix is dropped; None: it is kept until a client drops it.
     ttl_s: float | None = Field(
         None, strict=True, gt=0, allow_inf_nan=False, description="seconds, more than 0"
     )
     pinned: Annotated[Pinned, WrapValidator(_as_one)] = Field(
         True, description='true, false or "host"'
     )
+    # Whether requests of other tenants, and those with a cache_salt, find the prefix cached too.
     shared: StrictBool = Field(False, description="true or false")
 
     @model_validator(mode="after")

@@ -23,11 +23,11 @@ ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 EVENTS = "text/event-stream"  # content type of streams
-RESPONSES = "/v1/responses"  # route whose error events have a name and a sequence number
+RESPONSES = "/v1/responses"  # route whose events have sequence numbers
 DONE = b"data: [DONE]\n\n"  # end of streams of chats and completions
 # Longest error message of a replica, in characters. vLLM may quote a whole prompt in a message.
 MAX_MESSAGE = 1500
-_NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
+_NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')  # in the JSON of an event
 # Error codes after which clients should not retry, because the request would fail again.
 FINAL = frozenset({"replicas_died", "request_blamed"})
 
@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 
 def event(error: ApiError, before: bytes, *, path: str = "") -> bytes:
-    """Return the last event of a stream that fails, in the format of the route's API.
+    """Return the event that reports an error at the end of a stream, in the route's format.
 
     Args:
         before: the last bytes that the client received. In the Responses API, the event's sequence
@@ -107,7 +107,13 @@ def _anthropic(error: ApiError) -> bytes:
 
 
 def error_event(body: bytes, status: int, *, path: str) -> bytes:
-    """Return the error event for an error response's body, in a stream without other events."""
+    """Convert an error response to the first and only event of a stream.
+
+    Args:
+        body: the body of the error response.
+        status: its HTTP status.
+        path: the route, which decides the event's format.
+    """
     try:
         members = msgspec.json.decode(body)["error"]
         message, kind = str(members["message"]), str(members["type"])
@@ -163,7 +169,7 @@ def context_length_exceeded(param: str, message: str) -> ApiError:
 
 
 def redis_away(error: Exception, param: str | None = None) -> ApiError:
-    """Return an error 503 for a request that needs Redis."""
+    """Return an error 503 for a request that needs Redis while Redis is away."""
     message = f"Redis is away ({error}); try again"
     return ApiError(503, message, type="server_error", param=param)
 

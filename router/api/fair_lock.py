@@ -18,8 +18,9 @@ class FairLock:
         """Wait until the requests before this one have started.
 
         Args:
-            is_crowd: whether the event loop gets more rounds between two requests. It accepts one
-                connection in each round, and a health check may be the last one to connect.
+            is_crowd: whether many requests arrive. Then the event loop runs several rounds between
+                two of them. It accepts one connection in each round; otherwise, a health check
+                that connects after all of them would be answered late.
         """
         async with self._lock:
             await asyncio.sleep(0)

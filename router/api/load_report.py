@@ -1,6 +1,7 @@
-"""A response header with the load of a model's replicas, for load balancers that read ORCA reports.
+"""A response header with the load of a model's replicas, for load balancers.
 
-vLLM's server sends the same header with the load of its only engine.
+Its format is ORCA (Open Request Cost Aggregation), which Envoy and gRPC read. vLLM's server sends
+the same header with the load of its only engine.
 """
 
 import json
@@ -18,6 +19,7 @@ def cluster_load(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, 
     """Return the load of all replicas of a model, with vLLM's names of the metrics.
 
     Args:
+        records: the replicas' records in the index.
         queued: number of requests that wait in this router.
     """
     blocks = sum(record.facts.capacity_blocks for record in records)
@@ -29,11 +31,11 @@ def cluster_load(records: Sequence[ReplicaRecord], *, queued: int) -> dict[str, 
     }
 
 
-def report_headers(form: str, load: Mapping[str, float]) -> dict[str, str]:
+def report_headers(report_format: str, load: Mapping[str, float]) -> dict[str, str]:
     """Return the header with the report, or no header if vLLM does not know the format."""
-    if form.lower() == "text":
+    if report_format.lower() == "text":
         values = (f"named_metrics.{name}={value}" for name, value in load.items())
         return {REPORT_HEADER: f"TEXT {', '.join(values)}"}
-    if form.lower() == "json":
+    if report_format.lower() == "json":
         return {REPORT_HEADER: f"JSON {json.dumps({'named_metrics': load})}"}
     return {}

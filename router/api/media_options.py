@@ -4,7 +4,6 @@ vLLM passes these options to the processor without a check. With a large value, 
 enlarge an image of 10 MB to 10 GB, and the replica would run out of memory.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ EDGES = (
     *("num_frames", "max_frames", "min_frames", "max_image_size"),
 )
 MAX_OTHER = 256.0  # largest value of any other option, such as crops, frames per second and factors
-MAX_DEPTH = 4  # largest number of nested objects and lists
+MAX_DEPTH = 4  # deepest nesting of objects and lists in an option
 
 Option = tuple[str, float, float]  # name of an option, its value, the limit
 
@@ -31,15 +30,22 @@ def check_media_options(body: Mapping[str, Any]) -> None:
     for field in FIELDS:
         if isinstance(body.get(field), dict):
             for name, value, limit in _numbers(field, body[field], MAX_DEPTH):
-                if not abs(value) <= limit:
+                if not abs(value) <= limit:  # NaN is refused too
                     message = f"{field}: {name} is {shown(value)}; the limit is {limit:,.0f}"
                     raise invalid(field, message)
 
 
 def _numbers(name: str, value: object, depth: int) -> Iterator[Option]:
-    """Yield each number in the value, with the name and limit of its option."""
+    """Yield each number in the value, with the name and the limit of its option.
+
+    If the value is nested too deep, yield its depth as a number that exceeds the limit.
+
+    Args:
+        name: name of the option.
+        depth: number of further levels that may be nested.
+    """
     if depth < 0:
-        yield f"the nesting of {name}", math.inf, MAX_DEPTH
+        yield f"the nesting of {name}", MAX_DEPTH + 1, MAX_DEPTH
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers(key, item, depth - 1)

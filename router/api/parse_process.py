@@ -26,7 +26,10 @@ Result = TypeVar("Result")
 
 
 class ParseProcess:
-    """Runs the child process, and starts it for the first job. Use it in one event loop only."""
+    """Starts the child process for the first body, and sends bodies to it.
+
+    Use it in one event loop only.
+    """
 
     def __init__(self) -> None:
         self._process: Process | None = None
@@ -48,7 +51,7 @@ class ParseProcess:
             except (OSError, asyncio.IncompleteReadError):
                 await self._end()
                 raise _too_complex() from None
-            except BaseException:  # cancelled by a disconnect, while the process parses the body
+            except BaseException:  # the client disconnected, and the process still parses its body
                 await self._end()
                 raise
             if self._jobs >= MAX_JOBS:

@@ -84,7 +84,10 @@ def _first_error(model: type[BaseModel], error: ValidationError) -> ApiError:
 
 
 def _expected(model: type[BaseModel], error: ErrorDetails) -> str:
-    """Return the description of the field, or for a nested field the message of the validator."""
+    """Return what is expected in an invalid field, as the end of an error message.
+
+    It is the field's description. If it has none or is nested, it is the validator's message.
+    """
     *parents, name = error["loc"]
     field = model.model_fields.get(str(name)) if not parents else None
     if field is not None and field.description is not None:

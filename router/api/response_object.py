@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 PREVIOUS = "previous_response_id"
-# The member PREVIOUS as a replica writes it.
+# The member PREVIOUS as every replica writes it, since replicas do not know earlier responses.
 NO_PREVIOUS = b'"previous_response_id":null'
 OBJECT = "response"  # member of an event that holds the response object
-DATA = b"data: "  # start of the line of an event that has its JSON
+DATA = b"data: "  # start of the line with an event's JSON
 # First lines of the events that end a stream. JSON cannot contain such a line, because line ends in
 # strings are escaped.
 LAST_EVENTS = (b"event: response.completed\n", b"event: response.incomplete\n")
@@ -59,9 +59,9 @@ def last_response(data: bytes) -> Members | None:
 
 
 def as_input(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return output items as input items of the next response.
+    """Return the output items of a response as input items of the next response.
 
-    Leave out log-probabilities, and empty messages, which vLLM cannot read.
+    Log-probabilities and empty messages are left out, since vLLM cannot read them.
     """
     return [_input_item(item) for item in output if not _is_empty_message(item)]
 

@@ -1,7 +1,7 @@
-"""Generative scoring: how likely given next tokens are after a query and each of several items.
+"""Generative scoring: how likely given tokens are to follow a prompt of a query and an item.
 
-vLLM's server has the same route. In kvroute, each item becomes a prompt of a completion, so that
-prompts are routed to replicas that have the query cached.
+A request has one query and several items. vLLM's server has the same route. In kvroute, each item
+becomes a prompt of a completion, so that prompts are routed to replicas that have the query cached.
 """
 
 import math
@@ -54,12 +54,16 @@ class Scoring(BaseModel):
         min_length=1, description="a list of the token ids whose likelihood is returned"
     )
     apply_softmax: bool = Field(True, description="true or false")
+    # Whether each prompt is an item and then the query, instead of the query and then an item.
     item_first: bool = Field(False, description="true or false")
     add_special_tokens: bool = Field(True, description="true or false")
 
 
 def parse_scoring(raw: bytes) -> tuple[Scoring, bytes, str | None]:
-    """Parse a body, and return the request, the body without a byte order mark, and the model.
+    """Parse the body of a scoring request.
+
+    Returns:
+        The request, the body without a byte order mark, and the name of the model if there is one.
 
     Raises:
         ApiError: 400: the body is not a scoring request.
@@ -70,7 +74,7 @@ def parse_scoring(raw: bytes) -> tuple[Scoring, bytes, str | None]:
 
 
 def completion(scoring: Scoring, raw: bytes, prompts: Sequence[TokenIds]) -> Call:
-    """Return the completion whose log-probabilities are the scores.
+    """Return the completion that computes the log-probabilities for the scores.
 
     Args:
         raw: the body of the scoring request.
@@ -92,6 +96,7 @@ def completion(scoring: Scoring, raw: bytes, prompts: Sequence[TokenIds]) -> Cal
     own = {**OWN_FIELDS, "logprob_token_ids": scoring.label_token_ids, "prompt": ""}
     call = parse_call(COMPLETIONS, encode({**copied, **own}))
     call = replace(call, body={**call.body, "prompt": prompts})
+    # With several prompts, a body for each of them is made later, when they are rendered.
     return call if len(prompts) > 1 else replace(call, raw=call.with_prompt(0))
 
 
@@ -118,7 +123,10 @@ def scores(scoring: Scoring, completed: Mapping[str, Any], *, id_: str) -> dict[
 
 
 def _score(scoring: Scoring, choice: Mapping[str, Any]) -> float:
-    """Return the probability of the first label: among all labels with softmax, else all tokens."""
+    """Return the probability of the first label.
+
+    With softmax, the probabilities of all labels add up to 1. Without it, those of all tokens do.
+    """
     (top_logprobs,) = choice["logprobs"]["top_logprobs"]
     labels = dict.fromkeys(scoring.label_token_ids)
     logprobs = [top_logprobs[f"token_id:{label}"] for label in labels]

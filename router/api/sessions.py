@@ -39,7 +39,8 @@ PARENTS = (
 CODEX_PARENT = ("x-codex-parent-thread-id",)
 USER_ID_MARK = "_session_"  # text before the session id in `user_id` of Claude Code before 2.1.78
 MAX_USER = 1024  # longest `user_id` in characters; longer ones are ignored
-# TTLs with which a client asks to keep a prompt in the cache. OpenAI's `in_memory` does not ask.
+# Values with which a client asks to keep a prompt in the cache. OpenAI's fields have other values,
+# such as `in_memory`, which do not ask for this.
 TTLS = ("5m", "30m", "1h", "24h")
 # Fields whose items can have a `cache_control`.
 CACHEABLE_FIELDS = ("system", "tools", "messages", "input")
@@ -63,7 +64,11 @@ def hints_of(headers: Mapping[str, str], call: Call) -> SessionHints:
 
 
 def session_number(namespace: str, id_: str) -> int:
-    """Return a hash of SESSION_BITS bits of a session id in a namespace. It is never 0."""
+    """Return a hash of a session id, with SESSION_BITS bits. It is never 0.
+
+    Args:
+        namespace: the request's cache salt. Equal ids in two namespaces are different sessions.
+    """
     return hash_number(f"{len(namespace)}|{namespace}{id_}", bits=SESSION_BITS)
 
 
@@ -82,7 +87,10 @@ def checked_id(name: str, value: object) -> str:
 
 
 def _session_id(headers: Mapping[str, str], body: Mapping[str, Any]) -> str:
-    """Return the session id of the most specific field or header, or "" if there is none."""
+    """Return the request's session id, or "" if there is none.
+
+    kvroute's own field and header come first, then the headers of coding agents.
+    """
     own_id = checked_id("session_id", body.get("session_id"))
     if own_id := own_id or checked_id(SESSION, _header(headers, SESSION)):
         return own_id
@@ -102,7 +110,10 @@ def _parent(headers: Mapping[str, str]) -> str:
 
 
 def _first(headers: Mapping[str, str], names: Sequence[str]) -> str:
-    """Return the value of the first header that is set, or "" if it is too long or none is set."""
+    """Return the value of the first of these headers that is set.
+
+    Return "" if none is set, or if that value is too long.
+    """
     for name in names:
         if value := _header(headers, name):
             return value if len(value) <= MAX_NAME else ""

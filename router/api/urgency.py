@@ -20,7 +20,7 @@ MAX_USER = 64  # longest name of a user, in characters; longer names are hashed
 def urgency_of(
     headers: Mapping[str, str], body: Mapping[str, Any], caller: Caller | None, *, max_wait_s: float
 ) -> Urgency:
-    """Return the request's urgency, which is never higher than that of its API key.
+    """Return the request's urgency, which has at most the priority class of its API key.
 
     Args:
         max_wait_s: the value of --max-wait-s; 0 means no limit.
@@ -29,24 +29,24 @@ def urgency_of(
         ApiError: the priority or the deadline is not valid.
     """
     requested = _priority(headers.get(PRIORITY))
-    requested_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
+    requested_wait_s = _deadline_s(headers.get(DEADLINE), body.get("timeout"))
     delay_s = _delay_s(body.get("priority"))
     if caller is not None:
         requested = less_urgent(caller.priority, requested or caller.priority)
         delay_s = max(0.0, delay_s)
     priority = requested or "default"
     limit_s = math.inf if priority == "batch" or not max_wait_s else max_wait_s
-    deadline_s = requested_s or math.inf
-    if requested_s is not None and requested_s >= limit_s:
-        requested_s = None  # the limit of --max-wait-s is shorter
-    return Urgency(priority, delay_s, requested_s or limit_s, requested_s, deadline_s)
+    deadline_s = requested_wait_s or math.inf
+    if requested_wait_s is not None and requested_wait_s >= limit_s:
+        requested_wait_s = None  # the limit of --max-wait-s is shorter
+    return Urgency(priority, delay_s, requested_wait_s or limit_s, requested_wait_s, deadline_s)
 
 
 def sharer_of(caller: Caller | None, user: object) -> str:
-    """Return the name to which the queue gives a fair share: the tenant, or the user in the body.
+    """Return who gets a fair share of the queue: the tenant, or else the `user` in the body.
 
     Returns:
-        "" if the request has neither.
+        "" if the request has no tenant and no user.
     """
     if caller is not None:
         return caller.tenant
@@ -88,7 +88,7 @@ def _seconds(name: str, given: object, seconds: float) -> float:
 
 
 def _delay_s(priority: object) -> float:
-    if not isinstance(priority, int):  # vLLM rejects the request
+    if not isinstance(priority, int):  # absent, or invalid: then the replica rejects the request
         return 0.0
     return float(max(MIN_DELAY_S, min(MAX_DELAY_S, priority)))
 

@@ -1,4 +1,7 @@
-"""The connections of this router: one to each replica that Ray Serve runs, for all its ranks."""
+"""The connections of this router: one to each replica that Ray Serve runs.
+
+All data parallel ranks of a replica share its connection. Requests and calls name a rank by its id.
+"""
 
 import asyncio
 import logging
@@ -23,8 +26,8 @@ CONNECT_S = 5.0  # longest wait for a replica's address, and for a connection, i
 # LONGEST_PAUSE_S.
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-# Seconds without a connection after which a replica is reported. Serve replaces most replicas that
-# have ended within this time.
+# Seconds without a connection after which a replica is reported by /health. If a replica has ended,
+# Serve usually replaces it sooner.
 REPORT_AFTER_S = 5.0
 
 
@@ -35,15 +38,12 @@ class UnansweredError(Exception):
 class LateError(UnansweredError):
     """The replica did not answer a call in time, but it may still be working on it.
 
-    A replica that hangs loses its connection instead.
+    If a replica hangs, liveness.py closes its connection, and calls raise UnansweredError instead.
     """
 
 
 class Links:
-    """Connects to each replica that Serve runs, and again when a connection ends.
-
-    Requests and calls go to ranks. All other methods are about replicas.
-    """
+    """Connects to each replica that Serve runs, and again when a connection ends."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Links:
         return self._ranks.get(replica_id, ())
 
     def unconnected(self) -> dict[str, str]:
-        """Return the replicas without a connection for REPORT_AFTER_S, with the reasons."""
+        """Return the replicas that have had no connection for REPORT_AFTER_S: id -> reason."""
         now_s = time.monotonic()
         return {
             id_: reason
@@ -109,6 +109,9 @@ class Links:
 
     def open(self, rank_id: str, request: GenerateRequest, *, max_waiting: int) -> Stream:
         """Send a request to a rank and return the stream of its chunks.
+
+        Args:
+            max_waiting: tokens of unread chunks after which the stream fails.
 
         Raises:
             LostError: there is no connection, or it has ended.
@@ -174,7 +177,7 @@ class Links:
 
     async def _stay_connected(self, replica_id: str) -> None:
         """Connect to the replica, and again when the connection ends, until cancelled."""
-        handle = self._replicas().hold(replica_id)
+        handle = self._replicas().hold(replica_id)  # keeps the replica reachable while it drains
         pause_s = FIRST_PAUSE_S
         try:
             while True:

@@ -1,8 +1,9 @@
 """Detects hung replicas and kills them, so that their requests fail over and Serve replaces them.
 
 A replica that sends no messages is only suspect, and gets no new requests. It is declared dead if
-it does not answer probes either. A busy replica answers probes, however slow it is. If a connection
-ends, no probe is needed: the requests on it fail over at once.
+it does not answer probes either. In the replica, a separate thread answers probes, so that a busy
+replica answers them too. If a connection ends, no probe is needed: the requests on it fail over at
+once.
 """
 
 import asyncio
@@ -77,7 +78,7 @@ class Liveness:
             self._received.pop(replica_id, None)
         for replica_id in watched:
             quiet = self._quiet[replica_id] = self._quiet_checks(replica_id)
-            if quiet and quiet % self._dead_checks == 0:
+            if quiet and quiet % self._dead_checks == 0:  # again after each further hang timeout
                 log.warning("replica %s does not respond; killing it", replica_id)
                 # End the requests now, since Ray needs seconds to kill a hung process.
                 self._links.lose(replica_id, HungError(f"replica {replica_id} does not answer"))
@@ -87,7 +88,7 @@ class Liveness:
                 tasks.create_task(self._probe(replica_id))
 
     def _quiet_checks(self, replica_id: str) -> int:
-        """Return the number of checks, up to this one, without a sign of life."""
+        """Return the number of checks in a row, up to this one, without a sign of life."""
         quiet, received = self._quiet.get(replica_id, 0), self._links.received_messages(replica_id)
         has_sent = received != self._received.get(replica_id, received)
         self._received[replica_id] = received

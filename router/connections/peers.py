@@ -1,10 +1,10 @@
 """Messages between routers, so that each knows the other routers' requests within milliseconds.
 
 Routers that know only their own requests would send them to the same replica and overload it. So
-each router publishes an event when one of its requests is dispatched, gets its first token or ends.
-It counts the requests of other routers like its own. These messages are hints: if one is lost, only
-the load is balanced less well. If a router may have missed messages of another router, it treats
-all requests of that router as ended.
+each router publishes an event when one of its requests is dispatched, gets its first token or ends,
+and counts the requests of other routers like its own. These messages are hints: if one is lost,
+only the load is balanced less well. If a router may have missed messages of another router, it
+treats all requests of that router as ended.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ from kvroute.store.outage import Outage
 
 log = logging.getLogger("kvroute.peers")
 
-# Largest number of events that wait to be published. If there is one more, all are dropped, and the
-# event Restarted is sent instead.
+# Largest number of events that wait to be published. If there is one more, all are dropped, and
+# Restarted is sent: then the other routers treat all earlier requests of this router as ended.
 MAX_EVENTS = 10_000
 BATCH_S = 0.002  # seconds between two messages of one router
 ALIVE_S = 1.0  # seconds between a router's heartbeats
@@ -73,11 +73,12 @@ class PeerPublisher(RequestObserver):
 
         Args:
             router: id of this router; random by default.
-            scale: returns the learned scale of costs to publish, if there is one.
+            scale: returns this router's mean prefill times, for routers that have just started;
+                None if there are none.
             clock: returns seconds of a monotonic clock.
         """
         self._scale = scale
-        self._scale_sent_s = -math.inf  # time when the scale was last published
+        self._scale_sent_s = -math.inf  # time when the result of `scale` was last published
         self.router = router or uuid.uuid4().hex[:12]
         self._limits = limits
         self._queue = queue
@@ -102,7 +103,7 @@ class PeerPublisher(RequestObserver):
         self._emit(RequestEnded(attempt.request_id, attempt.is_over))
 
     def blamed(self, digest: bytes) -> None:
-        """Publish the digest of a request that stopped a replica."""
+        """Publish the digest of a request that crashed a replica or made it hang."""
         self._emit(PoisonedRequest(digest))
 
     def session_ended(self, session: int) -> None:
@@ -182,7 +183,7 @@ class PeerSubscriber:
 
         Args:
             own: id of this router, whose messages are ignored.
-            blamed: called with the digest of a request that stopped a replica.
+            blamed: called with the digest of a request that crashed a replica or made it hang.
         """
         self.own = own
         self._blamed = blamed
@@ -288,7 +289,10 @@ class PeerSubscriber:
         self._last_received_s = now_s
 
     def _share_limits(self) -> None:
-        """Enforce only a share of the limits while this router is cut off from the other ones."""
+        """Enforce only a share of the limits while this router is cut off from the other ones.
+
+        Enforce the whole limits when messages have arrived for SILENCE_S without a gap.
+        """
         if self._limits is None:
             return
         now_s = self._clock()

@@ -1,8 +1,8 @@
 """A request router for Ray Serve, from which kvroute learns which replicas run.
 
-No requests pass through it, because kvroute's routers have their own connections to replicas. Serve
-sends a pickled copy of this module to each process. So all state that the rest of the router uses
-is in replicas.py.
+No requests pass through it, because kvroute's routers have their own connections to replicas. Ray
+Serve sends a pickled copy of this module to each process. So all state that the rest of the router
+uses is in replicas.py.
 """
 
 import asyncio

@@ -66,7 +66,7 @@ class Gate:
 
 
 class Ticket:
-    """One prompt's state of admission.
+    """One prompt's progress through the limits, the seats and the queue.
 
     Attributes:
         context: the request's context. The ticket sets `wait`, `urgency` and `retention`.
@@ -77,6 +77,7 @@ class Ticket:
         self._gate = gate
         self._seating = None if context.is_resumed else gate.seating
         self._seat_s = 0.0  # seconds that the prompt has waited for a seat
+        # A prompt that a lost replica has begun does not wait again.
         self._admitted = Admitted(context.ready_s) if context.is_resumed else None
 
     async def running(self, excluded_ids: Collection[str]) -> Sequence[str]:
@@ -116,8 +117,10 @@ class Ticket:
         self.context = replace(self.context, retention=retention)
         return await self._get_seat(placement) and await self._leave_queue(placement)
 
-    def signed(self, request: GenerateRequest, now_s: float) -> GenerateRequest:
-        """Return the admitted request with its order time for the engine's queue, and its wait.
+    def with_admission(self, request: GenerateRequest, now_s: float) -> GenerateRequest:
+        """Return the request with the values that follow from its admission.
+
+        These are its order time for the engine's queue, its wait and its retention hint.
 
         Args:
             now_s: time at which the request was placed.

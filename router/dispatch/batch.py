@@ -1,7 +1,7 @@
 """Responses to completion calls with several prompts.
 
-The prompts are placed independently, and the client gets one response. In it, choice c of prompt p
-has the index p * n + c.
+The prompts are placed independently, and the client gets one response. With n choices for each
+prompt, choice c of prompt p has the index p * n + c in this response.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ async def batch_response(
         headers: headers to add to the response.
         n: number of choices for each prompt.
         ending: changes the last bytes of the response.
-        failed: makes the last event of a stream that ends too early.
+        failed: makes the last event of a stream that ends with an error.
 
     Raises:
         ApiError: no replica can continue the response to one of the prompts.

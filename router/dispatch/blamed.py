@@ -1,5 +1,6 @@
-"""The poison list: requests that stopped a replica, and that routers refuse for some minutes.
+"""The poison list: requests that crashed a replica or made it hang.
 
+Routers refuse these requests for some minutes.
 Client libraries retry failed requests, and each retry would stop another replica. A request is
 identified by its content: the tokens of its prompt, its path and its body. Routers publish their
 additions to each other.
@@ -22,8 +23,8 @@ CODE = "request_blamed"  # error code of a refused request
 
 @dataclass(frozen=True, slots=True)
 class _Blame:
-    since_s: float
-    reason: str
+    since_s: float  # time when the request was added
+    reason: str  # clause for error messages; see `PoisonList.add`
 
 
 class PoisonList:

@@ -49,7 +49,7 @@ def _combine(responses: Sequence[Response], id_: str) -> Response:
 
 
 def _combined_headers(responses: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the headers that `placement_headers` would return for all prompts together.
+    """Combine headers that `relay.placement_headers` made, as if one call had all prompts.
 
     Args:
         responses: the headers of the response to each chat.

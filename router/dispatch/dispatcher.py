@@ -34,8 +34,8 @@ from kvroute.wire.link import RefusedError
 
 log = logging.getLogger("kvroute.dispatch")
 
-# Limit on prompts that wait for their first token. It counts the second and later prompts of calls
-# with several prompts, over all such calls. Batch requests have a separate limit of the same size.
+# The most prompts that wait for their first token at the same time, not counting the first prompt
+# of each call. Batch requests have a separate limit of the same size.
 MAX_STARTING = 256
 TRIES = 8  # replicas that may refuse a request before the router pauses and places it again
 FIRST_PAUSE_S = 0.025  # length of the first such pause; each further pause is twice as long
@@ -54,7 +54,8 @@ class Dispatcher:
 
     Args:
         shared_tokens: returns how many tokens at the start of a text belong to a shared prefix.
-        blamed: requests that stopped a replica; the dispatcher refuses them and adds new ones.
+        blamed: requests that crashed a replica or made it hang. The dispatcher refuses them, and
+            adds new ones.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Dispatcher:
         self._blamed = blamed or PoisonList()
         self._waiting = 0  # requests that pause because all replicas have refused them
         self._lock = FairLock()
+        # Whether a call is a batch request -> limit of its prompts that wait for their first token.
         self._starting = {is_batch: asyncio.Semaphore(MAX_STARTING) for is_batch in (False, True)}
 
     async def generate_all(
@@ -130,9 +132,13 @@ class Dispatcher:
     def shared_tokens(
         self, token_ids: TokenIds, namespace: str, features: Sequence[Feature]
     ) -> int:
-        """Return how many tokens at the start of a prompt all namespaces share.
+        """Return how many tokens at the start of a prompt are shared, whatever its cache salt is.
 
         Images are not shared: a shared prefix consists of token ids.
+
+        Args:
+            namespace: the cache salt. Without it, 0 is returned, since all blocks are shared.
+            features: the prompt's images and the like.
         """
         text = token_ids[: features[0].offset] if features else token_ids
         return self._shared_tokens(text) if namespace else 0
@@ -145,8 +151,8 @@ class Dispatcher:
     ) -> Generation:
         """Start a prompt that is not the first one of its call.
 
-        Such prompts start one by one, so that requests with one prompt are handled in between. Only
-        a call's first prompt has a wait limit, and decides whether the call waits too long.
+        These prompts start one by one, so that the router can handle other calls in between. They
+        have no wait limit: only a call's first prompt decides whether the call waits too long.
         """
         context = replace(context, urgency=context.urgency.without_limit())
         async with self._starting[context.urgency.is_batch]:
@@ -163,7 +169,7 @@ class Dispatcher:
                 are added.
 
         Raises:
-            ApiError: no replica is ready, too many die, or the engine refuses.
+            ApiError: no replica is ready, too many replicas die, or the engine refuses the prompt.
             OverLimitError: the prompt would exceed a limit of its tenant.
         """
         ticket, pause_s = Ticket(self.gate, context), FIRST_PAUSE_S
@@ -179,8 +185,8 @@ class Dispatcher:
             if not await ticket.admit(placement, request.request_id, now_s):
                 continue
             try:
-                signed = ticket.signed(request, now_s)
-                return await self._try(signed, ticket.context, placement, losses)
+                admitted = ticket.with_admission(request, now_s)
+                return await self._try(admitted, ticket.context, placement, losses)
             except RefusedError:
                 await self._wait(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)

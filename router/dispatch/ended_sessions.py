@@ -17,7 +17,7 @@ async def end_session(links: Links, session: int) -> dict[str, str]:
     """End a session on all ranks; return the ranks that did not confirm it: id -> reason."""
     ranks = links.running()
     reasons = await asyncio.gather(*(_report(links, rank, session) for rank in ranks))
-    return {rank: why for rank, why in zip(ranks, reasons, strict=True) if why}
+    return {rank: reason for rank, reason in zip(ranks, reasons, strict=True) if reason}
 
 
 async def _report(links: Links, rank: str, session: int) -> str:

@@ -28,12 +28,12 @@ LOST = (LostError, EngineDeadError, HungError)  # errors that mean that the repl
 
 @dataclass(slots=True)
 class ReplicaStream:
-    """One replica's stream of chunks, of which the first chunk has arrived."""
+    """One replica's stream of chunks, after its first chunk has arrived."""
 
     replica_id: str
     placement: Placement
     first: Chunk
-    rest: Stream
+    rest: Stream  # the chunks after the first one
     attempt: Attempt
 
     def close(self) -> None:
@@ -71,6 +71,7 @@ class Generation:
         self.retention = current.attempt.context.retention
         # Prompt tokens that the first replica found in its cache.
         self.cached_tokens = current.first.cached_tokens
+        # Prompt tokens that the first replica wrote to its cache.
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # the id under which the engine runs the request
         self.token_ids = request.token_ids
@@ -95,7 +96,11 @@ class Generation:
         return self.placement.expected_tokens(self.replica_id)
 
     def receipt(self, policy: str) -> dict[str, Any]:
-        """Return why the prompt was placed on its first replica, and what was cached there."""
+        """Return the receipt, for the client: why the first replica was chosen, and its cache hit.
+
+        Args:
+            policy: name of the routing policy.
+        """
         return receipt(
             self.placement,
             policy=policy,
@@ -167,13 +172,17 @@ class Generation:
         if not self._can_continue():
             raise lost(
                 replica_id,
-                "and no other replica can continue the answer exactly (because it is an attached "
-                "server, or because of n above 1 or a presence_penalty, for example)",
+                "and no other replica can continue the answer exactly (because the replica is an "
+                "attached server, or because of n above 1 or a presence_penalty, for example)",
             ) from error
         self._current = await self._start(self._remaining_request(), self._context, self._losses)
         return self._current.first
 
     def _can_continue(self) -> bool:
+        """Return whether another replica can continue the response.
+
+        If the client has received nothing yet, the other replica can start the response again.
+        """
         return self._parts_can_continue or not self._has_data
 
     def _remaining_request(self) -> GenerateRequest:

@@ -1,18 +1,18 @@
-"""The replicas that were lost while they ran one request, and whether it may be the cause."""
+"""The replicas that were lost while they ran one request, and whether the request is the cause."""
 
 from kvroute.contract.generation import EngineDeadError
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
 
-# If this many replicas in a row died soon after they got the request, it may be the cause, and no
-# other replica gets it.
+# If this many replicas in a row died soon after they got the request, the request counts as the
+# cause, and no other replica gets it.
 CAUSED = 2
 LOSSES = 5  # a request fails when it has lost this many replicas, whatever the cause
-# A replica that died after more output tokens than this did not die soon: it had computed the
-# prompt without a fault.
+# A replica that sent more output tokens than this did not die soon after it got the request: it had
+# computed the prompt without a fault.
 SOON_TOKENS = 16
-# A replica that is lost sooner than this after it got the request, without a token or a reason, was
-# dead before.
+# If a replica is lost within this many seconds, and has sent neither a token nor a reason, it was
+# dead before it got the request.
 DEAD_BEFORE_S = 0.05
 
 
@@ -62,18 +62,18 @@ class Losses:
             self._died_soon.append(replica_id)
             self._words = words
 
-    def has_stopped(self, among: int) -> bool:
+    def has_stopped(self, prepared: int) -> bool:
         """Record a hang, and return whether the request is the cause.
 
         It is the cause if the replica prepared no other request, or if this is the second replica
         that hung while it prepared the request.
 
         Args:
-            among: number of requests that the replica prepared when it hung; 0: it did not prepare
-                this request.
+            prepared: number of requests that the replica was preparing when it hung; 0: this
+                request was not one of them.
         """
-        self._stopped += among > 0
-        return among == 1 or (among > 1 and self._stopped > 1)
+        self._stopped += prepared > 0
+        return prepared == 1 or (prepared > 1 and self._stopped > 1)
 
     @property
     def is_cause(self) -> bool:

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-WAITING_ITEMS = 64  # items that are buffered; when the buffer is full, each stream joins its items
+# Number of items that are buffered. While the buffer is full, the streams are not read, and join
+# the items that wait in them.
+WAITING_ITEMS = 64
 
 Item = TypeVar("Item")
 

@@ -14,8 +14,8 @@ log = logging.getLogger("kvroute.dispatch")
 
 TRIES = 8  # replicas that get a call, one after the other, until one answers
 TIMEOUT_S = 60.0  # seconds for a replica to answer a call
-# The preferred replica may have this many more pending calls than the least busy one. It is not
-# small, since a replica that processes images answers calls one after the other.
+# The preferred replica may have this many more pending calls than the least busy one. With a
+# smaller number, it would often be passed over, since images are processed one after the other.
 MAX_EXTRA_CALLS = 4
 
 

@@ -1,4 +1,4 @@
-"""Makes the response to the client out of what a replica's HTTP application writes."""
+"""Makes the response to the client from the chunks that a replica's HTTP application writes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
@@ -15,8 +15,8 @@ from kvroute.router.dispatch.generation import Generation
 SHOWN_REPLICAS = 32  # the most replica ids in a header
 
 Ending = Callable[[bytes], bytes]  # changes the last bytes of a response
-# Returns the last event of a stream that ends too early. Arguments: the reason, and the bytes that
-# were sent last.
+# Returns the last event of a stream that ends with an error. Arguments: the error, and the bytes
+# that were sent last.
 Failed = Callable[[ApiError, bytes], bytes]
 # Returns the body of an error for the client. Arguments: the body and status of a replica's error.
 Refused = Callable[[bytes, int], bytes]
@@ -71,7 +71,7 @@ class Answer:
         chunk = await self.generation.next()
         if chunk is None or chunk.http is None:
             return None
-        if self.is_stream and chunk.http.status >= 400:  # the replica that continues it has refused
+        if self.is_stream and chunk.http.status >= 400:  # refused by the replica that continues
             raise ApiError(
                 500,
                 "the answer could not be continued after a replica was lost; try again",
@@ -119,9 +119,9 @@ class Relay(StreamingResponse):
 def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
     """Return the headers that describe the placement of a call's prompts.
 
-    They are the replicas, the sum of the expected hits in tokens, and the longest wait of a prompt
-    in the router. Each replica is listed once, and at most SHOWN_REPLICAS of them, since load
-    balancers refuse responses whose headers take more than some kilobytes.
+    They contain the replicas, the sum of the expected hits in tokens, and the longest wait of a
+    prompt in the router with its reason. Each replica is listed once. At most SHOWN_REPLICAS are
+    listed, since load balancers refuse responses with too many kilobytes of headers.
     """
     replicas = dict.fromkeys(generation.replica_id for generation in generations)
     longest = max((generation.wait for generation in generations), key=attrgetter("waited_s"))
@@ -146,7 +146,7 @@ async def relay_response(
     Args:
         headers: headers to add to the response.
         ending: changes the last bytes of the response.
-        failed: makes the last event of a stream that ends too early.
+        failed: makes the last event of a stream that ends with an error.
         refused: makes the body of an error.
 
     Raises:

@@ -27,9 +27,10 @@ async def health(request: Request, models: Served) -> Response:
     """Return status 200 if at least one replica of any model is ready, else 503.
 
     If only one of several models has no replica, load balancers must not remove this router, since
-    it serves the other models. Without Redis and with degraded replicas, requests are still served,
-    with fewer cache hits. A stopping router returns 503, so that load balancers send no further
-    requests to it.
+    it serves the other models. The status is also 200 if Redis cannot be reached, or if the router
+    has to ignore the caches of some replicas (the degraded ones): requests are still served, with
+    fewer cache hits. A stopping router returns 503, so that load balancers send no further requests
+    to it.
     """
     by_model = {model.name: model.status.health() for model in models.all}
     ready = sum(health.ready for health in by_model.values())
@@ -61,8 +62,8 @@ async def version() -> Response:
 async def cluster(models: Served) -> Response:
     """Return the replicas in the index, and this router's recent requests, queues and seats.
 
-    If Redis cannot be reached in time, the replicas are those that were read last. The queues of
-    other routers are as these have last reported them.
+    If Redis does not answer in time, the response has the replicas that were read last. The queues
+    of other routers come from their latest reports.
     """
     replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
     return JSONResponse(
@@ -80,7 +81,7 @@ async def cluster(models: Served) -> Response:
 
 @routes.get("/v1/cluster/audit")
 async def audit(models: Served) -> Response:
-    """Compare the blocks in this router's mirror, in Redis, and in the replicas' engines."""
+    """Compare this router's mirror, its copy of the index, with Redis and the replicas' engines."""
     with needing_redis():
         audits = await asyncio.gather(*(model.audit.run() for model in models.all))
     replicas = label_by_model(models.all, audits)
@@ -89,7 +90,7 @@ async def audit(models: Served) -> Response:
 
 @routes.post("/v1/cluster/canary")
 async def canary(models: Served) -> Response:
-    """Send a tiny request to every replica, and report whether its blocks appeared."""
+    """Send a tiny request to every replica; report whether its blocks appear in the index."""
     reports = await asyncio.gather(*(model.canaries.run() for model in models.all))
     replicas = label_by_model(models.all, reports)
     return JSONResponse({"router": models.router_id, "replicas": replicas})

@@ -6,7 +6,7 @@ from kvroute.router.admission.limits import MINUTE_S, Headroom, Limit, OverLimit
 from kvroute.router.api.errors import ApiError
 
 CODE = "rate_limit_exceeded"  # error code of a request over a limit
-KINDS: dict[Limit, str] = {  # limit -> its unit in an error
+KINDS: dict[Limit, str] = {  # limit -> what it limits, for error messages
     "requests": "running requests",
     "prompt_tokens": "prompt tokens of running requests",
     "uncached_tokens": "uncached prompt tokens per minute",

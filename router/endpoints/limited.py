@@ -48,8 +48,8 @@ def add_headers(request: Request, entry: Entry | None, response: Response) -> No
 def leaving(entry: Entry | None) -> AbstractContextManager[None]:
     """Return a context manager that stops counting a request at its end.
 
-    The tokens of a rejected request no longer count in the limits. Those of a client that
-    disconnects still do, since a replica may have computed them.
+    If the request was rejected, the charge for its tokens is refunded. If its client has
+    disconnected, the charge stays, since a replica may have computed the tokens.
     """
     return _leaving(entry) if entry else NO_LIMITS
 
@@ -70,7 +70,7 @@ def _leaving(entry: Entry) -> Iterator[None]:
 def counting_refusals(request: Request, models: Models) -> Iterator[None]:
     """Count an error that is raised in the block as a rejected request.
 
-    If it is raised before the model is known, it counts for the first model.
+    An error that is raised before the request's model is known counts for the first model.
     """
     try:
         yield

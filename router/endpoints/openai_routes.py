@@ -48,7 +48,8 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
 
-RECEIPT = "x-kvroute-receipt"  # header that requests the receipts in the response
+# Header that requests receipts in the response: they explain where each prompt was sent.
+RECEIPT = "x-kvroute-receipt"
 
 routes = APIRouter()
 
@@ -63,7 +64,7 @@ class Answers:
         self.path = path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["route"] = self  # the span is named after the route, as with FastAPI's routes
+        scope["route"] = self  # tracing names the request's span after the path of this object
         request, notices = Request(scope, receive), SeatNotices(send)
         entry = entered(request)
         try:
@@ -232,6 +233,7 @@ async def _answer(
     )
     response = await model.requests.answer(call, context)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)
-    if is_complete and call.path in REPORTING and (form := request.headers.get(FORMAT_HEADER)):
-        response.headers.update(report_headers(form, model.status.load()))
+    report_format = request.headers.get(FORMAT_HEADER)
+    if is_complete and call.path in REPORTING and report_format:
+        response.headers.update(report_headers(report_format, model.status.load()))
     return response

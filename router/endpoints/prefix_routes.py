@@ -30,7 +30,7 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
 
 @routes.get("/v1/prefixes")
 async def list_prefixes(request: Request, models: Served, model: str | None = None) -> Response:
-    """Return the prefixes that the client may use, of all models or of one."""
+    """Return the prefixes that the client may use, of `model` or of all models."""
     selected = models.all if model is None else [models.select(model)]
     prefixes = await asyncio.gather(
         *(served.prefixes.declarations.list(caller_of(request)) for served in selected)

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 
 async def _salt(request: Request, salt: Annotated[str, Query(alias="cache_salt")] = "") -> str:
-    """Return the owner of the responses that the request may read."""
+    """Return the salt of the stored responses that the request may read.
+
+    It combines the secret of the client's tenant and the parameter `cache_salt`.
+    """
     return owner(caller_of(request), salt)
 
 

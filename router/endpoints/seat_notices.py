@@ -1,7 +1,8 @@
 """Notices to the client of a stream while its request waits for a seat, which may take minutes.
 
-Without notices, proxies would close the connection, and users would think that it hangs. The first
-notice starts the response before a replica is chosen, so its headers cannot contain the replica.
+A seat is a session's permission to send requests (admission/seats.py). Without notices, proxies
+would close the connection, and users would think that the request hangs. The first notice starts
+the response before a replica is chosen, so the response's headers cannot contain the replica.
 """
 
 from collections.abc import Awaitable, Callable

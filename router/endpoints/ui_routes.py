@@ -57,7 +57,7 @@ async def file(name: str, models: Served) -> Response:
 
 @routes.get("/v1/cluster/live")
 async def live(models: Served, model: str | None = None, replica: str | None = None) -> Response:
-    """Return the live page's events as server-sent events; without `model`, of the first model.
+    """Return a stream of the live page's events for a model; without `model`, the first model.
 
     The events include the samples of the charts: those of `replica`, or those of the fleet if no
     replica is given. The samples are in the same response as all other events, so that they come
@@ -76,8 +76,8 @@ async def live(models: Served, model: str | None = None, replica: str | None = N
 @routes.get("/v1/cluster/history")
 async def history(models: Served, model: str | None = None, replica: str | None = None) -> Response:
     """Return the last hour's chart samples of a replica, or of the fleet if none is given."""
-    found = _recorder(models, model).as_json(replica)
-    return JSONResponse({"router": models.router_id} | found)
+    samples = _recorder(models, model).as_json(replica)
+    return JSONResponse({"router": models.router_id} | samples)
 
 
 def _live(models: Models, model: str | None) -> Live:

@@ -10,8 +10,8 @@ group can serve. The blocks that a group must have cached for a boundary depend 
 
 See `find_longest_cache_hit` of each manager in vllm/v1/core/single_type_kv_cache_manager.py.
 
-Lengths and boundaries are counted in blocks of --block-size tokens, each of which has a
-fingerprint. The size of a group's blocks is a multiple of this size.
+Lengths and boundaries are counted in blocks of --block-size tokens. A chain is the sequence of
+these blocks' fingerprints. The blocks of a group are as large as one or several of these blocks.
 """
 
 from bisect import bisect_left
@@ -46,13 +46,13 @@ class Boundaries:
     """
 
     def __init__(self, layout: Layout, block_size: int) -> None:
-        self.step = _blocks(layout.hit_tokens, block_size)
+        self.step = _blocks(layout.hit_tokens, block_size)  # every boundary is a multiple of it
         self._groups = [
             _GroupBlocks(number, group, block_size) for number, group in enumerate(layout.groups)
         ]
 
     def usable(self, length: int) -> int:
-        """Return the last boundary that is not after `length`."""
+        """Return the last boundary at `length` or before it."""
         return length // self.step * self.step
 
     def added(self, chain: Sequence[Fingerprint], begin: int) -> list[Fingerprint]:
@@ -84,7 +84,7 @@ class Boundaries:
             if able:
                 yield able, end
                 replicas &= ~able
-            end = self.usable(bound - 1)
+            end = self.usable(bound - 1)  # the other replicas have no hit that ends later
 
     def first_group_hit(self, chain: Sequence[Fingerprint], holders: Holders) -> int:
         """Return the last boundary that the first group of any replica can serve."""
@@ -100,7 +100,7 @@ class Boundaries:
     def known_blocks(
         self, chain: Sequence[Fingerprint], is_known: Callable[[Fingerprint], bool]
     ) -> int:
-        """Return the last boundary whose block some replica has or had in its first group.
+        """Return the last boundary where a block of some replica's first group ends or once ended.
 
         Args:
             is_known: returns whether any replica has or had a block.
@@ -122,13 +122,13 @@ def boundaries_of(layout: Layout, block_size: int) -> Boundaries:
 
 
 class _GroupBlocks:
-    """The blocks of one cache group. The position of its end in the chain identifies a block."""
+    """The blocks of one cache group. A block is identified by the position of its end."""
 
     def __init__(self, number: int, group: CacheGroup, block_size: int) -> None:
         self._number = number
-        self._is_sparse = group.kind in STATE | WINDOW
-        self.size = _blocks(group.block_tokens, block_size)
-        self.needs_all = group.kind in FULL
+        self._is_sparse = group.kind in STATE | WINDOW  # the engine keeps only some of the blocks
+        self.size = _blocks(group.block_tokens, block_size)  # size of a block of this group
+        self.needs_all = group.kind in FULL  # a hit needs all blocks before its end
         self.start = _start(group, block_size)
 
     def fingerprint(self, chain: Sequence[Fingerprint], end: int) -> Fingerprint:
@@ -162,10 +162,16 @@ class _Lookup:
         self._runs: list[dict[int, int]] = [{}]
 
     def holders_at(self, end: int, replicas: int) -> tuple[int, int]:
-        """Return the replicas that can serve the boundary `end`, and a bound for the other ones.
+        """Find the replicas whose blocks can serve the boundary `end`.
 
-        All boundaries that the other replicas can serve are before the bound. The returned mask may
-        also have bits that are not in `replicas`.
+        Args:
+            end: the boundary.
+            replicas: bit mask of the replicas to look for.
+
+        Returns:
+            A bit mask of the replicas that can serve it, which may also have bits that are not in
+            `replicas`. And a bound: the replicas that cannot serve `end` can only serve boundaries
+            before this bound.
         """
         blocks = len(self._group.needed(end))
         if not blocks:
@@ -220,6 +226,7 @@ class _PrefixLookup(_Lookup):
             able.append(able[-1] & self._held(len(able) * size))
         last = min(blocks, len(able) - 1)
         if not able[last] & replicas:
+            # The first number of leading blocks that none of the replicas has completely.
             missing = bisect_left(able, True, hi=last, key=lambda holders: not holders & replicas)
             return 0, missing * size
         return able[last] & (self._held(end) if rest else ALL), end
@@ -249,6 +256,7 @@ def _start(group: CacheGroup, block_size: int) -> Callable[[int], int]:
     if group.kind in STATE:
         return lambda end: end - 1
     if group.kind in WINDOW:
+        # The window of a token includes the token itself. The rest is rounded up to whole blocks.
         reach = -(-(group.window_tokens - 1) // tokens) * size
         return lambda end: max(0, end - reach)
     if group.kind in CHUNK:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvroute.blocks.fingerprint import Fingerprint
 
-# Blocks in each of the two sets of the history. A larger set would block the event loop for more
-# than a few milliseconds when it grows or is freed.
+# Number of blocks in each of the two sets of the history. A larger set would block the event loop
+# for more than a few milliseconds when it grows or is freed.
 GENERATION = 100_000
 
 

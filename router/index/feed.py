@@ -1,10 +1,14 @@
-"""Updates the mirror from the index in Redis, in a task that never delays a request.
+"""Updates the mirror, which is this router's copy of the index in Redis.
 
-Changes arrive within milliseconds. The feed may miss a change, if the Redis stream dropped it or if
-changes arrive faster than the feed reads them. It notices this at the replica's next change, or
-within two polls, and then reads all blocks of the replica again. A replica that deregisters is
-removed at once. A replica whose record vanishes from Redis is kept for LINGER_S: if Redis lost the
-record, the replica registers again within this time.
+This happens in a task that never delays a request. Replicas publish changes of their blocks in a
+Redis stream, and the feed reads them within milliseconds. It may miss a change, if the stream
+dropped it or if changes arrive faster than the feed reads them. The feed also polls: every POLL_S,
+it reads the records of all replicas. So it notices a missed change at the replica's next change, or
+within two polls. Then it reads all blocks of the replica again.
+
+A replica that deregisters is removed at once. If a replica's record vanishes from Redis without
+this, the replica is kept for LINGER_S: if Redis lost the record, the replica registers again within
+this time.
 """
 
 import asyncio
@@ -33,19 +37,19 @@ WAIT_MS = 200  # longest wait for a change in one read of the stream, in millise
 STEP_S = 0.001  # seconds of work on the mirror after which the feed lets requests run
 STEP_BLOCKS = 1000  # blocks per step: takes 0.5 ms, or a few ms when the mirror's tables grow
 RETRY_S = 0.5  # seconds between two attempts to reach Redis
-# Seconds that a replica is kept after its record vanished. Ray Serve reports whether it runs, so no
-# request goes to a replica that has ended.
+# Seconds that a replica is kept after its record vanished. If the replica has ended, it gets no
+# requests meanwhile, because Ray Serve reports which replicas run.
 LINGER_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last change of a replica that is in the mirror."""
+    """The latest change of one replica that the mirror includes."""
 
-    incarnation: str
-    seq: int  # number of this change; a replica numbers its changes
-    # Position of this change in the stream. Earlier changes of the replica are in the mirror, or
-    # belong to an earlier incarnation.
+    incarnation: str  # a new random text at each registration of the replica
+    seq: int  # number of this change, counted since the registration
+    # Position of this change in the stream. The replica's changes before this position are in the
+    # mirror too, or belong to an earlier incarnation.
     position: Position
 
 
@@ -121,7 +125,7 @@ class Feed:
             except (RedisError, OSError) as error:
                 self._outage.begin(error)
                 self._mirror.is_fed = False
-                self._vanished_s.clear()  # the outage itself may have let their leases expire
+                self._vanished_s.clear()  # records may have vanished because of the outage only
                 await self._sweep()
                 await asyncio.sleep(RETRY_S)
 
@@ -189,8 +193,8 @@ class Feed:
     async def _poll(self) -> None:
         """Read all records, and reload the replicas whose changes the mirror has missed.
 
-        A Redis that refuses writes counts as unreachable: replicas cannot renew their leases, so
-        their records vanish although they run.
+        If Redis refuses writes, it counts as unreachable: replicas cannot renew their leases, so
+        the records of running replicas vanish.
         """
         await self._index.check_writes()
         await self._rewind()
@@ -235,7 +239,7 @@ class Feed:
     def _is_behind(self, record: ReplicaRecord) -> bool:
         """Return whether the mirror has missed changes of the replica.
 
-        A change counts as missed if the record had counted it at the previous poll already.
+        It has missed a change if the record already included this change at the previous poll.
         """
         seen = self._seen.get(record.id, NOTHING_SEEN)
         if seen.incarnation != record.incarnation or record.seq < seen.seq:
@@ -252,7 +256,8 @@ class Feed:
 
         async def read() -> tuple[ReplicaRecord, Snapshot] | None:
             for record in unread:
-                with contextlib.suppress(FencedError):  # its new incarnation comes in the stream
+                # FencedError: it has registered again. The stream will have this change.
+                with contextlib.suppress(FencedError):
                     return record, await self._index.blocks(record)
             return None
 

@@ -21,14 +21,16 @@ log = logging.getLogger("kvroute.handshake")
 
 # Name of each compared field of an identity -> its name in messages.
 WORDS = {name: name.replace("_", " ") for name in Identity.__struct_fields__ if name != "adapters"}
-NO_REASONS: Mapping[str, str] = MappingProxyType({})  # for callers without such replicas
+NO_REASONS: Mapping[str, str] = MappingProxyType({})  # no replica has this problem
 REMEDY = "; restart it with the routers' model files and settings"  # end of the log line
 
 
 class Handshake:
     """Compares the replicas with this router.
 
-    Without an identity of the router, it only reports unreadable records and unknown layouts.
+    Args:
+        identity: the router's values that must be equal in the replicas, such as the digest of its
+            tokenizer. None: only unreadable records and unknown cache layouts are reported.
     """
 
     def __init__(self, identity: Identity | None = None) -> None:

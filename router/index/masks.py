@@ -1,4 +1,7 @@
-"""A map from millions of fingerprints to bit masks that never blocks the event loop for long."""
+"""A map from millions of fingerprints of blocks to bit masks of the replicas that have the block.
+
+Its operations never block the event loop for long.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,7 +15,7 @@ TABLES = 256
 
 
 class Masks:
-    """A map from fingerprints to bit masks. A fingerprint with an empty mask is not stored.
+    """A map from fingerprints to bit masks. A fingerprint whose mask would be 0 is not stored.
 
     The blocks of a chain mostly have the same mask. So when blocks with equal masks change in one
     call, their new mask is one shared object. With separate objects, each block would take 50%
@@ -78,7 +81,11 @@ class Masks:
         return cleared
 
     def unmark_in(self, table: int, bits: int) -> list[Fingerprint]:
-        """Clear the bits in one table, and return the fingerprints that have no bits left."""
+        """Clear the bits in one table, and return the fingerprints that have no bits left.
+
+        Args:
+            table: index of the table, below TABLES.
+        """
         return self.unmark(bits, self._with(bits, self._tables[table]))
 
     def all_with(self, bits: int) -> Iterator[list[Fingerprint]]:
@@ -91,7 +98,10 @@ class Masks:
 
 
 class _Marked(dict[int | None, int]):
-    """A cache that maps a mask to the mask with some bits added. Equal masks share one object."""
+    """A cache that maps a mask, or None for no mask, to the mask with some bits added.
+
+    Equal results are one shared object.
+    """
 
     def __init__(self, bits: int) -> None:
         self._bits = bits

@@ -24,8 +24,8 @@ from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.eviction_history import EvictionHistory
 from kvroute.router.index.masks import TABLES, Masks
 
-# Seconds after which the mirror must have the blocks that an engine stored. The feed polls twice in
-# this time. So it would have noticed if it had missed the change.
+# Seconds after which the mirror has the blocks that an engine stored. The feed (feed.py) polls
+# Redis twice in this time. So it would have noticed if it had missed the change.
 INDEX_DELAY_S = 2.0
 
 # A function that returns a bit mask of the replicas that have block i of a chain.
@@ -47,8 +47,8 @@ class Mirror:
 
     def __init__(self) -> None:
         self.is_fed = True  # the feed reads changes from Redis; False while Redis is away
-        self._held = Masks()
-        self._expected = Masks()
+        self._held = Masks()  # blocks that replicas have, as far as the mirror knows
+        self._expected = Masks()  # blocks that requests compute, or have computed just before
         # Blocks of requests that ended, which the index may not have yet: the time of the end, the
         # replica, and the blocks that it computed; the oldest request first.
         self._computed: deque[tuple[float, str, Sequence[Fingerprint]]] = deque()
@@ -119,9 +119,9 @@ class Mirror:
         return self._held.fill(self._slots[replica_id], packed)
 
     def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        """Add blocks that the index reports.
+        """Add blocks that the index reports, and remove the mark of `expect` from them.
 
-        The index will also report their eviction, so they need not be expected any more.
+        The index will also report their eviction.
         """
         slot, added = self._slots[replica_id], [*fingerprints]
         self._held.mark(slot, added)
@@ -157,7 +157,7 @@ class Mirror:
         return set(self._predicted_blocks)
 
     def expect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
-        """Mark blocks that a running request will compute, so that others can count on them."""
+        """Mark blocks that a running request will compute, so that they count as hits already."""
         self._expected.mark(self._bits(replica_id), fingerprints)
 
     def unexpect(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
@@ -193,7 +193,8 @@ class Mirror:
             tiers: slower tiers whose blocks count as well as those in GPU memory. With tiers, the
                 result has only replicas with one of these tiers, and expected blocks do not count.
                 Without tiers, they do.
-            layout: the rules for engines with several cache groups.
+            layout: the rules for engines with several cache groups; None: all blocks before the end
+                of a hit are needed.
         """
         holders_of, replicas = self._holders, self._live
         if tiers:
@@ -214,6 +215,9 @@ class Mirror:
 
         Bisection is right although the eviction history is bounded: engines evict the last blocks
         of a chain first, and the history also forgets them first.
+
+        Args:
+            at_least: number of leading blocks that need no check, since a replica holds them.
         """
         blocks = range(len(chain))
         return bisect_left(

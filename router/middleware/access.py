@@ -26,15 +26,15 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.scoring import SCORING
 
 # The routes that each role may use.
-OPEN = ("/health", "/ping", "/ui")  # need no key; the live page's events do
-ANY = ("/v1/models", "/version")  # need a key with any role
-USE = (
+OPEN = ("/health", "/ping", "/ui")  # no key is needed; the data that /ui shows needs one
+ANY = ("/v1/models", "/version")  # a key with any role is needed
+USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
     *("/v1/route", "/v1/sessions"),
 )
-OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")
+OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")  # the role observe is needed
 READ = ("/v1/prefixes",)  # GET needs the role observe; other methods need the role manage
-MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")
+MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")  # the role manage is needed
 
 FIRST_WAIT_S = 0.05  # delay of an address's first rejection; each further delay is twice as long
 LONGEST_WAIT_S = 2.0  # the longest delay
@@ -136,11 +136,11 @@ class Failures:
 
 @lru_cache(maxsize=1024)
 def roles_for(method: str, path: str) -> Sequence[Role]:
-    """Return the roles of which a key must have one to use a route; empty if it needs no key.
+    """Return the roles that may use a route: a key needs one of them. Empty: no key is needed.
 
     A route that is not in one of the lists above needs the role manage.
     """
-    if path == "/" or _is_in(path, OPEN):  # "/" leads to the page
+    if path == "/" or _is_in(path, OPEN):  # "/" redirects to /ui
         return ()
     if _is_in(path, ANY):
         return ROLES

@@ -8,7 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.fair_lock import FairLock
 
-CROWD = 64  # with more open requests than this, new ones start at longer intervals
+# With more open requests than this, other tasks get more time between the starts of two requests.
+CROWD = 64
 
 
 class Admission:

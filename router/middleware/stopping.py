@@ -9,10 +9,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvroute.router.api.errors import EVENTS, ApiError, event, response
 
-REFUSED = ApiError(
+REFUSED = ApiError(  # for new requests
     503, "the server is stopping; send the request again", "server_error", code="stopping"
 )
-CUT = ApiError(
+CUT = ApiError(  # for running answers that are ended
     503,
     "the server stopped before the answer was complete; send the request again",
     "server_error",
@@ -26,7 +26,7 @@ class RunningAnswers:
     def __init__(self) -> None:
         self.is_stopping = False  # true once new requests are refused
         self.count = 0  # number of running answers
-        self._limits = set[asyncio.Timeout]()  # the timeouts with which `end` ends the answers
+        self._limits = set[asyncio.Timeout]()  # a timeout for each running answer; `end` sets it
 
     def stop(self) -> int:
         """Reject new requests from now on, and return how many answers are still running."""
@@ -112,10 +112,10 @@ class _Sent:
 
 
 async def _end(sent: _Sent, scope: Scope, receive: Receive) -> None:
-    """Send the error instead of the rest of the answer.
+    """Send the error CUT instead of the rest of the answer.
 
-    If the response is not a stream and has started, no error can be sent. The server closes the
-    connection, and the client notices that the response is shorter than its length.
+    If the response has started and is not a stream, no error can be sent. The server closes the
+    connection. The client notices this, since it has fewer bytes than the response's length.
     """
     path = scope["path"]
     if sent.start is None:
