@@ -221,7 +221,7 @@ class Attempt:
     capacity_blocks: int  # size of the replica's prefix cache in blocks; 0: it has none
     sent_s: float  # time at which the request was sent
     context: RequestContext
-    scale: Scale  # the fleet's mean times, which include the answer's time when it has ended
+    scale: Scale  # the fleet's mean times; the time of this answer is added at its end
     placement: Placement | None = None  # None: another router has sent the request
     observer: RequestObserver = NO_OBSERVER
     # Where hits can end in the replica's cache; None: after each block, as the engine has only one
@@ -318,6 +318,7 @@ class Attempt:
         return self.outcome in ("ok", "cancelled")
 
     def _finish_turn(self) -> None:
+        """Report the end of a session's request to the limit of active sessions."""
         turn = self.dispatch.turn
         end_s = self.last_chunk_s or self.first_token_s or self.sent_s
         if self.seats is not None and turn:
@@ -371,7 +372,7 @@ class Attempt:
 
     @property
     def evicted_why(self) -> EvictionReason:
-        """Return why the tokens were evicted that `ledger` counts as evicted."""
+        """Return the reason for the evictions that `ledger` counts."""
         return self.context.retention.lost if self.context.retention else "usual"
 
     def ledger(self) -> Ledger | None:

@@ -88,7 +88,7 @@ class Caches:
         blocks = reusable_blocks(prompt_tokens, self.block_size)
         layouts = self._replicas.layouts.values()
         if len(layouts) < len(self._replicas) or not layouts:
-            return blocks
+            return blocks  # at least one engine has a single cache group and can reuse each block
         return max(boundaries.usable(blocks) for boundaries in layouts)
 
     @property

@@ -36,7 +36,7 @@ from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, Sessio
 class PromptCost:
     """The time to compute one prompt on each replica.
 
-    Replicas of equal speed have equal costs, so the costs are kept until the speed changes.
+    Costs are kept for the next replica, if that has the same speed and the same hit.
 
     Args:
         tokens: tokens of the prompt.
@@ -101,11 +101,11 @@ class Fleet:
         self.mirror = self.caches.mirror  # this router's copy of the index of cached blocks
         self.observer = observer
         self.seats = seats
-        self.returns = Returns(random.Random(rng.getrandbits(64)))
+        self.returns = Returns(random.Random(rng.getrandbits(64)))  # which sessions will continue
         self.pressure = Pressure()
         # Tokens that all caches can hold together. Only `seats` needs it: without seats, it is 0.
         self.cache_tokens = 0
-        self._branches = Branches()
+        self._branches = Branches()  # where prompts diverged, and the replicas that got them
         self._block_size = block_size
         self._rank = ranking
         self._rng = rng
@@ -383,6 +383,7 @@ class Fleet:
             self.seats.session_ended(session)
 
     def _take_seat(self, turn: SessionTurn, dispatch: Dispatch, now_s: float) -> None:
+        """Report the request of a session to the limit of active sessions."""
         if self.seats is not None:
             block = dispatch.known_block or NO_BLOCK
             cached = block, dispatch.prompt_tokens - dispatch.new_tokens

@@ -122,7 +122,7 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
 
         The report may describe a state from up to two reporting intervals ago, so it is compared
         with the maximum of `pending_tokens` in this time. If the replica reports more tokens, the
-        surplus was sent by routers whose messages do not arrive here.
+        additional ones belong to requests of routers whose messages do not arrive here.
         """
         unknown_tokens = max(0, pending_tokens - max(self.peaks))
         self.unknown_s = self._seconds(unknown_tokens) if unknown_tokens else 0.0

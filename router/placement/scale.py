@@ -5,7 +5,7 @@ kind of traffic. They use these units instead. So an engine that is k times slow
 decisions if its requests arrive k times more slowly.
 
 Prompt lengths are heavy-tailed: a mean over some hundreds of them varies by a third. So the means
-are over thousands of requests of all routers. Before that, the mean prefill time is computed from
+are over thousands of requests of all routers. At the start, the mean prefill time is computed from
 the speed that the engine reports.
 """
 
