@@ -94,7 +94,7 @@ class Catalogue:
     async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
         """Return the prefix with this name, in the version that requests should use (see `get`).
 
-        If the caller and all tenants together have a prefix with this name, it is the caller's.
+        If the caller and all tenants have a prefix with this name, the caller's prefix is used.
         Redis is read only if this router does not know the name.
 
         Args:

@@ -67,7 +67,7 @@ class Declarations:
             declaration: the declaration.
             caller: the caller; None: the cluster has no API keys.
             max_model_len: the most tokens of a prompt and its response together.
-            limits: the caller's limits.
+            limits: the limits of the caller's tenant; None: no limits.
 
         Raises:
             ApiError: the declaration is not valid, or would exceed a limit.

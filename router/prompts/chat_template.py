@@ -329,7 +329,7 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _of_prefix(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message of a prefix with the role that it has in the prefix's tokens."""
+    """Return a message of a prefix. Prefixes are rendered with `system` instead of `developer`."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 

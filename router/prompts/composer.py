@@ -37,7 +37,8 @@ class PrefixComposer:
             max_model_len: the most tokens of a prompt and its response; None: do not check it.
 
         Raises:
-            ApiError: the prefix is empty or too long, or the chat template cannot render it alone.
+            ApiError: the prefix is empty or too long, or the chat template refuses its messages or
+                renders them differently when a request follows.
         """
         if "prompt" in source:
             token_ids = await self._prompts.prefix_ids(

@@ -130,7 +130,7 @@ class _Values:
         return [*self._value(before), self._unfinished(last)]
 
     def _unfinished(self, answer: Mapping[str, Any]) -> Any:
-        """Return the last message without special tokens, if it is an answer to be continued.
+        """Return the answer at the end of a chat, which the model may continue, with tokens broken.
 
         No text of the client follows the answer. So it may end with the first characters of a
         special token, such as "<".

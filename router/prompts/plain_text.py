@@ -1,4 +1,4 @@
-"""Returns a prompt's text without the special tokens and names of roles of the chat template."""
+"""Returns a prompt's text without the special tokens and role names that templates add."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence

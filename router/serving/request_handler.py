@@ -5,8 +5,9 @@ parse      endpoints/openai_routes    reads the body into a Call, the headers in
 expand     serving/expansion          adds the earlier conversation and the named prefix
 render     serving/rendering          turns the prompts into token ids
 place      placement/fleet            ranks the replicas for a prompt
-admit      dispatch/admission         waits until limits, seats and the queue admit the prompt
-dispatch   dispatch/dispatcher        sends it, and continues on another replica after a loss
+admit      dispatch/admission         checks the tenant's limits; waits until the session has a seat
+                                      (admission/seats) and until the queue releases the prompt
+dispatch   dispatch/dispatcher        sends the prompt; continues elsewhere if the replica is lost
 respond    serving/responding         writes the response to the client
 """
 
