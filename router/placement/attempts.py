@@ -1,4 +1,4 @@
-"""One request at one replica: its placement, its chunks and its outcome."""
+"""One request at one replica: its placement, the chunks of its answer, and its outcome."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -35,16 +35,18 @@ class Placement(Struct, frozen=True):
     best_hit_blocks: int  # blocks of the longest hit on any replica
     prompt_tokens: int  # tokens of the prompt
     block_size: int  # tokens of a block
-    busy_s: float = 1.0  # Scale.busy_s, the fleet's unit of time
+    busy_s: float = 1.0  # the fleet's unit of time, see Scale.busy_s
     forks: float = 0.0  # earlier prompts that diverged from this one at the end of the longest hit
-    pressure: float = 0.0  # cache pressure: see `kvroute.router.placement.pressure`
+    pressure: float = 0.0  # cache pressure, see pressure.py
     lora: str = ""  # the request's LoRA adapter; empty: none
     known_blocks: int = 0  # leading blocks that any replica has cached now or had cached before
-    partial_blocks: int = 0  # leading blocks that any replica's first cache group has now
+    # Leading blocks that any replica has now in its first cache group, even if the blocks of other
+    # groups are missing (index/boundaries.py).
+    partial_blocks: int = 0
     shared_tokens: int = 0  # leading tokens that all namespaces share
 
     def candidate(self, replica_id: str) -> Candidate:
-        """Return the replica's candidate; one without hits if the replica was not ranked."""
+        """Return the replica's candidate. If it was not ranked, return one without hits."""
         for candidate in self.ranking:
             if candidate.replica_id == replica_id:
                 return candidate
@@ -97,7 +99,7 @@ class Placement(Struct, frozen=True):
 class RequestContext(Struct, frozen=True):
     """What the router knows about a client's call. All prompts of a call share it."""
 
-    ready_s: float = 0.0  # time at which the prompts were rendered, on the clock of attempts
+    ready_s: float = 0.0  # time at which the prompts were rendered, on the clock of Attempt.sent_s
     request_id: str = ""  # the id that the client gets; a dispatch adds a suffix
     choices: int = 1  # number of choices for each prompt
     prompts: int = 1  # number of prompts in the call
@@ -105,16 +107,19 @@ class RequestContext(Struct, frozen=True):
     tenant: str = ""  # tenant of the API key; empty: the cluster has no keys
     entry: Entry | None = None  # counts the call in its tenant's limits; None: no limits
     lora: str = ""  # LoRA adapter to use; empty: the base model
-    named_tokens: int = 0  # tokens in the full blocks of the named prefix at the beginning
-    broken: Break | None = None  # where the prompt differs from the chat's earlier prompt
+    named_tokens: int = 0  # tokens, in full blocks, of the named prefix that the prompts start with
+    broken: Break | None = None  # first change from the chat's earlier prompt; None: no change
     is_resumed: bool = False  # true: a lost replica has generated the first part of the response
-    features: tuple[Feature, ...] = ()  # images and the like; calls with several prompts have none
-    urgency: Urgency = DEFAULT_URGENCY  # priority and limits of the wait
-    sharer: str = ""  # the tenant whose share of the fleet's time it uses; empty: none
+    # Images, videos and sounds in the prompt; calls with several prompts have none.
+    features: tuple[Feature, ...] = ()
+    urgency: Urgency = DEFAULT_URGENCY  # priority in the queue, and limits of the wait there
+    sharer: str = ""  # tenant whose share of the fleet's time the call uses; empty: none
     wait: Wait = NO_WAIT  # this prompt's wait in the router
     hints: SessionHints = NO_HINTS  # what the client has declared about the session
-    retention: Retention | None = None  # this prompt's retention; None: it was not placed yet
-    # Called repeatedly while the request waits for a seat, to inform the client.
+    # How long a replica should keep this prompt's blocks; None: the prompt was not placed yet.
+    retention: Retention | None = None
+    # Called repeatedly, to inform the client, while the request waits until its session has a seat:
+    # the permission to send requests (admission/seats.py).
     still_waiting: Callable[[], Awaitable[None]] | None = None
 
 
@@ -134,13 +139,13 @@ class RequestObserver:
         """Observe a placement, which took `decision_s` seconds."""
 
     def waited(self, wait: Wait) -> None:
-        """Observe that a request has left the queue to be sent to a replica."""
+        """Observe that a request has left the router's queue and will be sent to a replica."""
 
     def seated(self, waited_s: float) -> None:
-        """Observe that a request's session has got a seat after a wait of `waited_s` seconds."""
+        """Observe that a request waited `waited_s` seconds until its session had a seat."""
 
     def rejected(self, priority: Priority, refusal: Refusal) -> None:
-        """Observe a refusal: the request waited too long, or was expected to."""
+        """Observe that the router refuses a request: its wait is, or will be, too long."""
 
     def sent(self, attempt: "Attempt") -> None:
         """Observe that a request is sent to a replica."""
@@ -196,7 +201,7 @@ class RequestObservers(RequestObserver):
 
 
 def _chunk_observers(observer: RequestObserver) -> list[Callable[["Attempt", float], None]]:
-    """Return the methods to call for each chunk. Most observers have none."""
+    """Return the observer's methods to call for each chunk. Most observers ignore chunks."""
     if isinstance(observer, RequestObservers):
         return observer._chunk_observers
     is_own = type(observer).next_chunk is not RequestObserver.next_chunk
@@ -210,18 +215,21 @@ NO_OBSERVER = RequestObserver()
 class Attempt:
     """One request at one replica, from the dispatch to the end."""
 
-    mirror: Mirror
+    mirror: Mirror  # the router's copy of the index of cached blocks
     load: ReplicaLoad  # the replica's load, which includes this attempt
     dispatch: Dispatch
     capacity_blocks: int  # size of the replica's prefix cache in blocks; 0: it has none
     sent_s: float  # time at which the request was sent
     context: RequestContext
-    scale: Scale  # learns from the time that the answer took
+    scale: Scale  # the fleet's mean times; the time of this answer is added at its end
     placement: Placement | None = None  # None: another router has sent the request
     observer: RequestObserver = NO_OBSERVER
-    boundaries: Boundaries | None = None  # set for an engine with several cache groups
+    # Where hits can end in the replica's cache; None: after each block, as the engine has only one
+    # cache group.
+    boundaries: Boundaries | None = None
     trace: TraceContext | None = None  # the attempt's span, if an observer records spans
-    seats: Seats[Any] | None = None  # the seats; None: the request is not a turn of a session
+    # The sessions that may send requests; None: no limit, or the request belongs to no session.
+    seats: Seats[Any] | None = None
     is_complete: bool = False
     output_tokens: int = 0  # tokens of all choices so far
     first_tokens: int = 0  # output tokens in the first chunk
@@ -291,7 +299,7 @@ class Attempt:
         self.end(None if is_over else "moved")
 
     def _learn_step(self) -> None:
-        """Correct the engine's step time by the mean time between two tokens of the answer."""
+        """Update the engine's step time with the mean time between two tokens of the answer."""
         later_tokens = self.output_tokens - self.first_tokens
         if later_tokens > 0 and self.first_token_s is not None and self.last_chunk_s is not None:
             self.load.speed.step((self.last_chunk_s - self.first_token_s) / later_tokens)
@@ -303,13 +311,14 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request ended with this attempt.
+        """Return whether the replica has answered the request, or it was cancelled.
 
-        It is False if the request is in flight, was refused, or goes to another replica.
+        The result is False while the request is in flight, and for all other outcomes.
         """
         return self.outcome in ("ok", "cancelled")
 
     def _finish_turn(self) -> None:
+        """Report the end of a session's request to the limit of active sessions."""
         turn = self.dispatch.turn
         end_s = self.last_chunk_s or self.first_token_s or self.sent_s
         if self.seats is not None and turn:
@@ -318,7 +327,11 @@ class Attempt:
                 self.seats.session_ended(turn.session)
 
     def _infer(self, chain: Sequence[Fingerprint]) -> None:
-        """Mark the prompt's blocks in the mirror as probably cached by the replica."""
+        """Mark the prompt's blocks in the mirror as probably cached by the replica.
+
+        The mirror counts fingerprints. With several cache groups, an engine may publish more or
+        fewer of them than the prompt has blocks, so the capacity is converted.
+        """
         added = self.boundaries.added(chain, 0) if self.boundaries else chain
         capacity = self.capacity_blocks * len(added) // max(1, len(chain))
         self.mirror.infer(self.replica_id, added, capacity_blocks=capacity)
@@ -327,7 +340,7 @@ class Attempt:
     def reloaded_tokens(self) -> dict[Tier, int]:
         """Return how many prompt tokens were copied back from each slower tier.
 
-        Tokens count that the router expected in the tier and that the engine found cached.
+        These are the tokens that the router expected in the tier and the engine found cached.
         """
         if self.placement is None or self.cached_tokens is None:
             return {}
@@ -342,7 +355,10 @@ class Attempt:
 
     @property
     def saved_s(self) -> dict[Tier, float]:
-        """Return the seconds that each slower tier saved: its prefill time minus the copy time."""
+        """Return the seconds that each slower tier saved.
+
+        This is the time to compute the tokens that were copied back, minus the time of the copies.
+        """
         if self.placement is None or not (reloaded := self.reloaded_tokens):
             return {}
         candidate = self.placement.candidate(self.replica_id)
@@ -356,11 +372,14 @@ class Attempt:
 
     @property
     def evicted_why(self) -> EvictionReason:
-        """Return why the tokens that the ledger counts as evicted were evicted."""
+        """Return the reason for the evictions that `ledger` counts."""
         return self.context.retention.lost if self.context.retention else "usual"
 
     def ledger(self) -> Ledger | None:
-        """Return the prompt's tokens by cause; None before the first chunk."""
+        """Return how many prompt tokens were cached or computed, and for which causes (ledger.py).
+
+        The result is None before the first chunk.
+        """
         if self.placement is None or self.cached_tokens is None:
             return None
         return account(

@@ -16,15 +16,19 @@ from kvroute.router.placement.replicas import ReplicaRegistry
 
 
 class Reload(NamedTuple):
-    """Blocks that a replica copies back from slower tiers before it computes the rest."""
+    """Blocks of a prompt that a replica copies from slower tiers, such as host memory, to the GPU.
 
-    # The copied parts in the order of the prompt. Empty: the prompt only waits for earlier copies.
+    It computes the prompt's remaining blocks after these copies.
+    """
+
+    # The blocks to copy from each tier, in the order of the prompt. Empty: the prompt only waits
+    # for copies that an earlier request has started.
     parts: tuple[TierBlocks, ...] = ()
-    wait_s: float = 0.0  # seconds until all parts are in GPU memory, with the earlier copies
+    wait_s: float = 0.0  # seconds until all these copies and the ones before them have ended
 
     @property
     def blocks(self) -> int:
-        """Return the number of blocks in all parts."""
+        """Return the number of blocks to copy."""
         return sum([part.blocks for part in self.parts])
 
 
@@ -39,7 +43,9 @@ class Hits(NamedTuple):
 
 
 class Caches:
-    """Looks up prompts in the mirror of the index, by the rules of each engine's cache.
+    """Looks up prompts in the mirror, the router's copy of the index of cached blocks.
+
+    What counts as a hit depends on the layout of each engine's cache (index/boundaries.py).
 
     Args:
         space: computes the fingerprints of this model's blocks.
@@ -82,12 +88,12 @@ class Caches:
         blocks = reusable_blocks(prompt_tokens, self.block_size)
         layouts = self._replicas.layouts.values()
         if len(layouts) < len(self._replicas) or not layouts:
-            return blocks
+            return blocks  # at least one engine has a single cache group and can reuse each block
         return max(boundaries.usable(blocks) for boundaries in layouts)
 
     @property
     def least_blocks(self) -> int:
-        """Return the number of blocks of the shortest prefix that every replica can reuse."""
+        """Return the fewest leading blocks of a prompt that every replica can reuse."""
         return max((layout.step for layout in self._replicas.layouts.values()), default=1)
 
     def added(
@@ -124,14 +130,19 @@ class Caches:
     def held_tokens(
         self, token_ids: TokenIds, scope: Scope = EVERYBODY, *, tiers: Sequence[Tier] = ()
     ) -> dict[str, int]:
-        """Return how many of these tokens each replica holds in full blocks; see `holders`."""
+        """Return how many of these tokens each replica holds in full blocks.
+
+        Args:
+            tiers: slower tiers that count besides GPU memory.
+        """
         _, hits = self._held(token_ids, scope, tiers)
         return {id_: blocks * self.block_size for id_, blocks in hits.items()}
 
     def _held(
         self, token_ids: TokenIds, scope: Scope, tiers: Sequence[Tier]
     ) -> tuple[list[Fingerprint], dict[str, int]]:
-        # A prompt's last token is never reusable. A further token makes the last block reusable.
+        # The last token of a prompt is always computed, so the block that it ends is not reusable.
+        # One more token makes this block reusable.
         extended = np.append(token_ids, token_ids[:1])
         chain = self.chain(extended, scope)
         return chain, self.hits(chain) | (self._hits(chain, tiers) if tiers else {})
@@ -153,7 +164,7 @@ class Caches:
         """Return how many leading blocks of a chain any replica has now or had before.
 
         Args:
-            at_least: a lower bound that is known already.
+            at_least: a lower bound of the result, which the caller knows.
         """
         for boundaries in self._replicas.layouts.values():
             return max(at_least, boundaries.known_blocks(chain, self.mirror.is_known))
@@ -163,7 +174,7 @@ class Caches:
         """Return how many leading blocks of a chain the first cache group of any replica has.
 
         Args:
-            at_least: a lower bound that is known already.
+            at_least: a lower bound of the result, which the caller knows.
         """
         for boundaries in self._replicas.layouts.values():
             return max(at_least, self.mirror.first_group_hit(chain, boundaries))
@@ -183,10 +194,11 @@ class Caches:
         return (facts.capacity_blocks + more_blocks) * facts.block_size
 
     def _hits(self, chain: Sequence[Fingerprint], tiers: Sequence[Tier] = ()) -> dict[str, int]:
-        """Return the hits by the rules of each engine's cache layout.
+        """Return the hits: replica id -> leading blocks that its engine can reuse.
 
         Args:
-            tiers: see Mirror.hits.
+            tiers: slower tiers that count besides GPU memory; only replicas with one of them are
+                in the result then.
         """
         hits, layouts = self.mirror.hits(chain, tiers=tiers), self._replicas.layouts
         if not layouts:
@@ -202,9 +214,12 @@ class Caches:
     ) -> dict[str, Reload]:
         """Return which blocks each replica would copy back after its hit in GPU memory.
 
-        A replica copies the blocks of a tier if this is faster than computing them. Copies for
-        earlier requests add to the wait. But they do not count in this comparison, because
-        computing the blocks would delay all other requests.
+        A replica copies the blocks of a tier if this is faster than computing them. The comparison
+        leaves out the wait for the copies of earlier requests: computing the blocks could end
+        sooner, but would delay all other requests. The result includes this wait.
+
+        Args:
+            hits: the hits in GPU memory.
         """
         reloads = dict[str, Reload]()
         for number, tier in enumerate(self._tiers, start=1):
@@ -229,9 +244,9 @@ class Caches:
         reloads: Mapping[str, Reload],
         now_s: float,
     ) -> dict[str, Reload]:
-        """Return the waits at replicas that are already copying back the last blocks of a hit.
+        """Return the waits for copies that replicas have started for earlier requests.
 
-        These copies were started for an earlier request.
+        A prompt waits if the last block of its hit is not in GPU memory yet.
         """
         waits = {}
         for replica_id in self._replicas.tiers.keys() & hits.keys() - reloads.keys():

@@ -34,7 +34,15 @@ from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, Sessio
 
 
 class PromptCost:
-    """The time to compute a prompt. Results are cached for consecutive replicas of equal speed."""
+    """The time to compute one prompt on each replica.
+
+    Costs are kept for the next replica, if that has the same speed and the same hit.
+
+    Args:
+        tokens: tokens of the prompt.
+        best_hit_blocks: blocks of the longest hit on any replica.
+        block_size: tokens of a block.
+    """
 
     def __init__(self, tokens: int, best_hit_blocks: int, block_size: int) -> None:
         self.tokens = tokens
@@ -47,8 +55,9 @@ class PromptCost:
         """Return the cost of the prompt on a replica with this speed and this hit.
 
         Returns:
-            The number of tokens to compute, the seconds for those that no replica has cached, and
-            the seconds for those that other replicas have cached.
+            The number of tokens that the replica has to compute, the seconds for the part of these
+            tokens that no replica has cached, and the seconds for the part that another replica has
+            cached.
         """
         if model is not self._model:
             self._model, self._costs = model, {}
@@ -68,7 +77,7 @@ class Fleet:
     Args:
         ranking: the routing policy.
         running: see ReplicaRegistry.
-        seats: decides which sessions may send requests; None: all sessions may.
+        seats: limits how many sessions may send requests (admission/seats.py); None: no limit.
         step_s: see Loads.
     """
 
@@ -89,13 +98,14 @@ class Fleet:
         self.replicas = ReplicaRegistry(handshake or Handshake(), running)
         self.loads = Loads(self.replicas, step_s=step_s)
         self.caches = Caches(Space(model, revision, block_size), self.replicas, self.loads)
-        self.mirror = self.caches.mirror
+        self.mirror = self.caches.mirror  # this router's copy of the index of cached blocks
         self.observer = observer
         self.seats = seats
-        self.returns = Returns(random.Random(rng.getrandbits(64)))
+        self.returns = Returns(random.Random(rng.getrandbits(64)))  # which sessions will continue
         self.pressure = Pressure()
-        self.cache_tokens = 0  # tokens that all caches can hold together; 0 if there are no seats
-        self._branches = Branches()
+        # Tokens that all caches can hold together. Only `seats` needs it: without seats, it is 0.
+        self.cache_tokens = 0
+        self._branches = Branches()  # where prompts diverged, and the replicas that got them
         self._block_size = block_size
         self._rank = ranking
         self._rng = rng
@@ -131,9 +141,9 @@ class Fleet:
 
         Args:
             running: the replicas that may get the prompt.
-            scope: what separates the prompt's blocks from those of other prompts, such as its
-                namespace and adapter.
-            features: images and the like in the prompt.
+            scope: which prompts may share blocks with this one: those with its namespace and LoRA
+                adapter.
+            features: images, videos and sounds in the prompt.
         """
         chain = self.caches.chain(token_ids, scope, features)
         if lora := scope.lora:
@@ -153,7 +163,14 @@ class Fleet:
         *,
         lora: str = "",
     ) -> Placement:
-        """Rank replicas for a prompt with these fingerprints of reusable blocks; see `place`."""
+        """Rank replicas as `place` does, for a prompt that is given by its reusable blocks.
+
+        Args:
+            chain: the fingerprints of the prompt's reusable blocks.
+            prompt_tokens: tokens of the prompt.
+            running: the replicas that may get the prompt.
+            lora: the prompt's LoRA adapter; empty: none.
+        """
         hits = self.caches.find(chain, now_s)
         best = max([hits.blocks.get(replica_id, 0) for replica_id in running], default=0)
         prefix = chain[:best]
@@ -198,25 +215,25 @@ class Fleet:
     ) -> list[Candidate]:
         """Return the candidates of a prompt, in the order of `running`.
 
-        Most of the time of a placement is spent here. So the loop passes no keyword arguments, and
-        does only what the prompt needs.
+        Most of the time of a placement is spent here. So the loop passes positional arguments,
+        which are faster, and the lists of reloads and adapter times are filled only if needed.
 
         Args:
+            hits: the blocks of the prompt that each replica has cached.
             known_block: the last block of the longest hit; None: no replica has a hit.
-            shares: for each replica, the number of conversations that started there with the prefix
-                of the longest hit, divided by the mean.
+            shares: Candidate.branch_share of each replica.
         """
         loads = self.loads.of_all(running)
         hit_blocks, free_blocks = hits.blocks, self.replicas.free_blocks
         reloads = [NO_RELOAD] * len(running)
         if hits.reloads:
             reloads = [hits.reloads.get(replica_id, NO_RELOAD) for replica_id in running]
-        loras_s = [0.0] * len(running)
+        lora_times_s = [0.0] * len(running)
         if lora:
-            loras_s = [self._lora_s(replica_id, lora) for replica_id in running]
+            lora_times_s = [self._lora_s(replica_id, lora) for replica_id in running]
         candidates = []
         for replica_id, load, (slowness, healthy), share, reload, lora_s in zip(
-            running, loads, learned_slowness(loads), shares, reloads, loras_s, strict=True
+            running, loads, learned_slowness(loads), shares, reloads, lora_times_s, strict=True
         ):
             blocks = hit_blocks.get(replica_id, 0)
             new_tokens, own_s, copy_s = prompt.on(load.model, blocks)
@@ -252,8 +269,8 @@ class Fleet:
     ) -> float:
         """Return the seconds until the replica's KV cache has space for a prompt.
 
-        This assumes that running answers end one after the other and free their tokens at a
-        constant rate, and that on average they have half of their time left.
+        This assumes that all tokens that running requests hold are freed at a constant rate within
+        half of the mean answer time.
         """
         if not load.decoding or not load.capacity_tokens:
             return 0.0
@@ -265,7 +282,7 @@ class Fleet:
         return answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
 
     def retention(self, placement: Placement, hints: SessionHints = NO_HINTS) -> Retention:
-        """Return the prompt's turn in its session, and the retention hint for its blocks."""
+        """Return the prompt's turn in its session, and how early its blocks may be evicted."""
         shared_blocks = placement.shared_tokens // placement.block_size
         chain, known_blocks = placement.chain, placement.known_blocks
         return self.returns.retention(chain, known_blocks, hints, shared_blocks)
@@ -280,11 +297,14 @@ class Fleet:
         now_s: float,
         context: RequestContext | None = None,
     ) -> Attempt:
-        """Count a request of this router as load of a replica, and expect its blocks there.
+        """Count a request that this router sends to a replica.
+
+        The request counts as load of the replica, and its blocks count as cached there, since the
+        replica will compute them.
 
         Args:
-            request_id: id of the dispatch.
-            context: the request's context; None: an empty one.
+            request_id: the request's id at this replica.
+            context: what the router knows about the client's call; None: nothing.
         """
         candidate, load = placement.candidate(replica_id), self.loads.of(replica_id)
         retention = context.retention if context else None
@@ -304,7 +324,8 @@ class Fleet:
             loads_first=candidate.lora_s > 0 or candidate.reload_s > 0,
             turn=retention and retention.turn,
         )
-        if retention and not self.returns.knows(retention.turn):  # false for a request sent again
+        # A request that is sent again was recorded the first time.
+        if retention and not self.returns.knows(retention.turn):
             self.pressure.record(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
@@ -316,11 +337,11 @@ class Fleet:
         return attempt
 
     def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
-        """Count a dispatch of this router or of another one as load of its replica.
+        """Count a request that this router or another one has sent to a replica.
 
         Args:
-            reload_s: seconds until its blocks are copied back from slower tiers. The engine
-                computes other prompts meanwhile.
+            reload_s: seconds until its blocks are copied back from slower tiers, such as host
+                memory. The engine computes other prompts meanwhile.
         """
         replica_id, load = dispatch.replica_id, self.loads.of(dispatch.replica_id)
         load.send(
@@ -362,6 +383,7 @@ class Fleet:
             self.seats.session_ended(session)
 
     def _take_seat(self, turn: SessionTurn, dispatch: Dispatch, now_s: float) -> None:
+        """Report the request of a session to the limit of active sessions."""
         if self.seats is not None:
             block = dispatch.known_block or NO_BLOCK
             cached = block, dispatch.prompt_tokens - dispatch.new_tokens

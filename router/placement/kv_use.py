@@ -17,12 +17,12 @@ class _Prefix:
 class KvUse:
     """Tokens of the KV cache that unanswered requests hold. Shared prefixes are counted once.
 
-    Two requests share a prefix if the last cached block of their prompts was the same when they
-    were sent. The last cached block is the last one that any replica had.
+    Two requests share a prefix if their hits ended with the same block when they were sent. A hit
+    here is the longest hit on any replica.
     """
 
-    tokens: int = 0
-    # Request id -> its tokens outside the shared prefix, and the last block of that prefix.
+    tokens: int = 0  # tokens that all requests hold together
+    # Request id -> its tokens after the shared prefix, and the last block of that prefix.
     _requests: dict[str, tuple[int, Fingerprint | None]] = field(default_factory=dict)
     _prefixes: dict[Fingerprint, _Prefix] = field(default_factory=dict)
 

@@ -6,12 +6,13 @@ token. They are in tokens from the start of the prompt:
     delivered   tokens that the engine took from its cache
     expected    tokens that the router expected in the chosen replica's cache
     reusable    the longest part that any replica had cached, or was about to have cached
-    named       full blocks of the named prefix that the request starts with, if it may share them
+    named       full blocks of the declared prefix that the prompt starts with, if this request may
+                share its cached blocks
     partial     the longest part that a replica's layers with full attention have cached, whether or
                 not its other layers have; 0 for models with one kind of attention
     known       the longest part that any replica ever had cached, as far as the router remembers
-    broken      a range instead of a length: text that was also in the chat's earlier prompt, after
-                a place that has changed since then (sessions/breaks.py)
+    broken      a range instead of a length: text that was also in the chat's earlier prompt, but
+                comes after a place that has changed since then (sessions/breaks.py)
     cacheable   the longest part that a cache could hold: full blocks, without the last token
 
 Delivered tokens count as `hit` up to `expected`, and as `unexpected_hit` beyond: the index was
@@ -28,9 +29,10 @@ of such a token is the first one in this list whose length is greater than the t
     broken      broken      inside this range: a cache could have held it if the earlier part of the
                             prompt had not changed
     new         cacheable   no replica ever had it
-    isolated    cacheable   the same, for a prompt with a cache_salt: an upper bound of what
-                            isolation costs, since prompts with other salts may have the same text
-    tail                    cannot be cached: it is beyond `cacheable`
+    isolated    cacheable   as `new`, but the prompt has a cache_salt: without its salt, the text
+                            might have been cached. So this is an upper bound of what isolation
+                            costs
+    tail                    cannot be cached: the token is beyond `cacheable`
 
 The eleven causes always add up to the number of tokens of the prompt.
 """
@@ -73,7 +75,7 @@ def account(
 ) -> Ledger:
     """Return the ledger of a prompt.
 
-    The lengths are described in the module. Lengths beyond the end of the prompt are cut off.
+    The lengths are explained in the module. Lengths beyond the end of the prompt are cut off.
 
     Args:
         is_salted: whether the prompt has a cache_salt.

@@ -1,5 +1,8 @@
 """The load of one replica: its unanswered requests as this router knows them, and its speed.
 
+The speed is a correction of the prefill times that the replica's own speed model predicts. The
+correction is called slowness: the measured prefill time divided by the predicted one.
+
 This module has no clock: the caller passes the time, in seconds of any monotonic clock.
 """
 
@@ -14,17 +17,18 @@ from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Spee
 from kvroute.router.placement.kv_use import KvUse
 from kvroute.router.placement.reloads import Reloads
 
-# A replica whose slowness differs from the median by at most this share of it counts as normal.
+# A replica counts as normal if its slowness differs from the median of all replicas by at most this
+# share of the median.
 NEAR = 0.25
 SLOW = 1.5  # a replica that takes this many times as long as the others is reported as slow
-TYPICAL_STEPS = 2.0  # prior for the length of a prompt, in full engine steps
+TYPICAL_STEPS = 2.0  # assumed mean prefill time until requests have come, in full engine steps
 MEAN_SHARE = 0.05  # weight of the newest request in the moving averages
-UNLIMITED = 1 << 30  # capacity for adapters until a replica has reported its own
+UNLIMITED = 1 << 30  # assumed capacity for LoRA adapters until a replica has reported its own
 # Time that decoding adds to an engine step, relative to prefill. This ratio is similar on all GPUs,
 # since memory bandwidth and compute grow together: for 8B and 70B models on L4, A100, H100 and
 # H200, a token of context adds 3e-4 to 13e-4 times the prefill time of a token.
-DECODE_REQUEST = 6e-5  # time of each decoding request, in prefill times of a full step
-DECODE_TOKEN = 7e-4  # time of each token of its context, in prefill times of a token
+DECODE_REQUEST = 6e-5  # each decoding request adds this share of the prefill time of a full step
+DECODE_TOKEN = 7e-4  # each token of its context adds this share of the prefill time of one token
 
 
 @dataclass(slots=True)
@@ -39,8 +43,8 @@ class PendingRequest:
     # True if the replica first loads an adapter or copies blocks back. The time to the first token
     # then does not show the speed of prefill.
     loads_first: bool = False
-    # Seconds until blocks are copied back from slower tiers; 0 for requests of other routers, which
-    # do not publish it.
+    # Seconds until blocks are copied back from slower tiers, such as host memory. It is 0 for
+    # requests of other routers, since routers do not publish this time.
     reload_s: float = 0.0
     prefix: Fingerprint | None = None  # last block of its prompt that any replica had
 
@@ -50,10 +54,10 @@ class PendingRequest:
         return self.sent_s + self.reload_s
 
     @property
-    def leaves_engine(self) -> bool:
-        """Return whether the engine computes other prompts before this one.
+    def waits_for_copies(self) -> bool:
+        """Return whether the prompt waits for blocks to be copied back.
 
-        It does while it copies blocks back. While it loads an adapter, it stops.
+        The engine computes other prompts meanwhile. While it loads an adapter, it computes nothing.
         """
         return self.reload_s > 0 or (self.loads_first and not self.lora)
 
@@ -66,21 +70,21 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     step_tokens: int = 8192  # the most tokens that the engine computes in one step
     capacity_tokens: int = 0  # capacity of its KV cache; 0: unknown
     decoding: dict[str, int] = field(default_factory=dict)  # request id -> prompt tokens
-    # Derived from the requests, and updated with each request, since every placement reads them.
+    # The following sums and means are updated with each request, since every placement reads them.
     pending_tokens: int = 0  # prompt tokens that the replica still has to compute
     decoding_tokens: int = 0  # context tokens of all decoding requests
-    decode_step_s: float = 0.0  # seconds that its decoding requests add to each step
-    mean_prefill_s: float = 0.0  # moving average of the requests' prefill times
+    decode_step_s: float = 0.0  # seconds that the decoding requests add to each engine step
+    mean_prefill_s: float = 0.0  # moving average of the requests' predicted prefill times
     prefilled_s: float = 0.0  # predicted prefill time of all requests that got their first token
     loras: AdapterCache = field(default_factory=lambda: AdapterCache(UNLIMITED))  # loaded adapters
-    # Adapters of requests that were sent since the last report, and of those that were sent between
-    # the last two reports.
+    # Adapters of the requests that were sent since the replica's latest report, and of the requests
+    # that were sent between its latest two reports.
     loras_sent: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
-    # Maximum of pending_tokens since the last report, and between the last two reports.
+    # Maximum of pending_tokens since the latest report, and between the latest two reports.
     peaks: tuple[int, int] = (0, 0)
-    mean_tokens: float = 0.0  # moving average of the requests' new tokens
+    mean_tokens: float = 0.0  # moving average of the requests' tokens to compute
     reloads: Reloads = field(default_factory=Reloads)  # pending copies from slower tiers
-    kv: KvUse = field(default_factory=KvUse)  # the part of the KV cache that requests hold
+    kv: KvUse = field(default_factory=KvUse)  # KV cache that unanswered requests hold
 
     def send(self, request_id: str, sent: PendingRequest) -> None:
         """Add a request that is sent to the replica."""
@@ -104,8 +108,8 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     def report_loras(self, names: Iterable[str], capacity: int) -> None:
         """Record the adapters that the replica reports as loaded.
 
-        The reported state may be as old as the arrival of the second-last report. So adapters of
-        requests that were sent since then count as loaded, too.
+        The report may describe a state from up to two reporting intervals ago. So the adapters of
+        requests that were sent in this time count as loaded, too.
         """
         since, before = self.loras_sent
         self.loras = AdapterCache(capacity, names)
@@ -116,27 +120,27 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     def report(self, pending_tokens: int) -> None:
         """Record how many prompt tokens the replica still has to compute, as it reports.
 
-        The reported state may be as old as the arrival of the second-last report. If it has more
-        tokens than the maximum that this router knew of since then, the surplus belongs to routers
-        whose messages do not arrive here.
+        The report may describe a state from up to two reporting intervals ago, so it is compared
+        with the maximum of `pending_tokens` in this time. If the replica reports more tokens, the
+        additional ones belong to requests of routers whose messages do not arrive here.
         """
         unknown_tokens = max(0, pending_tokens - max(self.peaks))
         self.unknown_s = self._seconds(unknown_tokens) if unknown_tokens else 0.0
         self.peaks = (self.pending_tokens, self.peaks[0])
 
     def _seconds(self, tokens: int) -> float:
-        """Return the seconds to compute tokens of prompts that are like the recent ones."""
+        """Return the seconds to compute so many tokens, at the mean time of recent tokens."""
         if not self.mean_tokens:
             return self.model.seconds(0, tokens)
         return tokens * self.mean_prefill_s / self.mean_tokens
 
     def first_token(self, request_id: str, now_s: float) -> None:
-        """Record the end of the request's prefill, and learn the replica's speed from its time."""
+        """Record a request's first token, and learn the replica's speed from its prefill time."""
         sent = self.waiting.get(request_id)
         if sent is None:
             return
-        is_alone = not self.unknown_s  # else its time was partly that of others
-        self.finish_prefill(request_id, now_s, learn=is_alone and not sent.loads_first)
+        knows_all = not self.unknown_s  # unknown requests would make the measured time too long
+        self.finish_prefill(request_id, now_s, learn=knows_all and not sent.loads_first)
         self.reloads.end(request_id)
         self.pending_tokens -= sent.new_tokens
         self.prefilled_s += sent.prefill_s
@@ -161,21 +165,22 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         return len(self.waiting) + len(self.decoding)
 
     def _start_s(self) -> float:
-        """Return the time at which the engine started with the oldest prompt that it computes.
+        """Return the earliest possible start of the prompt that has just got its first token.
 
-        Prompts that wait for copies from slower tiers do not count: they delay no other prompt.
+        Prompts that wait for copies from slower tiers delay no other prompt, so they do not count.
         """
-        sent_s = (sent.sent_s for sent in self.waiting.values() if not sent.leaves_engine)
+        sent_s = (sent.sent_s for sent in self.waiting.values() if not sent.waits_for_copies)
         return max(next(sent_s), self.last_first_token_s)
 
     def _count_decoding(self, request_id: str, tokens: int) -> None:
-        """Set the context tokens of a request that decodes; 0 if it no longer decodes."""
+        """Set the context tokens of a decoding request; 0 means that it does not decode now."""
         self.decoding_tokens += tokens - self.decoding.pop(request_id, 0)
         if tokens:
             self.decoding[request_id] = tokens
-        prefills = DECODE_REQUEST * self.step_tokens * len(self.decoding)
-        prefills += DECODE_TOKEN * self.decoding_tokens
-        self.decode_step_s = prefills / self.model.tokens_per_s
+        # Number of prompt tokens that take as much time as the decoding requests in a step.
+        equal_tokens = DECODE_REQUEST * self.step_tokens * len(self.decoding)
+        equal_tokens += DECODE_TOKEN * self.decoding_tokens
+        self.decode_step_s = equal_tokens / self.model.tokens_per_s
 
 
 def new_replica_load(
@@ -183,14 +188,14 @@ def new_replica_load(
 ) -> ReplicaLoad:
     """Return the load of a replica without requests.
 
-    Its slowness starts with the mean of the fleet. If it started with 1, a replica that reports a
-    speed that is too high would first get more requests than it can compute.
+    Its slowness starts with the mean of the fleet. A start with 1 would trust the speed that the
+    replica reports. If that is too high, the replica would get too many requests at first.
 
     Args:
         model: the prefill speed that the replica reports.
         step_tokens: the most tokens that the engine computes in one step.
         fleet: the loads of the other replicas.
-        step_s: seconds of one engine step, until answers have shown them.
+        step_s: assumed seconds of one engine step, until answers show the real value.
     """
     slowness = _fleet_slowness([load.speed for load in fleet]) if fleet else 1.0
     typical_s = TYPICAL_STEPS * model.seconds(0, step_tokens)
@@ -199,13 +204,17 @@ def new_replica_load(
 
 
 def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
-    """Return two values for each replica: its slowness, and the slowness that it has if healthy.
+    """Return each replica's slowness, and the slowness that it would have without a fault.
 
-    A few observations say little about one replica, so values near the median are smoothed. A busy
-    replica gets the average of its own value and the mean, since answers slow some replicas down
-    more than others. An idle replica gets the mean: otherwise the one that seems a little faster
-    would get all requests of an idle fleet. A value far from the median is real: the replica has a
-    fault, and its healthy value is the mean.
+    A value near the median is smoothed, since a few observations say little about one replica:
+
+    - A busy replica gets the average of its own value and the mean of all values near the median.
+      Its own value counts, since running answers slow some replicas down more than others.
+    - An idle replica gets that mean. Otherwise, the replica that seems a little faster would get
+      all requests of an idle fleet.
+
+    A value far from the median is not smoothed: the replica has a fault. Without it, the replica
+    would have the mean.
     """
     if not loads:
         return []
@@ -214,12 +223,12 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
     for speed in speeds:
         if speed.is_new and speed.prior != fleet:
             speed.set_prior(fleet)
-    own = [speed.slowness for speed in speeds]
-    median = sorted(own)[len(own) // 2]
-    near = [abs(slowness - median) <= NEAR * median for slowness in own]
+    learned = [speed.slowness for speed in speeds]
+    median = sorted(learned)[len(learned) // 2]
+    near = [abs(slowness - median) <= NEAR * median for slowness in learned]
     mean = _fleet_slowness(list(compress(speeds, near)))
     pairs = []
-    for load, slowness, is_near in zip(loads, own, near, strict=True):
+    for load, slowness, is_near in zip(loads, learned, near, strict=True):
         if is_near:
             slowness = healthy = (slowness + mean) / 2 if load.is_busy else mean
         else:
@@ -229,7 +238,7 @@ def learned_slowness(loads: Sequence[ReplicaLoad]) -> list[tuple[float, float]]:
 
 
 def slow_replicas(loads: Mapping[str, ReplicaLoad]) -> dict[str, float]:
-    """Return the replicas that are at least SLOW times slower than the others: id -> factor."""
+    """Return the replicas that take at least SLOW times as long as the others: id -> factor."""
     learned = zip(loads, learned_slowness([*loads.values()]), strict=True)
     ratios = {replica_id: slowness / healthy for replica_id, (slowness, healthy) in learned}
     return {replica_id: ratio for replica_id, ratio in ratios.items() if ratio >= SLOW}

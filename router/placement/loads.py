@@ -8,7 +8,7 @@ from kvroute.router.placement.load import ReplicaLoad, new_replica_load, slow_re
 from kvroute.router.placement.replicas import UNKNOWN_SPEED, UNKNOWN_STEP_TOKENS, ReplicaRegistry
 from kvroute.router.placement.scale import Scale
 
-# Seconds of an engine's step, including the network, until an answer has shown them.
+# Assumed seconds of one engine step, including the network, until answers show the real value.
 UNKNOWN_STEP_S = 0.01
 
 
@@ -24,7 +24,7 @@ class Loads:
     """The loads of all replicas that have a record or unanswered requests.
 
     Args:
-        step_s: seconds of one engine step, until answers have shown them.
+        step_s: assumed seconds of one engine step, until answers show the real value.
     """
 
     def __init__(self, replicas: ReplicaRegistry, *, step_s: float = UNKNOWN_STEP_S) -> None:
@@ -34,7 +34,7 @@ class Loads:
         self._scale: Scale | None = None  # None: no engine has reported its speed yet
 
     def update(self) -> None:
-        """Use the replicas' latest records, and forget idle replicas that have none."""
+        """Use the replicas' latest records, and forget idle replicas without a record."""
         self._by_id = {
             replica_id: load
             for replica_id, load in self._by_id.items()
@@ -58,7 +58,7 @@ class Loads:
         return load
 
     def of_all(self, replica_ids: Sequence[str]) -> list[ReplicaLoad]:
-        """Return the load of each replica. This is fast, since every placement needs all loads."""
+        """Return the load of each replica. Placement uses this, as it is faster than `of`."""
         loads = self._by_id
         return [loads.get(replica_id) or self.of(replica_id) for replica_id in replica_ids]
 
@@ -68,7 +68,7 @@ class Loads:
 
     @property
     def scale(self) -> Scale:
-        """Return the fleet's units of time. They start with the time of one full engine step."""
+        """Return the fleet's units of time. They start as the prefill time of a full step."""
         if self._scale is not None:
             return self._scale
         first = next(iter(self._replicas.records), None)
@@ -79,7 +79,7 @@ class Loads:
         return self._scale
 
     def report(self, replica_id: str, pending_tokens: int) -> None:
-        """Record how many prompt tokens, of all routers, a replica still has to compute."""
+        """Record how many prompt tokens a replica still has to compute for all routers."""
         if replica_id in self._replicas:
             self.of(replica_id).report(pending_tokens)
 
@@ -94,7 +94,7 @@ class Loads:
         return [load.backlog_s(load.speed.slowness, now_s) for load in loads]
 
     def slow_replicas(self, replica_ids: Sequence[str]) -> dict[str, float]:
-        """Return the replicas that are much slower than the others: id -> factor."""
+        """Return the replicas that are much slower than the others: id -> factor (load.py)."""
         return slow_replicas({replica_id: self.of(replica_id) for replica_id in replica_ids})
 
     def slowness(self) -> dict[str, float]:
@@ -104,7 +104,8 @@ class Loads:
     def next_free_s(self, replica_ids: Sequence[str], limit_s: float, now_s: float) -> float:
         """Return the seconds until the first replica's backlog falls below `limit_s`.
 
-        The result is infinite if no backlog does so before the replica's next first token.
+        The result is infinite if each backlog stays above the limit until its replica has sent the
+        next first token.
         """
         loads = [self.of(replica_id) for replica_id in replica_ids]
         return min([load.time_until_below_s(limit_s, now_s) for load in loads], default=math.inf)

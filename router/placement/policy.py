@@ -4,30 +4,33 @@
            + worth * ((alpha - 1) * (own + copy + lora) + COPY_PRICE * copy)
            + rotation + decode
 
-For the common prefix of many conversations in an idle fleet, copy is less than that (see rotation).
-The terms are in seconds:
+In an idle fleet, copying the common prefix of many conversations costs less (see rotation). The
+terms are in seconds; alpha, worth and COPY_PRICE are factors:
 
     waiting  prefill that is queued or running on the replica
-    reload   copying back blocks of the prompt that the replica has in slower tiers, and the copies
-             there that have to end first. It delays this request only and takes no GPU time
+    reload   copying back blocks of the prompt that the replica has in slower tiers, such as host
+             memory, and the earlier copies there that have to end first. It delays this request
+             only and takes no GPU time
     memory   time until running answers have ended and the KV cache has space for the prompt
     own      prefill of the tokens that no replica has cached: it is the same work on every replica
-    copy     prefill of the tokens that another replica has cached and this one has not. Besides
-             alpha it costs COPY_PRICE, even if the fleet is idle: it takes time of a GPU that other
+    copy     prefill of the tokens that another replica has cached and this one has not. Unlike own,
+             it has the surcharge COPY_PRICE even if the fleet is idle: it takes GPU time that other
              requests could use, and its blocks evict others
-    lora     loading the request's LoRA adapter if it is not loaded. The engine stops meanwhile
+    lora     loading the request's LoRA adapter if it is not loaded. The engine computes nothing
+             meanwhile
     alpha    the price of congestion. It is 1 while a quarter of the fleet is idle, and rises with
              the lower quartile of the waiting times, since recomputing a prefix delays all requests
              that are queued after it
     worth    1 for a healthy replica. For a replica that is slow because of a fault: the time that a
-             healthy one needs, divided by its own time. Other requests lose less if it is busy
-    rotation In an idle fleet, new conversations rotate over the replicas, since the later turns of
-             each conversation will go to the same replica. A prompt starts a conversation if no
+             healthy one needs, divided by its own time. The time of a slow replica is worth less to
+             other requests
+    rotation a term that spreads new conversations evenly over an idle fleet, since the later turns
+             of each conversation will go to the same replica. A prompt starts a conversation if no
              replica has its first block, or if earlier prompts diverged from it at the end of the
-             longest hit (a fork). Computing their common prefix, such as a system prompt, on
-             another replica then has no surcharge: the copy will serve as many conversations as
-             have forked before, so its cost is divided by the number of forks plus one. These
-             rules fade out as replicas become busy and cache pressure rises
+             longest hit. Such prompts are called forks. They share a prefix, such as a system
+             prompt, and another replica that computes it can serve later forks. So copy has no
+             surcharge then, and is divided by the number of forks plus one. These rules fade out as
+             replicas become busy and cache pressure rises
     decode   how much this prompt slows down the answers that the replica is generating
 
 Only waiting + own + copy would be too simple: a long prefix would be recomputed on an idle replica
@@ -44,15 +47,16 @@ from typing import NamedTuple
 
 from kvroute.blocks.tiers import TierBlocks
 
-PRICE = 35.0  # alpha rises by this if the lower quartile of the waiting times is one Scale.busy_s
-MAX_PRICE = 40.0  # alpha rises by this at most
-COPY_PRICE = 2.5  # surcharge for computing blocks that another replica has, in their prefill times
-# Cost of a replica that got twice as many new conversations as the mean, in units of `own`.
+PRICE = 35.0  # alpha - 1 if the lower quartile of the waiting times is one Scale.busy_s
+MAX_PRICE = 40.0  # upper bound of alpha - 1
+COPY_PRICE = 2.5  # surcharge for `copy`, as a multiple of it
+# The term `rotation` of a replica that got twice as many new conversations as the mean, as a
+# multiple of `own`.
 ROTATION = 1.25
 # Rotation is multiplied by the idle share of the fleet to this power, so that it fades out quickly.
 IDLE_POWER = 16
-# A new request slows down the running answers in this many decode steps, besides the engine steps
-# that compute the waiting prompts and this one.
+# Number of decode steps in which a new request slows down the running answers, in addition to the
+# engine steps that compute this prompt and the prompts before it.
 DECODE_STEPS = 11.0
 
 
@@ -63,11 +67,13 @@ class Candidate(NamedTuple):
     """
 
     replica_id: str
-    hit_blocks: int  # leading blocks of the prompt that it has or will have, in any tier
+    # Leading blocks of the prompt that it has cached in any tier, or will have when the requests
+    # that were sent there are computed.
+    hit_blocks: int
     backlog_s: float  # seconds of prefill queued or running there
     own_s: float  # seconds of prefill of the tokens that no replica has cached
     copy_s: float = 0.0  # seconds of prefill of the tokens that only other replicas have cached
-    steps: float = 0.0  # engine steps to compute this prompt and all that wait there
+    steps: float = 0.0  # engine steps to compute this prompt and all prompts that wait there
     decode_step_s: float = 0.0  # seconds that the replica's running answers add to each step
     free_blocks: int = 0  # KV blocks that no running request holds
     unanswered: int = 0  # requests that were sent there and have not ended
@@ -76,12 +82,13 @@ class Candidate(NamedTuple):
     reloads: tuple[TierBlocks, ...] = ()  # the part of hit_blocks that is in slower tiers
     reload_s: float = 0.0  # seconds until the blocks in `reloads` are in GPU memory
     worth: float = 1.0  # see `worth` in the module; less than 1 for a slow replica
-    # Conversations that started there with this prefix, divided by the mean of all replicas.
+    # Number of conversations that started there with the prefix of the longest hit, divided by the
+    # mean of all replicas.
     branch_share: float = 1.0
 
     @property
     def gpu_blocks(self) -> int:
-        """Return the number of leading blocks that it has or will have in GPU memory."""
+        """Return the part of hit_blocks that is in GPU memory."""
         return self.hit_blocks - sum([part.blocks for part in self.reloads])
 
     @property
@@ -96,9 +103,9 @@ class Prices:
     """The factors that apply to all candidates of one request."""
 
     alpha: float  # price of congestion
-    rotation: float  # factor of rotation; 0 unless the prompt starts a conversation
-    copy: float = COPY_PRICE  # surcharge for `copy`, as a factor
-    copy_uses: float = 1.0  # number that the cost of `copy` is divided by
+    rotation: float  # factor of the term `rotation`; 0 unless the prompt starts a conversation
+    copy: float = COPY_PRICE  # surcharge for the term `copy`, as a multiple of it
+    copy_uses: float = 1.0  # conversations that share the cost of the term `copy`
 
 
 def prices(
@@ -118,22 +125,23 @@ def prices(
     backlogs_s = sorted([candidate.backlog_s for candidate in candidates])
     count = len(backlogs_s)
     is_start = forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
-    spread = (backlogs_s.count(0.0) / count) ** IDLE_POWER * max(0.0, 1.0 - pressure)
+    # The factor with which the rules for rotation fade out: 1 if all replicas are idle.
+    fade = (backlogs_s.count(0.0) / count) ** IDLE_POWER * max(0.0, 1.0 - pressure)
     alpha = 1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s)
     if not is_start:
         return Prices(alpha, rotation=0.0)
     if not forks:
-        return Prices(alpha, rotation=ROTATION * spread)
+        return Prices(alpha, rotation=ROTATION * fade)
     return Prices(
         alpha,
-        rotation=ROTATION * spread,
-        copy=COPY_PRICE * (1.0 - spread),
-        copy_uses=1.0 + spread * forks,
+        rotation=ROTATION * fade,
+        copy=COPY_PRICE * (1.0 - fade),
+        copy_uses=1.0 + fade * forks,
     )
 
 
 class CostTerms(NamedTuple):
-    """The terms of the cost in seconds, in the order of the formula and with their prices."""
+    """The terms of the cost in seconds, each multiplied by its price."""
 
     waiting: float
     reload: float
@@ -177,7 +185,14 @@ def rank(
     """Return the candidates in ascending order of their cost.
 
     At equal cost, the candidate with more free KV blocks comes first. If these are equal too, the
-    order is random. The other arguments are explained at `prices`.
+    order is random.
+
+    Args:
+        candidates: one candidate for each replica.
+        rng: the source of the random order.
+        busy_s: see `prices`.
+        pressure: see `prices`.
+        forks: see `prices`.
     """
     if not candidates:
         return []

@@ -13,15 +13,17 @@ class Pressure:
     """The pressure of all replicas together, estimated from one router's prompts."""
 
     def __init__(self) -> None:
-        self._computed_tokens = 0.0  # moving average of tokens that no replica has
-        self._evicted_tokens = 0.0  # moving average of those that were cached before
+        # Moving averages of a prompt's tokens: tokens that no replica has cached, and the part of
+        # them that was cached before.
+        self._computed_tokens = 0.0
+        self._evicted_tokens = 0.0
 
     def record(self, *, computed_tokens: int, evicted_tokens: int) -> None:
         """Record a prompt.
 
         Args:
             computed_tokens: tokens of the prompt that no replica has cached.
-            evicted_tokens: those of them that some replica had cached before.
+            evicted_tokens: the part of these tokens that some replica had cached before.
         """
         self._computed_tokens += WEIGHT * (computed_tokens - self._computed_tokens)
         self._evicted_tokens += WEIGHT * (evicted_tokens - self._evicted_tokens)
@@ -29,6 +31,7 @@ class Pressure:
     @property
     def value(self) -> float:
         """Return the pressure, from 0 (no evicted block is requested again) to MAX_PRESSURE."""
+        # With r = evicted / computed, r / (1 - r) is evicted / new.
         evicted, new = self._evicted_tokens, self._computed_tokens - self._evicted_tokens
         if new > 0:
             return min(MAX_PRESSURE, evicted / new)

@@ -11,10 +11,10 @@ from kvroute.router.placement.policy import Candidate, CostTerms, prices, terms_
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import Retention
 
-RECEIPTS = "kvroute_receipts"  # field of a response with the receipts of its prompts
+RECEIPTS = "kvroute_receipts"  # the field of a response that has the receipts of its prompts
 
 # Term of the cost -> the reason to show if this term makes most of the difference between the
-# chosen replica and the runner-up. {other} is the runner-up.
+# chosen replica ("it") and the runner-up ({other}).
 REASONS = {
     "waiting": "{other} has {seconds} more prefill queued",
     "reload": "{other} would wait {seconds} longer for copies from slower memory",
@@ -24,7 +24,7 @@ REASONS = {
     "difference there would take {seconds}",
     "lora": "it has loaded the LoRA adapter; loading it on {other} would take {seconds}",
     "rotation": "new conversations rotate over idle replicas, and this one is next",
-    "decode": "this prompt would slow down fewer running answers there",
+    "decode": "this prompt would slow down fewer running answers on it than on {other}",
 }
 # Term of the cost -> the field of Candidate with the term's time in seconds. The cost is that time
 # multiplied by a price.
@@ -51,21 +51,21 @@ def receipt(
     Args:
         policy: the routing policy. Costs are None with policies other than "kvroute".
         broken: where the prompt differs from the chat's earlier prompt; None: it does not.
-        retention: the prompt's retention; None: unknown.
+        retention: how long a replica should keep the prompt's blocks; None: unknown.
         limit: the most replicas to list, at least two; None: all.
     """
     ranking = placement.ranking
     is_priced = ranking and policy == "kvroute"
-    common = None
+    factors = None
     if is_priced:
-        common = prices(
+        factors = prices(
             ranking,
             busy_s=placement.busy_s,
             pressure=placement.pressure,
             forks=placement.forks,
         )
     listed = ranking[:limit]
-    terms = [terms_s(candidate, common) for candidate in listed] if common else []
+    terms = [terms_s(candidate, factors) for candidate in listed] if factors else []
     tiers = sorted({part.tier for candidate in listed for part in candidate.reloads})
     return {
         "policy": policy,
@@ -77,7 +77,7 @@ def receipt(
         "broken": broken and broken.as_json(known_tokens=placement.known_tokens),
         "evicted": _evicted(placement, retention),
         "busy_s": round(placement.busy_s, 6),
-        "congestion_price": round(common.alpha, 3) if common else None,
+        "congestion_price": round(factors.alpha, 3) if factors else None,
         "cache_pressure": round(placement.pressure, 3),
         "choice": ranking[0].replica_id if ranking else None,
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
@@ -92,7 +92,7 @@ def receipt(
 def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any] | None:
     """Return how many tokens were cached before and are cached nowhere now, and why.
 
-    The result is None if there are no such tokens, or if the prompt's retention is unknown.
+    The result is None if there are no such tokens, or if `retention` is None.
     """
     tokens = placement.evicted_tokens
     return {"tokens": tokens, "why": retention.lost} if retention and tokens else None

@@ -1,6 +1,7 @@
-"""Pending copies from slower tiers to GPU memory at one replica, for this router's requests.
+"""Pending copies from slower tiers, such as host memory, to the GPU memory of one replica.
 
-A copy delays its own request and the copies after it. It takes no compute time of the GPU.
+They are made for this router's requests. A copy delays its own request and the copies after it. It
+takes no compute time of the GPU.
 """
 
 import math

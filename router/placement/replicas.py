@@ -1,4 +1,4 @@
-"""The replicas in the index: their records, their leases, and why some are degraded."""
+"""The replicas with a record in the index: their records and leases, and whose cache is usable."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
@@ -21,24 +21,29 @@ UNKNOWN_STEP_TOKENS = 8192  # the most tokens that an engine step computes
 class ReplicaRegistry:
     """The latest record of each replica, and values that are derived from the records.
 
+    A replica with several data parallel ranks has one record for each rank. Placement treats each
+    rank as a replica: where a replica id is needed, it is the id of the rank.
+
     Args:
-        handshake: finds replicas with another model or version than this router's.
-        running: returns the ids of the replicas that Serve runs. Other replicas in the index may
-            belong to another cluster. None: Serve is not available.
+        handshake: finds degraded replicas, for example those with other model files than this
+            router.
+        running: returns the ids of the replicas that Ray Serve runs. Other replicas in the index
+            may belong to another cluster. None: Ray Serve is not available.
     """
 
     def __init__(
         self, handshake: Handshake, running: Callable[[], Collection[str]] | None = None
     ) -> None:
         self.handshake = handshake
-        # Replica id -> layout of its cache. Only engines with several cache groups have an entry.
+        # Replica id -> where hits can end in its cache. Only engines with several cache groups
+        # (index/boundaries.py) have an entry.
         self.layouts: dict[str, Boundaries] = {}
-        # Replica id -> its slower tiers. Replicas without slower tiers have no entry.
+        # Replica id -> its slower tiers, such as host memory. Replicas without any have no entry.
         self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
-        self._ranks: dict[str, list[ReplicaRecord]] = {}  # replica id -> records of its ranks
+        self._ranks: dict[str, list[ReplicaRecord]] = {}  # id in Ray Serve -> records of its ranks
         self._leased: set[str] = set()  # ids of ranks with a valid lease
 
     def __len__(self) -> int:
@@ -57,7 +62,7 @@ class ReplicaRegistry:
         """Replace all records.
 
         Args:
-            unleased: replicas whose lease has expired or whose record cannot be read.
+            unleased: ids of replicas without a valid lease or without a readable record.
             unreadable: replica id -> why its record cannot be read.
         """
         self._records = {record.id: record for record in records}
@@ -81,7 +86,7 @@ class ReplicaRegistry:
 
     @property
     def own_records(self) -> list[ReplicaRecord]:
-        """Return the records of the replicas that Serve runs, or all if Serve is not available."""
+        """Return the records of the replicas that Ray Serve runs; all if that is not known."""
         running = self._running() if self._running else ()
         if not running:
             return self.records
@@ -102,7 +107,7 @@ class ReplicaRegistry:
 
     @property
     def content_format(self) -> str:
-        """Return the format of chat messages that all replicas expect; empty: they differ."""
+        """Return vLLM's content format of the replicas' chat templates; empty: they differ."""
         formats = {record.facts.content_format for record in self.own_records}
         return formats.pop() if len(formats) == 1 else ""
 
@@ -111,7 +116,7 @@ class ReplicaRegistry:
         return self._records.get(replica_id)
 
     def ranks_of(self, replica_id: str) -> tuple[str, ...]:
-        """Return the ids of the replica's ranks that have a record."""
+        """Return the ids of the ranks that have a record, for a replica's id in Ray Serve."""
         return tuple(record.id for record in self._ranks.get(replica_id, ()))
 
     def has_lease(self, replica_id: str) -> bool:
@@ -119,7 +124,7 @@ class ReplicaRegistry:
         return replica_id in self._leased
 
     def is_cache_usable(self, replica_id: str) -> bool:
-        """Return whether prompts can have hits on the replica."""
+        """Return whether prompts can have cache hits on the replica."""
         record = self._records.get(replica_id)
         if record is None or replica_id in self.degraded:
             return False
@@ -163,7 +168,7 @@ class ReplicaRegistry:
         return record.load.lora_load_s if record else LOAD_S
 
     def tiers_as_json(self, replica_id: str) -> dict[str, dict[str, float]]:
-        """Return the size and copy speed of the replica's slower tiers, by their names."""
+        """Return the size and copy speed of each of the replica's slower tiers, by tier name."""
         return {
             tier.name: {"blocks": facts.blocks, "gb_per_s": round(facts.bytes_per_s / 1e9, 3)}
             for tier, facts in self.tiers.get(replica_id, {}).items()
@@ -179,9 +184,9 @@ def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecor
 
 
 def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], dict[str, str]]:
-    """Return the cache layouts of engines with several cache groups, by replica id.
+    """Return where hits can end in engines with several cache groups, by replica id.
 
-    The second result has the reason for each replica whose layout is not supported.
+    The second result says, also by replica id, why an engine's cache layout is not supported.
     """
     layouts, unknown = dict[str, Boundaries](), dict[str, str]()
     for record in records:
@@ -196,7 +201,7 @@ def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], d
 
 
 def _tiers(records: Iterable[ReplicaRecord]) -> dict[str, Mapping[Tier, TierFacts]]:
-    """Return the slower tiers by replica id, with the measured speed of copies if there is one."""
+    """Return the slower tiers by replica id; a measured copy speed replaces the estimated one."""
     return {
         record.id: {
             tier: replace(facts, bytes_per_s=record.load.bytes_per_s(tier) or facts.bytes_per_s)

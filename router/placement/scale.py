@@ -5,7 +5,8 @@ kind of traffic. They use these units instead. So an engine that is k times slow
 decisions if its requests arrive k times more slowly.
 
 Prompt lengths are heavy-tailed: a mean over some hundreds of them varies by a third. So the means
-are over thousands of requests of all routers. They start with the speed that the engine reports.
+are over thousands of requests of all routers. At the start, the mean prefill time is computed from
+the speed that the engine reports.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from kvroute.contract.messages import LearnedScale
 
 MEMORY = 3000  # number of recent requests in the means
-PRIOR = 100  # the reported speed weighs as much as this many requests
-PRIOR_SPREAD = 4.0  # prior for the mean square of prefill times divided by their squared mean
+PRIOR = 100  # the start value counts as much as this many requests
+# Mean square of prefill times at the start, divided by the square of their mean.
+PRIOR_SPREAD = 4.0
 
 
 @dataclass(slots=True)

@@ -1,4 +1,9 @@
-"""The router's copy of all named prefixes, which it keeps equal to the declarations in Redis."""
+"""The router's copy of all named prefixes, which it keeps equal to the declarations in Redis.
+
+A named prefix is the beginning of prompts, which a client has declared under an id. It is assigned
+to some replicas or to all. They keep it warm, that is, in their caches. A changed declaration of an
+id is a new version.
+"""
 
 import asyncio
 import logging
@@ -28,9 +33,11 @@ log = logging.getLogger("kvroute.prefixes")
 
 POLL_S = 0.25  # seconds between two checks of Redis for new declarations
 COUNT_S = 1.0  # seconds between two writes of the counts of uses to Redis
-RETIRE_S = 5.0  # seconds for which a new version must be warm before older versions are released
+# Seconds for which a version must be warm on all its replicas before older versions are removed.
+RETIRE_S = 5.0
 RETRY_S = 0.5  # seconds between two attempts to reach Redis
-# Names that an unknown name is compared with to suggest similar ones. One takes up to 1 ms.
+# The most names that an unknown name is compared with, to suggest similar names. One comparison
+# takes up to 1 ms.
 COMPARED = 50
 
 
@@ -42,7 +49,7 @@ def is_warm(prefix: Prefix, record: ReplicaRecord) -> bool:
 
 
 def assigned_records(prefix: Prefix, records: Iterable[ReplicaRecord]) -> list[ReplicaRecord]:
-    """Return the records of the live replicas to which the prefix is assigned."""
+    """Return the records of the live replicas that have to keep the prefix warm."""
     by_id = {record.id: record for record in records}
     return [by_id[replica_id] for replica_id in assigned(prefix, by_id)]
 
@@ -61,13 +68,15 @@ class Catalogue:
         self.block_size = block_size
         self._versions: dict[str, list[Prefix]] = {}  # id -> versions, oldest first
         self._shared: list[Prefix] = []  # all versions of the prefixes that all namespaces share
-        self._revision: int | None = None  # revision that was read last; None: nothing was read yet
+        self._revision: int | None = None  # revision of the declarations; None: not read yet
         self._reading = asyncio.Lock()
         self._outage = Outage(log, "named prefixes stay as they are")
-        # Name of a version that has older versions -> time since which all its replicas are warm.
+        # Prefix.name of a version that replaces older versions -> time since which all its replicas
+        # keep it warm.
         self._settled_s: dict[str, float] = {}
-        self._uses: dict[str, tuple[int, int]] = {}  # id -> hits and saved tokens to write to Redis
-        self._saved = Counter[str]()  # id -> tokens that it saved, as this router counted
+        # Id -> number of prompts with a hit, and tokens that they saved, to be written to Redis.
+        self._uses: dict[str, tuple[int, int]] = {}
+        self._saved = Counter[str]()  # id -> all tokens that it saved in this router's requests
 
     async def run(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
         """Declare the tasks of --multi-task-prompt, then follow Redis until cancelled."""
@@ -83,13 +92,13 @@ class Catalogue:
                 await asyncio.sleep(RETRY_S)
 
     async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
-        """Return the version to use of the prefix with this name.
+        """Return the prefix with this name, in the version that requests should use (see `get`).
 
-        The caller's own prefix comes before a shared prefix. Redis is read only if this router does
-        not know the name.
+        If the caller and all tenants have a prefix with this name, the caller's prefix is used.
+        Redis is read only if this router does not know the name.
 
         Args:
-            param: the field of the request that has the name, for the error.
+            param: the field of the request that has the name, for the error message.
 
         Raises:
             ApiError: no prefix of this name is declared.
@@ -103,7 +112,7 @@ class Catalogue:
         return prefix
 
     def find(self, name: str, caller: Caller | None = None) -> Prefix | None:
-        """Return the same version as `named`, without Redis; None if the name is unknown here."""
+        """Return the same as `named`, but None if this router does not know the name."""
         own = self.get(own_id(caller.tenant, name)) if caller else None
         prefix = own or self.get(name)
         return prefix if prefix and is_visible(prefix, caller) else None
@@ -116,7 +125,7 @@ class Catalogue:
     def holders(
         self, token_ids: TokenIds, namespace: str, *, tiers: Sequence[Tier] = ()
     ) -> set[str]:
-        """Return the replicas that have all these tokens cached, according to the index."""
+        """Return the replicas with all full blocks of these tokens, according to the index."""
         scope = self._scope(token_ids, namespace)
         return self._fleet.caches.holders(token_ids, scope, tiers=tiers)
 
@@ -131,7 +140,7 @@ class Catalogue:
     def get(self, id_: str) -> Prefix | None:
         """Return the newest version that is warm on all its replicas.
 
-        If there is no such version, return the newest; None if the id is unknown.
+        If no version is, return the newest one. The result is None if the id is unknown.
         """
         versions = self._unexpired(id_)
         if len(versions) > 1:
@@ -157,7 +166,7 @@ class Catalogue:
         return None
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
-        """Return how many leading tokens, in full blocks, belong to a shared prefix."""
+        """Return how many leading tokens are full blocks of a prefix that all namespaces share."""
         return shared_tokens(token_ids, self._shared, self.block_size) if self._shared else 0
 
     def is_settled(self, prefix: Prefix) -> bool:
@@ -174,15 +183,15 @@ class Catalogue:
             self._saved[prefix.id] += saved
 
     def saved_tokens(self) -> dict[str, int]:
-        """Return the tokens that each prefix has saved, as this router counted: id -> tokens.
+        """Return how many tokens each prefix has saved in this router's requests, by id.
 
-        Prefixes of tenants are left out, since other tenants may not see their names. This may be
-        called by other threads.
+        Prefixes of tenants are left out, since other tenants may not see their names. Other threads
+        may call this.
         """
         return {id_: self._saved[id_] for id_ in self._versions if TENANT_SEPARATOR not in id_}
 
     def unknown(self, param: str, name: str, caller: Caller | None = None) -> ApiError:
-        """Return a 404 for an unknown name, with similar names that the caller may use."""
+        """Return the 404 error for an unknown name. It suggests names that the caller may use."""
         labels = {prefix.label for prefix in self.all() if is_visible(prefix, caller)}
         similar = get_close_matches(name, sorted(labels)[:COMPARED])
         hint = (
@@ -198,7 +207,7 @@ class Catalogue:
         )
 
     def learn(self, declared: Iterable[Prefix]) -> None:
-        """Replace all known versions by these, which are ordered from the oldest to the newest."""
+        """Replace all known versions by `declared`, which has the oldest version first."""
         versions: dict[str, list[Prefix]] = {}
         declared = list(declared)
         for prefix in declared:
@@ -240,7 +249,7 @@ class Catalogue:
             raise
 
     async def _follow(self) -> None:
-        """Read declarations and write counts, until an error of Redis."""
+        """Read declarations and write counts until Redis fails."""
         count_due_s = 0.0
         while True:
             await self.refresh()
@@ -251,7 +260,7 @@ class Catalogue:
             await asyncio.sleep(POLL_S)
 
     async def _declare(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
-        """Declare the tasks as prefixes, except those whose names clients have declared since."""
+        """Declare each task as a prefix, unless a client has declared a prefix with its name."""
         for task in tasks:
             latest = self.latest(task.task_id)
             if latest is not None and "task_id" not in latest.source:
@@ -268,7 +277,7 @@ class Catalogue:
         await self.refresh()
 
     async def _retire(self) -> None:
-        """Release versions that are older than one that was warm on all replicas for RETIRE_S."""
+        """Remove old versions after a newer one was warm on all its replicas for RETIRE_S."""
         now_s = time.monotonic()
         newer = [version for versions in self._versions.values() for version in versions[1:]]
         self._settled_s = {
@@ -284,6 +293,11 @@ class Catalogue:
                 await self.store.retire(old.id, old.version)
 
     async def _refresh_unknown(self, param: str) -> None:
+        """Read the declarations again. If Redis is away, the ones that were read before stay valid.
+
+        Raises:
+            ApiError: Redis is away, and the declarations were never read.
+        """
         try:
             await self.refresh()
         except (RedisError, OSError) as error:

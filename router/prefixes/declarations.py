@@ -21,10 +21,10 @@ from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.store.named_prefix import Prefix, is_same, own_id
 from kvroute.store.prefixes import OtherTenantError
 
-MAX_PREFIXES = 1_000  # the most versions of prefixes, of all names together
+MAX_PREFIXES = 1_000  # the most versions of all named prefixes together
 
 Records = list[ReplicaRecord]
-Uses = Mapping[str, tuple[int, int]]  # id -> hits and saved tokens
+Uses = Mapping[str, tuple[int, int]]  # id -> number of prompts with a hit, tokens that they saved
 
 
 class Declarations:
@@ -67,7 +67,7 @@ class Declarations:
             declaration: the declaration.
             caller: the caller; None: the cluster has no API keys.
             max_model_len: the most tokens of a prompt and its response together.
-            limits: the caller's limits.
+            limits: the limits of the caller's tenant; None: no limits.
 
         Raises:
             ApiError: the declaration is not valid, or would exceed a limit.
@@ -99,20 +99,23 @@ class Declarations:
         latest = {prefix.id: prefix for prefix in prefixes if is_visible(prefix, caller)}
         return [self._as_json(prefix, records, uses) for prefix in latest.values()]
 
-    async def most_useful(self, most: int) -> dict[str, Any]:
-        """Return the prefixes that saved most, and how many others there are.
+    async def most_useful(self, limit: int) -> dict[str, Any]:
+        """Return the prefixes that saved the most tokens, and the number of all other prefixes.
 
-        Prefixes that only one tenant can use are counted and not shown: every client with the role
-        observe may read the result.
+        Every client with the role `observe` may read the result. So prefixes that only one tenant
+        can use are only counted.
+
+        Args:
+            limit: the most prefixes to return.
         """
         records, uses = await self._status()
-        latest = {each.id: each for each in self._catalogue.all()}
-        visible = [each for each in latest.values() if not each.namespace]
-        best = nlargest(most, visible, key=lambda each: uses.get(each.id, (0, 0))[1])
+        latest = {prefix.id: prefix for prefix in self._catalogue.all()}
+        visible = [prefix for prefix in latest.values() if not prefix.namespace]
+        best = nlargest(limit, visible, key=lambda prefix: uses.get(prefix.id, (0, 0))[1])
         shown = []
         for prefix in best:
             shown.append(self._as_json(prefix, records, uses))
-            await asyncio.sleep(0)  # a long prefix takes milliseconds to be looked up
+            await asyncio.sleep(0)  # let other tasks run: describing a prefix takes milliseconds
         return {
             "prefixes": shown,
             "others": len(visible) - len(best),
@@ -145,7 +148,7 @@ class Declarations:
         return {"id": name, "object": "prefix", "deleted": True}
 
     def _latest(self, name: str, caller: Caller | None) -> Prefix:
-        """Return the newest version of the caller's own or of the shared prefix with this name.
+        """Return the newest version of the prefix that the caller can use by this name.
 
         Raises:
             ApiError: no prefix of this name is declared.
@@ -159,7 +162,7 @@ class Declarations:
     async def _declare(
         self, wanted: Prefix, limits: TenantLimits | None
     ) -> tuple[dict[str, Any], bool]:
-        """Declare a prefix. Calls run one after the other, so each is checked with earlier ones."""
+        """Declare a prefix. Only one call runs at a time, so it sees all earlier declarations."""
         async with self._declaring:
             prefix, is_new = await self._declare_next(wanted, limits)
         return self._as_json(prefix, *await self._status()), is_new
@@ -201,12 +204,12 @@ class Declarations:
             )
 
     def _check_budget(self, wanted: Prefix, records: Records) -> None:
-        """Check that each replica of the prefix has enough blocks left to pin it.
+        """Check that each replica of the prefix may pin so many more blocks.
 
-        Blocks of older versions count too, since they stay until the new version is warm.
+        Blocks of older versions count too, since they stay pinned until the new version is warm.
 
         Raises:
-            ApiError: a replica has too few blocks left.
+            ApiError: a replica may not pin so many blocks.
         """
         if not wanted.is_pinned:
             return
@@ -226,19 +229,19 @@ class Declarations:
             if needed > free:
                 raise ApiError(
                     409,
-                    f"prefix {wanted.label!r} needs {needed} KV blocks, and replica {record.id} "
-                    f"has {free} of its {budget} for pinned prefixes in {wanted.tier.label} free; "
-                    f"drop a prefix, raise {wanted.tier.pin_options}, or send "
-                    '"pinned": false for one that may be evicted',
+                    f"prefix {wanted.label!r} needs {needed} KV blocks, but replica {record.id} "
+                    f"has {free} of its {budget} left (blocks for pinned prefixes in "
+                    f"{wanted.tier.label}); drop a prefix, raise {wanted.tier.pin_options}, or "
+                    'send "pinned": false for a prefix that may be evicted',
                     param="pinned",
                     code="pin_budget_exceeded",
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
-        """Return the records of those of the assigned replicas where the prefix is warm.
+        """Return the records of the assigned replicas on which the prefix is warm.
 
-        A prefix that is not pinned in GPU memory is also looked up in the index. It may have been
-        evicted, or its copy in host memory may not be complete yet.
+        If it is not pinned in GPU memory, a replica's report is not enough, and the index decides:
+        the prefix may have been evicted, or its copy in host memory may not be complete yet.
         """
         warm = [record for record in assigned if is_warm(prefix, record)]
         if not prefix.full_blocks(self._block_size) or all(_in_gpu(prefix, r) for r in warm):
@@ -249,7 +252,7 @@ class Declarations:
         return [record for record in warm if _in_gpu(prefix, record) or record.id in holders]
 
     def _computed_tokens(self, prefix: Prefix, assigned: Records, warm: Records) -> int:
-        """Return how many tokens of the prefix are cached, added up over its replicas."""
+        """Return how many tokens of the prefix its replicas have cached, all added up."""
         full_tokens = prefix.full_tokens(self._block_size)
         missing = {record.id for record in assigned} - {record.id for record in warm}
         held = self._catalogue.held_tokens(prefix, tiers=up_to(prefix.tier)) if missing else {}

@@ -9,21 +9,21 @@ from kvroute.contract.generation import TokenIds
 
 
 def differences(prompts: Sequence[TokenIds]) -> list[int]:
-    """Return, for each prompt, how many tokens it shares with the other that is most like it.
+    """Return, for each prompt, how many leading tokens it shares with the most similar other one.
 
-    Prompts that continue the whole prompt are ignored, since nothing of it would be left.
+    A prompt is not compared with prompts that continue it, since it does not differ from them.
     """
-    found = [0] * len(prompts)
-    for one, other in combinations(range(len(prompts)), 2):
-        shared = shared_tokens(prompts[one], prompts[other])
-        for each in (one, other):
-            if shared < len(prompts[each]):
-                found[each] = max(found[each], shared)
-    return found
+    most_shared = [0] * len(prompts)
+    for left, right in combinations(range(len(prompts)), 2):
+        shared = shared_tokens(prompts[left], prompts[right])
+        for index in (left, right):
+            if shared < len(prompts[index]):
+                most_shared[index] = max(most_shared[index], shared)
+    return most_shared
 
 
-def shared_tokens(one: TokenIds, other: TokenIds) -> int:
-    """Return the number of tokens with which both begin."""
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
+def shared_tokens(left: TokenIds, right: TokenIds) -> int:
+    """Return the length of the longest common prefix of two prompts, in tokens."""
+    length = min(len(left), len(right))
+    differ = left[:length] != right[:length]
     return int(differ.argmax()) if np.any(differ) else length

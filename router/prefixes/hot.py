@@ -1,8 +1,8 @@
 """Finds the prefixes that save the most tokens in this router's own requests.
 
 The hit of a prompt ends where the prompt diverges from earlier ones. So the end of a hit is the end
-of a prefix that several prompts share. Each such prefix is counted for every prompt whose hit
-includes it. To bound the memory, the prefixes that save the fewest tokens are dropped.
+of a prefix that several prompts share. A prompt counts as a use of such a prefix if its own hit
+includes the prefix. To bound the memory, the prefixes that save the fewest tokens are dropped.
 """
 
 import math
@@ -16,18 +16,19 @@ import numpy as np
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
 
-MEMORY_S = 60.0  # time constant in seconds with which uses decay
+MEMORY_S = 60.0  # seconds after which the weight of a use has decayed to 1/e
 MAX_PREFIXES = 256  # prefixes that a cleanup keeps; a cleanup starts at twice this number
-# If at least this share of a prefix's uses includes one longer prefix, only the longer one is hot.
+# If at least this share of a prefix's uses are also uses of one longer prefix, `top` returns only
+# the longer one.
 SAME_USES = 0.9
 UNKNOWN: TokenIds = np.empty(0, dtype=np.uint32)  # token ids that are not recorded yet
 
 
 class Owner(NamedTuple):
-    """The tenant and the namespace whose prompts share a prefix."""
+    """Who shares a prefix: the prompts of one tenant, or all prompts."""
 
     tenant: str = ""  # empty: all tenants share it
-    namespace: str = ""  # namespace of its blocks
+    namespace: str = ""  # namespace of the prefix's blocks; empty: all requests share them
 
 
 EVERYBODY = Owner()
@@ -80,15 +81,15 @@ class HotPrefixes:
         owner: Owner = EVERYBODY,
         shared_tokens: int = 0,
     ) -> None:
-        """Count a prompt.
+        """Count a prompt as a use of the prefixes in its hit.
 
-        Prefixes end before the first image, because a declaration can only have token ids.
+        Only the text before the first image counts, because named prefixes cannot have images.
 
         Args:
             chain: fingerprints of the prompt's blocks.
             cached_tokens: leading tokens that came from a cache.
             features: images and the like in the prompt.
-            owner: owner of the prefixes in this prompt.
+            owner: owner of this prompt's prefixes that are longer than `shared_tokens`.
             shared_tokens: leading tokens that all namespaces share.
         """
         text_tokens = features[0].offset if features else cached_tokens
@@ -116,20 +117,21 @@ class HotPrefixes:
     def top(self, count: int, now_s: float) -> list[HotPrefix]:
         """Return the `count` prefixes that save the most tokens, in descending order.
 
-        Prefixes that were used only once are left out, and so are those that are nearly always used
+        Prefixes that were used only once are left out. So are prefixes that are nearly always used
         as a part of one longer prefix.
         """
-        longer: dict[Fingerprint | None, float] = {}  # prefix -> highest use of a longer one
+        # `end` of a prefix -> the most requests per second of a longer prefix that starts with it.
+        longer: dict[Fingerprint | None, float] = {}
         for hot in self._prefixes.values():
             uses = hot.requests_per_s(now_s)
             longer[hot.longest_before] = max(longer.get(hot.longest_before, 0.0), uses)
-        own = [
+        distinct = [
             hot
             for hot in self._ranked(now_s)
             if len(hot.token_ids)
             and longer.get(hot.end, 0.0) < SAME_USES * hot.requests_per_s(now_s)
         ]
-        return own[:count]
+        return distinct[:count]
 
     def _ranked(self, now_s: float) -> list[HotPrefix]:
         prefixes = self._prefixes.values()

@@ -36,8 +36,8 @@ def _check_number(wanted: Prefix, number: int, limit: int | None) -> None:
         return
     raise ApiError(
         409,
-        f"prefix {wanted.label!r} would be number {number} of tenant {wanted.tenant}, which may "
-        f"declare {limit}; drop one: DELETE /v1/prefixes/ID",
+        f"tenant {wanted.tenant} may declare {limit} prefixes, and {wanted.label!r} would be "
+        f"number {number}; drop one with DELETE /v1/prefixes/ID",
         param="id",
         code="tenant_prefixes_exceeded",
     )
@@ -48,8 +48,8 @@ def _check_blocks(wanted: Prefix, blocks: int, limit: int | None) -> None:
         return
     raise ApiError(
         409,
-        f"with prefix {wanted.label!r}, tenant {wanted.tenant} would pin {blocks} KV blocks, and "
-        f'may pin {limit}; drop a prefix, or send "pinned": false for one that may be evicted',
+        f"with prefix {wanted.label!r}, tenant {wanted.tenant} would pin {blocks} KV blocks, but "
+        f'may pin only {limit}; drop a prefix, or send "pinned": false for one that may be evicted',
         param="pinned",
         code="tenant_pins_exceeded",
     )

@@ -38,7 +38,9 @@ class ChatTemplate:
     """The chat template of one model, rendered as vLLM renders it.
 
     Args:
-        defaults: default chat_template_kwargs.
+        tokenizer: transformers' tokenizer of the model, which has the model's own template.
+        template: a template to use instead; None: the model's own.
+        defaults: chat_template_kwargs for requests that do not set them.
         with_unused_tools: whether tools are in the prompt even if tool_choice is "none".
     """
 
@@ -92,13 +94,13 @@ class ChatTemplate:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise OnlyReplicaError("there are no messages")
-        first = [_message(_of_prefix(message), content_format) for message in before]
-        own = [_message(message, content_format) for message in messages]
-        if not facts.knows_developer and any(message["role"] == "developer" for message in own):
-            own = _one_system(own)  # does not change the prefix's messages
+        prefix = [_message(_of_prefix(message), content_format) for message in before]
+        chat = [_message(message, content_format) for message in messages]
+        if not facts.knows_developer and any(message["role"] == "developer" for message in chat):
+            chat = _one_system(chat)  # the messages of the prefix stay as they were declared
         return str(
             self._tokenizer.apply_chat_template(
-                [*first, *own],
+                [*prefix, *chat],
                 tools=tools,
                 chat_template=self._template,
                 tokenize=False,
@@ -157,7 +159,7 @@ class _Facts:
         tree = _compile_jinja_template(template).environment.parse(template)
         variables = jinja2.meta.find_undeclared_variables(tree) | _parameters()
         self.variables = variables - RESERVED_ARGS
-        # The template handles the role `developer`; otherwise vLLM changes it to `system`.
+        # Whether the template handles the role `developer`. If not, vLLM changes it to `system`.
         self.knows_developer = '"developer"' in template or "'developer'" in template
 
 
@@ -169,7 +171,7 @@ def _parameters() -> set[str]:
 
 
 def _message(given: Any, content_format: str) -> Message:
-    """Return a message in the form for the template.
+    """Return a message in the form in which vLLM gives it to the template.
 
     In vLLM this is _parse_chat_message_content.
     """
@@ -240,7 +242,7 @@ def _part(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_header(part: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a part without Claude Code's billing header, or None if it has no other text.
+    """Return a part of a message without Claude Code's billing header; None: nothing is left.
 
     In vLLM this is _strip_claude_code_billing_header.
     """
@@ -301,7 +303,8 @@ def _tool(given: Any) -> dict[str, Any]:
 def _flag(given: Mapping[str, Any], name: str) -> bool | None:
     """Return a boolean field, or None if it is not set.
 
-    vLLM also accepts values such as "yes" and 1, so replicas handle bodies with these.
+    Raises:
+        OnlyReplicaError: the value is not a boolean. vLLM accepts some such values, as "yes" or 1.
     """
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
@@ -326,7 +329,7 @@ def _one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _of_prefix(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message of a prefix, with the role that it had when the prefix was rendered."""
+    """Return a message of a prefix. Prefixes are rendered with `system` instead of `developer`."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 

@@ -32,8 +32,13 @@ class PrefixComposer:
     ) -> TokenIds:
         """Return the tokens of a prefix.
 
+        Args:
+            source: the field `prompt` or `messages` of the declaration.
+            max_model_len: the most tokens of a prompt and its response; None: do not check it.
+
         Raises:
-            ApiError: the prefix is empty or too long, or no request can follow it.
+            ApiError: the prefix is empty or too long, or the chat template refuses its messages or
+                renders them differently when a request follows.
         """
         if "prompt" in source:
             token_ids = await self._prompts.prefix_ids(
@@ -57,6 +62,9 @@ class PrefixComposer:
         max_model_len: int,
     ) -> TokenIds:
         """Return the tokens of the prefix and a chat, up to the start of the assistant's message.
+
+        Args:
+            content_format: see ChatTemplate.text.
 
         Raises:
             OnlyReplicaError: only a replica can render the body.
@@ -103,19 +111,20 @@ class PrefixComposer:
         """Return the part of a rendered chat that follows the prefix's messages.
 
         Raises:
-            ApiError: the template renders these messages differently in this chat.
+            ApiError: the template renders the prefix's messages differently in this chat.
         """
         beginning = self._texts(_key(_messages(prefix.source)))
         if not text.startswith(beginning):
             raise invalid(
                 "messages",
                 f"the chat template renders the messages of prefix {prefix.label!r} differently "
-                "before these messages; put the prefix's messages into the request instead",
+                "before this request's messages; do not name the prefix, and put its messages into "
+                "the request instead",
             )
         return text[len(beginning) :]
 
     def _checked_text(self, messages: Sequence[ChatMessage]) -> str:
-        """Return the rendered messages.
+        """Return the rendered messages of a prefix.
 
         Raises:
             ApiError: the template renders them differently when other messages follow.

@@ -1,4 +1,4 @@
-"""Reads the messages from a call's body, in the same form for each chat API."""
+"""Reads the messages of a chat from a call's body, in one form for all chat APIs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,23 +16,23 @@ def conversation(path: str, body: Mapping[str, Any]) -> Sequence[Any] | None:
         None if the body is not a chat, or continues a stored response.
     """
     if path == CHAT_COMPLETIONS:
-        given, instructions = body.get("messages"), None
+        messages, instructions = body.get("messages"), None
     elif path == MESSAGES:
-        given, instructions = body.get("messages"), body.get("system")
+        messages, instructions = body.get("messages"), body.get("system")
     elif path == RESPONSES and body.get("previous_response_id") is None:
-        given, instructions = body.get("input"), body.get("instructions")
+        messages, instructions = body.get("input"), body.get("instructions")
     else:
         return None
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list):
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list):
         return None
-    first = [{"role": "system", "content": instructions}] if instructions else []
-    return [_rendered(message) for message in [*first, *given]]
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return [_without_headers(message) for message in [*system, *messages]]
 
 
-def _rendered(message: Any) -> Any:
-    """Return a message. Remove billing headers from a system message, as rendering does."""
+def _without_headers(message: Any) -> Any:
+    """Return the message. Billing headers are removed from system messages, as in rendering."""
     if not isinstance(message, dict) or message.get("role") != "system":
         return message
     content = message.get("content")

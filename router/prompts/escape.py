@@ -30,12 +30,12 @@ FIELDS = {
     RESPONSES: (*CHAT, "input", "instructions", "previous_input_messages"),
     COMPLETIONS: (),
 }
-OTHER_FIELDS = ("messages",)  # such fields of all other routes
+OTHER_FIELDS = ("messages",)  # these fields on all other routes
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Characters that are counted to estimate the number of values in a JSON text.
 VALUE_MARKS = ",[{"
-# A text with no more than this many VALUE_MARKS is not searched for strings, whose marks should not
-# count.
+# Such characters inside of JSON strings are not counted. But if a text has at most this many of
+# them in all, the strings are not searched, which saves time.
 CHEAP_MARKS = 1000
 STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)  # a string in JSON
 # Members of a tool's schema whose text the model has to repeat exactly.
@@ -43,7 +43,9 @@ EXACT = ("enum", "const", "default")
 
 
 class Escape:
-    """Removes special tokens from calls.
+    """Breaks the special tokens in a call's text, so that they become ordinary text.
+
+    How they are broken is explained in special_tokens.py.
 
     Args:
         tokens: the special tokens of the model's tokenizer and chat template.
@@ -56,8 +58,8 @@ class Escape:
         """Return the call without special tokens.
 
         Raises:
-            ApiError: 400: a role could become part of a special token, or values are nested too
-                deep, or the body cannot be read here although it could be read before.
+            ApiError: 400: a role could become part of a special token, values are nested too deep,
+                or the body is not valid JSON for the parser that is used here.
         """
         names = FIELDS.get(call.path, OTHER_FIELDS)
         for name in names:
@@ -78,7 +80,7 @@ class Escape:
         return replace(call, raw=raw, body={**call.body, **changed})
 
     def _changed(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that had special tokens, without these tokens."""
+        """Return only the fields that had special tokens, with these tokens broken."""
         values = _Values(self._tokens)
         try:
             after = {name: values.field(name, value) for name, value in fields.items()}
@@ -105,7 +107,7 @@ class Escape:
 
 
 class _Values:
-    """Removes special tokens from the values of one call.
+    """Breaks special tokens in the values of one call.
 
     How a value is changed depends on where it is in the body.
     """
@@ -128,10 +130,10 @@ class _Values:
         return [*self._value(before), self._unfinished(last)]
 
     def _unfinished(self, answer: Mapping[str, Any]) -> Any:
-        """Return an answer that the model may continue, without special tokens.
+        """Return the answer at the end of a chat, which the model may continue, with tokens broken.
 
-        No text of the client follows it. So it may end with the first characters of a special
-        token, such as "<".
+        No text of the client follows the answer. So it may end with the first characters of a
+        special token, such as "<".
         """
         content = answer["content"]
         rest = self._value({k: v for k, v in answer.items() if k != "content"})
@@ -167,8 +169,8 @@ class _Values:
     def _exact(self, value: Any) -> Any:
         """Return a value that the model has to repeat, without special tokens.
 
-        Strings keep their last characters. An object here is the schema of a property that has the
-        same name as one of the members in EXACT.
+        A string may end with the first characters of a special token. An object is not such a
+        value: it is the schema of a property that is named like one of the members in EXACT.
         """
         if isinstance(value, str):
             return self._tokens.text(value, is_followed=False)
@@ -189,7 +191,8 @@ class _Values:
         if not isinstance(before, dict | list):
             return self._tokens.text(text)
         after = self._value(before)
-        # The text may contain more than the parsed JSON: of values with one name, the last counts.
+        # The text may contain more than the parsed JSON: if a name occurs twice in an object, the
+        # parser keeps only the last value.
         is_free = after == before and self._tokens.text(text, is_followed=False) == text
         return text if is_free else json.dumps(after)
 

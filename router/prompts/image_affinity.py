@@ -14,7 +14,8 @@ from kvroute.router.api.calls import MEDIA, message_parts
 
 MAX_IMAGES = 16_384  # images that are remembered; beyond this, the least recently used is forgotten
 FIELDS = (*MEDIA, "source")  # fields of a part that have an image; `source` is Anthropic's
-# Of a longer text, this many characters of its start, middle and end are hashed.
+# Number of characters that are hashed from the start, from the middle and from the end of a text
+# that is more than three times as long.
 SAMPLE = 1024
 
 
@@ -28,6 +29,10 @@ class ImageAffinity:
         """Return the replica that last answered a chat with this first image, if it runs.
 
         Otherwise, return a replica by rendezvous hashing, so that all routers choose the same one.
+
+        Args:
+            image: the hash that first_image() returned.
+            running: the ids of the replicas that run; at least one.
         """
         last = self._replicas.get(image, "")
         if last in running:

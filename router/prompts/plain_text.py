@@ -1,12 +1,13 @@
-"""Text of a prompt without what the chat template adds: special tokens and the names of roles."""
+"""Returns a prompt's text without the special tokens and role names that templates add."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-# Templates write these between two special tokens, or behind one and before a line's end.
+# The name of a role. Templates write it directly after a special token, and before the end of the
+# line or another special token.
 ROLE = re.compile(r"(system|developer|user|assistant|model|tool|ipython)(\n+|$)")
 BETWEEN = " · "  # stands between two messages
-BROKEN = "\ufffd"  # stands for a part of a character, as a token may end within one
+BROKEN = "\ufffd"  # stands for an incomplete character: a token may end within a character
 
 
 def plain_text(
@@ -16,7 +17,7 @@ def plain_text(
     special: Collection[int],
     before: int | None = None,
 ) -> str:
-    """Return the text of the messages.
+    """Return the text of the messages in a part of a prompt.
 
     Args:
         token_ids: a part of a prompt.
@@ -27,20 +28,23 @@ def plain_text(
     texts = []
     for follows_special, piece in _pieces(token_ids, special, before):
         text = decode(piece).strip(BROKEN).strip()
-        has_role = follows_special and ROLE.match(text)
-        texts.append(text[has_role.end() :].strip() if has_role else text)
+        role = follows_special and ROLE.match(text)
+        texts.append(text[role.end() :].strip() if role else text)
     return BETWEEN.join(filter(None, texts))
 
 
 def _pieces(
     token_ids: Sequence[int], special: Collection[int], before: int | None
 ) -> Iterator[tuple[bool, list[int]]]:
-    """Yield the pieces between special tokens, and whether each follows one."""
-    follows, piece = before is None or before in special, list[int]()
+    """Yield the pieces between special tokens, and whether a special token precedes each piece.
+
+    The start of the prompt counts as a special token.
+    """
+    follows_special, piece = before is None or before in special, list[int]()
     for token in token_ids:
         if token not in special:
             piece.append(token)
             continue
-        yield follows, piece
-        follows, piece = True, []
-    yield follows, piece
+        yield follows_special, piece
+        follows_special, piece = True, []
+    yield follows_special, piece

@@ -1,4 +1,4 @@
-"""Builds the prompts of a request for scores."""
+"""Builds the prompts of a request to /generative_scoring: a query with each of several items."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ async def scored_prompts(
     As in vLLM, the end of a prompt that is too long is cut off.
     """
     texts = [scoring.query] if isinstance(scoring.query, str) else []
-    longest = max_model_len - 1  # the engine generates one token
+    longest = max_model_len - 1  # leaves space for the one token that the engine generates
     (query,) = await tokenizer.encode(texts, special=scoring.add_special_tokens) or [
         _ids(scoring.query)
     ]
@@ -33,5 +33,5 @@ async def _items(items: Sequence[str] | Sequence[list[int]], tokenizer: Prompts)
     return await tokenizer.encode(texts) if texts else [_ids(item) for item in items]
 
 
-def _ids(given: str | Sequence[int]) -> TokenIds:
-    return np.array(given, np.uint32)
+def _ids(token_ids: str | Sequence[int]) -> TokenIds:
+    return np.array(token_ids, np.uint32)

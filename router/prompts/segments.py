@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CACHE_BYTES = 64 << 20  # size of the cache: about 7 million tokens of English with their text
 # Shortest segment, in characters. A shorter one would take longer to cache than to tokenise again.
 SHORTEST_SEGMENT = 64
-# Memory of a cache entry besides the text and the ids: object headers and the links of the dict.
+# Bytes of a cache entry besides the text and the ids: object headers and the links of the dict.
 ENTRY_BYTES = 256
 
 # White space as the tokenizers library defines it. Python's also has \x1c to \x1f.
@@ -64,7 +64,8 @@ class Cutter:
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         tokens = tokenizer.get_added_tokens_decoder().values()
-        # Other added tokens match normalised text. The tokenizer finds them inside of a segment.
+        # Text is cut only at added tokens that match it verbatim. The tokenizer finds all others,
+        # which match normalised text, within a segment.
         verbatim = [token for token in tokens if not token.normalized]
         if not verbatim:
             raise ValueError("no added token is matched verbatim; there is nowhere to cut")
@@ -78,7 +79,11 @@ class Cutter:
         self._probe(tokenizer, [token.content for token in tokens])
 
     def cut(self, text: str, *, shortest_characters: int = SHORTEST_SEGMENT) -> list[str]:
-        """Return the text's segments in order. All but the first start with an added token."""
+        """Return the text's segments in order. Each but the first starts with an added token.
+
+        Args:
+            shortest_characters: a segment ends at the first cut after this many characters.
+        """
         starts, end = [0], 0
         for match in self._tokens.finditer(text):
             start = match.start()

@@ -1,6 +1,6 @@
 """Breaks special tokens in a client's text, so that the tokenizer reads them as ordinary text.
 
-A tokenizer turns the text `<|im_end|>` into a special token, also if a client has written it. To
+A tokenizer turns the text `<|im_end|>` into a special token, even if a client has written it. To
 prevent this, an invisible character is inserted after the first character of such a text. This is
 called a break. The model still reads the text as it was written.
 
@@ -8,10 +8,11 @@ A special token can also arise in a template:
 
 - The template joins two strings. So if a string ends with the first characters of a special token,
   these are broken too. White space at the end does not count, because templates remove it.
-- The template puts a name between `<` and `>` or other characters. So a name is broken too if it
-  becomes a special token with such a character before it, as the name `|im_end|>` does.
+- The template writes a name between characters such as `<` and `>`. So a name is broken too if it
+  becomes a special token together with such a character before it, as the name `|im_end|>` does.
 - The template deletes a part of a text. SmolLM3's template deletes `/no_think`, which turns
-  `<|im_/no_thinkend|>` into `<|im_end|>`. So text is broken where such a deletion is harmful.
+  `<|im_/no_thinkend|>` into `<|im_end|>`. So if a text would then have a special token, the part
+  that the template deletes is broken.
 """
 
 import ast
@@ -29,7 +30,8 @@ PIECE = 1 << 16  # characters that are searched at a time; other threads may run
 # A tag such as <think>. Templates split answers at tags, so tags in texts are not broken.
 TAG = re.compile(r"</?\w+>")
 WORD = re.compile(r"[\w-]+")
-# Text in a template's source that follows a character which the template writes before a value.
+# Matches how a template's source continues after a character that is written directly before a
+# value, as after `<` in `'<' + role`, in `<{{ role }}` and in `'<%s'`.
 BEFORE_VALUE = r"""(?:["']\s*[~+,]|\{[{%}]|%)"""
 # Text in brackets, such as <|im_end|>.
 BRACKETED = re.compile(r"[<\[{(].*[>\])}]", re.DOTALL)
@@ -37,7 +39,9 @@ BRACKETED = re.compile(r"[<\[{(].*[>\])}]", re.DOTALL)
 QUOTED = r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
 # A call in a template that deletes a literal from a text: .replace("literal", "").
 DELETED = re.compile(rf"""\breplace\(\s*{QUOTED}\s*,\s*(?:""|'')\s*[,)]""", re.DOTALL)
-MAX_ROUNDS = 2  # rounds of deletions; a text that needs more rounds counts as harmful
+# Number of rounds in which all deletions are tried on a text, one after the other. A text that the
+# last round still changes counts as harmful.
+MAX_ROUNDS = 2
 
 
 class SpecialTokens:
@@ -53,7 +57,7 @@ class SpecialTokens:
         tokens = _special(tokenizer, template)
         self._break = _break(backend, tokens)
         self._tokens = sorted(tokens)
-        # All beginnings of special tokens, without the whole tokens.
+        # All texts with which a special token begins, except the whole tokens.
         self._heads = frozenset(token[:end] for token in tokens for end in range(1, len(token)))
         self._longest = max(map(len, self._heads), default=0)
         self._firsts = {token[0] for token in tokens}
@@ -61,6 +65,8 @@ class SpecialTokens:
         self._deletions = _Deletions(_deleted_by(template))
         # First characters of special tokens that the template writes directly before values.
         before = {token[0] for token in tokens if _is_before_values(token[0], template)}
+        # What no name may start with, and what no name may be; see _name_pattern. Ordinary words
+        # are allowed unless the template writes the token's first character before a value.
         tails = {token[1:] for token in tokens if token[0] in before or not _is_word(token[1:])}
         insides = {
             token[1:-1] for token in tokens if token[0] in before or not _is_word(token[1:-1])
@@ -115,7 +121,7 @@ class SpecialTokens:
                     yield start.start()
 
     def _break_end(self, text: str) -> str:
-        """Return the text with a break in each beginning of a special token at its end."""
+        """Return the text with a break in each beginning of a special token that it ends with."""
         body = text.rstrip()
         space = text[len(body) :]
         for length in range(min(self._longest, len(body)), 0, -1):
@@ -136,7 +142,7 @@ class _Deletions:
         """Return the text, with each literal broken by the mark if deletions could be harmful.
 
         Args:
-            mark: the character to insert.
+            mark: the character to insert as a break.
             is_harmful: returns whether a text has a special token.
         """
         if not self._may_become(text, is_harmful):
@@ -144,7 +150,7 @@ class _Deletions:
         return self._starts.sub(lambda start: start[0] + mark, text)
 
     def _may_become(self, text: str, is_harmful: Callable[[str], bool]) -> bool:
-        """Return whether deleting one literal, or all in turn, may make the text harmful."""
+        """Return whether deleting one literal, or all of them in turn, may make a special token."""
         if any(
             is_harmful(text.replace(literal, "")) for literal in self._literals if literal in text
         ):
@@ -196,7 +202,7 @@ def _is_word(text: str) -> bool:
 
 
 def _name_pattern(tails: Collection[str], insides: Collection[str]) -> str:
-    """Return a pattern of the names of which a template could make a special token.
+    """Return a pattern that matches each name from which a template could make a special token.
 
     Args:
         tails: special tokens without their first character. A name may not start with one.

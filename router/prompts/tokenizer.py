@@ -59,7 +59,7 @@ class Prompts:
         """Load the tokenizer and the chat template.
 
         Args:
-            engine_args: vLLM's engine arguments; only those for the chat template are used.
+            engine_args: vLLM's engine arguments; only those about the chat template are used.
             escapes: whether `escaped` changes special tokens in clients' messages.
         """
         self.model = str(model)
@@ -78,7 +78,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(
             tokenizer,
-            template=_own_template(engine_args.get("chat_template")),
+            template=_template_option(engine_args.get("chat_template")),
             defaults=engine_args.get("default_chat_template_kwargs"),
             with_unused_tools=not engine_args.get("exclude_tools_when_tool_choice_none"),
         )
@@ -102,8 +102,8 @@ class Prompts:
         Raises:
             ApiError: a text is too long, or has no tokens.
         """
-        rests = await self.continuations(prompts, max_model_len)
-        token_ids = [np.concatenate([self._opening, rest]) for rest in rests]
+        texts = await self.continuations(prompts, max_model_len)
+        token_ids = [np.concatenate([self._opening, text_ids]) for text_ids in texts]
         if not all(map(len, token_ids)):
             raise invalid("prompt", 'prompt is ""; expected at least one token')
         return token_ids
@@ -150,10 +150,10 @@ class Prompts:
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
 
     def plain_text(self, token_ids: TokenIds, before: int | None = None) -> str:
-        """Return the text of a part of a prompt without what the chat template adds.
+        """Return the text of a part of a prompt, without special tokens and names of roles.
 
         Args:
-            token_ids: the part.
+            token_ids: the part of the prompt.
             before: the token before it; None: the part is at the prompt's beginning.
         """
         decode = partial(self._backend.decode, skip_special_tokens=False)
@@ -195,7 +195,7 @@ class Prompts:
             ) from error
 
     async def escaped(self, call: Call) -> Call:
-        """Return the call without special tokens in its messages, if --escape-special-tokens is on.
+        """Escape special tokens in the call's messages, if --escape-special-tokens is on.
 
         Raises:
             ApiError: the call cannot be escaped; see Escape.call.
@@ -272,25 +272,25 @@ class Prompts:
         return token_ids
 
     def _token_ids(self, texts: Sequence[str], special: bool) -> list[TokenIds]:
-        # `encode` holds the GIL while it works; the batch call releases it.
+        # The library's method `encode` would hold the GIL while it works. This one releases it.
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=special)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
 
-def _own_template(given: str | None) -> str | None:
-    """Return the template of --chat-template, which may be the path of a file.
+def _template_option(value: str | None) -> str | None:
+    """Return the template that vLLM's option --chat-template gives as text or as a file's path.
 
     In vLLM this is load_chat_template.
     """
-    if given is None:
+    if value is None:
         return None
-    path = Path(given)
-    is_text = any(character in given for character in "{}\n")
-    return given if is_text else path.expanduser().read_text()
+    path = Path(value)
+    is_text = any(character in value for character in "{}\n")
+    return value if is_text else path.expanduser().read_text()
 
 
 def _jobs(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Divide the texts into jobs of at least JOB_CHARACTERS characters, in order."""
+    """Divide the texts, in order, into jobs of at least JOB_CHARACTERS; the last may be smaller."""
     begin, characters = 0, 0
     for end, text in enumerate(texts, 1):
         characters += len(text)
@@ -335,10 +335,10 @@ def _load(model: str | Path, revision: str) -> Any:
 
 
 def _is_generic(folder: Path) -> bool:
-    """Return whether the folder's tokenizer consists of its tokenizer.json only.
+    """Return whether tokenizer.json alone defines the folder's tokenizer.
 
-    AutoTokenizer would load the same tokenizer, but imports torch to read the configuration of the
-    model.
+    AutoTokenizer would load the same tokenizer, but it would import torch to read the model's
+    configuration.
     """
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())

@@ -13,7 +13,7 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.limits import Limits
 from kvroute.router.admission.seats import Seats
-from kvroute.router.connections import replicas as serves
+from kvroute.router.connections import replicas as serve_replicas
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
@@ -70,13 +70,13 @@ class Parts:
             settings: the settings for this model.
             replicas: handle of the model's replicas.
             tokenizer: the model's tokenizer and template.
-            limits: the tenants' limits, whose counts this model's publisher sends to other
-                routers. None: there are no limits, or another model of this router sends them.
+            limits: the tenants' limits. This model's publisher sends their counts to other
+                routers. None: there are no limits, or another model's publisher sends the counts.
         """
         deployment = replicas.deployment_name
-        self._handle = replicas.options()  # makes Serve publish the running replicas
-        running = partial(serves.running_replicas, deployment)
-        replica_set = partial(serves.replicas, deployment)
+        self._handle = replicas.options()  # makes Ray Serve tell this process the running replicas
+        running = partial(serve_replicas.running_replicas, deployment)
+        replica_set = partial(serve_replicas.replicas, deployment)
         self.settings = settings
         self.tokenizer = tokenizer
         self.unreadable = Unreadable()
@@ -97,6 +97,7 @@ class Parts:
         # The queue, and the messages between routers.
         self.queue = Queue[Answer](lambda: self.fleet.loads.scale.busy_s)
         self.seats = _seats(settings, self)
+        # These events are set when the requests that wait for a seat or in the queue may proceed.
         self.seat_wake, wake = Wake(), Wake()
         self.publisher = PeerPublisher(
             router_id,
@@ -159,7 +160,7 @@ class Parts:
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self.blamed,
         )
-        # The monitors of these parts.
+        # Monitoring.
         self.recorder = _recorder(self)
         read_audit = audit_reader(self.links, self.unreadable)
         self.audit = Audit(self.index, self.feed, self.fleet.mirror, read_audit)
@@ -225,7 +226,7 @@ def _handshake(settings: RouterSettings, tokenizer: Prompts) -> Handshake:
 
 
 def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
-    """Return the seats; None if the number of active sessions is not limited.
+    """Return the limit of active sessions (admission/seats.py); None: no limit.
 
     "auto" sets a limit only with the policy kvroute, because all other policies ignore caches.
     """
@@ -245,7 +246,7 @@ def _recorder(parts: Parts) -> Recorder | None:
 
 
 def _seating(settings: RouterSettings, parts: Parts) -> Seating | None:
-    """Return the part in which requests wait for seats; None if sessions need no seats."""
+    """Return the part in which requests wait until their session has a seat; None: no limit."""
     if parts.seats is None:
         return None
     return Seating(

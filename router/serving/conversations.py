@@ -43,6 +43,7 @@ class Input:
 
 
 NO_INPUT = Input(b"[]")
+MESSAGE_VALUES = 3  # JSON values of an input message: the object, its role and its content
 
 
 class Expanded(Struct, frozen=True):
@@ -81,7 +82,10 @@ class Conversations:
     """The stored conversations of one model, as one router reads and writes them."""
 
     def __init__(self, store: Responses, *, max_bytes: int) -> None:
-        """Create the service.
+        """Read and write the responses in a store.
+
+        In the methods, `salt` is Call.owner: a response can be read only with the salt that it was
+        stored with.
 
         Args:
             store: the responses in Redis.
@@ -123,7 +127,7 @@ class Conversations:
             return await self._store.delete(id, salt)
 
     async def input_items(self, id: str, salt: str) -> list[dict[str, Any]] | None:  # noqa: A002
-        """Return all input items that led to the response, the oldest first.
+        """Return all input items of the conversation up to the response, the oldest first.
 
         The result is None if the response is not stored.
 
@@ -163,7 +167,7 @@ class Conversations:
         """Return the call with the complete conversation as its input.
 
         Args:
-            own: the call's own input.
+            own: the input that the client has sent with this call.
             turns: the earlier turns of the conversation.
 
         Raises:
@@ -214,7 +218,7 @@ def _previous_id(body: Mapping[str, Any]) -> str | None:
 
 
 def _input(call: Call) -> Input:
-    """Return the call's own input, without the conversation.
+    """Return the input that the client has sent with this call, without earlier turns.
 
     Raises:
         ApiError: the input has another type than a string or a list.
@@ -227,7 +231,7 @@ def _input(call: Call) -> Input:
     raw = members(call.raw)["input"]
     if isinstance(value, list):
         return Input(raw, len(value), call.input_values)
-    return Input(b"".join((b'[{"role":"user","content":', raw, b"}]")), 1, 3)
+    return Input(b"".join((b'[{"role":"user","content":', raw, b"}]")), 1, MESSAGE_VALUES)
 
 
 def _turn(response: Members, own: Input) -> tuple[str, StoredTurn]:

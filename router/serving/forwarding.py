@@ -19,7 +19,8 @@ TIMEOUT_S = 600.0  # seconds for a replica to answer; a call may have many texts
 async def forward(call: Call, request_id: str, parts: Parts, renderer: Renderer) -> Response:
     """Forward a call to any replica, and return the response.
 
-    A call that counts the tokens of a prompt with a named prefix is answered by the router.
+    The router itself answers calls that count the tokens of a prompt with a named prefix, since
+    replicas do not know named prefixes.
 
     Raises:
         ApiError: no replica answers, or the named prefix is not declared.

@@ -6,7 +6,9 @@ from typing import Any
 
 from kvroute.router.serving.assembly import Parts
 
-LOADED_S = 5.0  # the most seconds that a new router waits for its mirror to be loaded
+# The most seconds that a new router waits until its mirror, the copy of the index of cached blocks,
+# is loaded.
+LOADED_S = 5.0
 
 
 class Lifecycle:
@@ -17,9 +19,9 @@ class Lifecycle:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Start all tasks, and wait up to LOADED_S for the mirror.
+        """Start all tasks, and wait up to LOADED_S until the mirror is loaded.
 
-        Until the mirror is loaded, the router does not know which replicas have a prompt cached.
+        Before that, the router does not know which replicas have a prompt cached.
         """
         parts = self._parts
         await parts.telemetry.start(

@@ -1,4 +1,4 @@
-"""What the HTTP routes use of one model's router."""
+"""The parts of one model's router that the HTTP routes use."""
 
 from kvroute.process.draining import draining
 from kvroute.router.page.live import Live

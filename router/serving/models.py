@@ -1,4 +1,4 @@
-"""All models that one router serves. Chooses the model for a request."""
+"""All models that one router serves, and the choice of the model for a request."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -113,7 +113,7 @@ async def _served(request: Request) -> Models:
     return models
 
 
-Served = Annotated[Models, Depends(_served)]  # type of a route's parameter for the models
+Served = Annotated[Models, Depends(_served)]  # a route's parameter of this type gets the models
 
 
 def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:

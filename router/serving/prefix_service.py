@@ -1,4 +1,8 @@
-"""The named and the hot prefixes of one model in one router."""
+"""The named and the hot prefixes of one model in one router.
+
+Clients declare named prefixes. Hot prefixes are those that save the most tokens in this router's
+requests; the router finds them by itself.
+"""
 
 import time
 from collections.abc import Coroutine
@@ -57,9 +61,9 @@ class PrefixService:
         """Count the cached tokens of a prompt for its prefixes.
 
         Args:
-            generation: the prompt's generation, which has its first chunk.
+            generation: the prompt's generation, which has received its first chunk.
             prefix: the prompt's named prefix.
-            owner: owner of the hot prefixes; None: the prompt does not count for hot prefixes.
+            owner: who shares the prompt's hot prefixes; None: the prompt does not count for them.
         """
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)

@@ -51,7 +51,7 @@ class RenderedCall(Struct, frozen=True):
     # are only used for placement.
     is_rendered: bool = True
     has_prefix: bool = False  # true: the prompts start with a named prefix, which the body lacks
-    features: tuple[Feature, ...] = ()  # images and the like; only in calls with one prompt
+    features: tuple[Feature, ...] = ()  # images, videos and sounds; only in calls with one prompt
     image: int | None = None  # a hash of the first image; None: there are no images
 
     @property
@@ -140,6 +140,8 @@ class Renderer:
             RefusedCallError: a replica refuses the body.
         """
         has_prefix = prefix is not None
+        # If the response includes the prompt's text, vLLM has to render the body to get the text.
+        # It cannot do so with a named prefix, since the body lacks it.
         is_rendered = has_prefix or not call.needs_prompt_text
         try:
             if call.path == CHAT_COMPLETIONS:
@@ -214,5 +216,5 @@ class Renderer:
                 "prompt instead of messages, and send a body without images",
                 code="unsupported_parameter",
             )
-        ids = [self._composer.after_prefix(prefix, token_id) for token_id in rendered.token_ids]
+        ids = [self._composer.after_prefix(prefix, prompt) for prompt in rendered.token_ids]
         return RenderedCall(rendered.call, ids, has_prefix=True)

@@ -5,8 +5,9 @@ parse      endpoints/openai_routes    reads the body into a Call, the headers in
 expand     serving/expansion          adds the earlier conversation and the named prefix
 render     serving/rendering          turns the prompts into token ids
 place      placement/fleet            ranks the replicas for a prompt
-admit      dispatch/admission         waits until limits, seats and the queue admit the prompt
-dispatch   dispatch/dispatcher        sends it, and continues on another replica after a loss
+admit      dispatch/admission         checks the tenant's limits; waits until the session has a seat
+                                      (admission/seats) and until the queue releases the prompt
+dispatch   dispatch/dispatcher        sends the prompt; continues elsewhere if the replica is lost
 respond    serving/responding         writes the response to the client
 """
 
@@ -83,7 +84,7 @@ class RequestHandler:
         return response
 
     async def _generate(self, call: Call, context: RequestContext) -> Response:
-        """Answer a call for which replicas generate tokens: call the stages one after the other."""
+        """Answer a call for which replicas generate tokens, by calling the stages in order."""
         parts = self._parts
         parts.holding.check(context.urgency, context.sharer)
         expanded = await self._expand(call)
@@ -120,7 +121,7 @@ class RequestHandler:
             receipts.append(
                 receipt(placement, policy=self._policy, broken=broken, retention=retention)
             )
-            await asyncio.sleep(0)  # lets other requests run
+            await asyncio.sleep(0)  # let other requests run
         return receipts
 
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
@@ -138,10 +139,13 @@ class RequestHandler:
         return completion(scoring, raw, prompts)
 
     async def end_session(self, session: int) -> dict[str, str]:
-        """Record that a client has declared the end of a session, and report it to all ranks.
+        """Record that a client has declared the end of a session, and report it to all replicas.
+
+        Replicas evict the session's blocks first. They get no report if many sessions continued
+        after clients had declared their end.
 
         Returns:
-            The ranks that did not confirm it: id -> reason.
+            The replicas' ranks that did not confirm the report: id -> reason.
         """
         self._parts.fleet.end_session(session)
         self._parts.seat_wake.set()
@@ -208,7 +212,7 @@ class RequestHandler:
         expanded: Expanded,
         rendered: RenderedCall,
     ) -> None:
-        """Count the first token of each prompt: for prefixes, limits and images."""
+        """Update prefixes, tenant limits and images when each prompt has its first token."""
         owner = _owner(expanded.call, context)
         for generation in generations:
             if generation.is_refused:
@@ -222,9 +226,10 @@ class RequestHandler:
 
 
 def _owner(call: Call, context: RequestContext) -> Owner | None:
-    """Return the owner of the hot prefixes for which a prompt counts.
+    """Return who shares the hot prefixes of a call's prompts.
 
-    The result is None if the prompt does not count, since it has a cache_salt or a LoRA adapter.
+    The result is None if the call has a cache_salt or a LoRA adapter. Its prompts then do not count
+    for hot prefixes.
     """
     salt = salted(call.caller, "")
     is_isolated = context.lora or context.namespace != salt

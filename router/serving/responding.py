@@ -27,14 +27,14 @@ async def respond(
     """Return the response to a call, as its replicas write it.
 
     Args:
-        generations: one for each prompt of the call; each has its first chunk.
-        policy: the routing policy, for the receipts.
+        generations: one for each prompt of the call; each has received its first chunk.
+        policy: the routing policy. Receipts, which explain the placement of each prompt, name it.
 
     Raises:
         ApiError: no replica can continue the response.
     """
     call = expanded.call
-    ending = _unchanged
+    ending = _unchanged  # edits the last bytes of the response
     if call.wants_receipts:
         ending = partial(_with_receipts, call.path, generations, policy)
     headers, failed = placement_headers(generations), partial(event, path=call.path)
@@ -55,7 +55,7 @@ def _unchanged(data: bytes) -> bytes:
 
 
 def _with_receipts(path: str, generations: Sequence[Generation], policy: str, data: bytes) -> bytes:
-    """Add the receipts to the last bytes of a response: as a field of the body, or as an event."""
+    """Return the last bytes of a response with the receipts, as a field of the body or an event."""
     receipts = {RECEIPTS: [generation.receipt(policy) for generation in generations]}
     if data.startswith(b"{"):
         body: dict[str, Any] = msgspec.json.decode(data)

@@ -29,7 +29,8 @@ class ModelHealth:
     ready: int  # number of replicas that take requests
     index_is_reachable: bool
     index_is_writable: bool  # false: Redis is full and can only be read
-    index_age_s: float  # seconds since the router's mirror was last equal to the index
+    # Seconds since the router's copy of the index of cached blocks was last equal to the index.
+    index_age_s: float
     degraded: dict[str, str]  # replica id -> why it is degraded
     unconnected: dict[str, str]  # replica id -> why the router has no connection to it
 
@@ -121,7 +122,10 @@ class Status:
         }
 
     def seats(self) -> list[dict[str, Any]]:
-        """Return the state of the sessions' seats; an empty list if sessions need no seats."""
+        """Return which sessions may send requests and which ones wait (admission/seats.py).
+
+        The list has one entry. It is empty if the number of active sessions is not limited.
+        """
         if self._parts.seats is None:
             return []
         return [{"model": self._model, **seats_now.as_json(self._parts.seats, time.monotonic())}]
@@ -150,14 +154,14 @@ class Status:
         return await self._parts.neighbours.report()
 
     def unreadable(self) -> list[dict[str, Any]]:
-        """Return an entry for each kind of record that has records which could not be decoded."""
+        """Return the records in Redis that could not be decoded, as one entry per kind."""
         return [
             {"model": self._model, "kind": kind, **summary}
             for kind, summary in self._parts.unreadable.report().items()
         ]
 
     def engine_problems(self) -> dict[str, Any]:
-        """Return which replicas run vLLM unpatched, and which servers publish no events."""
+        """Return the replicas with unpatched vLLM, and the attached servers that send no events."""
         records = self._parts.fleet.replicas.own_records
         servers = {record.facts.server for record in records if record.facts.guesses_cache}
         return {
@@ -166,7 +170,7 @@ class Status:
         }
 
     def rendering_differences(self) -> dict[str, int]:
-        """Return, for each replica, how many prompts a router rendered differently from vLLM."""
+        """Return how many prompts routers rendered differently from vLLM, by replica id."""
         records = self._parts.fleet.replicas.own_records
         return {record.id: record.load.rendering_differences for record in records}
 

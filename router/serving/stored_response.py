@@ -1,4 +1,7 @@
-"""Adds the previous id to responses of the Responses API, and stores them for later calls."""
+"""Edits and stores responses of the Responses API, so that later calls can continue them.
+
+The edit adds the field previous_response_id, which replicas do not know.
+"""
 
 from fastapi import Response
 from fastapi.responses import StreamingResponse
@@ -16,7 +19,7 @@ from kvroute.router.serving.conversations import Expanded
 
 
 async def stored(expanded: Expanded, response: Response) -> Response:
-    """Return the response with the id of the previous response in it; store it if requested.
+    """Return the response with the id of the previous response; store it if the client wants that.
 
     It is stored before its end is sent, so a client that has received all of it can continue the
     conversation at once.
@@ -32,10 +35,10 @@ async def stored(expanded: Expanded, response: Response) -> Response:
 
 
 async def _edited(expanded: Expanded, body: bytes) -> bytes:
-    """Return the body of a response with the previous id; store the response if requested."""
+    """Return the body of a response with the id of the previous response; store it if wanted."""
     try:
         response = members(body)
-    except DECODE_ERRORS:  # the client gets the bytes as the replica has sent them
+    except DECODE_ERRORS:  # the client gets the replica's bytes unchanged
         return body
     if expanded.previous_id is not None:
         response = with_previous(response, expanded.previous_id)
@@ -46,7 +49,10 @@ async def _edited(expanded: Expanded, body: bytes) -> bytes:
 
 
 class _StoredEvents(Response):
-    """A streamed response. Each chunk consists of complete events, as replicas send them."""
+    """A streamed response, which is edited and stored while it is sent.
+
+    Each chunk that a replica sends consists of complete events.
+    """
 
     def __init__(self, expanded: Expanded, stream: StreamingResponse) -> None:
         super().__init__(status_code=stream.status_code)

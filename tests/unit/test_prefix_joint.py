@@ -152,7 +152,7 @@ async def test_messages_that_change_the_prefix_before_them_are_refused(
     composer = altered(template + "{% for m in messages %}{{ m.content }}{% endfor %}")
     prefix = await declared(composer, {"messages": [SYSTEM]})
     assert len(await follow(composer, prefix, "chat", "say")) > len(prefix.token_ids)
-    with pytest.raises(ApiError, match="put the prefix's messages into the request instead"):
+    with pytest.raises(ApiError, match="put its messages into the request instead"):
         await follow(composer, prefix, "chat", "shout")
 
 
