@@ -8,7 +8,7 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from kvroute import autoscaling
-from kvroute.deployments import deployment
+from kvroute.deployments import OWN_REPLICAS, deployment
 from kvroute.process.logs import logging_config
 from kvroute.replica.deployment import Replica
 from kvroute.router.connections.request_router import KnownReplicas
@@ -53,7 +53,7 @@ def application(settings: ServeSettings, models: Sequence[ModelSettings]) -> App
         [
             (
                 model.for_routers(),
-                _replicas(
+                _fleet(
                     settings,
                     model,
                     deployment(None if len(models) == 1 else model.served_model_name),
@@ -63,6 +63,18 @@ def application(settings: ServeSettings, models: Sequence[ModelSettings]) -> App
         ]
     )
     return bound
+
+
+def _fleet(settings: ServeSettings, model: ModelSettings, name: str) -> list[Application]:
+    """Return the deployments of a model: one, or two if own replicas run beside attached ones."""
+    if not model.own_replicas:
+        return [_replicas(settings, model, name)]
+    attached = {"replicas": model.replicas - model.own_replicas, "gpus_per_replica": 0}
+    own = {"replicas": model.own_replicas, "attach": (), "attach_file": None}
+    return [
+        _replicas(settings, model.model_copy(update=attached), name),
+        _replicas(settings, model.model_copy(update=own), OWN_REPLICAS),
+    ]
 
 
 def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Application:

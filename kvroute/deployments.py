@@ -10,6 +10,7 @@ APPLICATION = "kvroute"
 
 ROUTERS = "Router"  # name of the routers' deployment
 REPLICAS = "Replica"  # name of the replicas' deployment; its prefix if there are several models
+OWN_REPLICAS = "OwnReplica"  # deployment of kvroute's own replicas beside attached servers
 
 
 def deployment(model: str | None) -> str:
@@ -27,6 +28,12 @@ def model_of(deployment: str) -> str | None:
     """Return the model in a deployment's name, or None if there is only one model."""
     _, _, quoted = deployment.partition(":")
     return unquote(quoted.replace("=", "%")) or None
+
+
+def kind_of(deployment: str) -> str:
+    """Return what a deployment's processes are called in messages, such as "replica"."""
+    name = deployment.partition(":")[0]
+    return "own replica" if name == OWN_REPLICAS else name.lower()
 
 
 def plain(message: str) -> str:

@@ -52,12 +52,13 @@ class Router:
     """One of several equal routers. Each has its own mirror of every model's index."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, models: Sequence[tuple[dict[str, Any], DeploymentHandle]]
+        self, models: Sequence[tuple[dict[str, Any], Sequence[DeploymentHandle]]]
     ) -> None:
         """Start the router.
 
         Args:
-            models: for each model, its settings (RouterSettings) and the handle of its replicas.
+            models: for each model, its settings (RouterSettings) and the handle of each deployment
+                of its replicas.
         """
         self._all = list[ModelRouter]()
         self._answers = RunningAnswers()
@@ -129,7 +130,10 @@ async def _end_before_serve(answers: RunningAnswers, drain_s: float) -> None:
 
 
 async def _model_router(
-    id_: str, settings: RouterSettings, replicas: DeploymentHandle, limits: Limits | None
+    id_: str,
+    settings: RouterSettings,
+    replicas: Sequence[DeploymentHandle],
+    limits: Limits | None,
 ) -> ModelRouter:
     """Load the model's tokenizer, and return its router."""
     folder = await asyncio.to_thread(resolve, settings.model)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvroute.deployments import APPLICATION, deployment, last_line
+from kvroute.deployments import APPLICATION, OWN_REPLICAS, deployment, last_line
 from kvroute.local.progress import Progress
 
 POLL_S = 0.2  # seconds between two queries of the deployment's state
@@ -48,12 +48,21 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: Progress
 
         from kvroute.process.ray_internals import set_replicas
 
-        name = deployment(model)
+        name = _scaled(model)
         deployed = _deployed(name)
         check_not_autoscaling(deployed)
         check_resources(replicas, deployed, ray.available_resources())
         set_replicas(APPLICATION, name, replicas)
         _wait(replicas, name, progress)
+
+
+def _scaled(model: str | None) -> str:
+    """Return the deployment to scale; beside attached servers, that of kvroute's own replicas."""
+    try:
+        _deployed(OWN_REPLICAS)
+    except LookupError:
+        return deployment(model)
+    return OWN_REPLICAS
 
 
 def check_not_autoscaling(deployed: Deployed) -> None:

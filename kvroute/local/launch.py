@@ -211,7 +211,7 @@ def check_request_log(request_log: Path | None) -> None:
 
 def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
     """Raise StartError if a model needs vLLM, and no supported version is installed."""
-    engines = {model.engine for model in models if not model.servers}
+    engines = {model.engine for model in models if model.starts_engines}
     if "vllm" not in engines:
         return
     if importlib.util.find_spec("vllm") is None:
@@ -246,11 +246,11 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
     """
     default = min(1, available)
     gpus = [_gpus_wanted(model, default) for model in models]
-    needed = sum(model.max_fleet_size * count for model, count in zip(models, gpus, strict=True))
+    sizes = [model.own_replicas if model.servers else model.max_fleet_size for model in models]
+    needed = sum(size * count for size, count in zip(sizes, gpus, strict=True))
     if needed > available:
         replicas = " and ".join(
-            f"{model.max_fleet_size} replicas of {count} GPUs"
-            for model, count in zip(models, gpus, strict=True)
+            f"{size} replicas of {count} GPUs" for size, count in zip(sizes, gpus, strict=True)
         )
         option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
         raise StartError(
@@ -261,7 +261,7 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
 
 
 def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
-    if settings.engine == "simulated" or settings.servers:
+    if settings.engine == "simulated" or not settings.starts_engines:
         return 0
     ranks = settings.data_parallel_size
     return ranks * default if settings.gpus_per_replica is None else settings.gpus_per_replica

@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from kvroute.deployments import APPLICATION, final_error, last_line, model_of, plain
+from kvroute.deployments import APPLICATION, final_error, kind_of, last_line, model_of, plain
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy.health import ADMIN_SOCKET
 from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MAX_REQUESTS, TLS_CERT, TLS_KEY
@@ -174,7 +174,7 @@ def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -
 
 def _lines(deployments: Mapping[str, Any]) -> Iterator[str]:
     for name, status in deployments.items():
-        kind, model = name.partition(":")[0].lower(), model_of(name)
+        kind, model = kind_of(name), model_of(name)
         of_model = f" of {model}" if model else ""
         wanted = sum(status.replica_states.values())
         for number in range(1, status.replica_states.get("RUNNING", 0) + 1):
@@ -187,12 +187,12 @@ def awaited(deployments: Mapping[str, Any]) -> str:
     """Return a text that says which processes are not ready yet."""
     parts = []
     for name, status in deployments.items():
-        kind, model = name.partition(":")[0].lower(), model_of(name)
+        kind, model = kind_of(name), model_of(name)
         wanted = sum(status.replica_states.values())
         missing = wanted - status.replica_states.get("RUNNING", 0)
         if missing:
             of_model = f" of {model}" if model else ""
-            loads = ", which load the model" if kind == "replica" else ""
+            loads = ", which load the model" if kind.endswith("replica") else ""
             parts.append(f"{missing} of {wanted} {kind}s{of_model}{loads}")
     return "; ".join(parts) or "Ray Serve"
 

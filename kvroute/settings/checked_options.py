@@ -29,7 +29,12 @@ class CheckedOptions(ModelOptions):
     @property
     def fleet_size(self) -> int:
         """Return the number of replicas at the start; each attached server has one."""
-        return len(self.servers) or self.replicas
+        return len(self.servers) + self.own_replicas if self.servers else self.replicas
+
+    @property
+    def starts_engines(self) -> bool:
+        """Return whether kvroute starts engines itself, for all replicas or some of them."""
+        return not self.servers or self.own_replicas > 0
 
     @cached_property
     def servers(self) -> tuple[str, ...]:
@@ -96,9 +101,14 @@ class CheckedOptions(ModelOptions):
         refused = {
             "--max-replicas": self.max_replicas,
             "--lora": self.lora,
-            "--engine-args": self.engine_args,
+            "--engine-args": self.engine_args and not self.own_replicas,
             "--engine simulated": self.engine == "simulated",
         }
+        if self.own_replicas and not self.servers:
+            raise SettingsError(
+                f"--own-replicas is {self.own_replicas}, and no server is attached; add --attach, "
+                f"or use --replicas {self.own_replicas} instead"
+            )
         for flag, value in refused.items():
             if self.servers and value:
                 raise SettingsError(

@@ -21,12 +21,13 @@ This module only computes. Callers pass the time, in seconds of a monotonic cloc
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import WaitingSessions
+from kvroute.router.admission.active_session import ActiveSession
 
 # Share of the fleet's KV cache that sessions with seats may take. In measurements, a sixth fewer
 # turns were completed with 0.7 and with 1.1.
@@ -39,41 +40,11 @@ BUSY_WEIGHT = 0.01  # weight of the latest request in the moving average of this
 # fewer turns were completed with 30 s.
 IDLE_S = 60.0
 MAX_SESSIONS = 50_000  # upper bound of active sessions, and of stored shared prefixes
-# A session may have several conversations, such as those of its sub-agents. The tokens of this many
-# of them are counted, the latest ones.
-MAX_CONTEXTS = 64
 INTERVAL_WEIGHT = 0.1  # weight of the latest interval between two seats in the moving average
 # Seconds for which this router leaves a free seat to another router where a session waits longer.
 PATIENCE_S = 1.0
 
 R = TypeVar("R")  # type of the caller's requests
-
-
-@dataclass(slots=True)
-class ActiveSession:
-    """A session that has waiting or running requests, or had some in the last IDLE_S."""
-
-    tenant: int  # number of the session's tenant
-    used_s: float  # time when its latest request was sent or ended
-    shared_tokens: int = 0  # tokens at the start of its prompts that other sessions have too
-    running: int = 0  # number of its requests that wait for a seat or have not ended
-    seated_s: float | None = None  # time when it got its seat, or None if it has none
-    tokens: int = 0  # sum of the tokens of its contexts, without the shared tokens
-    # Last block of each conversation's latest prompt -> the prompt's tokens that are not shared.
-    contexts: OrderedDict[Fingerprint, int] = field(default_factory=OrderedDict)
-
-    def add_turn(self, turn: SessionTurn, tokens: int) -> None:
-        """Replace the context of the conversation's previous turn by that of this turn.
-
-        Args:
-            tokens: prompt tokens of this turn.
-        """
-        for block in (turn.before, turn.end):
-            self.tokens -= self.contexts.pop(block, 0)
-        self.contexts[turn.end] = max(0, tokens - self.shared_tokens)
-        self.tokens += self.contexts[turn.end]
-        while len(self.contexts) > MAX_CONTEXTS:
-            self.tokens -= self.contexts.popitem(last=False)[1]
 
 
 @dataclass(slots=True, eq=False)

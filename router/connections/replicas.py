@@ -4,7 +4,7 @@ This is a separate module because Serve sends a pickled copy of the request rout
 process. State in that module would exist twice.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kvroute.wire.address import Address
@@ -50,21 +50,35 @@ class UnknownReplicaError(Exception):
     """Ray Serve does not run this replica."""
 
 
-class _NoReplicas:
-    """An empty set of replicas, in use until Serve's request router has registered itself."""
+class _Union:
+    """The replicas of several deployments, or of none that Serve has announced yet."""
+
+    def __init__(self, sets: Sequence[ServeReplicas]) -> None:
+        self._sets = sets
 
     def ids(self) -> Collection[str]:
-        return ()
+        return [replica_id for replicas in self._sets for replica_id in replicas.ids()]
 
     def hold(self, replica_id: str) -> object:
-        return None
+        held = (replicas.hold(replica_id) for replicas in self._sets)
+        return next((handle for handle in held if handle is not None), None)
 
     async def address(self, replica_id: str) -> Address:
+        if replicas := self._set_with(replica_id):
+            return await replicas.address(replica_id)
         raise UnknownReplicaError(replica_id)
 
-    async def probe(self, replica_id: str) -> None: ...
+    async def probe(self, replica_id: str) -> None:
+        if replicas := self._set_with(replica_id):
+            await replicas.probe(replica_id)
 
-    async def kill(self, replica_id: str) -> None: ...
+    async def kill(self, replica_id: str) -> None:
+        if replicas := self._set_with(replica_id):
+            await replicas.kill(replica_id)
+
+    def _set_with(self, replica_id: str) -> ServeReplicas | None:
+        holders = (replicas for replicas in self._sets if replicas.hold(replica_id) is not None)
+        return next(holders, None)
 
 
 _replicas: dict[str, ServeReplicas] = {}  # deployment -> its replicas
@@ -75,10 +89,12 @@ def register(deployment: str, replicas: ServeReplicas) -> None:
     _replicas[deployment] = replicas
 
 
-def replicas(deployment: str) -> ServeReplicas:
-    return _replicas.get(deployment) or _NoReplicas()
+def replicas(deployments: Sequence[str]) -> ServeReplicas:
+    """Return the replicas of all these deployments."""
+    sets = [_replicas[deployment] for deployment in deployments if deployment in _replicas]
+    return sets[0] if len(sets) == 1 else _Union(sets)
 
 
-def running_replicas(deployment: str) -> list[str]:
-    """Return the ids of the deployment's replicas that can get requests now."""
-    return list(replicas(deployment).ids())
+def running_replicas(deployments: Sequence[str]) -> list[str]:
+    """Return the ids of the deployments' replicas that can get requests now."""
+    return list(replicas(deployments).ids())

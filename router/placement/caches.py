@@ -166,9 +166,11 @@ class Caches:
         Args:
             at_least: a lower bound of the result, which the caller knows.
         """
-        for boundaries in self._replicas.layouts.values():
-            return max(at_least, boundaries.known_blocks(chain, self.mirror.is_known))
-        return self.mirror.known_blocks(chain, at_least=at_least)
+        layouts = self._replicas.layouts.values()
+        blocks = [layout.known_blocks(chain, self.mirror.is_known) for layout in {*layouts}]
+        if len(layouts) < len(self._replicas) or not layouts:
+            blocks.append(self.mirror.known_blocks(chain, at_least=at_least))
+        return max(at_least, *blocks)
 
     def partial(self, chain: Sequence[Fingerprint], at_least: int) -> int:
         """Return how many leading blocks of a chain the first cache group of any replica has.
@@ -176,9 +178,9 @@ class Caches:
         Args:
             at_least: a lower bound of the result, which the caller knows.
         """
-        for boundaries in self._replicas.layouts.values():
-            return max(at_least, self.mirror.first_group_hit(chain, boundaries))
-        return at_least
+        layouts = {*self._replicas.layouts.values()}
+        hits = (self.mirror.first_group_hit(chain, layout) for layout in layouts)
+        return max((at_least, *hits))
 
     def capacity_tokens(self, record: ReplicaRecord) -> int:
         """Return how many tokens a replica can keep in its caches.

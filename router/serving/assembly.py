@@ -1,6 +1,7 @@
 """Builds the parts of a router that serve one model, in the order of their dependencies."""
 
 import random
+from collections.abc import Sequence
 from functools import partial
 
 import ray
@@ -59,7 +60,7 @@ class Parts:
         self,
         router_id: str,
         settings: RouterSettings,
-        replicas: DeploymentHandle,
+        replicas: Sequence[DeploymentHandle],
         tokenizer: Prompts,
         limits: Limits | None = None,
     ) -> None:
@@ -68,15 +69,16 @@ class Parts:
         Args:
             router_id: id of this router.
             settings: the settings for this model.
-            replicas: handle of the model's replicas.
+            replicas: the handle of each deployment of the model's replicas.
             tokenizer: the model's tokenizer and template.
             limits: the tenants' limits. This model's publisher sends their counts to other
                 routers. None: there are no limits, or another model's publisher sends the counts.
         """
-        deployment = replicas.deployment_name
-        self._handle = replicas.options()  # makes Ray Serve tell this process the running replicas
-        running = partial(serve_replicas.running_replicas, deployment)
-        replica_set = partial(serve_replicas.replicas, deployment)
+        # The handles make Ray Serve tell this process the running replicas.
+        self._handles = [handle.options() for handle in replicas]
+        deployments = tuple(handle.deployment_name for handle in replicas)
+        running = partial(serve_replicas.running_replicas, deployments)
+        replica_set = partial(serve_replicas.replicas, deployments)
         self.settings = settings
         self.tokenizer = tokenizer
         self.unreadable = Unreadable()

@@ -69,9 +69,9 @@ async def compare(url: str) -> list[Row]:
     from ray import serve
 
     serve.get_deployment_handle("Replica", "kvroute").options()  # as a router does
-    await until(lambda: replicas("Replica").ids())
-    (replica_id,) = replicas("Replica").ids()
-    address = await replicas("Replica").address(replica_id)
+    await until(lambda: replicas(("Replica",)).ids())
+    (replica_id,) = replicas(("Replica",)).ids()
+    address = await replicas(("Replica",)).address(replica_id)
     link = await connect("replica", address.host, address.port, address.secret, within_s=10)
 
     async def direct(prompt: list[int]) -> float:

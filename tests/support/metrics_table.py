@@ -66,7 +66,7 @@ def router() -> CollectorRegistry:
     metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None](lambda: 1.0))
-    metrics.export_links(Links(lambda: replicas("unused")))
+    metrics.export_links(Links(lambda: replicas(())))
     metrics.export_blamed(PoisonList())
     metrics.export_seats(Seats[None](lambda: 0))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, max_bytes=0)

@@ -14,6 +14,15 @@ class DeploymentOptions(BaseModel):
     replicas: Annotated[
         int, Positive, Option(REPLICAS, "Number of replicas, each with its own KV cache.")
     ] = 2
+    own_replicas: Annotated[
+        int,
+        NotNegative,
+        Option(
+            REPLICAS,
+            "With --attach: number of replicas that kvroute starts itself, with the same model as "
+            "the attached servers.",
+        ),
+    ] = 0
     max_replicas: Annotated[
         int | None,
         Positive,
