@@ -475,7 +475,7 @@ def test_the_fleet_has_a_fixed_size_unless_it_may_grow() -> None:
 def replicas_config(args: dict[str, Any]) -> dict[str, Any]:
     """Serve's, of the deployment that the routers are bound to."""
     (models,) = build(args)._bound_deployment.init_args
-    ((_, replicas),) = models
+    ((_, (replicas,)),) = models
     config: dict[str, Any] = replicas._bound_deployment._deployment_config.model_dump()
     return config
 
