@@ -22,8 +22,13 @@ class Adapter(BaseModel):
     path: str  # absolute path of a folder in PEFT's format
 
 
-def read_adapter(text: str) -> Adapter:
+def read_adapter(text: str, *, has_files: bool = True) -> Adapter:
     """Parse `NAME=PATH` and check the adapter's files.
+
+    Args:
+        text: NAME=PATH.
+        has_files: False if an attached server on another machine has the files; they are not
+            checked then.
 
     Raises:
         ValueError: the text has another form, or the adapter's files cannot be used.
@@ -32,6 +37,8 @@ def read_adapter(text: str) -> Adapter:
     if not (name and path):
         raise ValueError("expected NAME=PATH, such as sql=adapters/sql")
     adapter = Adapter(name=name, path=str(Path(path).expanduser().absolute()))
+    if not has_files:
+        return adapter
     if _rank(adapter) > RANKS[-1]:
         raise ValueError(
             f"the adapter's rank is {_rank(adapter)}, and vLLM supports ranks up to {RANKS[-1]}; "

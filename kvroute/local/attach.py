@@ -54,7 +54,23 @@ def attached(settings: ServeSettings, progress: Progress) -> ServeSettings:
     }
     if settings.model == BUILTIN_MODEL:
         completed["model"] = first.model_path
+    if not settings.lora and not settings.own_replicas:  # own replicas need the files here
+        completed["lora"] = _common_adapters(settings.servers, servers, progress)
     return load(settings.model_dump() | completed)
+
+
+def _common_adapters(
+    urls: Sequence[str], servers: Sequence[ServerFacts], progress: Progress
+) -> list[str]:
+    """Return NAME=PATH of the LoRA adapters that all servers have; report those of some servers."""
+    common = set(servers[0].adapters).intersection(*(server.adapters for server in servers))
+    for url, server in zip(urls, servers, strict=True):
+        if others := sorted(set(server.adapters) - common):
+            progress.say(
+                f"{url} serves the LoRA adapters {', '.join(others)}, and other servers do not; "
+                "clients cannot use these adapters here"
+            )
+    return [f"{name}={path}" for name, path in servers[0].adapters.items() if name in common]
 
 
 class AttachedFleet:

@@ -77,7 +77,7 @@ class CheckedOptions(ModelOptions):
         adapters: dict[str, Adapter] = {}
         for argument in self.lora:
             try:
-                adapter = read_adapter(argument)
+                adapter = read_adapter(argument, has_files=self.starts_engines)
             except ValueError as error:
                 raise SettingsError(f"--lora is {argument!r}: {error}") from None
             if adapter.name in (*adapters, self.name):
@@ -100,7 +100,6 @@ class CheckedOptions(ModelOptions):
         """Refuse options that only an engine of kvroute's own could follow."""
         refused = {
             "--max-replicas": self.max_replicas,
-            "--lora": self.lora,
             "--engine-args": self.engine_args and not self.own_replicas,
             "--engine simulated": self.engine == "simulated",
         }

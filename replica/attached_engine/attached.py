@@ -81,6 +81,7 @@ class AttachedEngine(Engine):
         self._rank_headers = {RANK_HEADER: str(rank)} if len(server.ranks) > 1 else {}
         self._space = space
         self._model = server.model
+        self._adapters = tuple(server.adapters)  # LoRA adapters; the server has loaded all of them
         self._cached = CachedBlocks(space)
         self._sent = SentBlocks(facts.capacity_blocks)
         events = server.ranks[rank].events if facts.prefix_caching else None
@@ -304,7 +305,11 @@ class AttachedEngine(Engine):
 
     def load(self) -> Load:
         load = load_of(self._connection.samples, self._rank, self.facts.capacity_blocks)
-        return replace(load, rendering_differences=self._rendering_differences)
+        return replace(
+            load,
+            rendering_differences=self._rendering_differences,
+            loras=self._adapters,
+        )
 
     async def check(self) -> None:
         """Raise EngineDeadError if the server is another one now, or if a task has failed."""

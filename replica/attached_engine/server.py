@@ -1,7 +1,7 @@
 """Reads what a running vLLM server says about itself over HTTP."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +58,7 @@ class ServerFacts:
     max_model_len: int  # tokens of prompt and answer together
     version: str  # version of vLLM; empty: unknown
     ranks: Sequence[RankFacts]
+    adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapter -> its folder there
 
 
 def authorization(key_file: Path | None) -> Mapping[str, str]:
@@ -73,6 +74,7 @@ Samples = Mapping[str, Mapping[str, tuple[float, Mapping[str, str]]]]
 async def read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
     """Return the facts of the server at `url`. Raises ServerError."""
     models = (await _json(client, url, "/v1/models")).get("data") or []
+    adapters = {str(model["id"]): str(model["root"]) for model in models if model.get("parent")}
     base = next((model for model in models if not model.get("parent")), None)
     if base is None:
         raise ServerError(f"{url}/v1/models lists no model; is a vLLM server at this address?")
@@ -94,6 +96,7 @@ async def read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
         max_model_len=int(base.get("max_model_len") or 0),
         version=str((await _optional(client, url, "/version")).get("version", "")),
         ranks=ranks,
+        adapters=adapters,
     )
 
 

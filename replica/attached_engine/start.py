@@ -114,5 +114,6 @@ def _facts(url: str, server: ServerFacts, rank: RankFacts, format_: str, unfit: 
         content_format=format_,
         server=url,
         guesses_cache=rank.events is None,
+        max_cpu_loras=len(server.adapters),
         unfit=unfit,
     )

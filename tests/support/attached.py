@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ READY_S = 600.0  # on a machine that is busy with other work
 class AttachableServer:
     """One `vllm serve`; `start` can be called again after `kill`."""
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, options: Sequence[str] = ()) -> None:
         self.port = free_port()
         self.url = f"http://{HOST}:{self.port}"
         self._log = log
@@ -42,6 +42,7 @@ class AttachableServer:
             *("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS)),
             *("--max-model-len", "2048", "--max-num-seqs", "8", "--dtype", "float32"),
             *("--kv-events-config", json.dumps(events)),
+            *options,
             name=NAME,
             port=self.port,
             cache_mb=CACHE_MB,
@@ -82,10 +83,11 @@ class AttachableServer:
 
 @contextmanager
 def attachable_servers(
-    model: Path, folder: Path, count: int = 2
+    model: Path, folder: Path, count: int = 2, options: Sequence[str] = ()
 ) -> Iterator[list[AttachableServer]]:
     """Run servers until the end of the context, and wait until all of them answer."""
-    servers = [AttachableServer(model, folder / f"server-{number}.log") for number in range(count)]
+    logs = [folder / f"server-{number}.log" for number in range(count)]
+    servers = [AttachableServer(model, log, options) for log in logs]
     try:
         for server in servers:
             server.start()

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from tests.support.adapters import write_adapter
 from tests.support.attached import BLOCK, NAME, attachable_servers
 from tests.support.serving import Cluster, doctor, start_cluster
 from tests.support.waiting import wait_until
@@ -22,15 +23,18 @@ DOCUMENTS, QUESTIONS = 6, 4
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("attached")
-    with attachable_servers(Path(resolve(BUILTIN_MODEL)), folder, count=1) as (server,):
-        options = ["--attach", server.url, "--own-replicas", "1", "--model", BUILTIN_MODEL]
+    adapter = f"sql={write_adapter(folder / 'sql', seed=1)}"
+    lora = ["--enable-lora", "--lora-modules", adapter, "--max-lora-rank", "8"]
+    model = Path(resolve(BUILTIN_MODEL))
+    with attachable_servers(model, folder, count=1, options=lora) as (server,):
+        options = ["--attach", server.url, "--own-replicas", "1", "--lora", adapter]
         options += ["--dtype", "float32", "--max-model-len", "2048", "--block-size", str(BLOCK)]
         with start_cluster(*options, deadline_s=300) as running:
             yield running
 
 
-def ask(cluster: Cluster, prompt: str, tokens: int = 8) -> httpx.Response:
-    body = {"model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+def ask(cluster: Cluster, prompt: str, model: str = NAME) -> httpx.Response:
+    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
     response = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     response.raise_for_status()
     return response
@@ -64,6 +68,18 @@ def test_both_kinds_answer_equally_and_hits_are_found_in_either(cluster: Cluster
     assert len(misses) == len({*misses})  # at most one computation of a document at each replica
     assert used == {replica["id"] for replica in replicas(cluster).values()}
     assert {len(answers) for answers in texts.values()} == {1}
+
+
+def test_an_adapter_has_answers_and_blocks_of_its_own(cluster: Cluster) -> None:
+    base, texts = ask(cluster, document(100)), set[str]()
+    for number in range(8):
+        response = ask(cluster, document(100), "sql")
+        cached = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert int(response.headers["x-kvroute-expected-tokens"]) == cached
+        assert bool(cached) == (number > 0)
+        texts.add(response.json()["choices"][0]["text"])
+    assert len(texts) == 1
+    assert texts != {base.json()["choices"][0]["text"]}
 
 
 def test_the_doctor_finds_nothing(cluster: Cluster) -> None:
