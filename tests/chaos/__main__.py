@@ -77,20 +77,22 @@ answers whose text is known. The clients do not retry. This page is the report o
 | different | complete answers with another text than the known one |
 | before | the longest time without a token in the {held:g} s before the fault |
 | longest gap | the longest time without a token during the fault |
-| disturbed | time from the fault to the last broken, refused or late (1 s) token of any stream |
+| disturbed | time from the fault until the last answer that broke or was refused, or until the \
+last token that came more than 1 s after the one before |
 | whole | time from the end of the fault until the cluster is whole again |
-| memory | memory that only the routers and replicas use, all together, at that time |
+| memory | private memory of all routers and replicas together, when the cluster is whole again |
 
-- A cluster is whole when all replicas are there, Redis can be written and an audit finds no drift.
-- A killed router, HAProxy or Serve process beside it takes its open connections along, so those
-  answers break.
-- Ray's head service (GCS) is not in the table: `kvroute serve` ends with it, and on a fleet
-  `make test-cluster` kills it
+- A cluster is whole when all replicas are there, Redis can be written, and an
+  [audit](operations/health.md#audits) finds no drift.
+- When a router, HAProxy, or Serve's process beside HAProxy is killed, its open connections break,
+  and so do the answers on them.
+- The fault "Ray's head service (GCS) is killed" is not in the table, since `kvroute serve` ends
+  with that service. On a fleet, `make test-cluster` kills it
   ([faults](operations/faults.md#rays-head-service-or-haproxy-ends)).
-- When the cluster is told to stop, by SIGTERM, all answers that run are completed, and new requests
-  are refused. *Whole* is then the time until it has ended.
+- In the row "the cluster is told to stop", it gets a SIGTERM: running answers are completed, and
+  new requests are refused. *Whole* is the time until the cluster has ended.
 
-Everything ran on {cores} CPU cores. Seed {seed}.
+Everything ran on {cores} CPU cores. The seed of the random numbers was {seed}.
 """
 TABLE = """
 {replicas} {name}, two routers and {streams} streams:

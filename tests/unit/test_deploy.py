@@ -126,7 +126,7 @@ def test_the_heads_redis_needs_that_password_and_no_command_line_shows_it(tmp_pa
         give_token(tmp_path, "a new token")
         done = in_node_script(f"redis_port={port}; start_redis", tmp_path)
         assert done.returncode == 1
-        assert f"end what is there, with fuser -k {port}/tcp" in done.stderr
+        assert f"for example with: fuser -k {port}/tcp" in done.stderr
     finally:
         if server is not None:
             server.kill()
