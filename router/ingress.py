@@ -49,7 +49,7 @@ LAST_ERRORS_S = 1.0
 @serve.deployment
 @serve.ingress()
 class Router:
-    """One of several equal routers. Each has its own mirror of every model's index."""
+    """One of several equal routers. Each has its own copy of every model's index in memory."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, models: Sequence[tuple[dict[str, Any], DeploymentHandle]]
@@ -162,7 +162,8 @@ def application(
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
-    refused = models.first.telemetry.refused  # counts refusals before the model is known
+    # Requests that are refused before their model is known count for the first model.
+    refused = models.first.telemetry.refused
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=refused)
     http.add_middleware(LastAnswers, answers=answers, refused=refused)

@@ -1,7 +1,8 @@
 """A router's Prometheus metrics: latencies, tokens by cause, and the accuracy of its predictions.
 
-The labels have a fixed number of values, except for replicas, declared prefixes and tenants, whose
-numbers are limited. Prometheus adds the scraped process as a label (targets.py).
+Most labels have a fixed set of values. The values of three labels come from clients or from the
+fleet, and their number is limited: replicas, declared prefixes and tenants. Prometheus adds the
+scraped process as a label (targets.py).
 """
 
 import time

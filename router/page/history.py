@@ -20,7 +20,7 @@ class Load(Struct, frozen=True):
 
     running: int = 0  # requests that run in engines
     waiting: int = 0  # requests that wait in engines
-    queued: int | None = None  # requests that wait in all routers; None: counted for fleets only
+    queued: int | None = None  # requests that wait in all routers; None in a replica's samples
     seats: int | None = None  # sessions with a seat; None: sessions need no seats
     seat_waiting: int | None = None  # requests that wait for a seat in all routers
 

@@ -1,4 +1,7 @@
-"""The router's last decisions, and the causes of the last five minutes' prompt tokens."""
+"""The router's last decisions, and the prompt tokens of the last five minutes by cause.
+
+placement/ledger.py explains the causes.
+"""
 
 import time
 from collections import deque
@@ -23,9 +26,8 @@ class Sums(msgspec.Struct, frozen=True):
 
     requests: int
     tokens: Ledger
-    evicted: tuple[
-        int, ...
-    ]  # tokens of the cause `evicted` by reason, in the order of EVICTION_REASONS
+    # Tokens of the cause `evicted` by reason, in the order of EVICTION_REASONS.
+    evicted: tuple[int, ...]
 
     @property
     def hit_tokens(self) -> int:
@@ -37,7 +39,7 @@ class Sums(msgspec.Struct, frozen=True):
 
 
 class Window:
-    """Sums over the last WINDOW_S by replica, without replicas that had no request in it."""
+    """Sums over the last WINDOW_S by replica. Replicas without requests in that time are absent."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -119,7 +119,8 @@ class Chats:
             messages: the messages, as parsed from JSON.
             token_ids: the prompt.
             tools: the definitions of tools, as parsed from JSON.
-            scope: chats in different scopes never count as the same chat; they share no cache.
+            scope: chats in different scopes never count as the same chat, since they share no
+                cache.
         """
         turn = self._turn(messages, token_ids, tools, scope)
         if turn is None:
