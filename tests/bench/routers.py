@@ -38,13 +38,13 @@ ANSWER_TOKENS = 8
 
 @dataclass(frozen=True)
 class Turn:
-    at_s: float
+    at_s: float  # time of sending, in seconds since the start
     prompt: list[int]
 
 
 @dataclass(frozen=True)
 class Answered:
-    at_s: float  # time of the request
+    at_s: float  # time of the request, in seconds since the start
     ttft_s: float
     prompt_tokens: int
     cached_tokens: int

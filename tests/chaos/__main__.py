@@ -40,8 +40,8 @@ class Setting:
 
     name: str
     replicas: int
-    streams: int
-    options: tuple[str, ...]
+    streams: int  # number of clients, each of which reads one stream at a time
+    options: tuple[str, ...]  # options of `kvroute serve`
     faults: Mapping[str, Fault] = field(compare=False)
 
 
@@ -77,10 +77,11 @@ answers whose text is known. The clients do not retry. This page is the report o
 | different | complete answers with another text than the known one |
 | before | the longest time without a token in the {held:g} s before the fault |
 | longest gap | the longest time without a token during the fault |
-| disturbed | time from the fault to the last broken, refused or late (1 s) token of any stream |
+| disturbed | time from the fault to the last disturbance of any stream |
 | whole | time from the end of the fault until the cluster is whole again |
-| memory | memory that only the routers and replicas use, all together, at that time |
+| memory | unshared memory of all routers and replicas when the cluster is whole again |
 
+- A disturbance is a broken, refused or different answer, or a gap of more than 1 s between tokens.
 - A cluster is whole when all replicas are there, Redis can be written and an audit finds no drift.
 - A killed router, HAProxy or Serve process beside it takes its open connections along, so those
   answers break.
@@ -108,9 +109,9 @@ class Row:
     """The results for one fault, or for several at once."""
 
     faults: Sequence[str]
-    before: Count
-    count: Count
-    disturbed_s: float
+    before: Count  # results in the time before the fault
+    count: Count  # results during the fault, and until the cluster had recovered
+    disturbed_s: float  # seconds from the fault to the last disturbance; 0: there was none
     whole_s: float | None  # seconds until the cluster had recovered; None: more than WHOLE_S
     memory_bytes: int
 

@@ -22,7 +22,14 @@ class Received:
 
 
 class Audience:
-    """Clients that read streams at the same time. Each client gets a different answer."""
+    """Clients that read streams at the same time. Each client gets a different answer.
+
+    Args:
+        client: The client library's client, which all clients here share.
+        words: The length of a prompt in words.
+        clients: The number of clients.
+        tokens: The maximum length of an answer in tokens.
+    """
 
     def __init__(
         self, client: AsyncOpenAI, words: int, *, clients: int = CLIENTS, tokens: int = 60

@@ -34,8 +34,8 @@ NAMES = ("sql", "law", "poems")  # names of that engine's adapters
 BROKEN = "broken"  # name of an adapter that cannot be loaded
 # The shallow model has the first layers and dimensions of the built-in model. It computes a token
 # very fast, and its answers make no sense.
-LAYERS = 2  # number of its layers
-WIDTH = 144  # its hidden size; a multiple of the number of heads
+LAYERS = 2  # number of layers of the shallow model
+WIDTH = 144  # hidden size of the shallow model; a multiple of the number of heads
 WHOLE_WIDTH = 576  # hidden size of the built-in model
 UNLIKELY = "fal"  # a token that the model never generates
 SHALLOW_CACHE_MB = 8  # as many blocks as the built-in model has in 128 MB
@@ -43,7 +43,7 @@ SHALLOW_CACHE_MB = 8  # as many blocks as the built-in model has in 128 MB
 
 @dataclass
 class Running:
-    """An engine, with the block table and the ghost list that its events update."""
+    """An engine, with the block table and the list of evicted blocks that its events update."""
 
     engine: Engine
     table: BlockTable
@@ -132,7 +132,7 @@ async def started_ranks(
     await asyncio.gather(*pumps, return_exceptions=True)
     for engine in engines:
         await engine.close()
-    # If vLLM leaves something open, let the warning come here and not in a later test.
+    # If vLLM leaves something open, the warning should appear here and not in a later test.
     for running in ranks:
         vars(running).clear()
     del engine, engines

@@ -10,7 +10,7 @@ import httpx
 from tests.support.serving import Cluster
 from tests.support.waiting import wait_until
 
-ASKED = 8  # number of requests, so that both of two routers get at least one
+ASKED = 8  # number of requests; very likely, both of two routers get at least one of them
 
 
 def hit_tokens(cluster: Cluster, **body: Any) -> int:

@@ -197,7 +197,7 @@ def _splitter(
 ) -> Any:
     """Return a function that limits a step's tokens as vLLM's scheduler does.
 
-    With states, a step ends where a state is to be cached.
+    If the model has states (as Mamba), a step ends where a state is to be cached.
     """
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     if not any(spec.mamba_cache_mode == "align" for spec in states):
