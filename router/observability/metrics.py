@@ -253,7 +253,7 @@ class RouterMetrics(RequestObservers):
         self._readings = Readings(registry)
 
     def export(self, fleet: Fleet, feed: Feed) -> None:
-        """Export the state of the fleet and of the feed."""
+        """Export the state of the fleet, and of the feed that reads the index."""
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
             "kvroute_replicas",

@@ -16,7 +16,7 @@ REPLICAS = 200  # replicas with samples of their own; each takes up to 100 kB
 
 
 class Load(Struct, frozen=True):
-    """How many requests are where at the time of a sample."""
+    """The numbers of running and of waiting requests at the time of a sample."""
 
     running: int = 0  # requests that run in engines
     waiting: int = 0  # requests that wait in engines

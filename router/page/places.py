@@ -21,6 +21,8 @@ Key = tuple[str, int]  # role of the place, and its token divided by NEAR
 
 @dataclass(slots=True)
 class Place:
+    """A place in prompts at which chats changed, and what these changes cost."""
+
     role: str  # one of chats.PLACES
     token: int  # first token that changed at this place
     kind: str = ""  # kind of the text that changed, as in sessions/volatile.py

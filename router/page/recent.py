@@ -97,11 +97,12 @@ NOTHING = (0,) * (1 + len(CAUSES) + len(EVICTION_REASONS))
 
 @dataclass(slots=True)
 class Decision:
-    """A request that was sent to a replica, with the JSON that the live page caches for it."""
+    """A request that was sent to a replica, with cached JSON for the live page."""
 
     number: int  # 1 for the first request that this router sent
     at_s: float  # time of sending, in seconds since 1970
     attempt: Attempt
+    # JSON that explains the placement (placement/receipts.py); None until a page is open.
     receipt: msgspec.Raw | None = field(default=None, repr=False)
     summary: bytes = b""  # JSON of the decision; empty until the request has ended
 

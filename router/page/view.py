@@ -6,7 +6,7 @@ seats           how many sessions hold a seat or wait for one; null if seats are
 ledger          prompt tokens by cause, for the requests in recent.Window, and the places where
                 chats' prompts changed
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
-named           the named prefixes that saved most, and how many others there are
+named           the named prefixes that saved most tokens, and how many others there are
 replica/ID      a replica's record, and the sums of its requests
 decision/N      where a request went, its result and its receipt, without any text of the request
 """

@@ -1,7 +1,7 @@
 """Predicts how long a request will wait in the queue.
 
-The prediction counts the work that is before the request in the queue, and the work that will
-arrive later and pass it. It is corrected by the errors of earlier predictions.
+The prediction counts the prefill of the requests that are before it in the queue, and of those that
+will arrive later and pass it. It is corrected by the errors of earlier predictions.
 
 This module only computes: it uses no clock and no socket. Times are seconds of a monotonic clock.
 """
@@ -131,5 +131,6 @@ class Margin:
         """
         if self.factor * forecast_share < NEAR:
             return
+        # If the share LATE of these requests is late, growth and shrinking cancel out.
         growth = LATER if is_late else -LATER * LATE / (1.0 - LATE)
         self.factor = min(MAX_MARGIN, max(1.0, self.factor * (1.0 + growth)))

@@ -143,7 +143,9 @@ class Holding:
             if urgency.requested_wait_s is None:
                 self._margin.learn(forecast_s / urgency.max_wait_s, is_late=refusal is not None)
         if refusal is not None:
-            raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, queued.tenant))
+            raise self._refusal(
+                urgency, refusal, waited_s, self._empty_wait_s(urgency, queued.tenant)
+            )
         self._queue.sent(queued, end_s)
         reason: Reason = "busy" if least_s >= self._queue.busy_backlog_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
@@ -173,7 +175,7 @@ class Holding:
             ApiError: even an empty prompt is expected to wait too long.
         """
         if urgency.max_wait_s < math.inf:
-            self._check(urgency, self._least_s(urgency, sharer))
+            self._check(urgency, self._empty_wait_s(urgency, sharer))
 
     async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> Refusal | None:
         """Wait until the request has left the queue; return why it is refused, or None."""
@@ -252,7 +254,7 @@ class Holding:
         queued_s = self._queue.forecast_s(queued, replicas=replicas, sooner=sooner, now_s=now_s)
         return max(0.0, least_s - self._queue.busy_backlog_s) + queued_s
 
-    def _least_s(self, urgency: Urgency, sharer: str) -> float:
+    def _empty_wait_s(self, urgency: Urgency, sharer: str) -> float:
         """Return how many seconds an empty prompt would wait; a recent result is reused."""
         now_s, kind = self._clock(), (urgency.delay_s, urgency.priority, sharer)
         if now_s - self._forecast_s > FRESH_S:
@@ -260,10 +262,10 @@ class Holding:
             self._forecast_s = now_s
         if kind not in self._forecasts:
             empty = _empty(urgency, sharer, now_s)
-            self._forecasts[kind] = self._empty_s(empty, now_s)
+            self._forecasts[kind] = self._forecast_empty_s(empty, now_s)
         return self._forecasts[kind]
 
-    def _empty_s(self, empty: QueuedRequest[Answer], now_s: float) -> float:
+    def _forecast_empty_s(self, empty: QueuedRequest[Answer], now_s: float) -> float:
         """Compute how many seconds an empty prompt would wait."""
         replicas = self._trusted()
         least_s = min(self._fleet.loads.backlogs_s(replicas, now_s), default=0.0)

@@ -5,9 +5,10 @@ This module only computes: it uses no clock and no socket. Times are seconds of 
     order time = arrival + priority + DELAY x prefill
 
 Here, `arrival` is the time of the request's arrival, `priority` the seconds that its priority adds,
-and `prefill` its predicted prefill time. Requests are sent in the order of their order times. So
-short prompts pass long ones. But a prompt never waits for prompts that arrive more than DELAY times
-its own prefill time after it.
+and `prefill` its predicted prefill time. The order time of interactive requests is earlier by
+INTERACTIVE. Requests are sent in the order of their order times, so short prompts pass long ones.
+But a prompt never waits for prompts of its priority that arrive more than DELAY times its own
+prefill time after it.
 
 Background requests are batch requests, and requests of a tenant that has recently used more than
 its share of the fleet's time. They wait in lines of their own; all other requests wait in the
@@ -42,7 +43,8 @@ SPARE_SHARE = 0.5  # background requests go to replicas with a larger free share
 DELAY = 40.0  # seconds by which each second of prefill delays a request's order time
 INTERACTIVE = 14.0  # interactive requests are ordered this much earlier, in Scale.busy_s
 BATCH_S = 300.0  # seconds after which a background request is promoted to the default line
-# The first this many background requests are searched for a prompt that an idle replica has cached.
+# Only this many requests at the front of a line are examined: for a prompt that an idle replica has
+# cached, and for the tenants that wait.
 LOOKED_AT = 64
 DIVIDE_S = 1.0  # seconds between two checks of which tenants are above their share
 # Unchanged order times are published again after this many seconds, for routers that just started.
@@ -113,7 +115,7 @@ class Queue(Generic[R]):
 
     def __init__(self, busy_s: Callable[[], float]) -> None:
         self._busy_s = busy_s
-        self.on_change: Callable[[], object] = lambda: None
+        self.on_change: Callable[[], object] = lambda: None  # is called when the queue changes
         self._line = _Line[R]()
         self._above = _Line[R]()  # background requests of tenants above their share
         self._batch = _Line[R]()
@@ -305,7 +307,7 @@ class Queue(Generic[R]):
         """Return the state of the lines, by name. Other threads may call this."""
         lines = {
             "default": [*self._line.requests],
-            "filling": [*self._above.requests, *self._batch.requests],
+            "filling": [*self._above.requests, *self._batch.requests],  # background requests
         }
         return {name: _state(requests, now_s) for name, requests in lines.items()}
 

@@ -46,7 +46,7 @@ class Audience:
         """Read one answer with each client; return the answers."""
         return await asyncio.gather(*map(self._listen, self._numbers))
 
-    async def listen_to_what_comes(self) -> list[Received | BaseException]:
+    async def listen_despite_errors(self) -> list[Received | BaseException]:
         """Like `listen`, but return the error in place of each answer that fails."""
         listening = map(self._listen, self._numbers)
         return await asyncio.gather(*listening, return_exceptions=True)
