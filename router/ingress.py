@@ -67,7 +67,7 @@ class Router:
         self._keys = await _keys(settings[0].api_keys)
         self._limits = Limits(self._keys.limits) if self._keys else None
         for model_settings, (_, replicas) in zip(settings, models, strict=True):
-            # Tenants' counts are published on the channel of the first model only.
+            # Only the first model's Redis channel carries tenants' counts to the other routers.
             limits = None if self._all else self._limits
             self._all.append(await _model_router(id_, model_settings, replicas, limits))
         self._models = Models(id_, self._all)

@@ -52,7 +52,7 @@ def sample(counts: Counts, load: Load, *, elapsed_s: float) -> Sample:
 
 
 def quantile(ordered: list[float], share: float) -> float | None:
-    """Return the smallest value that this share of the values does not exceed."""
+    """Return the value that this share of the values does not exceed: for 0.5, the median."""
     if not ordered:
         return None
     return round(ordered[math.ceil(share * len(ordered)) - 1], 4)

@@ -11,9 +11,7 @@ from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 
 NEAR = 64  # tokens; two changes this close count as one place
-# Places that are counted in one part of the window. Losses at further places are counted only in
-# the ledger (recent.py).
-KEPT = 32
+KEPT = 32  # places in one part of the window; losses at further places are not counted here
 WORST = 3  # places that the page shows
 
 Key = tuple[str, int]  # role of the place, and its token divided by NEAR

@@ -8,7 +8,8 @@ ledger          prompt tokens by cause, for the requests in recent.Window, and t
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
 named           the named prefixes that saved most tokens, and how many others there are
 replica/ID      a replica's record, and the sums of its requests
-decision/N      where a request went, its result and its receipt, without any text of the request
+decision/N      where a request went, its result, and a receipt that explains the placement; without
+                any text of the request
 """
 
 import asyncio
@@ -43,7 +44,7 @@ encode = msgspec.json.Encoder().encode
 
 
 class View:
-    """Reads the state of the router's parts, and the sizes of the block sets from Redis."""
+    """Reads the state of the router's parts, and the replicas' numbers of blocks from Redis."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Waits until requests may be sent to a replica, or refuses them.
 
-Requests are sent in the order of queue.py. They do not wait while some replica is not busy.
+Requests are sent in the order of their order times (queue.py). They do not wait while some replica
+is not busy, that is, has less pending prefill than Queue.busy_backlog_s.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ Answer = asyncio.Future[Refusal | None]  # why the request is refused; None: it 
 class Admitted(Struct, frozen=True):
     """The permission to send a request to a replica."""
 
-    order_s: float  # order time for the engine's queue, on this router's clock
+    order_s: float  # order time, by which the engine's queue is sorted too; on this router's clock
     wait: Wait = NO_WAIT  # the request's wait in the queue
     allowed_ids: Sequence[str] = ()  # the replicas that may get the request; empty: all
     refused_s: float = 0.0  # wait of the last request refused within REFUSED_S; 0: none
@@ -150,7 +151,7 @@ class Holding:
         reason: Reason = "busy" if least_s >= self._queue.busy_backlog_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
-        # Background requests are ordered later in the engines, too.
+        # Only background requests have `allowed_ids`. They are ordered later in the engines, too.
         delay_s = BATCH_S if queued.allowed_ids else 0.0
         order_s = queued.order_s + delay_s
         return Admitted(order_s, wait, queued.allowed_ids, self._refused_s(end_s))

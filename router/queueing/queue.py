@@ -47,7 +47,7 @@ BATCH_S = 300.0  # seconds after which a background request is promoted to the d
 # cached, and for the tenants that wait.
 LOOKED_AT = 64
 DIVIDE_S = 1.0  # seconds between two checks of which tenants are above their share
-# Unchanged order times are published again after this many seconds, for routers that just started.
+# Order times are published again after this many seconds, so that new routers get them.
 AGAIN_S = 0.9
 PATIENCE_S = 0.4  # seconds that other routers have to send their requests that come first
 STALE_S = 1.0  # seconds after which a router's last check of the replicas is outdated
@@ -242,7 +242,11 @@ class Queue(Generic[R]):
                 self._put(queued)
 
     def _may_send(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> bool:
-        """Return whether the first request of the default line may be sent now."""
+        """Return whether the first request of the default line may be sent now.
+
+        Either it comes early enough among the requests of all routers, or the other routers have
+        left a replica unused for PATIENCE_S.
+        """
         limit_s = self.busy_backlog_s
         open_ids = [replica.replica_id for replica in replicas if replica.backlog_s < limit_s]
         is_first = self._before(self._line.requests[0].order_s) < len(open_ids)

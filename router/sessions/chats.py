@@ -143,7 +143,7 @@ class Chats:
     ) -> SentChat | None:
         """Return the turn to store; None if it cannot be hashed or is too long.
 
-        It is too long with more than MAX_MESSAGES, or if it would take more than an eighth of the store.
+        It is too long with more than MAX_MESSAGES, or if its tokens take an eighth of the store.
         """
         if not 0 < len(messages) <= MAX_MESSAGES or len(token_ids) > self._capacity_tokens // 8:
             return None
