@@ -41,7 +41,7 @@ class Audit:
         self._feed = feed
         self._mirror = mirror
         self._read_audit = read_audit
-        # List -> wrong blocks that all audits have found in it.
+        # Name of a list -> number of wrong blocks that all audits have found in it.
         self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})
 
     async def run(self) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ REFUSALS = (
 
 
 class Waits(RequestObserver):
-    """Latencies as the clients of one router observe them, compared with its predictions."""
+    """Latencies as one router's clients observe them, compared with the router's predictions."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:

@@ -83,7 +83,7 @@ async def kept(client: AsyncOpenAI) -> Section:
 
 
 async def worth(client: AsyncOpenAI) -> Section:
-    """Measure prefixes that are a third and nine tenths of their prompts."""
+    """Measure the benefit of prefixes that make up a third, or nine tenths, of each prompt."""
     await declare(client, "brief", BRIEF)
     rng = random.Random(SEED)
     rows = [

@@ -20,8 +20,8 @@ from tests.support.serving import start_cluster
 
 LEAST, MOST = 2, 4
 TOKENS_PER_S = 1_000  # speed of a replica's prefill
-CALM_CHATS_PER_S = 0.4  # 2 replicas then compute prefill for about 40% of the time
-BUSY_CHATS_PER_S = 1.5  # 4 replicas then compute prefill for about 70%; too much for 2
+CALM_CHATS_PER_S = 0.4  # at this rate, 2 replicas compute prefill for about 40% of the time
+BUSY_CHATS_PER_S = 1.5  # at this rate, 4 replicas do so for about 70%; it is too much for 2
 # Seconds after the start at which many chats begin to come, few come again, and the run ends.
 BUSY_FROM_S, BUSY_UNTIL_S, ENDS_S = 30.0, 110.0, 230.0
 SYSTEM_PROMPTS = 16  # number of system prompts; the n-th is used 1/n as often as the first

@@ -25,7 +25,7 @@ RUNS = 3
 REPLICAS = 4
 SPEED = PrefillModel(tokens_per_s=2_000, attention_tokens=SimulatedConfig().attention_tokens)
 BLOCKS = 4_096  # number of blocks of 32 tokens in each replica's cache
-CHATS_PER_S = 1.65  # the replicas then compute prefill for about 70% of the time
+CHATS_PER_S = 1.65  # at this rate, the replicas compute prefill for about 70% of the time
 CHATS_S = 80.0  # seconds in which requests are sent
 WARM_UP_S = 30.0  # earlier requests do not count, because the first chats have fewer turns
 SYSTEM_PROMPTS = 4

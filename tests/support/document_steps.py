@@ -103,7 +103,7 @@ SHOWS = {
 
 
 def reason(command: str) -> str | None:
-    """Return the longest entry in NOT_HERE with which the command begins; None: it is run."""
+    """Return the longest entry in NOT_HERE with which a command begins, or None."""
     text = " ".join(words(command))
     entries = [entry for entry in NOT_HERE if f"{text} ".startswith((f"{entry} ", f"{entry}="))]
     return max(entries, key=len, default=None)

@@ -155,7 +155,7 @@ class Cache:
         return int(tokens)
 
     def held(self) -> list[dict[Any, int]]:
-        """Return the number of blocks under each hash, for each group."""
+        """Return the number of cached blocks with each hash, for each group."""
         return copies_of([self.pool], len(self.manager.kv_cache_config.kv_cache_groups))
 
     def events(self) -> list[KVEvent]:

@@ -25,7 +25,7 @@ SEEDS = 3  # number of seeds near the saturation
 class Cell:
     """A setting in which all policies are compared.
 
-    It has one of `load`, `rate` and `sessions`.
+    Exactly one of `load`, `rate` and `sessions` is set.
     """
 
     trace: str

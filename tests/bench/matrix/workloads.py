@@ -14,7 +14,7 @@ from tests.support.traces import agents, chats, documents, fan_outs, mix
 JITTER_S = 60.0
 
 Files = Mapping[str, Path]  # name of a trace -> file with a recorded trace
-FILES = ("conversation", "agents", "agents-busy")  # traces that can be recorded ones
+FILES = ("conversation", "agents", "agents-busy")  # traces that a recorded one may replace
 
 
 def workload(name: str, files: Files, *, limit: int | None, seed: int) -> Sequence[Request]:
