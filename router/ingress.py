@@ -49,7 +49,7 @@ LAST_ERRORS_S = 1.0
 @serve.deployment
 @serve.ingress()
 class Router:
-    """One of several equal routers. Each has its own mirror of every model's index."""
+    """One of several equal routers. Each has its own copy of every model's index in memory."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, models: Sequence[tuple[dict[str, Any], Sequence[DeploymentHandle]]]
@@ -68,7 +68,7 @@ class Router:
         self._keys = await _keys(settings[0].api_keys)
         self._limits = Limits(self._keys.limits) if self._keys else None
         for model_settings, (_, replicas) in zip(settings, models, strict=True):
-            # Tenants' counts are published on the channel of the first model only.
+            # Only the first model's Redis channel carries tenants' counts to the other routers.
             limits = None if self._all else self._limits
             self._all.append(await _model_router(id_, model_settings, replicas, limits))
         self._models = Models(id_, self._all)
@@ -166,7 +166,8 @@ def application(
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
-    refused = models.first.telemetry.refused  # counts refusals before the model is known
+    # Requests that are refused before their model is known count for the first model.
+    refused = models.first.telemetry.refused
     http.add_middleware(request_spans.Requests)
     http.add_middleware(Admission, limit=models.settings.max_requests, refused=refused)
     http.add_middleware(LastAnswers, answers=answers, refused=refused)

@@ -1,8 +1,8 @@
 """The audit: compares four lists of the blocks that each replica has cached.
 
-The lists are those of the engine, the replica's block table, Redis and the router's mirror.
-Each replica compares the first three. The router compares its mirror with Redis, and ignores blocks
-that change while it reads both.
+The lists are those of the engine, of the replica's block table, of the index in Redis, and of the
+router's mirror, which is a copy of the index. Each replica compares the first three. The router
+compares its mirror with Redis, and ignores blocks that change while it reads both.
 """
 
 import asyncio
@@ -34,18 +34,18 @@ ReadAudit = Callable[[str], Awaitable[ReplicaAudit | None]]  # replica id -> its
 
 
 class Audit:
-    """Audits all replicas. If the mirror is wrong about a replica, that part is reloaded."""
+    """Audits all replicas. If the mirror is wrong about a replica, its blocks are reloaded."""
 
     def __init__(self, index: Index, feed: Feed, mirror: Mirror, read_audit: ReadAudit) -> None:
         self._index = index
         self._feed = feed
         self._mirror = mirror
         self._read_audit = read_audit
-        # List -> wrong blocks that all audits have found in it.
+        # Name of a list -> number of wrong blocks that all audits have found in it.
         self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})
 
     async def run(self) -> list[dict[str, Any]]:
-        """Return a report on each replica in the index. Missing comparisons are None.
+        """Return a report on each replica in the index. A comparison that failed is None.
 
         Raises:
             RedisError, OSError: Redis cannot be used.

@@ -94,7 +94,7 @@ class Canaries:
             namespace=f"canary-{uuid.uuid4().hex}",
         )
         chain = self._fleet.caches.chain(request.token_ids, request.scope)
-        # `added` returns nothing if caching is off.
+        # The blocks that the replica should publish. If its caching is off, `added` returns none.
         added = self._fleet.caches.added(replica_id, chain) or chain
         before, sent_s = await self._account(replica_id, added), time.monotonic()
         try:

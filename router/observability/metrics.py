@@ -1,7 +1,8 @@
 """A router's Prometheus metrics: latencies, tokens by cause, and the accuracy of its predictions.
 
-The labels have a fixed number of values, except for replicas, declared prefixes and tenants, whose
-numbers are limited. Prometheus adds the scraped process as a label (targets.py).
+Most labels have a fixed set of values. The values of three labels come from clients or from the
+fleet, and their number is limited: replicas, declared prefixes and tenants. Prometheus adds the
+scraped process as a label (targets.py).
 """
 
 import time
@@ -56,7 +57,7 @@ REFUSALS = (
 
 
 class Waits(RequestObserver):
-    """Latencies as the clients of one router observe them, compared with its predictions."""
+    """Latencies as one router's clients observe them, compared with the router's predictions."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def histogram(name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
@@ -252,7 +253,7 @@ class RouterMetrics(RequestObservers):
         self._readings = Readings(registry)
 
     def export(self, fleet: Fleet, feed: Feed) -> None:
-        """Export the state of the fleet and of the feed."""
+        """Export the state of the fleet, and of the feed that reads the index."""
         gauge, counter = self._readings.gauge, self._readings.counter
         gauge(
             "kvroute_replicas",

@@ -24,7 +24,7 @@ class Neighbours:
             try:
                 await self._clusters.announce(self._own)
                 self.can_write = True
-            except (RedisError, OSError):  # the feed logs an outage
+            except (RedisError, OSError):  # index/feed.py logs an outage of Redis
                 self.can_write = False
             await asyncio.sleep(SILENCE_S / 3)
 

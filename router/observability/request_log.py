@@ -56,7 +56,7 @@ class Line(msgspec.Struct):
     request_id: str  # x-request-id of the response
     lora: str | msgspec.UnsetType = msgspec.UNSET  # requested adapter
     tenant: str | msgspec.UnsetType = msgspec.UNSET  # owner of the API key, if keys are needed
-    broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # changed place, as in receipts
+    broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # change in the chat's history
     host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens reloaded from host memory
     evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # reason for the ledger's evicted tokens
     queued_s: float | msgspec.UnsetType = msgspec.UNSET  # wait before it was sent, if any

@@ -1,4 +1,7 @@
-"""Metrics of sessions' seats: how many sessions are active, hold a seat or wait for one."""
+"""Metrics of seats: how many sessions are active, hold a seat or wait for one.
+
+A seat is the permission of a session to send requests (admission/seats.py).
+"""
 
 from collections.abc import Callable
 from typing import Any

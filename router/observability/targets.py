@@ -41,7 +41,7 @@ class Announcer:
                 )
                 await asyncio.sleep(LEASE_S / 3)
             except (RedisError, OSError):
-                await asyncio.sleep(RETRY_S)  # the feed logs the outage
+                await asyncio.sleep(RETRY_S)  # index/feed.py logs the outage
 
     async def leave(self) -> None:
         """Remove the address from the index and close the port."""

@@ -53,7 +53,7 @@ class Telemetry:
         Args:
             router_id: the id of this router.
             settings: the settings of the model.
-            additional: an additional observer.
+            additional: the observer of the router's other parts, which is called first.
             lasting: the tenants' accounts in Redis; None: the cluster has no API keys.
         """
         self.recent = Recent()
@@ -76,9 +76,12 @@ class Telemetry:
             self.recent,
             self.recent_waits,
             self.places,
+            self.recent_answers,
+            self.traffic,
+            self._accounts,
+            request_spans.dispatches(),
         )
-        others = (self.recent_answers, self.traffic, self._accounts, request_spans.dispatches())
-        self.observer = RequestObservers(*filter(None, (*observers, *others)))
+        self.observer = RequestObservers(*filter(None, observers))
 
     async def start(
         self,

@@ -1,6 +1,7 @@
 """Prometheus metrics of the tenants' usage.
 
-The first NAMED tenants have series of their own. All other tenants share one series.
+The first MAX_NAMES tenants (accounting/accounts.py) have series of their own. All other tenants
+share one series.
 """
 
 from collections.abc import Iterable

@@ -16,11 +16,11 @@ REPLICAS = 200  # replicas with samples of their own; each takes up to 100 kB
 
 
 class Load(Struct, frozen=True):
-    """How many requests are where at the time of a sample."""
+    """The numbers of running and of waiting requests at the time of a sample."""
 
     running: int = 0  # requests that run in engines
     waiting: int = 0  # requests that wait in engines
-    queued: int | None = None  # requests that wait in all routers; None: counted for fleets only
+    queued: int | None = None  # requests that wait in all routers; None in a replica's samples
     seats: int | None = None  # sessions with a seat; None: sessions need no seats
     seat_waiting: int | None = None  # requests that wait for a seat in all routers
 
@@ -52,7 +52,7 @@ def sample(counts: Counts, load: Load, *, elapsed_s: float) -> Sample:
 
 
 def quantile(ordered: list[float], share: float) -> float | None:
-    """Return the smallest value that this share of the values does not exceed."""
+    """Return the value that this share of the values does not exceed: for 0.5, the median."""
     if not ordered:
         return None
     return round(ordered[math.ceil(share * len(ordered)) - 1], 4)

@@ -15,14 +15,19 @@ import msgspec
 from kvroute.router.api.errors import ApiError
 
 PERIOD_S = 1.0  # time between two events of a page
-FRESH_S = 0.5  # age up to which a state is shared with further listeners
-LISTENERS = 16  # open pages; each gets one event a second, which is long with many replicas
+FRESH_S = 0.5  # a state up to this age is also sent to other listeners
+LISTENERS = 16  # the most open pages; with many replicas, their events are long
 
 State = Mapping[str, bytes]
 
 
 class Live:
-    """Sends the results of `snapshot` to listeners until they disconnect or `over` returns."""
+    """Sends states to listeners until they disconnect or the router stops.
+
+    Args:
+        snapshot: returns the current state.
+        over: waits until the router stops.
+    """
 
     def __init__(
         self, snapshot: Callable[[], Awaitable[State]], over: Callable[[], Awaitable[None]]
@@ -51,7 +56,8 @@ class Live:
                 type="server_error",
             )
         events = self._events(more)
-        return _chain(await anext(events), events)  # a started generator also runs its cleanup
+        # A generator runs its `finally` only if it was started, so its first event is made here.
+        return _chain(await anext(events), events)
 
     async def _events(self, more: Callable[[], State]) -> AsyncIterator[bytes]:
         self.listeners += 1

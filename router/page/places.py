@@ -11,7 +11,7 @@ from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 
 NEAR = 64  # tokens; two changes this close count as one place
-KEPT = 32  # places in one bucket of the window; the losses at others are only in the ledger
+KEPT = 32  # places in one part of the window; losses at further places are not counted here
 WORST = 3  # places that the page shows
 
 Key = tuple[str, int]  # role of the place, and its token divided by NEAR
@@ -19,6 +19,8 @@ Key = tuple[str, int]  # role of the place, and its token divided by NEAR
 
 @dataclass(slots=True)
 class Place:
+    """A place in prompts at which chats changed, and what these changes cost."""
+
     role: str  # one of chats.PLACES
     token: int  # first token that changed at this place
     kind: str = ""  # kind of the text that changed, as in sessions/volatile.py
@@ -49,7 +51,7 @@ class Places(RequestObserver):
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
         places, token = self._buckets[-1][1], broken.difference.token
-        if place := _at(places, broken.role, token):
+        if place := _place(places, broken.role, token):
             place.add(token, tokens, 1)
             place.kind = broken.kind or place.kind
 
@@ -59,7 +61,7 @@ class Places(RequestObserver):
         sums: dict[Key, Place] = {}
         for _, places in self._buckets:
             for part in places.values():
-                if place := _at(sums, part.role, part.token, limit=KEPT * len(self._buckets)):
+                if place := _place(sums, part.role, part.token, limit=KEPT * len(self._buckets)):
                     place.add(part.token, part.tokens, part.requests)
                     place.kind = part.kind or place.kind
         worst = sorted(sums.values(), key=lambda place: -place.tokens)[:WORST]
@@ -82,7 +84,7 @@ class Places(RequestObserver):
         return now
 
 
-def _at(places: dict[Key, Place], role: str, token: int, *, limit: int = KEPT) -> Place | None:
+def _place(places: dict[Key, Place], role: str, token: int, *, limit: int = KEPT) -> Place | None:
     """Return the place of the token, which may be a new one; None if there are too many."""
     key = (role, token // NEAR)
     if key not in places and len(places) < limit:

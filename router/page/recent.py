@@ -1,4 +1,7 @@
-"""The router's last decisions, and the causes of the last five minutes' prompt tokens."""
+"""The router's last decisions, and the prompt tokens of the last five minutes by cause.
+
+placement/ledger.py explains the causes.
+"""
 
 import time
 from collections import deque
@@ -23,9 +26,8 @@ class Sums(msgspec.Struct, frozen=True):
 
     requests: int
     tokens: Ledger
-    evicted: tuple[
-        int, ...
-    ]  # tokens of the cause `evicted` by reason, in the order of EVICTION_REASONS
+    # Tokens of the cause `evicted` by reason, in the order of EVICTION_REASONS.
+    evicted: tuple[int, ...]
 
     @property
     def hit_tokens(self) -> int:
@@ -37,7 +39,7 @@ class Sums(msgspec.Struct, frozen=True):
 
 
 class Window:
-    """Sums over the last WINDOW_S by replica, without replicas that had no request in it."""
+    """Sums over the last WINDOW_S by replica. Replicas without requests in that time are absent."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -95,11 +97,12 @@ NOTHING = (0,) * (1 + len(CAUSES) + len(EVICTION_REASONS))
 
 @dataclass(slots=True)
 class Decision:
-    """A request that was sent to a replica, with the JSON that the live page caches for it."""
+    """A request that was sent to a replica, with cached JSON for the live page."""
 
     number: int  # 1 for the first request that this router sent
     at_s: float  # time of sending, in seconds since 1970
     attempt: Attempt
+    # JSON that explains the placement (placement/receipts.py); None until a page is open.
     receipt: msgspec.Raw | None = field(default=None, repr=False)
     summary: bytes = b""  # JSON of the decision; empty until the request has ended
 

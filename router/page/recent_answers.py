@@ -9,7 +9,9 @@ from typing import Any
 from kvroute.router.page.recent import WINDOW_S
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 
-KEPT = 4096  # times to first token; with more of them in WINDOW_S, the time they cover is shorter
+# Times to first token in memory. If WINDOW_S has more requests, only the latest ones are kept, and
+# the reported window is shorter.
+KEPT = 4096
 
 
 class RecentAnswers(RequestObserver):

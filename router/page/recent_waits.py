@@ -1,4 +1,6 @@
-"""Waits in the queue and rejected requests of the last five minutes, for the doctor and the page.
+"""Waits in the queue and rejected requests of the last five minutes.
+
+`kvroute doctor` and the live page show them.
 
 Waits of batch requests are not counted, since batch requests are expected to wait.
 """

@@ -66,16 +66,16 @@ class Recorder:
         }
 
     def encoded(self, replica_id: str | None) -> bytes:
-        """Return the same as JSON text, which is encoded once for all pages."""
-        found = self._encoded.get(replica_id)
-        if found is None:
-            found = msgspec.json.encode(self.as_json(replica_id))
+        """Return the result of `as_json` as JSON text, which is encoded once for all pages."""
+        encoded = self._encoded.get(replica_id)
+        if encoded is None:
+            encoded = msgspec.json.encode(self.as_json(replica_id))
             if len(self._encoded) <= REPLICAS:
-                self._encoded[replica_id] = found
-        return found
+                self._encoded[replica_id] = encoded
+        return encoded
 
     def _total(self, loads: dict[str, Load]) -> Load:
-        """Return the load of the fleet, with the requests that all routers hold back."""
+        """Return the load of the fleet, with the requests that wait in all routers."""
         now_s = time.monotonic()
         seats = self._seats.state(now_s) if self._seats else None
         return Load(

@@ -1,4 +1,4 @@
-"""JSON of the seats of sessions, as one router knows them."""
+"""JSON of the seats of sessions (admission/seats.py), as one router knows them."""
 
 from typing import Any
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 
-KEPT = 256  # times to first token in one period; of more requests, a random choice is kept
+# Times to first token of one replica that are kept in one period. If there are more requests, these
+# are a random sample.
+KEPT = 256
 
 
 @dataclass(slots=True)
@@ -31,12 +33,12 @@ class Counts:
 def added(counts: Iterable[Counts]) -> Counts:
     """Return the sum of several replicas' counts."""
     total = Counts()
-    for each in counts:
-        total.requests += each.requests
-        total.prompt_tokens += each.prompt_tokens
-        total.cached_tokens += each.cached_tokens
-        total.output_tokens += each.output_tokens
-        total.ttfts_s += each.ttfts_s
+    for replica in counts:
+        total.requests += replica.requests
+        total.prompt_tokens += replica.prompt_tokens
+        total.cached_tokens += replica.cached_tokens
+        total.output_tokens += replica.output_tokens
+        total.ttfts_s += replica.ttfts_s
     return total
 
 

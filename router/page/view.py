@@ -6,9 +6,10 @@ seats           how many sessions hold a seat or wait for one; null if seats are
 ledger          prompt tokens by cause, for the requests in recent.Window, and the places where
                 chats' prompts changed
 prefixes        the hottest prefixes, as in GET /v1/cluster/hot
-named           the named prefixes that saved most, and how many others there are
+named           the named prefixes that saved most tokens, and how many others there are
 replica/ID      a replica's record, and the sums of its requests
-decision/N      where a request went, its result and its receipt, without any text of the request
+decision/N      where a request went, its result, and a receipt that explains the placement; without
+                any text of the request
 """
 
 import asyncio
@@ -32,18 +33,18 @@ from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 
-COUNTED = 100  # replicas whose blocks are counted in one snapshot; others keep their last counts
+COUNTED = 100  # replicas counted in one snapshot; all others keep their last numbers of blocks
 HOT_S = 5.0  # time between two updates of the hot prefixes, which have to be decoded
 NAMED_S = 5.0  # time between two updates of the named prefixes, whose counts are in Redis
 NAMED = 20  # named prefixes that the page shows
 RECEIPT_REPLICAS = 8  # best-ranked replicas that a receipt shows
-STEP = 50  # replicas that are described before other tasks get the event loop
+STEP = 50  # after this many replicas, a snapshot lets other tasks run
 
 encode = msgspec.json.Encoder().encode
 
 
 class View:
-    """Reads the state of the router's parts, and the sizes of the block sets from Redis."""
+    """Reads the state of the router's parts, and the replicas' numbers of blocks from Redis."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class View:
     def _states(self, records: Sequence[ReplicaRecord]) -> dict[str, str]:
         """Return the state of every replica that Serve runs or that is in the index."""
         states = {record.id: "away" for record in records}  # starting, leaving, or lost
-        states |= dict.fromkeys(self._liveness.running(), "silent")  # suspect
+        states |= dict.fromkeys(self._liveness.running(), "silent")  # it sends no messages
         states |= dict.fromkeys(self._liveness.trusted(), "ready")
         degraded = self._fleet.replicas.degraded.keys() & self._liveness.trusted()
         states |= dict.fromkeys(degraded, "degraded")
@@ -148,7 +149,7 @@ class View:
             },
             "cached_blocks": self._blocks.get(record.id),
             "used_blocks": record.load.used_blocks,
-            "pinned_blocks": sum(warm.pinned_blocks for warm in record.pins.values()),
+            "pinned_blocks": sum(pin.pinned_blocks for pin in record.pins.values()),
             "running": record.load.running,
             "waiting": record.load.waiting,
         }
@@ -209,7 +210,10 @@ class View:
         return self._named
 
     async def _count_blocks(self, records: Sequence[ReplicaRecord]) -> None:
-        """Count the blocks of the next COUNTED replicas in rotation; forget all without Redis."""
+        """Count the blocks of the next COUNTED replicas in rotation.
+
+        If Redis cannot be used, forget all counts.
+        """
         start = self._counted % max(1, len(records))
         counted = [*records[start:], *records[:start]][:COUNTED]
         self._counted = start + len(counted)

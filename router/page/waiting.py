@@ -9,8 +9,8 @@ from kvroute.router.queueing.queue import Queue, QueueState
 def as_json(queue: Queue[Any], now_s: float) -> dict[str, Any]:
     """Return the number of requests, their prefill and the oldest wait, in total and by line.
 
-    `all_routers` includes the queues of other routers as they last reported them. Reports leave out
-    background requests.
+    `all_routers` includes the queues of other routers as they last reported them. These reports
+    leave out background requests (queueing/queue.py).
     """
     lines = queue.state(now_s)
     here, elsewhere = total(lines.values()), queue.in_other_routers()

@@ -1,7 +1,7 @@
 """Predicts how long a request will wait in the queue.
 
-The prediction counts the work that is before the request in the queue, and the work that will
-arrive later and pass it. It is corrected by the errors of earlier predictions.
+The prediction counts the prefill of the requests that are before it in the queue, and of those that
+will arrive later and pass it. It is corrected by the errors of earlier predictions.
 
 This module only computes: it uses no clock and no socket. Times are seconds of a monotonic clock.
 """
@@ -10,14 +10,16 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-# The unit of some constants is Scale.busy_s, the fleet's unit of time.
+# Some constants are multiples of Scale.busy_s, the fleet's unit of time (placement/scale.py).
 
 RECENT = 4.5  # time constant with which the mean rate of arrivals decays, in Scale.busy_s
-# Arrivals are counted in classes of delay: the time from a request's arrival to its order time.
-# These are the upper bounds of the classes, in Scale.busy_s.
+# Arrivals are counted in classes of delay: the time from a request's arrival to its order time, by
+# which the queue is sorted. These are the upper bounds of the classes, in Scale.busy_s.
 DELAYS = (*(0.11 * 2.0**k for k in range(10)), math.inf)
-KEEP = 0.95  # factor that the weight of earlier waits is multiplied by at each further wait
-PRIOR = 2.3  # the correction starts as if waits of this length had been right, in Scale.busy_s
+KEEP = 0.95  # after each wait, the weight of all earlier waits is multiplied by this
+# The correction starts as if waits of this total length had been predicted exactly, in
+# Scale.busy_s.
+PRIOR = 2.3
 MIN_CORRECTION, MAX_CORRECTION = 0.25, 4.0  # bounds of the correction factor
 LATE = 0.02  # share of the requests near their limit that may be refused after a wait
 LATER = 0.1  # relative growth of the margin for each request that is refused after a wait
@@ -49,7 +51,7 @@ class ArrivalRates:
         self._updated_s = now_s
 
     def sooner(self, now_s: float) -> list[float]:
-        """Return the rate of arrivals with a delay below each of DELAYS.
+        """Return, for each bound in DELAYS, the rate of arrivals with a smaller delay.
 
         Rates are in seconds of prefill per second.
         """
@@ -83,10 +85,11 @@ def waiting_s(
     after_s = 0.0
     for index in range(bisect_right(DELAYS, lead_s / busy_s) - 1, -1, -1):
         span_s = lead_s - busy_s * DELAYS[index] - after_s
-        done = replicas - sooner[index]  # seconds of prefill per second
-        if ahead_s <= done * span_s:
-            return after_s + ahead_s / done if done else after_s
-        ahead_s -= done * span_s
+        # Seconds of prefill per second by which the work before the request shrinks.
+        progress = replicas - sooner[index]
+        if ahead_s <= progress * span_s:
+            return after_s + ahead_s / progress if progress else after_s
+        ahead_s -= progress * span_s
         after_s += span_s
     return after_s + ahead_s / replicas
 
@@ -128,5 +131,6 @@ class Margin:
         """
         if self.factor * forecast_share < NEAR:
             return
+        # If the share LATE of these requests is late, growth and shrinking cancel out.
         growth = LATER if is_late else -LATER * LATE / (1.0 - LATE)
         self.factor = min(MAX_MARGIN, max(1.0, self.factor * (1.0 + growth)))

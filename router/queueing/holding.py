@@ -1,6 +1,7 @@
 """Waits until requests may be sent to a replica, or refuses them.
 
-Requests are sent in the order of queue.py. While a replica is not busy, they do not wait.
+Requests are sent in the order of their order times (queue.py). They do not wait while some replica
+is not busy, that is, has less pending prefill than Queue.busy_backlog_s.
 """
 
 import asyncio
@@ -28,16 +29,16 @@ from kvroute.router.queueing.queue import (
 from kvroute.router.queueing.refusals import no_replica, queue_full, too_long
 from kvroute.router.queueing.wake import Wake
 
-WAITING = 4096  # the most requests that may wait, without batch requests; further ones get a 429
-# The most batch requests that may wait. Below --max-requests, which limits all open requests, so
-# that batch requests leave some for others.
+WAITING = 4096  # the most requests that may wait, besides batch requests; further ones get a 429
+# The most batch requests that may wait. It is smaller than the default of --max-requests, the limit
+# of all open requests, so that other requests are still accepted.
 WAITING_BATCH = 500
 RECOVERY_S = 60.0  # seconds that requests wait for a replica while no replica runs
-REFUSED_S = 5.0  # for this many seconds, a refusal counts as a sign that replicas are missing
-MAX_REFUSED_S = 60.0  # the longest wait that is reported to replicas for refused requests
+REFUSED_S = 5.0  # seconds for which a refused request's wait is reported to autoscaling
+MAX_REFUSED_S = 60.0  # the longest wait that is reported for refused requests, in seconds
 FRESH_S = 0.01  # seconds for which a forecast for an empty prompt is reused
-# A request that was refused after a wait would have waited longer. The forecast learns from it as
-# if it had waited this many times as long.
+# A request that is refused after a wait would have waited longer. So its measured wait is
+# multiplied by this before the correction learns from it.
 OVERDUE = 2.0
 
 Answer = asyncio.Future[Refusal | None]  # why the request is refused; None: it may be sent
@@ -46,10 +47,10 @@ Answer = asyncio.Future[Refusal | None]  # why the request is refused; None: it 
 class Admitted(Struct, frozen=True):
     """The permission to send a request to a replica."""
 
-    order_s: float  # order time for the engine's queue, on this router's clock
+    order_s: float  # order time, by which the engine's queue is sorted too; on this router's clock
     wait: Wait = NO_WAIT  # the request's wait in the queue
     allowed_ids: Sequence[str] = ()  # the replicas that may get the request; empty: all
-    refused_s: float = 0.0  # the wait of requests that were refused just before
+    refused_s: float = 0.0  # wait of the last request refused within REFUSED_S; 0: none
 
     @property
     def missed_s(self) -> float:
@@ -89,7 +90,8 @@ class Holding:
         self._arrivals = ArrivalRates(lambda: fleet.loads.scale.busy_s)
         self._correction = Correction(fleet.loads.scale.busy_s)
         self._margin = Margin()
-        # Forecasts for an empty prompt, by (later_s, priority, sharer); computed at _forecast_s.
+        # Forecasts for an empty prompt, by (delay_s, priority, tenant whose share is used). All
+        # were computed at about the time _forecast_s.
         self._forecasts: dict[tuple[float, Priority, str], float] = {}
         self._forecast_s = -math.inf
 
@@ -142,12 +144,14 @@ class Holding:
             if urgency.requested_wait_s is None:
                 self._margin.learn(forecast_s / urgency.max_wait_s, is_late=refusal is not None)
         if refusal is not None:
-            raise self._refusal(urgency, refusal, waited_s, self._least_s(urgency, queued.tenant))
+            raise self._refusal(
+                urgency, refusal, waited_s, self._empty_wait_s(urgency, queued.tenant)
+            )
         self._queue.sent(queued, end_s)
         reason: Reason = "busy" if least_s >= self._queue.busy_backlog_s else "order"
         wait = Wait(urgency.priority, reason, waited_s, forecast_s)
         self._fleet.observer.waited(wait)
-        # Background requests are ordered later in the engines, too.
+        # Only background requests have `allowed_ids`. They are ordered later in the engines, too.
         delay_s = BATCH_S if queued.allowed_ids else 0.0
         order_s = queued.order_s + delay_s
         return Admitted(order_s, wait, queued.allowed_ids, self._refused_s(end_s))
@@ -159,13 +163,20 @@ class Holding:
         return len(self._queue) - self._queue.batch >= WAITING
 
     def check(self, urgency: Urgency, sharer: str) -> None:
-        """Check that an empty prompt would not wait too long. This takes microseconds.
+        """Check that even an empty prompt would not wait too long.
+
+        This takes microseconds, so that an overloaded router refuses requests without tokenising
+        them.
+
+        Args:
+            urgency: the request's priority and wait limit.
+            sharer: the tenant whose share the request uses.
 
         Raises:
             ApiError: even an empty prompt is expected to wait too long.
         """
         if urgency.max_wait_s < math.inf:
-            self._check(urgency, self._least_s(urgency, sharer))
+            self._check(urgency, self._empty_wait_s(urgency, sharer))
 
     async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> Refusal | None:
         """Wait until the request has left the queue; return why it is refused, or None."""
@@ -244,7 +255,7 @@ class Holding:
         queued_s = self._queue.forecast_s(queued, replicas=replicas, sooner=sooner, now_s=now_s)
         return max(0.0, least_s - self._queue.busy_backlog_s) + queued_s
 
-    def _least_s(self, urgency: Urgency, sharer: str) -> float:
+    def _empty_wait_s(self, urgency: Urgency, sharer: str) -> float:
         """Return how many seconds an empty prompt would wait; a recent result is reused."""
         now_s, kind = self._clock(), (urgency.delay_s, urgency.priority, sharer)
         if now_s - self._forecast_s > FRESH_S:
@@ -252,10 +263,10 @@ class Holding:
             self._forecast_s = now_s
         if kind not in self._forecasts:
             empty = _empty(urgency, sharer, now_s)
-            self._forecasts[kind] = self._empty_s(empty, now_s)
+            self._forecasts[kind] = self._forecast_empty_s(empty, now_s)
         return self._forecasts[kind]
 
-    def _empty_s(self, empty: QueuedRequest[Answer], now_s: float) -> float:
+    def _forecast_empty_s(self, empty: QueuedRequest[Answer], now_s: float) -> float:
         """Compute how many seconds an empty prompt would wait."""
         replicas = self._trusted()
         least_s = min(self._fleet.loads.backlogs_s(replicas, now_s), default=0.0)
@@ -268,10 +279,10 @@ class Holding:
     def _refused_s(self, now_s: float) -> float:
         """Return the wait of the latest refused request; 0 if none was refused recently.
 
-        It is reported to the replicas, whose number autoscaling increases for long waits.
+        It is reported to the replicas. For long waits, autoscaling adds replicas.
         """
-        wait_s, at_s = self._refused
-        return wait_s if now_s - at_s < REFUSED_S else 0.0
+        wait_s, refused_at_s = self._refused
+        return wait_s if now_s - refused_at_s < REFUSED_S else 0.0
 
     def _check(self, urgency: Urgency, forecast_s: float) -> None:
         upper_s = self._margin.factor * forecast_s

@@ -4,19 +4,23 @@ This module only computes: it uses no clock and no socket. Times are seconds of 
 
     order time = arrival + priority + DELAY x prefill
 
-Requests are sent in the order of their order times. So short prompts pass long ones, but a prompt
-never waits for prompts that arrive later by more than DELAY times its own prefill time.
+Here, `arrival` is the time of the request's arrival, `priority` the seconds that its priority adds,
+and `prefill` its predicted prefill time. The order time of interactive requests is earlier by
+INTERACTIVE. Requests are sent in the order of their order times, so short prompts pass long ones.
+But a prompt never waits for prompts of its priority that arrive more than DELAY times its own
+prefill time after it.
 
 Background requests are batch requests, and requests of a tenant that has recently used more than
-its share of the fleet's time. They have lines of their own. They are sent to replicas that are
-nearly idle and have free memory, while the default line is empty. After BATCH_S a background
-request is promoted to the default line.
+its share of the fleet's time. They wait in lines of their own; all other requests wait in the
+default line. While the default line is empty, background requests are sent to replicas that are
+nearly idle and have free memory. After BATCH_S a background request is promoted to the default
+line.
 
-Each router publishes the order times of its first requests to the other routers. It counts the
-requests that wait in other routers with an earlier order time, and sends a request only if more
-replicas than that can take one. Routers may disagree about which replicas can take a request. So if
-a replica could take one for PATIENCE_S and got none from another router, the router sends its
-requests to it in any case, until it is full.
+Each router publishes the order times of its first requests to the other routers. Before a router
+sends its first request, it counts the requests of other routers that have an earlier order time. It
+sends its request only if more replicas than that can take one. Routers may disagree about which
+replicas can take a request. So if a replica could take one for PATIENCE_S and got none from another
+router, the router sends its first request without counting.
 """
 
 import math
@@ -31,7 +35,7 @@ from kvroute.router.placement.loads import ReplicaCapacity
 from kvroute.router.queueing.forecast import waiting_s
 from kvroute.router.queueing.shares import Shares
 
-# The unit of some constants is Scale.busy_s, the fleet's unit of time.
+# Some constants are multiples of Scale.busy_s, the fleet's unit of time (placement/scale.py).
 
 BUSY_BACKLOG = 0.45  # requests wait while every replica has at least this backlog, in Scale.busy_s
 IDLE_BACKLOG = 0.11  # background requests go to replicas with a smaller backlog, in Scale.busy_s
@@ -39,12 +43,13 @@ SPARE_SHARE = 0.5  # background requests go to replicas with a larger free share
 DELAY = 40.0  # seconds by which each second of prefill delays a request's order time
 INTERACTIVE = 14.0  # interactive requests are ordered this much earlier, in Scale.busy_s
 BATCH_S = 300.0  # seconds after which a background request is promoted to the default line
-# Number of the first background requests that are searched for one that an idle replica has cached.
+# Only this many requests at the front of a line are examined: for a prompt that an idle replica has
+# cached, and for the tenants that wait.
 LOOKED_AT = 64
 DIVIDE_S = 1.0  # seconds between two checks of which tenants are above their share
-# Unchanged order times are published again after this many seconds, for routers that just started.
+# Order times are published again after this many seconds, so that new routers get them.
 AGAIN_S = 0.9
-PATIENCE_S = 0.4  # seconds that other routers have to send a request that comes first
+PATIENCE_S = 0.4  # seconds that other routers have to send their requests that come first
 STALE_S = 1.0  # seconds after which a router's last check of the replicas is outdated
 WAKE = 0.01  # time between two checks of the replicas while requests wait, in Scale.busy_s
 MIN_WAKE_S, MAX_WAKE_S = 0.005, 0.1  # bounds of that time, which keep the router's CPU use low
@@ -57,13 +62,13 @@ R = TypeVar("R")
 class QueuedRequest(Generic[R]):
     """A request that waits in the queue, or that is about to join it."""
 
-    request: R
+    request: R  # the caller's object for the request; the queue does not use it
     arrived_s: float  # time of its arrival
     prefill_s: float  # predicted prefill time on the best replica
     priority_s: float = 0.0  # seconds that the client's priority adds to the order time
     is_interactive: bool = False
     is_batch: bool = False  # true: a batch request, which waits in the background
-    tenant: str = ""  # the tenant whose share it uses; empty: it uses no share
+    tenant: str = ""  # the tenant whose share the request uses; empty: it uses no share
     # The replica that has most of its prompt cached; empty: no replica has a large part.
     holder_id: str = ""
     order_s: float = 0.0  # set by the queue: the order time
@@ -110,7 +115,7 @@ class Queue(Generic[R]):
 
     def __init__(self, busy_s: Callable[[], float]) -> None:
         self._busy_s = busy_s
-        self.on_change: Callable[[], object] = lambda: None
+        self.on_change: Callable[[], object] = lambda: None  # is called when the queue changes
         self._line = _Line[R]()
         self._above = _Line[R]()  # background requests of tenants above their share
         self._batch = _Line[R]()
@@ -153,7 +158,7 @@ class Queue(Generic[R]):
         return min(MAX_WAKE_S, max(MIN_WAKE_S, WAKE * self._busy_s()))
 
     def order_s(self, queued: QueuedRequest[R]) -> float:
-        """Return the order time of a request; see the module."""
+        """Return the order time of a request; the module's docstring has the formula."""
         order_s = queued.arrived_s + queued.priority_s + DELAY * queued.prefill_s
         return order_s - INTERACTIVE * self._busy_s() if queued.is_interactive else order_s
 
@@ -237,7 +242,11 @@ class Queue(Generic[R]):
                 self._put(queued)
 
     def _may_send(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> bool:
-        """Return whether the first request of the default line may be sent now."""
+        """Return whether the first request of the default line may be sent now.
+
+        Either it comes early enough among the requests of all routers, or the other routers have
+        left a replica unused for PATIENCE_S.
+        """
         limit_s = self.busy_backlog_s
         open_ids = [replica.replica_id for replica in replicas if replica.backlog_s < limit_s]
         is_first = self._before(self._line.requests[0].order_s) < len(open_ids)
@@ -252,8 +261,8 @@ class Queue(Generic[R]):
     def _next_background(self, replicas: Sequence[ReplicaCapacity]) -> QueuedRequest[R] | None:
         """Return the background request to send now, and set its `allowed_ids` to idle replicas.
 
-        Of the first LOOKED_AT requests, it is the first one whose prompt is cached by an idle
-        replica, or by none. If there is no such request, it is the first of the line.
+        This is the first of LOOKED_AT requests whose prompt an idle replica has cached, or no
+        replica at all. If there is no such request, it is the first of the line.
         """
         line = self._above if self._above.requests else self._batch
         if not line.requests or self._others:
@@ -302,14 +311,14 @@ class Queue(Generic[R]):
         """Return the state of the lines, by name. Other threads may call this."""
         lines = {
             "default": [*self._line.requests],
-            "filling": [*self._above.requests, *self._batch.requests],
+            "filling": [*self._above.requests, *self._batch.requests],  # background requests
         }
         return {name: _state(requests, now_s) for name, requests in lines.items()}
 
     # The other routers.
 
     def in_other_routers(self) -> QueueState:
-        """Return the state of the other routers' queues together, without ages."""
+        """Return the state of the other routers' queues together. The ages are unknown."""
         others = self._others.values()
         return QueueState(
             sum(waiting.places[-1] for waiting in others),

@@ -44,6 +44,8 @@ def no_seat(
 ) -> ApiError:
     """Return a 429 for a session that does not get a seat in time.
 
+    A seat is the permission of a session to send requests.
+
     Args:
         problem: continues the message after "this request", such as "would wait".
         wait_s: the predicted wait, or the wait so far; None: unknown.

@@ -1,7 +1,8 @@
 """Waits until a request's session has a seat, or refuses the request.
 
-admission/seats.py decides which session gets a seat. If sessions are not limited, requests do not
-wait here.
+A seat is the permission of a session to send requests. Sessions need seats only while their
+contexts together do not fit in the fleet's caches; otherwise, no request waits here.
+admission/seats.py decides which session gets a seat.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 
 SHARE_S = 30.0  # time constant in seconds with which a tenant's recorded use decays
-SCARCE_S = 30.0  # seconds for which shares are limited after another tenant has waited
+SCARCE_S = 30.0  # after a tenant has waited, the others' shares are limited for this many seconds
 # A tenant exceeds its share if it has used more than this multiple of an equal share.
 LEEWAY = 1.5
 MAX_SHARERS = 16  # with more tenants, an equal share is still 1 / 16 of the time
@@ -42,7 +42,7 @@ class Shares:
         sharers = min(MAX_SHARERS, len(self._used_s))
         if sharers < 2 or used_s <= LEEWAY * self._total_s / sharers:
             return False
-        return len(self._waited_s) > (tenant in self._waited_s)
+        return any(waiting != tenant for waiting in self._waited_s)
 
     def _decay(self, now_s: float) -> None:
         """Let earlier use decay, at most once a second."""

@@ -14,7 +14,7 @@ EMPTY_PREFIX = Fingerprint(0)  # key of prompts whose first block no replica has
 class Branches:
     """Counts of branches. They are estimates, and placement works without them.
 
-    A prompt is a branch of a prefix if this prefix is its longest part that any replica has cached.
+    A prompt is a branch of the longest prefix of it that any replica has cached.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,10 @@ class Branches:
         return sum(self._counts.get(_key(prefix), {}).values())
 
     def shares(self, prefix: Sequence[Fingerprint], fleet: Sequence[str]) -> list[float]:
-        """Return each replica's number of branches divided by the mean, or 1 if there are none."""
+        """Return each replica's number of branches divided by the mean over all replicas.
+
+        If the prefix has no branches, return 1 for each replica.
+        """
         counts = self._counts.get(_key(prefix), {})
         return relative([counts.get(replica_id, 0.0) for replica_id in fleet])
 

@@ -18,10 +18,10 @@ PROBE_TOKENS = 16  # length of a piece of the old prompt that is searched in the
 # Equal tokens in a row after which the prompts are known to agree again. The markup between two
 # messages is shorter, so it does not count.
 ENOUGH_TOKENS = 64
-# A piece at position p after the first difference is searched in the first 2 * p + MIN_REACH tokens
-# of the new prompt after that difference.
+# A piece of the old prompt that begins p tokens after the first difference is searched in the first
+# 2 * p + MIN_REACH tokens of the new prompt after that difference.
 MIN_REACH = 2_048
-# Largest number of tokens after the first difference that are searched. This takes milliseconds.
+# The most tokens after the first difference that are searched. A search takes milliseconds.
 MAX_SEARCHED = 131_072
 FIRST_STEP = 1_024  # tokens compared in the first step; each step compares twice as many
 TOKEN_BYTES = 4  # size of a token id in an array
@@ -61,7 +61,7 @@ class Break:
 
     @property
     def lost(self) -> range:
-        """Return the positions of the tokens that could have been cached without the change."""
+        """Return the positions of the tokens that could have been cache hits without the change."""
         begin = self.difference.token + self.difference.after.tokens
         return range(begin, begin + self.difference.common)
 
@@ -144,7 +144,10 @@ def _find_agreement(old: TokenIds, new: TokenIds) -> tuple[int, int, int] | None
 
 
 def _probes(last: int) -> Iterator[int]:
-    """Yield positions of pieces to search for: each about twice as far, then one near the end."""
+    """Yield the positions of the pieces to search for.
+
+    Each is about twice as far as the one before. The last one is near the end.
+    """
     probe = 0
     while probe <= last:
         yield probe
@@ -154,7 +157,15 @@ def _probes(last: int) -> Iterator[int]:
 
 
 def _matches(packed: bytes, tokens: bytes, probe: int) -> Iterator[int]:
-    """Yield positions of the tokens in the packed ids: the probe's own, and the first in reach."""
+    """Yield positions at which the new prompt has the tokens of a piece.
+
+    These are the piece's own position, and the first position within its reach (see MIN_REACH).
+
+    Args:
+        packed: the token ids of the new prompt, as bytes.
+        tokens: the token ids of the piece, as bytes.
+        probe: position of the piece in the old prompt.
+    """
     begin = probe * TOKEN_BYTES
     if packed[begin : begin + len(tokens)] == tokens:
         yield probe

@@ -119,7 +119,8 @@ class Chats:
             messages: the messages, as parsed from JSON.
             token_ids: the prompt.
             tools: the definitions of tools, as parsed from JSON.
-            scope: chats in different scopes never count as the same chat; they share no cache.
+            scope: chats in different scopes never count as the same chat, since they share no
+                cache.
         """
         turn = self._turn(messages, token_ids, tools, scope)
         if turn is None:
@@ -140,7 +141,10 @@ class Chats:
     def _turn(
         self, messages: Sequence[Any], token_ids: TokenIds, tools: Any, scope: str
     ) -> SentChat | None:
-        """Return the turn to store, or None if it is too long or cannot be hashed."""
+        """Return the turn to store; None if it cannot be hashed or is too long.
+
+        It is too long with more than MAX_MESSAGES, or if its tokens take an eighth of the store.
+        """
         if not 0 < len(messages) <= MAX_MESSAGES or len(token_ids) > self._capacity_tokens // 8:
             return None
         seed = xxh3_64_intdigest(_bytes(scope), self._seed)

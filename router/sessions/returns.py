@@ -40,7 +40,8 @@ LAST_TURNS = (1, 2, 4)
 BUCKETS = len(LAST_TURNS) + 1  # kinds by the turn's number
 ENDED = 2 * BUCKETS  # kind of the turns that are the last ones, according to the client
 KINDS = ENDED + 1  # number of kinds: BUCKETS without tools, BUCKETS with tools, and ENDED
-# A kind is unlikely to return if its share of returns is less than this part of the largest share.
+# A kind is unlikely to return if its share of returned turns is less than this part of the largest
+# share of any kind.
 UNLIKELY = 0.4
 # If a larger share of the sessions that clients have ended continues, the blocks of ended sessions
 # are no longer evicted first.
@@ -65,7 +66,7 @@ class Retention(NamedTuple):
 
     turn: SessionTurn
     keep: RetentionHint
-    # Reason for the eviction of the previous turn's blocks, in case they were evicted.
+    # Why the previous turn's blocks were evicted, in case they were.
     lost: EvictionReason = "usual"
 
 
@@ -114,7 +115,7 @@ class TurnCounts:
 
 
 class Returns:
-    """The conversations of all routers, as far as this router knows them."""
+    """The conversations that may continue, of all routers as far as this router knows them."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self.counts = TurnCounts()

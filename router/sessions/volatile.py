@@ -22,6 +22,6 @@ def kind_of(text: str) -> str:
     """Return the kind of the changed text, or "" if it is of no known kind.
 
     Args:
-        text: the text after the change, with some of the prompt before and after it.
+        text: the new text at the place of the change, with some of the prompt before and after it.
     """
     return next((kind for kind, pattern in KINDS if pattern.search(text)), "")

@@ -15,7 +15,7 @@ from tests.bench.keys import keys
 from tests.bench.metrics import metrics
 from tests.bench.order import order
 from tests.bench.path import path
-from tests.bench.policies import policies, policies_on_made
+from tests.bench.policies import policies, policies_on_generated
 from tests.bench.report import Section
 from tests.bench.resize import resize
 from tests.bench.routers import routers
@@ -23,7 +23,7 @@ from tests.bench.sizing import growth, streaming
 from tests.bench.stream.tables import tables
 from tests.bench.successor import successor
 
-MADE = ("agents", "documents")  # generated traces, in addition to a recorded one
+GENERATED = ("agents", "documents")  # generated traces, in addition to a recorded one
 
 
 def main(
@@ -82,8 +82,8 @@ def main(
 ) -> None:
     if trace is not None and not trace.is_file():
         raise typer.BadParameter(
-            f"--trace is {str(trace)!r}, which is no file; expected one in Mooncake's format, such "
-            "as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
+            f"--trace is {str(trace)!r}, which is not a file; expected a file in Mooncake's "
+            "format, such as conversation_trace.jsonl of github.com/kvcache-ai/Mooncake"
         )
     report = []
     flags = (
@@ -99,7 +99,7 @@ def main(
         typer.echo(section.markdown() + "\n")
         report.append({"title": section.title, "rows": section.rows, "notes": [*section.notes]})
     if trace is None:
-        typer.echo("The tables of policies are left out; `--trace FILE` brings them.")
+        typer.echo("The tables of policies are left out; `--trace FILE` adds them.")
     if json_file is not None:
         json_file.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -137,7 +137,7 @@ def sections(
         yield from apart(tables)
     if trace is not None:
         yield apart(policies, trace)
-        yield from (apart(policies_on_made, workload) for workload in MADE)
+        yield from (apart(policies_on_generated, workload) for workload in GENERATED)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Two vLLM replicas with the built-in model serve several agents at once. Each agent sends its whole
 conversation with OpenAI's client, waits for the answer, waits for a moment as if it ran a tool, and
 sends the next turn. When a conversation is long enough, the agent begins a new one. The
-conversations together need more KV cache than the replicas have.
+conversations together need more KV cache than the replicas have. With seats, only as many sessions
+may send requests as fit into the caches (router/admission/seats.py).
 """
 
 import argparse
@@ -22,7 +23,7 @@ from tests.bench.report import Row, Section
 from tests.support.serving import start_cluster
 
 MODEL = "bench"
-WORDS = " ".join(topics.values()).split()
+WORDS = " ".join(topics.values()).split()  # the text of Python's manual
 FIRST_WORDS = 300  # number of words of an agent's instructions and task
 TURN_WORDS = 60  # number of words of a tool's result
 TURNS = 12  # number of turns of a conversation
@@ -36,7 +37,7 @@ WARM_UP = 0.3  # share of the time at the beginning that is not counted
 class Seen:
     """The results of the agents' turns since the end of the warm-up."""
 
-    begun_s: float
+    begun_s: float  # monotonic time of the end of the warm-up
     times_s: list[float] = field(default_factory=list)  # durations of complete turns
     prompt_tokens: int = 0
     cached_tokens: int = 0

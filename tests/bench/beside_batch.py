@@ -1,7 +1,8 @@
 """Chats beside a batch job on one real engine, whose cache is too small for both.
 
-Each prompt of the batch job is sent once. In one case, its requests have a retention hint that says
-so. In the other case they have no hint, and the engine evicts the least recently used blocks.
+Each prompt of the batch job is sent once. In one case, its requests have a retention hint that they
+are unlikely to be continued. In the other case they have no hint, and the engine evicts the least
+recently used blocks.
 """
 
 import asyncio
@@ -23,29 +24,28 @@ BATCH = 2  # number of prompts of the batch job for each turn of a chat
 CACHE_MB = 160  # size of the cache: about 110 blocks of 32 tokens in float32
 SEED = 1
 
-Told = Callable[
-    [int], RetentionHint | None
-]  # returns the hint for a request of a chat with this number; 0: the batch job
+# Returns the hint for a request of the chat with this number; 0: of the batch job.
+Hints = Callable[[int], RetentionHint | None]
 
 
-def order(session: int) -> RetentionHint | None:
+def hint(session: int) -> RetentionHint | None:
     return RetentionHint(session=session) if session else RetentionHint(Order.UNLIKELY)
 
 
-def nothing(session: int) -> RetentionHint | None:
+def no_hint(session: int) -> RetentionHint | None:
     return None
 
 
 def beside_batch() -> Section:
     rows: list[Row] = [
-        {"told": "nothing (LRU)", **asyncio.run(_share(nothing))},
-        {"told": "which are unlikely to come back", **asyncio.run(_share(order))},
+        {"hints": "none (LRU)", **asyncio.run(_share(no_hint))},
+        {"hints": "batch requests are unlikely to be continued", **asyncio.run(_share(hint))},
     ]
     title = f"{CHATS} chats beside a batch job on one engine ({BUILTIN_MODEL})"
     return Section(title, rows)
 
 
-async def _share(told: Told) -> Row:
+async def _share(hints: Hints) -> Row:
     rng = random.Random(SEED)
 
     def passage(tokens: int) -> list[int]:
@@ -56,12 +56,12 @@ async def _share(told: Told) -> Row:
         hit = asked = 0
         for turn in range(TURNS):
             for number, prompt in chats.items():
-                cached, answer = await _ask(running, prompt, told(number))
+                cached, answer = await _ask(running, prompt, hints(number))
                 if turn:
                     hit, asked = hit + cached, asked + len(prompt)
                 chats[number] = prompt + answer + passage(TURN_TOKENS)
                 for _ in range(BATCH):
-                    await _ask(running, passage(FIRST_TOKENS), told(0))
+                    await _ask(running, passage(FIRST_TOKENS), hints(0))
         return {
             "blocks in the cache": running.engine.facts.capacity_blocks,
             "cached share of later turns' tokens": hit / asked,

@@ -17,7 +17,7 @@ def decision() -> Section:
     dynamo = peers.Dynamo() if peers.has_dynamo() else None
     tree = peers.RayPrefixTree() if peers.has_ray_llm() else None
     missing = [
-        note for note, found in ((peers.NO_DYNAMO, dynamo), (peers.NO_RAY, tree)) if found is None
+        note for note, peer in ((peers.NO_DYNAMO, dynamo), (peers.NO_RAY, tree)) if peer is None
     ]
     rows = [row(ours, prompt(tokens), dynamo, tree) for tokens in PROMPT_TOKENS]
     title = (

@@ -95,7 +95,7 @@ async def _compare() -> Section:
 
 async def _start(dtype: str, cores: Cores) -> Running:
     folder = resolve(BUILTIN_MODEL)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # its log would be mixed with the table
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # keeps the log out of the table
     prepare_vllm(folder, cores.threads(1))
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
 

@@ -69,7 +69,7 @@ ANSWER_TOKENS = 24
 CHATS_PER_S = 0.5
 THINK_S = 12.0  # mean seconds between an answer and the next turn
 CACHE_MB = 256  # size of each replica's cache: about 5,800 tokens in float32
-LEARNING = 20  # number of requests before the measurement, from which routers learn the speed
+LEARNING = 20  # number of the first requests, from which routers learn the engines' speed
 SEED = 1
 SERVED = "bench"  # name of the model in requests
 

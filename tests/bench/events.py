@@ -1,4 +1,7 @@
-"""The speed at which a mirror follows the index, and the memory of a block in a router."""
+"""The speed at which a router's mirror follows the index in Redis, and the mirror's memory.
+
+The mirror is the copy of the index in a router's memory.
+"""
 
 import asyncio
 import random
@@ -30,7 +33,7 @@ DESCRIPTION = Description(FACTS)
 
 
 class Batch(NamedTuple):
-    """A change, as in the stream."""
+    """A change of one replica's blocks, as in the index's stream in Redis."""
 
     replica_id: str
     packed: bytes
@@ -41,7 +44,7 @@ def memory() -> Section:
         "each on one replica",
         "each on eight, by chains",
         "each on eight, at random",
-        "renewed",
+        "each on one replica, and all replaced once",
     )
     return Section(
         f"Memory of {BLOCKS:,} blocks on 64 replicas", [apart(_memory, c) for c in cases]
@@ -83,11 +86,11 @@ def _fill(mirror: Mirror, case: str) -> None:
             for _, packed in batches(0, CHAIN):
                 for replica_id in chosen.sample(REPLICAS, 8):
                     mirror.add(replica_id, unpack(packed))
-        case "each on eight, at random":  # not realistic: all masks of replicas differ
+        case "each on eight, at random":  # not realistic: each block has another set of replicas
             for _, packed in batches(0, 1):
                 for replica_id in chosen.sample(REPLICAS, 8):
                     mirror.add(replica_id, unpack(packed))
-        case "renewed":
+        case "each on one replica, and all replaced once":
             for replica_id, packed in batches(0):
                 mirror.add(replica_id, unpack(packed))
             for (replica_id, old), (_, new) in zip(batches(0), batches(1), strict=True):
@@ -98,7 +101,8 @@ def _fill(mirror: Mirror, case: str) -> None:
 def _object_bytes(mirror: Mirror) -> int:
     """Return the size of the tables, the fingerprints and the different masks.
 
-    This does not include the memory that the allocator adds.
+    A mask is a set of replicas that hold a block. The memory that the allocator adds is not
+    included.
     """
     tables = mirror._held._tables
     masks = {id(mask): mask for table in tables for mask in table.values()}
@@ -136,7 +140,7 @@ def _follow(size: int) -> Row:
 async def _follow_on(url: str, size: int) -> Row:
     client = connect(url)
     index = Index(client, "m")
-    standing = {
+    writers = {
         replica_id: await index.register(
             replica_id, "1", description=DESCRIPTION, load=LOAD, lease_s=LEASE_S
         )
@@ -148,8 +152,8 @@ async def _follow_on(url: str, size: int) -> Row:
         while len(fleet.mirror.replica_ids) < len(REPLICAS):
             await asyncio.sleep(0.01)
     for replica_id, packed in batches(0, size):
-        standing[replica_id] = await index.change(
-            standing[replica_id], added=unpack(packed), lease_s=LEASE_S
+        writers[replica_id] = await index.change(
+            writers[replica_id], added=unpack(packed), lease_s=LEASE_S
         )
     longest = LongestPause()
     begun, begun_cpu = time.perf_counter(), time.process_time()

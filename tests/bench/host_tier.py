@@ -37,7 +37,7 @@ def main() -> None:
 async def host_tier() -> Section:
     without, _ = await _measure("without a tier", "0")
     with_tier, speeds = await _measure(f"with {TIER_GB} GB", TIER_GB)
-    title = f"Later turns after a flood of three times the cache ({ROUNDS} of each; median TTFT)"
+    title = f"Later turns after a flood of three times the cache (medians of {ROUNDS} turns)"
     return Section(title, without + with_tier, [speeds])
 
 

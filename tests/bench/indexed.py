@@ -29,7 +29,10 @@ Tokens = NDArray[np.uint32]
 
 
 def documents() -> Iterator[tuple[int, Tokens]]:
-    """Yield chains with BLOCKS different blocks in all, and the replica that holds each chain."""
+    """Yield documents that have BLOCKS different blocks in total.
+
+    Each item is the number of the replica that has cached the document, and the document's tokens.
+    """
     rng = np.random.default_rng(0)
     for i in range(BLOCKS // DOCUMENT_BLOCKS):
         tokens = rng.integers(0, VOCABULARY, DOCUMENT_BLOCKS * BLOCK, dtype=np.uint32)
@@ -42,6 +45,7 @@ def prompt(tokens: int) -> Tokens:
 
 
 def requests_in_flight() -> Iterator[tuple[int, Tokens]]:
+    """Yield the replica's number and the prompt of each running request."""
     rng = np.random.default_rng(1)
     for i in range(UNDER_WAY * len(REPLICAS)):
         yield i % len(REPLICAS), rng.integers(0, VOCABULARY, 1_000, dtype=np.uint32)

@@ -28,18 +28,16 @@ def keys() -> Section:
     rows: list[Row] = [
         {"part": part, "us a request": cost_us(act)} for part, act in parts().items()
     ]
-    title = f"What keys of {TENANTS:,} tenants cost"
-    note = (
-        f"The fingerprints are those of {PROMPT_TOKENS:,} tokens, half of them of a shared prefix."
-    )
+    title = f"Cost of API keys, with {TENANTS:,} tenants"
+    note = f"Fingerprints of {PROMPT_TOKENS:,} tokens. Half of these are a prefix that is shared."
     return Section(title, rows, [note])
 
 
 def parts() -> dict[str, Callable[[], object]]:
     """Return the functions that run once for each request."""
-    given, file = made()
+    key, file = key_and_file()
     keyring = Keyring(file)
-    caller = keyring.caller(given)
+    caller = keyring.caller(key)
     assert caller is not None
     scope = {
         "type": "http",
@@ -48,7 +46,7 @@ def parts() -> dict[str, Callable[[], object]]:
         "headers": [
             (b"host", b"localhost:8000"),
             (b"content-type", b"application/json"),
-            (b"authorization", f"Bearer {given}".encode()),
+            (b"authorization", f"Bearer {key}".encode()),
         ],
     }
     access = partial(Access, keys=lambda: keyring, refused=refused)
@@ -59,17 +57,17 @@ def parts() -> dict[str, Callable[[], object]]:
     chained = partial(space.chain, tokens)
     limits = Limits(lambda tenant: TenantLimits(max_requests=10, uncached_tokens_per_minute=10**9))
     return {
-        "find whose key it is": lambda: keyring.caller(given),
-        "middleware that asks for it": passing(access, scope),
-        "middleware that looks at origins": passing(origins, scope),
+        "find the key's tenant": lambda: keyring.caller(key),
+        "middleware that requires a key": passing(access, scope),
+        "middleware that checks origins": passing(origins, scope),
         "derive the cache salt": lambda: call.cache_salt,
-        "fingerprints under a salt": lambda: chained(salted),
-        "fingerprints without one": lambda: chained(CacheScope()),
+        "fingerprints with a salt": lambda: chained(salted),
+        "fingerprints without a salt": lambda: chained(CacheScope()),
         "count towards limits": lambda: counted(limits),
     }
 
 
-def made() -> tuple[str, KeyFile]:
+def key_and_file() -> tuple[str, KeyFile]:
     """Return a key, and a file that contains this key and many others."""
     pairs = [new_key(f"tenant-{n}", ("use",), "") for n in range(TENANTS)]
     file = new_file()
@@ -88,10 +86,10 @@ def passing(middleware: Callable[[ASGIApp], ASGIApp], scope: Scope) -> Callable[
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    asked = middleware(app)
+    wrapped = middleware(app)
 
     def act() -> None:
-        coroutine = asked(dict(scope), None, None)  # type: ignore[arg-type]
+        coroutine = wrapped(dict(scope), None, None)  # type: ignore[arg-type]
         try:
             coroutine.send(None)  # type: ignore[attr-defined]
         except StopIteration:

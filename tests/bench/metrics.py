@@ -1,8 +1,8 @@
 """The cost of metrics: the same requests to a cluster with metrics and to one without.
 
 Both clusters run at the same time and get requests alternately, so that other load on the machine
-affects both equally. The two halves of each round are compared. In each round, the metrics of every
-process are read once.
+affects both equally. Each round has a half for each cluster, and the two halves are compared. In
+each round, the metrics of every process are read once.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ def metrics() -> Section:
     pairs = [(_row(on), _row(off)) for on, off in rounds]
     ratios = {name: [on[name] / off[name] for on, off in pairs] for name in pairs[0][0]}
     lower, median, upper = (
-        {name: statistics.quantiles(each)[quartile] for name, each in ratios.items()}
+        {name: statistics.quantiles(values)[quartile] for name, values in ratios.items()}
         for quartile in range(3)
     )
     return Section(
-        f"Metrics on and off, {ROUNDS} rounds of {REQUESTS} requests to each, one router",
+        f"Metrics on and off, {ROUNDS} rounds of {REQUESTS} requests to each cluster, one router",
         [
             {"metrics": "on", **_medians([on for on, _ in pairs])},
             {"metrics": "off", **_medians([off for _, off in pairs])},

@@ -16,12 +16,14 @@ TURN_BLOCKS = 24  # number of blocks that a turn adds: its prompt and answer
 MAX_TURNS = 8
 REQUESTS = 3_000  # number of requests that are measured, after the pool is full
 ROUNDS = 5  # number of rounds, which alternate between the queues
+# The operations that are measured. get: take free blocks. free: return blocks. touch: use cached
+# blocks again. label: give blocks their retention hint, which only kvroute's queue does.
 PARTS = "get", "free", "touch", "label"
 
 Hints = Callable[[random.Random, int], RetentionHint]  # returns the hint of a session's turn
 
 
-def nothing(rng: random.Random, session: int) -> RetentionHint:
+def no_hint(rng: random.Random, session: int) -> RetentionHint:
     return RetentionHint()
 
 
@@ -32,8 +34,8 @@ def ordered(rng: random.Random, session: int) -> RetentionHint:
 
 CASES: dict[str, Hints | None] = {
     "vLLM's own": None,
-    "ours, nothing said": nothing,
-    "ours, with kinds and sessions": ordered,
+    "kvroute's, without hints": no_hint,
+    "kvroute's, with kinds and sessions": ordered,
 }
 
 
@@ -45,7 +47,7 @@ def order() -> Section:
     rows: list[Row] = []
     for case, rounds in results.items():
         row = {part: statistics.median(round_[part] for round_ in rounds) for part in PARTS}
-        rows.append({"queue": case, **row, "in all": sum(row.values())})
+        rows.append({"queue": case, **row, "total": sum(row.values())})
     note = f"Microseconds a block. {CHATS} chats in {BLOCKS:,} blocks; medians of {ROUNDS} rounds."
     return Section("The order of eviction in vLLM's block pool", rows, [note])
 
@@ -60,7 +62,7 @@ class Pool:
 
         self.pool: Any = BlockPool(BLOCKS + 1, True, 16)
         self._queue = FreeQueue(self.pool) if hints else None
-        self._hints = hints or nothing
+        self._hints = hints or no_hint
         self._rng = random.Random(seed)
         self._spent = dict.fromkeys(PARTS, (0, 0.0))  # number of blocks, and seconds
 

@@ -1,8 +1,8 @@
 """More load than a fleet can serve: `python -m tests.bench.overload` (about 3 minutes, 2 GB).
 
 The cluster has four simulated replicas and two routers. Requests arrive at random times, even if
-earlier ones are not answered yet, and all prompts are new. A refusal is late if the request had
-waited before it.
+earlier ones are not answered yet, and all prompts are new. A refusal is late if it came only after
+the request had waited.
 """
 
 import argparse
@@ -45,12 +45,12 @@ class Load:
         self._outcomes, self._health_s = [], []
         rate = load * REPLICAS * PREFILL_TOKENS_PER_S / MEAN_TOKENS
         ends_s = time.monotonic() + seconds
-        looking = asyncio.create_task(self._look())
+        polling = asyncio.create_task(self._poll_health())
         async with asyncio.TaskGroup() as group:
             while time.monotonic() < ends_s:
                 group.create_task(self._ask())
                 await asyncio.sleep(self._rng.expovariate(rate))
-        looking.cancel()
+        polling.cancel()
         return self._row(load)
 
     async def _ask(self) -> None:
@@ -64,7 +64,7 @@ class Load:
             print(repr(error))
         self._outcomes.append(Outcome(status, time.monotonic() - began_s))
 
-    async def _look(self) -> None:
+    async def _poll_health(self) -> None:
         while True:
             began_s = time.monotonic()
             await self._client.get("/health")
@@ -103,10 +103,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="duration of each load")
     parser.add_argument("--max-wait-s", type=float, nargs="+", default=[1, 30])
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    for wait_s in given.max_wait_s:
+    options = parser.parse_args()
+    for wait_s in options.max_wait_s:
         with start_cluster(*FLEET, *SPEED, "--max-wait-s", f"{wait_s}") as cluster:
-            rows = asyncio.run(measure(cluster.url, given.seconds, given.seed))
+            rows = asyncio.run(measure(cluster.url, options.seconds, options.seed))
         print(Section(f"Overload with --max-wait-s {wait_s:g}", rows).markdown(), flush=True)
 
 

@@ -1,7 +1,7 @@
 """The time that HAProxy and the router add to a request.
 
-A simulated engine without delays answers prompts of equal length in two ways: called directly
-through a connection as routers have, and through the HTTP endpoint. All processes share the
+A simulated engine without delays answers prompts of equal length that come in two ways: directly,
+through a connection like that of a router, and through the HTTP endpoint. All processes share the
 machine's cores.
 """
 
@@ -40,9 +40,8 @@ Ask = Callable[[list[int]], Awaitable[float]]  # sends a prompt; returns seconds
 
 def path() -> Section:
     with (
-        contextlib.redirect_stdout(
-            sys.stderr
-        ),  # the progress of the start must not be in the report
+        # The progress of the start must not be in the report.
+        contextlib.redirect_stdout(sys.stderr),
         tempfile.TemporaryDirectory(dir="/tmp") as folder,
         embedded_redis() as redis_url,
     ):
@@ -62,7 +61,7 @@ def path() -> Section:
             loop = asyncio.new_event_loop()  # Serve's handle needs it until Serve is shut down
             url = f"http://127.0.0.1:{settings.port}/v1/completions"
             rows = loop.run_until_complete(compare(url))
-            return Section("The way of a request, one simulated engine without delays", rows)
+            return Section("Path of a request, one simulated engine without delays", rows)
 
 
 async def compare(url: str) -> list[Row]:

@@ -25,7 +25,7 @@ from tests.bench.indexed import (
 )
 from tests.bench.report import each_s
 
-NO_DYNAMO = "SelectionService is left out: `pip install -e '.[bench]'` brings ai-dynamo-runtime."
+NO_DYNAMO = "SelectionService is left out: `pip install -e '.[bench]'` installs ai-dynamo-runtime."
 NO_RAY = "PrefixTree is left out: this Ray has no ray.llm with prefix-aware routing in it."
 INDEXED_S = 120.0  # seconds that Dynamo has to index all blocks
 
@@ -77,12 +77,11 @@ class Dynamo:
         import zmq
 
         for worker, socket in enumerate(self._sockets):
-            socket.setsockopt(
-                zmq.SNDHWM, 0
-            )  # no limit: by default, ZMQ drops messages beyond a thousand
+            # No limit of waiting messages. By default, ZMQ drops messages beyond a thousand.
+            socket.setsockopt(zmq.SNDHWM, 0)
             port = socket.bind_to_random_port("tcp://127.0.0.1")
             await self._service.upsert_worker(_worker(worker, f"tcp://127.0.0.1:{port}"))
-        await asyncio.sleep(2.0)  # a subscriber misses messages before its connection
+        await asyncio.sleep(2.0)  # a subscriber misses messages that are sent before it connects
         latest: dict[int, Tokens] = {}
         for worker, tokens in documents():
             self._store(worker, tokens)

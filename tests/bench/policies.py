@@ -25,8 +25,8 @@ def policies(trace: Path) -> Section:
     return _compared(trace.name, read(trace, limit=None, seed=SEED))
 
 
-def policies_on_made(workload: str) -> Section:
-    return _compared(f"made {workload}", WORKLOADS[workload](SEED))
+def policies_on_generated(workload: str) -> Section:
+    return _compared(f"generated {workload}", WORKLOADS[workload](SEED))
 
 
 def _compared(name: str, recorded: list[Request]) -> Section:

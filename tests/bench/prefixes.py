@@ -33,12 +33,8 @@ BRIEF = "You are a careful clerk. Answer in one sentence and name the rule. " * 
 UNPINNED = f"Nobody keeps this. {LAW}"
 OPTIONS = (
     *("--replicas", "2", "--max-model-len", "4096"),
-    *(
-        "--kv-cache-memory-mb",
-        "512",
-        "--pin-share",
-        "0.4",
-    ),  # 11,600 tokens, of which pins may take 4,600
+    # A cache of 11,600 tokens, of which pins may take 4,600.
+    *("--kv-cache-memory-mb", "512", "--pin-share", "0.4"),
 )
 ROUNDS = 5  # number of rounds that count, after one for warming up
 FLOODS = 3  # size of a flood as a multiple of the size of all caches
@@ -83,11 +79,11 @@ async def kept(client: AsyncOpenAI) -> Section:
         when = f"{FLOODS} times the caches' size, {name}"
         rows += [await cached(client, when, name) for name in TASKS]
         rows.append(await cached(client, when, "unpinned"))
-    return Section("What is cached when a prefix is asked for", rows)
+    return Section("Cached tokens of named prefixes", rows)
 
 
 async def worth(client: AsyncOpenAI) -> Section:
-    """Measure prefixes that are a third and nine tenths of their prompts."""
+    """Measure the benefit of prefixes that make up a third, or nine tenths, of each prompt."""
     await declare(client, "brief", BRIEF)
     rng = random.Random(SEED)
     rows = [
@@ -96,27 +92,31 @@ async def worth(client: AsyncOpenAI) -> Section:
         await first_tokens(client, rng, "law"),
     ]
     notes = [
-        f"Medians of {ROUNDS} rounds; the ratio is the median of the rounds' own.",
+        f"Medians of {ROUNDS} rounds; the ratio is the median of the rounds' ratios.",
         await same_answers(client),
     ]
-    return Section("What it is worth", rows, notes)
+    return Section("Benefit of named prefixes", rows, notes)
 
 
 async def replaced(client: AsyncOpenAI) -> Section:
     """Measure the replacement of a killed replica, and a new version of a prefix."""
-    return Section("When things change", [await killed(client), await updated(client)])
+    rows = [await killed(client), await updated(client)]
+    return Section("A killed replica, and a new version of a prefix", rows)
 
 
 async def cached(client: AsyncOpenAI, when: str, name: str) -> Row:
-    """Return the fewest cached tokens of a request on each replica: those of its first request."""
-    found: dict[str, int] = {}
+    """Return, for each replica, the fewest cached tokens of a request with the prefix.
+
+    Usually the first request on a replica has the fewest.
+    """
+    fewest: dict[str, int] = {}
     for _ in range(8):
         for answer in await asyncio.gather(*(ask(client, name, unlike()) for _ in range(8))):
-            least = found.get(answer.replica, answer.cached_tokens)
-            found[answer.replica] = min(least, answer.cached_tokens)
-        if len(found) == 2:
+            least = fewest.get(answer.replica, answer.cached_tokens)
+            fewest[answer.replica] = min(least, answer.cached_tokens)
+        if len(fewest) == 2:
             break
-    values = sorted(found.values())
+    values = sorted(fewest.values())
     row: Row = {"after": when, "prefix": name, "tokens": (await get(client, name))["tokens"]}
     return row | {
         "in full blocks": await full_tokens(client, name),
@@ -180,10 +180,18 @@ async def rounds(both: Callable[[], Awaitable[tuple[float, float]]]) -> list[tup
 
 
 def compared(
-    what: str, pairs: Sequence[tuple[float, float]], ratios: Sequence[float], *, goal: float
+    figure: str, pairs: Sequence[tuple[float, float]], ratios: Sequence[float], *, goal: float
 ) -> Row:
+    """Return a row that compares both ways.
+
+    Args:
+        figure: The name of the measured figure.
+        pairs: The figure with the prefix and without it, in each round.
+        ratios: How many times better the prefix makes the figure, in each round.
+        goal: The smallest ratio that is good enough.
+    """
     shared, apart = (statistics.median(values) for values in zip(*pairs, strict=True))
-    row: Row = {"": what, "with the prefix": shared, "without": apart}
+    row: Row = {"": figure, "with the prefix": shared, "without": apart}
     return row | {
         "times better": statistics.median(ratios),
         "in each round": f"{min(ratios):.2f} to {max(ratios):.2f}",
@@ -273,7 +281,7 @@ async def updated(client: AsyncOpenAI) -> Row:
     return {
         "": f"another text under {STREAMS} streams",
         "after s": took_s,
-        "then": f"in use; {counts[old]} had the old one, {counts[new]} the new one, {mixed} a mix",
+        "then": f"in use; {counts[old]} had the old text, {counts[new]} the new, {mixed} a mix",
         "requests meanwhile": len(lengths) + len(failures),
         "failed": len(failures),
     }

@@ -1,6 +1,6 @@
-"""The cost of autoscaling: the same chats on a fleet that scales from 2 to 4 to 2, and on 4
-replicas.
+"""The cost of autoscaling: the same chats on a fleet that scales, and on a fleet that does not.
 
+The first fleet scales from 2 replicas to 4 and back to 2. The second fleet always has 4 replicas.
 The replicas are simulated engines that are so slow that this machine's cores do not limit them.
 """
 
@@ -20,37 +20,39 @@ from tests.support.serving import start_cluster
 
 LEAST, MOST = 2, 4
 TOKENS_PER_S = 1_000  # speed of a replica's prefill
-CALM_CHATS_PER_S = 0.4  # 2 replicas then compute prefill for about 40% of the time
-BUSY_CHATS_PER_S = 1.5  # 4 replicas then compute prefill for about 70%; too much for 2
+CALM_CHATS_PER_S = 0.4  # at this rate, 2 replicas compute prefill for about 40% of the time
+BUSY_CHATS_PER_S = 1.5  # at this rate, 4 replicas do so for about 70%; it is too much for 2
+# Seconds after the start at which many chats begin to come, few come again, and the run ends.
 BUSY_FROM_S, BUSY_UNTIL_S, ENDS_S = 30.0, 110.0, 230.0
 SYSTEM_PROMPTS = 16  # number of system prompts; the n-th is used 1/n as often as the first
 SYSTEM_TOKENS = 512
 TURNS = 4
 TURN_TOKENS = 400  # mean number of new tokens of a turn
 THINK_S = 4.0  # mean seconds between turns
-WINDOW_S = 5.0
+WINDOW_S = 5.0  # seconds of a row of the table
 JOINED_S = 5.0  # seconds after its first answer in which a replica counts as new
 
-OWN_SIZE = ("--max-replicas", str(MOST), "--target-wait-s", "0.5", "--shrink-delay-s", "20")
+AUTOSCALING = ("--max-replicas", str(MOST), "--target-wait-s", "0.5", "--shrink-delay-s", "20")
 
 
 def resize() -> Section:
     sent = turns(seed=0)
-    own, sizes = asyncio.run(_run("--replicas", str(LEAST), *OWN_SIZE, sent=sent))
+    scaled, sizes = asyncio.run(_run("--replicas", str(LEAST), *AUTOSCALING, sent=sent))
     constant, _ = asyncio.run(_run("--replicas", str(MOST), sent=sent))
     starts = [WINDOW_S * number for number in range(int(ENDS_S / WINDOW_S))]
     rows = [
         {"from s": int(start), "replicas": _size(sizes, start + WINDOW_S)}
-        | _window(own, start, "")
-        | _window(constant, start, f"of {MOST}: ")
+        | _window(scaled, start, "")
+        | _window(constant, start, f"{MOST} replicas: ")
         for start in starts
     ]
     notes = [
-        f"In all: hit share {_hit_share(own):.3f} on {_mean_size(sizes):.2f} replicas on average, "
-        f"{_hit_share(constant):.3f} on {MOST}. No request failed.",
-        *_newcomers(own, sizes),
+        f"Hit share of the whole run: {_hit_share(scaled):.3f} with autoscaling, which used "
+        f"{_mean_size(sizes):.2f} replicas on average; {_hit_share(constant):.3f} with {MOST} "
+        "replicas. No request failed.",
+        *_newcomers(scaled, sizes),
     ]
-    return Section(f"A fleet that finds its own size, {len(sent)} requests", rows, notes)
+    return Section(f"Autoscaling, {len(sent)} requests", rows, notes)
 
 
 def turns(seed: int) -> list[Turn]:
@@ -132,7 +134,7 @@ def _hit_share(answers: Sequence[Answered]) -> float:
 
 
 def _newcomers(answers: Sequence[Answered], sizes: Sizes) -> list[str]:
-    """Compare each replica that joined later with the others in the same time."""
+    """Return a sentence about each replica that joined after the start."""
     first = set(sizes[0][1])
     return [
         _newcomer(answers, replica)
@@ -144,10 +146,10 @@ def _newcomers(answers: Sequence[Answered], sizes: Sizes) -> list[str]:
 def _newcomer(answers: Sequence[Answered], replica: str) -> str:
     began_s = next(answer.at_s for answer in answers if answer.replica == replica)
     then = [answer for answer in answers if began_s <= answer.at_s < began_s + JOINED_S]
-    its = [answer for answer in then if answer.replica == replica]
+    own = [answer for answer in then if answer.replica == replica]
     fleet = len({answer.replica for answer in then})
-    p90_s = np.percentile([answer.ttft_s for answer in its], 90)
+    p90_s = np.percentile([answer.ttft_s for answer in own], 90)
     return (
-        f"A replica that joined, as one of {fleet}, got {len(its)} of {len(then)} requests in its "
-        f"first {JOINED_S:g} s; their TTFT p90 was {p90_s:.2f} s."
+        f"A replica that joined a fleet (now {fleet} replicas) got {len(own)} of {len(then)} "
+        f"requests in its first {JOINED_S:g} s; their TTFT p90 was {p90_s:.2f} s."
     )

@@ -25,7 +25,7 @@ RUNS = 3
 REPLICAS = 4
 SPEED = PrefillModel(tokens_per_s=2_000, attention_tokens=SimulatedConfig().attention_tokens)
 BLOCKS = 4_096  # number of blocks of 32 tokens in each replica's cache
-CHATS_PER_S = 1.65  # the replicas then compute prefill for about 70% of the time
+CHATS_PER_S = 1.65  # at this rate, the replicas compute prefill for about 70% of the time
 CHATS_S = 80.0  # seconds in which requests are sent
 WARM_UP_S = 30.0  # earlier requests do not count, because the first chats have fewer turns
 SYSTEM_PROMPTS = 4
@@ -38,13 +38,13 @@ ANSWER_TOKENS = 8
 
 @dataclass(frozen=True)
 class Turn:
-    at_s: float
+    at_s: float  # time of sending, in seconds since the start
     prompt: list[int]
 
 
 @dataclass(frozen=True)
 class Answered:
-    at_s: float  # time of the request
+    at_s: float  # time of the request, in seconds since the start
     ttft_s: float
     prompt_tokens: int
     cached_tokens: int

@@ -33,7 +33,7 @@ CHANGE_BLOCKS = (50, 500)  # numbers of blocks in a change; half are stored, hal
 CHANGES = 400
 ROUNDS = 31
 PROMPT_TOKENS = 16_384
-HEARD = 200  # number of requests of other routers
+HEARD = 200  # number of another router's requests, about which the router gets messages
 
 REQUESTS = 400
 LONG_ANSWERS = 40
@@ -80,15 +80,15 @@ async def _measure(url: str, replica_ids: Sequence[str]) -> Row:
     server = redis.from_url(url)
     index, rng = Index(client, "m"), np.random.default_rng(0)
     empty = await _memory(server)
-    standings = await _announce(index, replica_ids, rng)
+    writer_states = await _announce(index, replica_ids, rng)
     filled = await _memory(server)
     row: Row = {"replicas": len(replica_ids)}
     row["Redis, bytes a block and holder"] = (filled - empty) / (HOLDERS * BLOCKS)
     for blocks in CHANGE_BLOCKS:
-        us = await _change_us(server, index, standings[0], rng, blocks)
+        us = await _change_us(server, index, writer_states[0], rng, blocks)
         row[f"Redis, us a block in changes of {blocks}"] = us
-        standings[0] = await _again(index, replica_ids[0])
-    row["Redis, us a renewal"] = await _renewal_us(server, index, standings[-1])
+        writer_states[0] = await _register(index, replica_ids[0])
+    row["Redis, us a renewal"] = await _renewal_us(server, index, writer_states[-1])
     row |= await _router(index, server, replica_ids, rng)
     await client.aclose()
     await server.aclose()
@@ -105,17 +105,17 @@ async def _announce(
         first, chain = next(ring), _chain(rng, CHAIN)
         for i in range(HOLDERS):
             held[replica_ids[(first + i) % len(replica_ids)]] += chain
-    standings = []
+    writer_states = []
     for replica_id, blocks in held.items():
-        writer_state = await _again(index, replica_id)
+        writer_state = await _register(index, replica_id)
         for begin in range(0, len(blocks), BATCH_BLOCKS):
             added = blocks[begin : begin + BATCH_BLOCKS]
             writer_state = await index.change(writer_state, added=added, lease_s=LEASE_S)
-        standings.append(writer_state)
-    return standings
+        writer_states.append(writer_state)
+    return writer_states
 
 
-async def _again(index: Index, replica_id: str) -> WriterState:
+async def _register(index: Index, replica_id: str) -> WriterState:
     return await index.register(
         replica_id, "1", description=DESCRIPTION, load=LOAD, lease_s=LEASE_S
     )
@@ -184,45 +184,45 @@ async def _router(
         "router, ms a decision": placed_ms,
         "router, ms a poll": 1000 * router_s,
         "Redis, ms a poll": 1000 * redis_s,
-        "router, us a request heard of": _heard_us(fleet, tokens),
+        "router, us a request of another router": _heard_us(fleet, tokens),
     }
 
 
 async def _poll_s(index: Index, server: "redis.Redis", fleet: Fleet) -> tuple[float, float]:
     """Return the CPU seconds of router and Redis to read all records, as done each second."""
     process = psutil.Process()
-    ours, theirs = sum(process.cpu_times()[:2]), await _cpu_s(server)
+    router_s, redis_s = sum(process.cpu_times()[:2]), await _cpu_s(server)
     for _ in range(ROUNDS):
         fleet.update(await index.records())
-    ours, theirs = sum(process.cpu_times()[:2]) - ours, await _cpu_s(server) - theirs
-    return ours / ROUNDS, theirs / ROUNDS
+    router_s, redis_s = sum(process.cpu_times()[:2]) - router_s, await _cpu_s(server) - redis_s
+    return router_s / ROUNDS, redis_s / ROUNDS
 
 
 def _heard_us(fleet: Fleet, tokens: Tokens) -> float:
-    """Return the CPU time to process the messages about another router's request."""
-    speaker = PeerPublisher()
-    teller = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=speaker)
-    teller.update(fleet.replicas.records)
+    """Return the CPU time to process the messages about another router's request, in us."""
+    sender, rng = PeerPublisher(), random.Random(0)
+    other = Fleet(model="m", revision="", block_size=BLOCK, rng=rng, observer=sender)
+    other.update(fleet.replicas.records)
     replica_ids = [record.id for record in fleet.replicas.records]
     for i in range(HEARD):
-        placement = teller.place(tokens + i, replica_ids, 0.0)
-        attempt = teller.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)
+        placement = other.place(tokens + i, replica_ids, 0.0)
+        attempt = other.sent(placement, replica_ids[i % len(replica_ids)], str(i), 0.0)
         attempt.first_token(0.0)
         attempt.end()
-    message, listener = speaker.next_message(), PeerSubscriber(fleet, own="", clock=lambda: 0.0)
-    return 1e6 * each_s(lambda: listener.receive(message), 1)[0] / HEARD
+    message, receiver = sender.next_message(), PeerSubscriber(fleet, own="", clock=lambda: 0.0)
+    return 1e6 * each_s(lambda: receiver.receive(message), 1)[0] / HEARD
 
 
 async def _router_cpu_s(cluster: Cluster, requests: int, tokens: int, at_once: int) -> float:
     router = _router_process(cluster)
-    rng, room = np.random.default_rng(tokens), asyncio.Semaphore(at_once)
+    rng, parallel = np.random.default_rng(tokens), asyncio.Semaphore(at_once)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def ask() -> None:
             prompt = rng.integers(1000, 40_000, 500).tolist()
             body = {"model": BUILTIN_MODEL, "prompt": prompt, "max_tokens": tokens}
             body |= {"stream": True, "ignore_eos": True}
-            async with room, session.post(f"{cluster.url}/v1/completions", json=body) as answer:
+            async with parallel, session.post(f"{cluster.url}/v1/completions", json=body) as answer:
                 answer.raise_for_status()
                 async for _ in answer.content:
                     pass

@@ -11,7 +11,7 @@ from tests.bench.stream.gateway import wait_for
 from tests.bench.stream.mock_engine import HOST
 
 READY_S = 600.0  # seconds that the server has to start, even on a busy machine
-END_S = 30.0
+END_S = 30.0  # seconds after SIGTERM at which the server is killed
 
 
 def stock_command(model: str, *args: str, name: str, port: int, cache_mb: int) -> list[str]:

@@ -78,7 +78,7 @@ def _hit_share(fleet: Fleet, prompts: Sequence[Chain]) -> float:
 
 
 def _caches() -> Iterator[tuple[str, list[Chain]]]:
-    """Yield the chains of each replica: some only it has, and some HOLDERS replicas have."""
+    """Yield each replica and its chains: chains of its own, and chains of HOLDERS replicas."""
     rng, chosen = np.random.default_rng(0), random.Random(0)
     shared_each = round(SHARED * BLOCKS_EACH / CHAIN)
     shared = _chains(rng, shared_each * len(REPLICAS) // HOLDERS)
@@ -92,10 +92,10 @@ def _chains(rng: np.random.Generator, count: int) -> list[Chain]:
 
 
 async def _announce(index: Index, replica_id: str, chains: Sequence[Chain]) -> None:
-    standing = await index.register(
+    writer_state = await index.register(
         replica_id, "1", description=DESCRIPTION, load=LOAD, lease_s=LEASE_S
     )
     blocks = [fingerprint for chain in chains for fingerprint in chain]
     for begin in range(0, len(blocks), BATCH_BLOCKS):
         added = blocks[begin : begin + BATCH_BLOCKS]
-        standing = await index.change(standing, added=added, lease_s=LEASE_S)
+        writer_state = await index.change(writer_state, added=added, lease_s=LEASE_S)

@@ -1,12 +1,12 @@
 """Whether a tenant can detect another tenant's prompts: `python -m tests.bench.tenants`.
 
 This takes about 5 minutes and 3 GB. There is one vLLM replica with the built-in model, and two
-tenants, a and b, with API keys. Tenant a sends prompts. Then these requests follow in random order,
-one at a
-time: b sends the same prompts (foreign), b sends new prompts (new), and a sends its prompts again
-(own). If b got first tokens faster for foreign prompts than for new ones, b could detect which
-prompts a has sent. The result is the mean difference of the pairs with its 95% bootstrap interval,
-and the share of the pairs in which the foreign prompt was faster.
+tenants, a and b, with API keys. In each round, tenant a sends a prompt. Then three requests follow
+in random order, one at a time: b sends the same prompt (foreign), b sends a new prompt (new), and a
+sends its prompt again (own). If b got first tokens faster for foreign prompts than for new ones, b
+could detect which prompts a has sent. The result is the mean difference between foreign and new
+prompts with its 95% bootstrap interval, and the share of rounds in which the foreign prompt was
+faster.
 """
 
 import argparse
@@ -47,19 +47,19 @@ def first_token_s(client: httpx.Client, text: str) -> float:
 def measure(url: str, keys: Sequence[str], rounds: int) -> dict[str, np.ndarray]:
     """Return the seconds to the first token in each round."""
     rng = random.Random(0)
-    found: dict[str, list[float]] = {"foreign": [], "new": [], "own": []}
+    times_s: dict[str, list[float]] = {"foreign": [], "new": [], "own": []}
     a, b = (client(url, key) for key in keys)
     with a, b:
         for text in (prompt(rng) for _ in range(4)):  # warm-up
             first_token_s(b, text)
         for _ in range(rounds):
-            known, unknown = prompt(rng), prompt(rng)
-            first_token_s(a, known)
-            steps = [("foreign", b, known), ("new", b, unknown), ("own", a, known)]
+            prompt_of_a, new_prompt = prompt(rng), prompt(rng)
+            first_token_s(a, prompt_of_a)
+            steps = [("foreign", b, prompt_of_a), ("new", b, new_prompt), ("own", a, prompt_of_a)]
             rng.shuffle(steps)
-            for name, asking, text in steps:
-                found[name].append(first_token_s(asking, text))
-    return {name: np.array(times) for name, times in found.items()}
+            for name, sender, text in steps:
+                times_s[name].append(first_token_s(sender, text))
+    return {name: np.array(times) for name, times in times_s.items()}
 
 
 def client(url: str, key: str) -> httpx.Client:
@@ -75,16 +75,16 @@ def interval(differences: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def report(found: dict[str, np.ndarray]) -> None:
+def report(times_s: dict[str, np.ndarray]) -> None:
     rows: list[Row] = [
         {
             "prompt": name,
             "first token p50 ms": round(1000 * float(np.quantile(times, 0.5))),
             "p90 ms": round(1000 * float(np.quantile(times, 0.9))),
         }
-        for name, times in found.items()
+        for name, times in times_s.items()
     ]
-    differences = 1000 * (found["foreign"] - found["new"])
+    differences = 1000 * (times_s["foreign"] - times_s["new"])
     low, high = interval(differences)
     faster = float(np.mean(differences < 0))
     note = (

@@ -40,8 +40,8 @@ class Setting:
 
     name: str
     replicas: int
-    streams: int
-    options: tuple[str, ...]
+    streams: int  # number of clients, each of which reads one stream at a time
+    options: tuple[str, ...]  # options of `kvroute serve`
     faults: Mapping[str, Fault] = field(compare=False)
 
 
@@ -110,9 +110,9 @@ class Row:
     """The results for one fault, or for several at once."""
 
     faults: Sequence[str]
-    before: Count
-    count: Count
-    disturbed_s: float
+    before: Count  # results in the time before the fault
+    count: Count  # results during the fault, and until the cluster had recovered
+    disturbed_s: float  # seconds from the fault to the last disturbance; 0: there was none
     whole_s: float | None  # seconds until the cluster had recovered; None: more than WHOLE_S
     memory_bytes: int
 

@@ -23,8 +23,9 @@ SLOW = 100  # number of clients that send their body slowly
 LARGE = 4  # number of large bodies, which are sent at the same time
 HOSTILE = 4  # number of hostile bodies that are sent at the same time
 TINY = 50  # number of tiny requests that are sent at the same time
-# Timeout for a response in seconds. It is long because several grammars are compiled on one core.
-ANSWER_S = 1800.0  # timeout of an answer in seconds; grammars are compiled at low priority
+# Timeout of an answer in seconds. It is long because several grammars are compiled on one core, at
+# low priority.
+ANSWER_S = 1800.0
 NICE = 10  # niceness of these clients, so that the cluster gets the CPU first
 # A request without a body, and the first part of a request with one.
 PROBE = b"GET /-/healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -44,5 +44,5 @@ class Victim:
         return self.rng.choice(self.processes(title))
 
 
-# A fault begins when its context is entered, and ends when it is left.
+# A fault begins at the start of its context, and ends at the end of the context.
 Fault = Callable[[Victim], AbstractAsyncContextManager[None]]

@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
-from tests.support.hits import tell_routers
+from tests.support.hits import wait_for_routers
 from tests.support.serving import KVROUTE, Cluster
 from tests.support.waiting import wait_until
 from tests.support.workloads import (
@@ -46,7 +46,7 @@ def ask_and_tell_routers(cluster: Cluster, client: OpenAI, text: str) -> Answer:
     """Returns once both routers have heard of the blocks."""
     answer = ask(client, user(text))
     full = (answer.prompt_tokens - 1) // BLOCK * BLOCK
-    tell_routers(cluster, full, model=BUILTIN_MODEL, messages=user(text))
+    wait_for_routers(cluster, full, model=BUILTIN_MODEL, messages=user(text))
     return answer
 
 

@@ -70,7 +70,7 @@ def test_a_page_of_another_origin_changes_nothing_from_a_browser(
     with page() as shown:
         shown.open(f"{url.replace('127.0.0.1', 'localhost')}/health", width=400)
         shown.wait_for("location.pathname === '/health'")
-        shown.tell(FORGE % f"{url}/v1/prefixes")
+        shown.evaluate(FORGE % f"{url}/v1/prefixes")
         shown.wait_for("said === 'opaque'")
     assert client.get("/v1/prefixes/forged").status_code == 404
     assert client.post("/v1/prefixes", json=FORGED).status_code == 201

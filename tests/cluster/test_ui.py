@@ -45,8 +45,8 @@ def ask_until(
     for _ in range(10):
         with ThreadPoolExecutor(AT_ONCE) as clients:
             list(clients.map(lambda _: ask(client, before() + user(text)), range(AT_ONCE)))
-        page.tell("new Promise((done) => setTimeout(done, 1))")
-        if page.tell(is_true):
+        page.evaluate("new Promise((done) => setTimeout(done, 1))")
+        if page.evaluate(is_true):
             return
     page.wait_for(is_true)
 
@@ -54,7 +54,7 @@ def ask_until(
 def tiles(page: Page) -> list[str]:
     """The ids that they show."""
     names = "[...document.querySelectorAll('.tile h3')].map((name) => name.textContent)"
-    return list(page.tell(names))
+    return list(page.evaluate(names))
 
 
 def replicas(cluster: Cluster) -> list[str]:
@@ -69,17 +69,17 @@ def test_every_replica_has_a_tile_and_the_router_says_that_it_is_one_of_two(
     # One may just have been replaced.
     wait_until(lambda: tiles(shown) == sorted(replicas(simulated_cluster)))
     shown.wait_for("document.querySelector('#router').textContent.includes('one of 2')")
-    assert BUILTIN_MODEL in shown.tell("document.title")
-    assert shown.tell("document.querySelector('#connection').textContent") == "live"
+    assert BUILTIN_MODEL in shown.evaluate("document.title")
+    assert shown.evaluate("document.querySelector('#connection').textContent") == "live"
 
 
 def test_a_request_appears_as_a_decision_with_its_receipt(shown: Page, client: OpenAI) -> None:
     ask_until(shown, client, "document.querySelector('#decisions details') !== null", "Good day")
-    shown.tell("document.querySelector('#decisions summary').click()")
+    shown.evaluate("document.querySelector('#decisions summary').click()")
     shown.wait_for("document.querySelectorAll('.receipt tr:not(.terms)').length === 1 + 4")
-    assert "Why: " in shown.tell("document.querySelector('.receipt .reason').textContent")
-    assert "Resume" in shown.tell("document.querySelector('#pause').textContent")
-    shown.tell("document.querySelector('#pause').click()")
+    assert "Why: " in shown.evaluate("document.querySelector('.receipt .reason').textContent")
+    assert "Resume" in shown.evaluate("document.querySelector('#pause').textContent")
+    shown.evaluate("document.querySelector('#pause').click()")
     shown.wait_for("document.querySelector('#pause').textContent === 'Pause'")
 
 
@@ -87,8 +87,8 @@ def test_the_words_of_a_prompt_are_words_on_the_page(shown: Page, client: OpenAI
     text = f"{MARKUP} " + "and what else is there to say about it " * 10
     words = "document.querySelector('#prefixes').textContent"
     ask_until(shown, client, f"{words}.includes('<img src=x')", text)
-    assert shown.tell("document.querySelectorAll('img').length") == 0
-    assert shown.tell("document.title") != "hacked"
+    assert shown.evaluate("document.querySelectorAll('img').length") == 0
+    assert shown.evaluate("document.title") != "hacked"
 
 
 def test_a_chat_that_changes_in_front_is_told_with_its_place(shown: Page, client: OpenAI) -> None:
@@ -101,13 +101,13 @@ def test_a_chat_that_changes_in_front_is_told_with_its_place(shown: Page, client
     question = "Who is the oldest person in that table?"
     change = f"{told}.includes('(the system message)')"
     ask_until(shown, client, change, question, before=system)
-    shown.tell("document.querySelector('#decisions summary').click()")
+    shown.evaluate("document.querySelector('#decisions summary').click()")
     shown.wait_for("document.querySelector('.receipt dl') !== null")
-    facts = str(shown.tell("document.querySelector('.receipt dl').textContent"))
+    facts = str(shown.evaluate("document.querySelector('.receipt dl').textContent"))
     assert re.search(
         r"the system message \(number 0\): \d tokens? became \d, and [\d,]+ tokens", facts
     )
-    shown.tell("document.querySelector('#pause').click()")
+    shown.evaluate("document.querySelector('#pause').click()")
     assert shown.errors == []
 
 
@@ -115,9 +115,9 @@ def test_it_is_no_wider_than_a_small_screen_even_with_a_receipt_open(
     shown: Page, client: OpenAI
 ) -> None:
     ask_until(shown, client, "document.querySelector('#decisions details') !== null", "Good day")
-    shown.tell("document.querySelector('#decisions summary').click()")
+    shown.evaluate("document.querySelector('#decisions summary').click()")
     shown.wait_for("document.querySelector('.receipt table') !== null")
-    assert shown.tell("document.documentElement.scrollWidth") <= 400
+    assert shown.evaluate("document.documentElement.scrollWidth") <= 400
     assert shown.errors == []
 
 

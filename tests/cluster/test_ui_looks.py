@@ -36,7 +36,7 @@ def look(browser: Page, server: PageServer, *, width: int = 1280, is_dark: bool 
     browser.colours("dark" if is_dark else "light")
     browser.open(f"{server.url}/ui", width=width)
     browser.wait_for(SHOWN)
-    browser.tell(LOOKS.replace("const ", "var "))
+    browser.evaluate(LOOKS.replace("const ", "var "))
     return browser
 
 
@@ -46,11 +46,11 @@ def test_it_fits_into_the_window_and_all_of_it_can_be_read(
     browser: Page, fleet: PageServer, width: int, is_dark: bool
 ) -> None:
     shown = look(browser, fleet, width=width, is_dark=is_dark)
-    shown.tell("document.querySelector('#decisions summary').click()")
+    shown.evaluate("document.querySelector('#decisions summary').click()")
     shown.wait_for("document.querySelector('.receipt table') !== null")
-    assert shown.tell("document.documentElement.scrollWidth") <= width
-    assert shown.tell("paleTexts()") == []
-    assert shown.tell("paleLines()") == []
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    assert shown.evaluate("paleTexts()") == []
+    assert shown.evaluate("paleLines()") == []
     assert shown.errors == []
 
 
@@ -60,14 +60,14 @@ def test_no_card_stands_alone_in_a_row(browser: Page, replicas: int) -> None:
         shown = look(browser, server)
         for width in WIDTHS:
             shown.resize(width)
-            shown.tell("new Promise(requestAnimationFrame)")
-            assert (width, shown.tell("orphans()")) == (width, [])
-            assert (width, shown.tell("scrollBoxes()")) == (width, [])
+            shown.evaluate("new Promise(requestAnimationFrame)")
+            assert (width, shown.evaluate("orphans()")) == (width, [])
+            assert (width, shown.evaluate("scrollBoxes()")) == (width, [])
 
 
 def test_charts_have_axes_with_units(browser: Page, fleet: PageServer) -> None:
     shown = look(browser, fleet)
-    labels = shown.tell("axes()")
+    labels = shown.evaluate("axes()")
     assert labels["Prompt tokens from cache"][:3] == ["0%", "50%", "100%"]
     assert labels["Wait for the first token"][2].endswith("ms")
     assert labels["Requests per second"][2].endswith("/s")
@@ -77,8 +77,8 @@ def test_charts_have_axes_with_units(browser: Page, fleet: PageServer) -> None:
 
 def test_a_chart_shows_a_replica_when_it_is_chosen(browser: Page, fleet: PageServer) -> None:
     shown = look(browser, fleet)
-    shown.tell("document.querySelector('#charted').value = 'r0000001'")
-    shown.tell("document.querySelector('#charted').dispatchEvent(new Event('change'))")
+    shown.evaluate("document.querySelector('#charted').value = 'r0000001'")
+    shown.evaluate("document.querySelector('#charted').dispatchEvent(new Event('change'))")
     about = "document.querySelector('#history-about').textContent"
     shown.wait_for(f"{about}.includes('at replica r0000001 that this router served, one of 2')")
     assert fleet.asked[-1] == "/v1/cluster/live?replica=r0000001"
@@ -87,9 +87,9 @@ def test_a_chart_shows_a_replica_when_it_is_chosen(browser: Page, fleet: PageSer
 def test_causes_without_tokens_are_folded(browser: Page, fleet: PageServer) -> None:
     shown = look(browser, fleet)
     rows = "[...document.querySelectorAll('#causes tbody tr')].filter((row) => !row.hidden).length"
-    assert shown.tell(rows) == 4
-    shown.tell("document.querySelector('#zeros').click()")
-    assert shown.tell(rows) == 11
+    assert shown.evaluate(rows) == 4
+    shown.evaluate("document.querySelector('#zeros').click()")
+    assert shown.evaluate(rows) == 11
 
 
 @pytest.mark.parametrize("width", [400, 1280])
@@ -100,12 +100,12 @@ def test_the_keyboard_alone_reaches_everything_and_explains_it(
     reached = dict[str, list[str]]()
     for _ in range(MOST_TABS):
         shown.press("Tab")
-        focused = shown.tell("focused()")
+        focused = shown.evaluate("focused()")
         if focused["name"].startswith("body"):
             break
         assert focused["isSeen"], focused
-        assert shown.tell("tipsFit()"), focused
-        reached[focused["name"]] = shown.tell("openTips()")
+        assert shown.evaluate("tipsFit()"), focused
+        reached[focused["name"]] = shown.evaluate("openTips()")
     assert {"select charted", "button pause", "button zeros", "button more-prefixes"} <= {*reached}
     assert reached["button Queued"][0].startswith("Requests that all routers hold back")
     assert reached["button About hot prefixes"][0].startswith("Prompt beginnings")
@@ -117,29 +117,29 @@ def test_the_keyboard_alone_reaches_everything_and_explains_it(
 def test_escape_closes_an_explanation(browser: Page, fleet: PageServer) -> None:
     shown = look(browser, fleet)
     shown.press("Tab")
-    assert len(shown.tell("openTips()")) == 1
+    assert len(shown.evaluate("openTips()")) == 1
     shown.press("Escape")
-    assert shown.tell("openTips()") == []
+    assert shown.evaluate("openTips()") == []
 
 
 def test_arrow_keys_read_a_charts_values(browser: Page, fleet: PageServer) -> None:
     shown = look(browser, fleet)
-    shown.tell("document.querySelector('.chart svg').focus()")
+    shown.evaluate("document.querySelector('.chart svg').focus()")
     text = "document.querySelector('.chart svg').getAttribute('aria-valuetext')"
-    assert shown.tell(text).startswith("now: cached ")
+    assert shown.evaluate(text).startswith("now: cached ")
     shown.press("ArrowLeft")
     shown.press("Home")
-    assert ":00: cached 40%" in shown.tell(text)
+    assert ":00: cached 40%" in shown.evaluate(text)
 
 
 def test_nothing_is_shown_before_the_key_is_given(browser: Page) -> None:
     with serve(page_state(replicas=2), key="kvr-secret") as server:
         browser.open(f"{server.url}/ui", width=400)
         browser.wait_for("document.querySelector('#login')?.hidden === false")
-        assert browser.tell("document.querySelector('#live').checkVisibility()") is False
-        assert "Replicas" not in browser.tell("document.body.innerText")
-        assert browser.tell("document.activeElement.id") == "key"
+        assert browser.evaluate("document.querySelector('#live').checkVisibility()") is False
+        assert "Replicas" not in browser.evaluate("document.body.innerText")
+        assert browser.evaluate("document.activeElement.id") == "key"
         browser.call("Input.insertText", text="kvr-secret")
         browser.press("Enter")
         browser.wait_for(SHOWN)
-        assert browser.tell("document.querySelector('#login').checkVisibility()") is False
+        assert browser.evaluate("document.querySelector('#login').checkVisibility()") is False

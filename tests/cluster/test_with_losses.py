@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
-from tests.support.hits import tell_routers
+from tests.support.hits import wait_for_routers
 from tests.support.scraping import attempts_that_failed
 from tests.support.serving import Cluster
 from tests.support.waiting import until
@@ -57,7 +57,7 @@ def test_requests_go_on_while_redis_hangs_and_find_their_caches(
 ) -> None:
     before = user(people_table())
     full = (ask(client, before).prompt_tokens - 1) // BLOCK * BLOCK
-    tell_routers(cluster, full, model=BUILTIN_MODEL, messages=before)
+    wait_for_routers(cluster, full, model=BUILTIN_MODEL, messages=before)
     (redis,) = cluster.named("redis-server")
     process = psutil.Process(redis.pid)
     process.suspend()
@@ -68,4 +68,6 @@ def test_requests_go_on_while_redis_hangs_and_find_their_caches(
     assert all(answer.cached_tokens > 1000 for answer in answers)
     fresh = user(f"After the outage. {people_table()}")
     full = (ask(client, fresh).prompt_tokens - 1) // BLOCK * BLOCK
-    tell_routers(cluster, full, model=BUILTIN_MODEL, messages=fresh)  # they follow the index again
+    wait_for_routers(
+        cluster, full, model=BUILTIN_MODEL, messages=fresh
+    )  # they follow the index again

@@ -29,7 +29,7 @@ IN_ORDER = ("--no-loadscope-reorder", "-p", "no:cacheprovider")
 
 @dataclass(frozen=True)
 class Mutation:
-    """A line of the product, and what breaks the promise in its place."""
+    """A line of the product, and the line that replaces it to break a promise to users."""
 
     promise: str
     file: str
@@ -135,7 +135,7 @@ def first_of(copy: Path, folders: Sequence[str]) -> str:
     done = subprocess.run(
         [sys.executable, *PYTEST, *IN_ORDER, *folders],
         cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy)},  # before the checkout, in all processes
+        env={**os.environ, "PYTHONPATH": str(copy)},  # all processes import the copy
         capture_output=True,
         text=True,
     )
@@ -156,11 +156,11 @@ def main() -> int:
     for name in names:
         began_s = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            found = first_failure(broken_copy(MUTATIONS[name], Path(folder)))
-        missed += not found
+            failure = first_failure(broken_copy(MUTATIONS[name], Path(folder)))
+        missed += not failure
         took = f"{time.monotonic() - began_s:4.0f} s"
         print(
-            f"{name:14} {took}  {found or 'NOT NOTICED'}  ({MUTATIONS[name].promise})", flush=True
+            f"{name:14} {took}  {failure or 'NOT NOTICED'}  ({MUTATIONS[name].promise})", flush=True
         )
     print(f"{len(names) - missed} of {len(names)} mutations noticed")
     return 1 if missed else 0

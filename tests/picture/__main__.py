@@ -48,7 +48,7 @@ async def _talk_and_look(url: str, seconds: float, look: Callable[[], None]) -> 
 def _take(shown: Page, url: str, file: Path) -> None:
     shown.open(f"{url}/ui", width=WIDTH)
     shown.wait_for(READY)
-    height = shown.tell("document.querySelector('.decisions').offsetTop")
+    height = shown.evaluate("document.querySelector('.decisions').offsetTop")
     file.write_bytes(shown.picture(height=height))
 
 

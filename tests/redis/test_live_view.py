@@ -36,7 +36,7 @@ from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 from tests.support.records import DESCRIPTION, FACTS, LOAD
-from tests.support.wired import ToldLinks
+from tests.support.wired import FakeLinks
 
 
 def ledger(tokens: int, delivered: int = 0) -> Ledger:
@@ -75,7 +75,7 @@ class Seen:
             model="m", revision="", block_size=4, rng=random.Random(0), observer=self.recent
         )
         serving: Any = Serving(self.names)
-        links: Any = ToldLinks(serving.ids)
+        links: Any = FakeLinks(serving.ids)
         self.serving = serving
         index = Index(client, "seen")
         catalogue = Catalogue(Prefixes(client, "seen"), self.fleet, block_size=4)

@@ -30,7 +30,7 @@ def write_adapter(
         rank: The adapter's rank.
         layers: The number of layers of the model; None: those of the built-in model.
         width: The model's hidden size; None: that of the built-in model.
-        strength: A factor for the weights. A smaller model needs a larger one.
+        strength: A factor for the weights. A smaller model needs a larger factor.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(MODULES)}

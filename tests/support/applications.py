@@ -54,7 +54,7 @@ async def goes_on(
         return False
     rest = await chunks_of(running, rest_of(request, begun))
     assert status_of(begun + rest) == 200
-    assert digits_apart(data_of(begun + rest)) == digits_apart(data_of(undisturbed))
+    assert without_digits(data_of(begun + rest)) == without_digits(data_of(undisturbed))
     return True
 
 
@@ -62,10 +62,10 @@ def can_continue(chunks: list[Chunk]) -> bool:
     return all(chunk.http.can_continue for chunk in chunks if chunk.http)
 
 
-def digits_apart(data: bytes) -> bytes:
+def without_digits(data: bytes) -> bytes:
     """Return a response without dates, and without the last digits of log-probabilities.
 
-    These depend on how much of the prompt was cached.
+    These digits depend on how much of the prompt was cached.
     """
     data = re.sub(rb'"completed_at":\s?\d+', b'"completed_at":0', data)
-    return re.sub(rb"-?\d+\.\d{4,}(e-\d+)?", lambda found: b"%.2f" % float(found[0]), data)
+    return re.sub(rb"-?\d+\.\d{4,}(e-\d+)?", lambda match: b"%.2f" % float(match[0]), data)

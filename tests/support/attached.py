@@ -20,7 +20,7 @@ NAME = "smol"  # the model's name at the servers
 BLOCK = 32  # tokens of a KV cache block
 CACHE_MB = 1024  # memory that the cache may take; BLOCKS limits it further
 BLOCKS = 200  # blocks of a server's cache, one of which vLLM never uses
-READY_S = 600.0  # on a machine that is busy with other work
+READY_S = 600.0  # timeout of a server's start in seconds, also on a busy machine
 
 
 class AttachableServer:

@@ -22,7 +22,14 @@ class Received:
 
 
 class Audience:
-    """Clients that read streams at the same time. Each client gets a different answer."""
+    """Clients that read streams at the same time. Each client gets a different answer.
+
+    Args:
+        client: The client library's client, which all clients here share.
+        words: The length of a prompt in words.
+        clients: The number of clients.
+        tokens: The maximum length of an answer in tokens.
+    """
 
     def __init__(
         self, client: AsyncOpenAI, words: int, *, clients: int = CLIENTS, tokens: int = 60
@@ -39,7 +46,7 @@ class Audience:
         """Read one answer with each client; return the answers."""
         return await asyncio.gather(*map(self._listen, self._numbers))
 
-    async def listen_to_what_comes(self) -> list[Received | BaseException]:
+    async def listen_despite_errors(self) -> list[Received | BaseException]:
         """Like `listen`, but return the error in place of each answer that fails."""
         listening = map(self._listen, self._numbers)
         return await asyncio.gather(*listening, return_exceptions=True)

@@ -90,7 +90,7 @@ OTHERS: dict[str, Body] = {
     },
 }
 
-# Requests whose responses have many outputs, even if an output has several tokens.
+# Requests for which an engine returns many outputs, even if an output has several tokens.
 TEXT = {
     "type": "object",
     "properties": {"text": {"type": "string", "minLength": 400, "maxLength": 400}},
@@ -125,7 +125,7 @@ MANY_OUTPUTS: dict[str, tuple[str, Body]] = {
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 MARKED = [{"role": "user", "content": [{"type": "text", "text": "Say hi", **MARK}]}]
 UNMARKED = [{"role": "user", "content": [{"type": "text", "text": "Say hi"}]}]
-SAID: Body = {
+HINTS: Body = {
     "session_id": "s-1",
     "session_end": True,
     "prompt_cache_key": "k",
@@ -134,9 +134,9 @@ SAID: Body = {
     "metadata": {"user_id": "user_0a_account__session_s-1"},
 }
 CONVERSATIONS: list[tuple[str, Body, Body]] = [
-    (CHATS, {"messages": UNMARKED}, {"messages": MARKED, **SAID}),
-    (COMPLETIONS, {"prompt": "One, two,"}, SAID),
-    (RESPONSES, {"input": "Say hi"}, SAID),
+    (CHATS, {"messages": UNMARKED}, {"messages": MARKED, **HINTS}),
+    (COMPLETIONS, {"prompt": "One, two,"}, HINTS),
+    (RESPONSES, {"input": "Say hi"}, HINTS),
     (
         MESSAGES,
         {"messages": UNMARKED, "max_tokens": 12, "system": [{"type": "text", "text": "Hi"}]},
@@ -144,11 +144,12 @@ CONVERSATIONS: list[tuple[str, Body, Body]] = [
             "messages": MARKED,
             "system": [{"type": "text", "text": "Hi", **MARK}],
             **MARK,
-            **SAID,
+            **HINTS,
         },
     ),
 ]
 
+# Changes to a valid body, for any route and for each one.
 _ANY: list[Body] = [
     {"top_p": 0.5, "temperature": 0.7, "seed": 3},
     {"top_k": 5, "temperature": 1.0, "seed": 4},
@@ -254,13 +255,13 @@ _MESSAGES: list[Body] = [
 
 def calls(model: str) -> Iterator[tuple[str, Body]]:
     """Yield the path and body of all requests, each with and without streaming."""
-    own: list[tuple[str, Body, list[Body]]] = [
+    routes: list[tuple[str, Body, list[Body]]] = [
         (CHATS, {"messages": ASK, "max_tokens": 8}, [*_CHATS, *_ANY]),
         (COMPLETIONS, {"prompt": "One, two,", "max_tokens": 6}, [*_COMPLETIONS, *_ANY]),
         (RESPONSES, {"input": "Say hi", "max_output_tokens": 12}, _RESPONSES),
         (MESSAGES, {"messages": ASK, "max_tokens": 12}, _MESSAGES),
     ]
-    for path, base, changes in own:
+    for path, base, changes in routes:
         for change in changes:
             for stream in (False, True):
                 yield path, {"model": model, "temperature": 0, **base, "stream": stream, **change}

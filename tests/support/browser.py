@@ -19,8 +19,8 @@ from tests.support.untested import find
 
 CHROMIUM = find("chromium")
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-START_S = 60.0
-WAIT_S = 30.0
+START_S = 60.0  # timeout of the browser's start in seconds
+WAIT_S = 30.0  # timeout of a command and of `wait_for` in seconds
 CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "Home": 36, "ArrowLeft": 37}
 
 
@@ -59,13 +59,13 @@ class Page:
             mobile=False,
         )
 
-    def tell(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
-        told = self.call(
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of a JavaScript expression."""
+        answer = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def press(self, key: str) -> None:
         """Press and release a key that is named as in JavaScript's events."""
@@ -75,24 +75,24 @@ class Page:
         self.call("Input.dispatchKeyEvent", type="keyUp", **codes)
 
     def colours(self, scheme: str) -> None:
-        """Prefer this scheme of colours, light or dark."""
+        """Let the browser prefer this scheme of colours, light or dark."""
         preferred = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[preferred])
 
     def picture(self, *, height: int) -> bytes:
-        """A PNG of the page's upper part, as wide as the window."""
+        """Return a PNG of the page's upper part, as wide as the window."""
         self.call("Emulation.setScrollbarsHidden", hidden=True)
-        width = self.tell("window.innerWidth")
+        width = self.evaluate("window.innerWidth")
         part = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        told = self.call(
+        screenshot = self.call(
             "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=part
         )
-        return b64decode(told["data"])
+        return b64decode(screenshot["data"])
 
     def wait_for(self, expression: str) -> None:
         """Wait until a JavaScript expression is true. Fails after WAIT_S."""
         deadline = time.monotonic() + WAIT_S
-        while not self.tell(expression):
+        while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"never true: {expression}\n{self.errors}"
             time.sleep(0.1)
 

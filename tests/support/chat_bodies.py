@@ -513,7 +513,7 @@ CALLS = st.fixed_dictionaries(
         ),
     },
     optional={"index": st.integers()},
-).flatmap(lambda made: st.permutations([*made.items()]).map(dict))
+).flatmap(lambda call: st.permutations([*call.items()]).map(dict))
 ASSISTANTS = st.fixed_dictionaries(
     {"role": st.just("assistant")},
     optional={

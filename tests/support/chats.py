@@ -24,7 +24,7 @@ THINK_S = 0.3  # mean seconds between an answer and the next turn
 class Turn:
     """The measurements of one turn."""
 
-    at_s: float  # monotonic time at which it was sent
+    at_s: float  # monotonic time at which the turn was sent
     ttft_s: float  # time to first token
     reusable_tokens: int  # tokens in full blocks that the chat's earlier turns had sent
     cached_tokens: int

@@ -29,7 +29,9 @@ GPUS = "needs GPUs and downloads a model"
 MINUTES = "measures for minutes"
 CLOUD = "needs machines: test_deploy.py checks the files, test_nodes.py runs them"
 IMAGES = "needs a container runtime: test_containers.py checks the files"
-BALANCER = "needs the nodes' addresses filled in: test_load_balancers.py runs it so"
+BALANCER = (
+    "needs the nodes' addresses in its file: test_load_balancers.py fills them in and runs it"
+)
 PROMETHEUS = "test_dashboards.py runs it on a port of its own, where Prometheus is installed"
 GRAFANA = "needs Grafana: test_dashboards.py checks the files"
 
@@ -37,8 +39,8 @@ HERE = {"curl", "kvroute"}  # programs whose commands are run, except those in N
 
 # Commands that are not run: first words of the command -> reason.
 NOT_HERE = {
-    "make serve": "tests/support/serving.py starts what it starts, for every test of a cluster",
-    "make test": "runs this",
+    "make serve": "tests/support/serving.py starts such a cluster for every test of a cluster",
+    "make test": "runs these tests",
     "make setup GPU=1": GPUS,
     "git clone": "the tests run in a checkout",
     "git pull": "the tests run in a checkout",
@@ -101,7 +103,7 @@ SHOWS = {
 
 
 def reason(command: str) -> str | None:
-    """Return the longest entry in NOT_HERE with which the command begins; None: it is run."""
+    """Return the longest entry in NOT_HERE with which a command begins, or None."""
     text = " ".join(words(command))
     entries = [entry for entry in NOT_HERE if f"{text} ".startswith((f"{entry} ", f"{entry}="))]
     return max(entries, key=len, default=None)
@@ -155,7 +157,11 @@ def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
 
 @pytest.fixture(scope="module")
 def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
-    """Return variables with which commands ask the cluster, and a refused curl fails."""
+    """Return environment variables for the commands.
+
+    With these, `kvroute` and curl send requests to the simulated cluster, and curl fails if its
+    request is refused.
+    """
     program = folder / "bin" / "kvroute"
     program.parent.mkdir()
     program.write_text(
@@ -178,7 +184,7 @@ def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
 def check_steps(
     document: Path, cluster: Cluster, folder: Path, environment: dict[str, str]
 ) -> None:
-    """Run the steps of a document in order. Fails if one fails or prints something else."""
+    """Run the steps of a document in order. Fails if a step fails or its output is unexpected."""
     for step in runnable(document):
         shown = run(step, cluster.url, folder, environment)
         for text, expected in SHOWS.items():

@@ -29,21 +29,21 @@ from tests.support.waiting import until
 BLOCK = 32
 TOKENS = 8  # number of tokens of an answer
 TOOL_PARSER = "hermes"
-INTERVAL = 4  # number of tokens in a chunk of the engine that tests share
-NAMES = ("sql", "law", "poems")  # names of that engine's adapters
+INTERVAL = 4  # number of tokens in a chunk of the engine that tests/slow/engines share
+NAMES = ("sql", "law", "poems")  # names of the shared engine's adapters
 BROKEN = "broken"  # name of an adapter that cannot be loaded
 # The shallow model has the first layers and dimensions of the built-in model. It computes a token
 # very fast, and its answers make no sense.
-LAYERS = 2  # number of its layers
-WIDTH = 144  # its hidden size; a multiple of the number of heads
+LAYERS = 2  # number of layers of the shallow model
+WIDTH = 144  # hidden size of the shallow model; a multiple of the number of heads
 WHOLE_WIDTH = 576  # hidden size of the built-in model
-UNLIKELY = "fal"  # a token that the model never generates
+UNLIKELY = "fal"  # a token that the built-in model never generates
 SHALLOW_CACHE_MB = 8  # as many blocks as the built-in model has in 128 MB
 
 
 @dataclass
 class Running:
-    """An engine, with the block table and the ghost list that its events update."""
+    """An engine, with the block table and the list of evicted blocks that its events update."""
 
     engine: Engine
     table: BlockTable
@@ -132,7 +132,7 @@ async def started_ranks(
     await asyncio.gather(*pumps, return_exceptions=True)
     for engine in engines:
         await engine.close()
-    # If vLLM leaves something open, let the warning come here and not in a later test.
+    # If vLLM leaves something open, the warning should appear here and not in a later test.
     for running in ranks:
         vars(running).clear()
     del engine, engines
@@ -161,7 +161,7 @@ def shallow_model(folder: Path, width: int = WIDTH) -> Path:
 def _narrow(name: str, weights: Any, width: int) -> Any:
     """Reduce weights to the first dimensions of the hidden vectors.
 
-    The dimensions are the rows of output projections, else the last axis.
+    Output projections have these dimensions as rows, and all other weights as the last axis.
     """
     is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
     return (weights[:width] if is_output else weights[..., :width]).contiguous()

@@ -63,7 +63,7 @@ class Joined:
         return frame
 
     def _join(self, entries_of_tokens: Any, where: str) -> None:
-        """Add a list, or several by name, with an entry for each token."""
+        """Add a list with an entry for each token, or several such lists by name."""
         is_named = isinstance(entries_of_tokens, dict)
         lists = entries_of_tokens if is_named else {"": entries_of_tokens}
         for name, entries in lists.items():

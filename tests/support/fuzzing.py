@@ -40,18 +40,10 @@ PATHS = (
     *("/health", "/metrics", "/version", "/v1", "/v1/models", "/v1/models/{}", "/v1/prefixes"),
     *("/v1/prefixes/{}", "/v1/cluster", "/v1/cluster/{}", "/v1/metrics/targets", "/{}"),
 )
-LENGTHS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "min_tokens",
-)  # never set to null: the answer would have thousands of tokens
-
-ENDS = (
-    "[DONE]",
-    "message_stop",
-    "response.completed",
-    "response.incomplete",
-)  # last events of streams
+# Fields that are never set to null: the answer would have thousands of tokens.
+LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")
+# Last events of streams.
+ENDS = ("[DONE]", "message_stop", "response.completed", "response.incomplete")
 
 scalars = (
     st.none()
@@ -107,4 +99,4 @@ def changed(data: st.DataObject, path: str) -> dict[str, Any]:
     return body
 
 
-bodies = st.binary() | values.map(json.dumps).map(str.encode)  # of any kind
+bodies = st.binary() | values.map(json.dumps).map(str.encode)  # any bytes, or any JSON

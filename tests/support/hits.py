@@ -10,7 +10,7 @@ import httpx
 from tests.support.serving import Cluster
 from tests.support.waiting import wait_until
 
-ASKED = 8  # number of requests, so that both of two routers get at least one
+ASKED = 8  # number of requests; very likely, both of two routers get at least one of them
 
 
 def hit_tokens(cluster: Cluster, **body: Any) -> int:
@@ -19,6 +19,6 @@ def hit_tokens(cluster: Cluster, **body: Any) -> int:
     return int(answer.json()["receipts"][0]["best_hit_tokens"])
 
 
-def tell_routers(cluster: Cluster, tokens: int, **body: Any) -> None:
+def wait_for_routers(cluster: Cluster, tokens: int, **body: Any) -> None:
     """Wait until all routers know that `tokens` tokens of the prompt are cached."""
     wait_until(lambda: min(hit_tokens(cluster, **body) for _ in range(ASKED)) >= tokens)

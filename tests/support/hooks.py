@@ -1,5 +1,6 @@
-"""Writes replica/vllm_engine/hooks.txt anew, as the installed vLLM has the hooks:
-`python -m tests.support.hooks`.
+"""Updates the list of vLLM's names and parameters that kvroute's engine uses.
+
+`python -m tests.support.hooks` writes replica/vllm_engine/hooks.txt for the installed vLLM.
 """
 
 import ast
@@ -8,7 +9,8 @@ from kvroute.replica.vllm_engine.hooks import LIST, GoneError, as_installed, nam
 from tests.support.documents import ROOT
 
 ENGINE = ROOT / "replica" / "vllm_engine"
-COMPAT = "compat.py"  # its names are elsewhere in some versions
+# A module that imports names which some versions of vLLM have elsewhere. These are not listed.
+COMPAT = "compat.py"
 
 
 def imported() -> set[str]:
@@ -35,7 +37,10 @@ def replaced() -> set[str]:
 
 
 def rewritten() -> str:
-    """Return the list as the installed vLLM has it; what is gone stays as it was."""
+    """Return the list with the parameters of the installed vLLM.
+
+    A name that this vLLM no longer has keeps its line, with the mark GONE.
+    """
     lines = []
     for line in LIST.read_text().splitlines():
         if line.startswith(" "):

@@ -1,4 +1,7 @@
-"""vLLM's scheduler with a host tier, without a model. Tests set the time that copies take."""
+"""vLLM's scheduler with a KV cache in GPU and host memory, without a model.
+
+Tests set the time that copies between the two take.
+"""
 
 from collections.abc import Iterable
 from typing import Any

@@ -84,9 +84,8 @@ class Host:
         """Kill all processes of the host, and delete its connection."""
         with self.init:  # closes its pipes
             self.init.kill()
-        subprocess.run(
-            ["ip", "link", "delete", self.port], capture_output=True
-        )  # fails if it was already deleted
+        # This command fails if the connection was already deleted.
+        subprocess.run(["ip", "link", "delete", self.port], capture_output=True)
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes of the host; none if it was killed."""

@@ -155,7 +155,7 @@ class Cache:
         return int(tokens)
 
     def held(self) -> list[dict[Any, int]]:
-        """Return the number of blocks under each hash, for each group."""
+        """Return the number of cached blocks with each hash, for each group."""
         return copies_of([self.pool], len(self.manager.kv_cache_config.kv_cache_groups))
 
     def events(self) -> list[KVEvent]:
@@ -197,7 +197,7 @@ def _splitter(
 ) -> Any:
     """Return a function that limits a step's tokens as vLLM's scheduler does.
 
-    With states, a step ends where a state is to be cached.
+    If the model has states (as Mamba), a step ends where a state is to be cached.
     """
     states = [spec for spec in specs if isinstance(spec, MambaSpec)]
     if not any(spec.mamba_cache_mode == "align" for spec in states):

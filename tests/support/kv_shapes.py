@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from tests.support.kv_managers import Cache
 
 Group = tuple[Any, ...]  # name of a function in kv_managers, and its arguments in tokens
+# Name of a shape -> its groups, and options of kv_managers.Cache.
 SHAPES: dict[str, tuple[list[Group], dict[str, Any]]] = {
     "plain": ([("full", 16)], {}),
     "large blocks": ([("full", 48)], {}),

@@ -56,7 +56,7 @@ def nginx(nodes: Sequence[str], changes: Mapping[str, str] | None = None) -> Ite
 def with_tls(name: str, port: int, certificate: tuple[Path, Path]) -> dict[str, str]:
     """Return changes with which a load balancer also accepts HTTPS at this port of 127.0.0.1.
 
-    They activate lines that the configuration has as comments.
+    The changes activate lines of the configuration that are comments.
     """
     cert, key = certificate
     (cert.parent / "both.pem").write_bytes(cert.read_bytes() + key.read_bytes())

@@ -1,36 +1,38 @@
 // What tests measure of the live page in a browser. Each function returns what is wrong.
 
-/** Texts with less contrast than WCAG's level AA wants, each with its ratio. */
+/** Texts with less contrast than WCAG's level AA requires, each with its ratio. */
 function paleTexts() {
-  const found = [];
+  const pale = [];
   for (const element of document.querySelectorAll("body *")) {
     const words = [...element.childNodes].filter((node) => node.nodeType === 3 && node.data.trim());
     if (!words.length || !element.checkVisibility({ visibilityProperty: true })) continue;
     const style = getComputedStyle(element);
     const ratio = contrast(element.closest("svg") ? style.fill : style.color, behind(element));
     const isLarge = parseFloat(style.fontSize) >= 24;
-    if (ratio < (isLarge ? 3 : 4.5)) found.push(`${words[0].data.trim()} ${ratio.toFixed(2)}`);
+    if (ratio < (isLarge ? 3 : 4.5)) pale.push(`${words[0].data.trim()} ${ratio.toFixed(2)}`);
   }
-  return found;
+  return pale;
 }
 
-/** Lines of charts that can hardly be told from the card. */
+/** Ratios of the charts' lines that have too little contrast with the card behind them. */
 function paleLines() {
   return [...document.querySelectorAll(".line")]
     .map((line) => contrast(getComputedStyle(line).stroke, behind(line)))
     .filter((ratio) => ratio < 3);
 }
 
+/** The colour that is behind an element's text or line. */
 function behind(element) {
-  for (let each = element; each; each = each.parentElement) {
-    const color = getComputedStyle(each).backgroundColor;
+  for (let parent = element; parent; parent = parent.parentElement) {
+    const color = getComputedStyle(parent).backgroundColor;
     if (!color.endsWith(", 0)") && color !== "transparent") return color;
   }
   return "rgb(255, 255, 255)";
 }
 
-function contrast(one, other) {
-  const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+/** The contrast ratio of two colours, as WCAG defines it: from 1 to 21. */
+function contrast(color, background) {
+  const [low, high] = [luminance(color), luminance(background)].sort((a, b) => a - b);
   return (high + 0.05) / (low + 0.05);
 }
 
@@ -51,14 +53,14 @@ function orphans() {
   });
 }
 
-/** Boxes that scroll down by themselves, beside which the page would be empty. */
+/** Boxes with a vertical scroll bar of their own. Only the page itself should have one. */
 function scrollBoxes() {
   return [...document.querySelectorAll("main *")]
-    .filter((each) => /auto|scroll/.test(getComputedStyle(each).overflowY) && each.scrollHeight > each.clientHeight + 1)
-    .map((each) => each.id || each.className);
+    .filter((box) => /auto|scroll/.test(getComputedStyle(box).overflowY) && box.scrollHeight > box.clientHeight + 1)
+    .map((box) => box.id || box.className);
 }
 
-/** The element that has the focus, in words; and whether a person sees that it has. */
+/** The name of the element that has the focus, and whether the focus is visible. */
 function focused() {
   const element = document.activeElement;
   const name = element.id || element.getAttribute("aria-label") || element.textContent.trim().slice(0, 30);

@@ -43,7 +43,7 @@ NOWHERE = "redis://127.0.0.1"
 
 def metrics_table() -> str:
     """Return a table in Markdown with a row for each metric."""
-    rows = ["| metric | type | of each | |", "|---|---|---|---|"]
+    rows = ["| metric | type | reported by each | |", "|---|---|---|---|"]
     registries = (("router", router()), ("replica", replica()), ("process", process()))
     for owner, registry in registries:
         for metric in registry.collect():

@@ -1,4 +1,4 @@
-"""Reads a mirror's blocks of one replica."""
+"""Reads the blocks of one replica from a router's mirror (router/index/mirror.py)."""
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.router.index.mirror import Mirror

@@ -87,7 +87,7 @@ class Nodes:
         return self.index(), self.serving(), self.processes()
 
     def ray(self, verb: str, *words: str) -> str:
-        """Run `ray up`, `ray down` or `ray exec`, and return its output. Fails if it fails."""
+        """Run `ray up`, `ray down` or `ray exec`; return its output. Fails if the command fails."""
         command = [f"{sys.prefix}/bin/ray", verb, *OPTIONS[verb], str(self.file), *words]
         env = {**os.environ, "RAY_TMPDIR": str(self.network.folder)}  # the folder for its state
         with (self.network.folder / f"ray-{verb}.log").open("w+") as log:

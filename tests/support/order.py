@@ -52,7 +52,7 @@ def fixtures_of(item: pytest.Item) -> set[str]:
 
 
 def put_in_order(items: list[pytest.Item]) -> None:
-    """Sort tests by folder; within one, modules by the last shared cluster that they use."""
+    """Sort tests by folder, and a folder's modules by their last one of SHARED_CLUSTERS."""
     last: defaultdict[Path, int] = defaultdict(int)
     for item in items:
         ranks = map(SHARED_CLUSTERS.index, fixtures_of(item).intersection(SHARED_CLUSTERS))

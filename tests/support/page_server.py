@@ -1,4 +1,4 @@
-"""The live page's files and made-up events, from a small server in this process."""
+"""A small server in this process that sends the live page's files and made-up events."""
 
 import json
 import threading
@@ -18,16 +18,16 @@ JSON = "application/json"
 
 @dataclass
 class PageServer:
-    """What pages are told, and what they asked for."""
+    """The state that the server sends to pages, and the requests that it got."""
 
     state: Mapping[str, Any]
-    key: str = ""  # pages have to send it; empty: none
-    asked: list[str] = field(default_factory=list)
-    over: threading.Event = field(default_factory=threading.Event)
+    key: str = ""  # the API key that pages have to send; empty: they need none
+    asked: list[str] = field(default_factory=list)  # paths of the requests for events
+    over: threading.Event = field(default_factory=threading.Event)  # set when the server ends
     url: str = ""
 
     def answer(self, path: str, authorization: str) -> tuple[int, str, bytes]:
-        """Status, content type and body."""
+        """Return the status, the content type and the body of a response."""
         name = urlsplit(path).path.removeprefix("/")
         if name == "ui" or name.startswith("ui/"):
             file = UI / (name.removeprefix("ui").removeprefix("/") or PAGE)
@@ -46,12 +46,13 @@ class PageServer:
 
 @contextmanager
 def serve(state: Mapping[str, Any], *, key: str = "") -> Iterator[PageServer]:
-    """A server that tells all pages this state, once."""
-    told = PageServer(state, key)
+    """Run a server that sends this state once to each page."""
+    page_server = PageServer(state, key)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, kind, body = told.answer(self.path, self.headers["authorization"] or "")
+            authorization = self.headers["authorization"] or ""
+            status, kind, body = page_server.answer(self.path, authorization)
             self.send_response(status)
             for name, value in (HEADERS | {"content-type": kind}).items():
                 self.send_header(name, value)
@@ -59,19 +60,19 @@ def serve(state: Mapping[str, Any], *, key: str = "") -> Iterator[PageServer]:
             self.wfile.write(body)
             self.wfile.flush()
             if kind == "text/event-stream":
-                told.over.wait()
+                page_server.over.wait()
 
         def log_message(self, *_: object) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    told.url = f"http://127.0.0.1:{server.server_port}"
+    page_server.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield told
+        yield page_server
     finally:
-        told.over.set()
+        page_server.over.set()
         server.shutdown()
         server.server_close()
         thread.join()

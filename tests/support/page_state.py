@@ -1,4 +1,4 @@
-"""A made-up state of a fleet, as the live page is told it."""
+"""A made-up state of a fleet, as routers send it to the live page."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ TOKENS = {"hit": 8_000, "spilled": 300, "new": 1_500, "tail": 200}
 
 
 def page_state(replicas: int, *, samples: int = SAMPLES) -> dict[str, Any]:
-    """The whole state, with an hour of samples and ten requests."""
+    """Return the whole state, by default with an hour of samples."""
     ids = [f"r{number:07}" for number in range(replicas)]
     return (
         {
@@ -75,10 +75,10 @@ def _history(ids: list[str], samples: int) -> dict[str, Any]:
     for number in range(samples):
         wave = 1 + math.sin(number / 20)
         counts = Counts(round(20 * wave), 10_000, round(4_000 * wave), 900, [0.02, 0.05 * wave])
-        of_fleet = Load(round(4 * wave), round(wave), queued=round(3 * wave), seats=12)
-        fleet = sample(counts, of_fleet, elapsed_s=PERIOD_S)
-        each = sample(counts, Load(round(4 * wave), 0), elapsed_s=PERIOD_S)
-        history.add(NOW_S - PERIOD_S * (samples - number), fleet, dict.fromkeys(ids, each))
+        fleet_load = Load(round(4 * wave), round(wave), queued=round(3 * wave), seats=12)
+        fleet = sample(counts, fleet_load, elapsed_s=PERIOD_S)
+        replica = sample(counts, Load(round(4 * wave), 0), elapsed_s=PERIOD_S)
+        history.add(NOW_S - PERIOD_S * (samples - number), fleet, dict.fromkeys(ids, replica))
     return {"replica": None, "replicas": history.replicas(), "samples": history.of_fleet()}
 
 

@@ -15,7 +15,7 @@ import requests
 from kvroute.local.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "prometheus" / "prometheus.yml"
-READY_S = 30.0
+READY_S = 30.0  # timeout of Prometheus's start in seconds
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Sessions whose turns may have to wait for a seat."""
+"""Sessions that may have to wait for a seat: the permission to send (router/admission/seats.py)."""
 
 import itertools
 
@@ -13,7 +13,12 @@ numbers = itertools.count(1)
 
 
 class Sessions:
-    """Sessions that send their turns through one router, or several that exchange messages."""
+    """Sessions that send their turns through one router, or several that exchange messages.
+
+    Args:
+        most: A fixed number of seats. None: while the cache is too small, as many as fit.
+        routers: The number of routers.
+    """
 
     def __init__(self, most: int | None = None, routers: int = 1) -> None:
         self.now_s = 0.0

@@ -19,7 +19,7 @@ def shared_cluster(
     deadline_s: float = 200.0,
     command: Sequence[str] = COMMAND,
 ) -> Iterator[Cluster]:
-    """Start the shared cluster of this name, for a session fixture to yield."""
+    """Start the shared cluster of this name. A session-scoped fixture yields from this."""
     with stacks[name] as stack:
         cluster = start_cluster(*args, env=env, deadline_s=deadline_s, command=command)
         yield stack.enter_context(cluster)

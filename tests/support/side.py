@@ -63,12 +63,14 @@ class Side:
         self.feeding = asyncio.create_task(feed.run())
 
     async def ask(self, replica_id: str) -> ReplicaAudit:
+        """Return the replica's audit, in place of a request to it."""
         return await self.publisher.audit(self.engine)
 
     async def generate(self, request: GenerateRequest) -> None:
         await self.engine.generate(request, lambda _: None)
 
     async def work(self, requests: int) -> None:
+        """Run requests with random ones of 20 prompts, one after the other."""
         for seed in np.random.default_rng(0).integers(0, 20, requests):
             prompt = np.arange(40, dtype=np.uint32) + 100 * int(seed)
             await self.generate(GenerateRequest("r", prompt, max_tokens=20))

@@ -15,7 +15,7 @@ from tests.support.bodies import Body
 
 Tasks = tuple[SupportedTask, ...]
 
-COLLECTORS = (async_llm, output_processor)  # modules with the name RequestOutputCollector
+COLLECTORS = (async_llm, output_processor)  # modules that use RequestOutputCollector by this name
 
 
 class Unmerged(output_processor.RequestOutputCollector):

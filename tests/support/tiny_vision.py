@@ -46,7 +46,8 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 PROCESSOR = {"processor_class": "Idefics3Processor", "image_seq_len": PIECE}
 PIXELS = {
     "image_processor_type": "Idefics3ImageProcessor",
-    "size": {"longest_edge": 2 * SIDE},  # an image has four pieces, and a fifth with all of it
+    # An image has four pieces, and a fifth piece that shows the whole image.
+    "size": {"longest_edge": 2 * SIDE},
     "max_image_size": {"longest_edge": SIDE},
 }
 

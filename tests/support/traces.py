@@ -1,4 +1,4 @@
-"""Generates traces for `kvroute replay`, of traffic of which public traces have too little.
+"""Generates traces for `kvroute replay`, of kinds of traffic that are rare in public traces.
 
 `python -m tests.support.traces agents 7 >agents.jsonl` writes a trace with seed 7. Traces that are
 made from recorded chats also need a trace of these chats: `... mix 7 conversation_trace.jsonl`.
@@ -17,7 +17,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request, read
 
 SPAN_S = 900.0  # length of a trace in seconds
-# Sessions start from this many seconds before the trace on, so that some are running at its start.
+# Sessions start up to this many seconds before the trace, so that some are running at its start.
 BEFORE_S = 600.0
 LONGEST_TOKENS = 180_000  # length of a prompt at which a session ends, in tokens
 BATCH_PER_S = 6.0  # in a mix: prompts of a batch job per second
@@ -85,7 +85,8 @@ def rollouts(seed: int, *, sessions: int = 600) -> list[Request]:
     """
     rng, fresh = random.Random(seed), count(1)
     system = Text(fresh).add(6 * BLOCK_TOKENS)
-    # Standard deviation of the logarithm. 1.2816 is the 90th percentile of a normal distribution.
+    # Standard deviation of the logarithm of the number of turns. 1.2816 is the 90th percentile of
+    # the standard normal distribution.
     spread = math.log(56 / 29) / 1.2816
     requests = []
     for number in range(sessions):
@@ -276,5 +277,5 @@ def _in_order(requests: list[Request], span_s: float = SPAN_S) -> list[Request]:
 
 if __name__ == "__main__":
     name, number, *files = sys.argv[1:]
-    made = OF_CHATS[name](int(number), Path(*files)) if files else WORKLOADS[name](int(number))
-    print(*lines(made), sep="\n")
+    trace = OF_CHATS[name](int(number), Path(*files)) if files else WORKLOADS[name](int(number))
+    print(*lines(trace), sep="\n")

@@ -16,5 +16,5 @@ def wait_until(is_true: Callable[[], object], within_s: float = 120.0) -> None:
     """Wait until the condition is true, in a test that is not asynchronous."""
     deadline = time.monotonic() + within_s
     while not is_true():
-        assert time.monotonic() < deadline, "it did not become true in time"
+        assert time.monotonic() < deadline, "the condition did not become true in time"
         time.sleep(0.1)

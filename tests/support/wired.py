@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Wired:
-    """Replicas in this process, in place of those that Serve knows (replicas.Replicas).
+    """Replicas in this process, in place of those that Serve runs (connections/replicas.py).
 
     `most` is the maximum number of requests of each replica, and `ranks` the number of its ranks.
     """
@@ -89,11 +89,11 @@ def dispatcher_of(wired: Wired, fleet: Fleet) -> Dispatcher:
 
 
 def questions_of(wired: Wired, dispatcher: Dispatcher) -> Questions:
-    """Return the sender of questions to the same replicas."""
+    """Return the sender of calls that any of the same replicas can answer."""
     return Questions(wired.links, dispatcher.gate)
 
 
-class ToldLinks:
+class FakeLinks:
     """Replaces Links. The test sets the state of the connections."""
 
     def __init__(self, connected: Callable[[], list[str]]) -> None:

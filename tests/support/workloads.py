@@ -70,7 +70,7 @@ class UnboundedCache:
 @dataclass
 class Outcome:
     reusable_tokens: int = 0
-    cached_tokens: int = 0  # number of cached tokens; at most the reusable ones count
+    cached_tokens: int = 0  # number of the reusable tokens that were cached
     computed_tokens: Counter[str] = field(default_factory=Counter)  # by replica
 
     @property
@@ -79,7 +79,7 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """Return the most computed tokens of a replica, divided by the fewest of a replica."""
+        """Return the largest number of tokens that a replica computed, divided by the smallest."""
         work = sorted(self.computed_tokens.values())
         return work[-1] / work[0] if len(work) > 1 else float("inf")
 

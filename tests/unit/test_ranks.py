@@ -19,7 +19,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.wire.address import Address, address_in
 from tests.support.answers import completion
 from tests.support.records import record
-from tests.support.wired import ToldLinks, Wired, dispatcher_of
+from tests.support.wired import FakeLinks, Wired, dispatcher_of
 
 PROMPT = np.arange(100, dtype=np.uint32)
 
@@ -166,7 +166,7 @@ BOTH = ("a.0", "a.1")
 async def test_a_replica_is_idle_when_all_of_its_ranks_are_and_it_owes_no_answer(
     leased: tuple[str, ...], reported: tuple[str, ...], pending_calls: int, is_trusted: bool
 ) -> None:
-    links = ToldLinks(lambda: ["a.0", "a.1"])
+    links = FakeLinks(lambda: ["a.0", "a.1"])
     links.by_replica = {"a": reported}
     links.questions = pending_calls
     replicas: Mapping[str, object] | object = Silent()

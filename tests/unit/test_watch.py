@@ -10,7 +10,7 @@ import pytest
 from kvroute.router.connections.liveness import HungError, Liveness
 from kvroute.router.placement.fleet import Fleet
 from tests.support.records import record
-from tests.support.wired import ToldLinks
+from tests.support.wired import FakeLinks
 
 LOOKS = 20  # to a verdict
 
@@ -47,8 +47,8 @@ def fleet() -> Fleet:
 
 
 @pytest.fixture
-def links(replica: Replica) -> ToldLinks:
-    return ToldLinks(replica.ids)
+def links(replica: Replica) -> FakeLinks:
+    return FakeLinks(replica.ids)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ async def test_a_replica_that_does_not_answer_probes_is_killed(
 
 
 async def test_requests_on_a_replica_that_is_declared_dead_end_at_once(
-    liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
+    liveness: Liveness, replica: Replica, links: FakeLinks, tasks: asyncio.TaskGroup
 ) -> None:
     replica.hangs = True
     await check(liveness, tasks, LOOKS - 1)
@@ -104,7 +104,7 @@ async def test_requests_on_a_replica_that_is_declared_dead_end_at_once(
 
 
 async def test_a_replica_that_serve_has_removed_is_checked_while_it_runs_requests(
-    liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
+    liveness: Liveness, replica: Replica, links: FakeLinks, tasks: asyncio.TaskGroup
 ) -> None:
     replica.is_listed, links.waiting = False, {"a"}
     await check(liveness, tasks, 2 * LOOKS)
@@ -115,7 +115,7 @@ async def test_a_replica_that_serve_has_removed_is_checked_while_it_runs_request
 
 
 async def test_a_replica_that_sends_messages_is_not_probed(
-    liveness: Liveness, replica: Replica, links: ToldLinks, tasks: asyncio.TaskGroup
+    liveness: Liveness, replica: Replica, links: FakeLinks, tasks: asyncio.TaskGroup
 ) -> None:
     for _ in range(2 * LOOKS):
         links.messages += 1

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from tests.support.hits import tell_routers
+from tests.support.hits import wait_for_routers
 from tests.support.serving import Cluster
 from tests.support.workloads import BLOCK, people_table
 
@@ -36,7 +36,7 @@ def test_the_second_request_finds_its_prompt_cached(cluster: Cluster, path: str)
     first = answer()
     full = (prompt_tokens(first) - 1) // BLOCK * BLOCK
     assert full > 20 * BLOCK
-    tell_routers(cluster, full, **body)
+    wait_for_routers(cluster, full, **body)
     second = answer()
     assert (cached_tokens(first), cached_tokens(second)) == (0, full)
     assert second.headers["x-kvroute-expected-tokens"] == str(full)
@@ -105,7 +105,7 @@ def test_reminders_amid_a_session_of_claude_code_cost_no_cache(cluster: Cluster)
         assert answer.status_code == 200, answer.text
         assert cached_tokens(answer) >= 0.95 * (sent_before // BLOCK) * BLOCK
         sent_before = prompt_tokens(answer)
-        tell_routers(cluster, (sent_before - 1) // BLOCK * BLOCK, **full)
+        wait_for_routers(cluster, (sent_before - 1) // BLOCK * BLOCK, **full)
         use = {"type": "tool_use", "id": f"toolu_{turn}", "name": "read", "input": {"line": turn}}
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": "x = 1; " * 30}
         messages += [

@@ -1,7 +1,7 @@
-"""Compares kvroute with the best rival in each cell: `make bench-policies`, options in
-ARGS="--help".
+"""Compares kvroute with the best rival in each cell: `make bench-policies ARGS="--help"`.
 
-Times are modelled, so that results depend only on the code and the seed.
+A cell is a combination of a trace, an engine, a load and a size of the caches (cells.py). A rival
+is another routing policy. Times are modelled, so that results depend only on the code and the seed.
 """
 
 import json
@@ -22,9 +22,8 @@ from tests.bench.matrix.table import compared, compared_sessions
 from tests.bench.matrix.workloads import FILES, Files
 from tests.bench.report import Section
 
-RIVALS = (
-    "llm-d,llm-d-spec,sglang,dynamo-wspt,lmetric"  # nearly always, the best rival is one of these
-)
+# In nearly all cells, the best rival is one of these.
+RIVALS = "llm-d,llm-d-spec,sglang,dynamo-wspt,lmetric"
 RIVALS_OF_SLOW = ["least-loaded"]  # additional rivals in cells with slow replicas
 
 Run = tuple[str, str, int]  # cell, policy and seed
@@ -72,16 +71,16 @@ def main(
     ours, theirs = _policies(policy), _policies(rivals)
     files = _files(trace or [])
     before = json.loads(earlier.read_text()) if earlier else {"saturations": {}, "results": []}
-    known = [Result(**row) for row in before["results"] if row["policy"] not in ours]
+    reused = [Result(**row) for row in before["results"] if row["policy"] not in ours]
     saturations: dict[str, float] = before["saturations"]
     results: list[Result] = []
     pool = ProcessPoolExecutor(jobs, get_context("spawn"))
     try:
-        for name, found_rps in _saturations(pool, cells, files, saturations):
-            saturations[name] = found_rps
+        for name, saturation_rps in _saturations(pool, cells, files, saturations):
+            saturations[name] = saturation_rps
         runs = _runs(cells, ours, theirs, seeds)
-        results += [result for result in known if _run_of(result) in runs]
-        results += _measured(pool, runs, known, files, saturations)
+        results += [result for result in reused if _run_of(result) in runs]
+        results += _measured(pool, runs, reused, files, saturations)
     finally:  # so that --earlier can continue a run that was stopped
         pool.shutdown(cancel_futures=True)
         if json_file:
@@ -103,14 +102,17 @@ def matches(name: str, only: Sequence[str]) -> bool:
 
 
 def _saturations(
-    pool: ProcessPoolExecutor, cells: Sequence[Cell], files: Files, known: Collection[str]
+    pool: ProcessPoolExecutor, cells: Sequence[Cell], files: Files, measured: Collection[str]
 ) -> Iterator[tuple[str, float]]:
-    """Yield the saturation of each cell that has a load, with the cell's name at saturation."""
+    """Yield the saturation of each cell that has a load, with the cell's name at saturation.
+
+    The names in `measured` are left out.
+    """
     needed = {str(cell.at_saturation): cell.at_saturation for cell in cells if cell.load}
     running = {
         pool.submit(saturation, cell, files): name
         for name, cell in needed.items()
-        if name not in known
+        if name not in measured
     }
     for future in _watched(running, lambda future: f"{running[future]}: {future.result():.3f}/s"):
         yield running[future], future.result()
@@ -135,12 +137,12 @@ def _run_of(result: Result) -> Run:
 def _measured(
     pool: ProcessPoolExecutor,
     runs: Mapping[Run, Cell],
-    known: Sequence[Result],
+    reused: Sequence[Result],
     files: Files,
     saturations: Mapping[str, float],
 ) -> Iterator[Result]:
-    """Yield the results of the runs that are not known yet, as soon as they are done."""
-    done = {_run_of(result) for result in known}
+    """Yield the results of the runs that have no reused result, as soon as they are done."""
+    done = {_run_of(result) for result in reused}
     futures = [
         pool.submit(measure, cell, policy, seed, files, saturations)
         for (name, policy, seed), cell in runs.items()
@@ -154,7 +156,7 @@ def _watched(
     futures: Sequence[Future[Any]] | Mapping[Future[Any], str],
     described: Callable[[Future[Any]], str],
 ) -> Iterator[Future[Any]]:
-    """Yield the results as soon as they are done, and print them."""
+    """Yield the futures as soon as they are done, and print their descriptions."""
     begun_s = time.monotonic()
     for done, future in enumerate(as_completed(futures), 1):
         after = f"{time.monotonic() - begun_s:4.0f} s, {done} of {len(futures)}"

@@ -1,10 +1,11 @@
 """The cells of the policy benchmark: combinations of a trace, an engine, a load and a cache.
 
-There are 640 combinations. `COVER` contains 20 of them, in which each two values of two columns
-occur together at least once. `KNOWN` contains cells in which a version of kvroute was worse than
-others, with the size in which this was measured. `SESSIONS` contains cells with a fixed number of
-sessions at the same time, whose contexts fit into the caches or do not. `FAN_OUTS` contains cells
-with sub-agents that start together.
+There are 640 combinations. `COVER` contains 20 of them: any two values of different columns occur
+together in at least one of these cells. `KNOWN` contains cells in which an earlier version of
+kvroute was worse than another policy, with the fleet's size of that measurement. `SESSIONS`
+contains cells with a fixed number of sessions at the same time. In some of them, the sessions'
+contexts fit into the caches, and in others they do not. `FAN_OUTS` contains cells with sub-agents
+that start together.
 """
 
 from collections.abc import Sequence
@@ -12,21 +13,19 @@ from dataclasses import dataclass, replace
 
 REPLICAS = 8
 REQUESTS = 3000  # number of requests of a trace that are used; more give the same results
-CACHES = {
-    "tight": 0.2,
-    "ample": 0.6,
-}  # size of the fleet's cache as a share of the trace's distinct blocks
+# Size of the fleet's cache as a share of the trace's distinct blocks.
+CACHES = {"tight": 0.2, "ample": 0.6}
 # Share of the replicas that are slow, and their speed relative to the others.
 SLOW_SHARE, SLOW_SPEED = 0.25, 0.5
-NEAR_SATURATION = 0.95  # load from which results depend on the seed
-SEEDS = 3  # number of seeds for such loads
+NEAR_SATURATION = 0.95  # from this share of the saturation on, results depend on the seed
+SEEDS = 3  # number of seeds near the saturation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """A setting in which all policies are compared.
 
-    It has one of `load`, `rate` and `sessions`.
+    Exactly one of `load`, `rate` and `sessions` is set.
     """
 
     trace: str

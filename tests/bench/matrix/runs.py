@@ -109,7 +109,10 @@ def cluster(cell: Cell, requests: list[Request]) -> Cluster:
 def _rate(
     cell: Cell, recorded: list[Request], replicas: Cluster, saturations: Mapping[str, float]
 ) -> float:
-    """Return the rate for the cell's load. Slow replicas reduce the fleet's saturation."""
+    """Return the rate for the cell's load: requests per second, or session starts per second.
+
+    A closed loop needs the rate of session starts. Slow replicas reduce the fleet's saturation.
+    """
     assert cell.load is not None
     health = sum(replicas.speeds) / len(replicas.speeds)
     requests_per_s = cell.load * health * saturations[str(cell.at_saturation)]

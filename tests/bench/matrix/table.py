@@ -57,8 +57,8 @@ def _pairs(
     for result in results:
         cells[result.cell][result.policy].append(result)
     for cell, by_policy in cells.items():
-        means = {policy: _means(found) for policy, found in by_policy.items()}
-        rivals = {policy: found for policy, found in means.items() if policy not in ours}
+        means = {policy: _means(policy_results) for policy, policy_results in by_policy.items()}
+        rivals = {policy: figures for policy, figures in means.items() if policy not in ours}
         for policy in ours:
             if policy in means and rivals:
                 yield cell, policy, means[policy], rivals

@@ -14,7 +14,7 @@ from tests.support.traces import agents, chats, documents, fan_outs, mix
 JITTER_S = 60.0
 
 Files = Mapping[str, Path]  # name of a trace -> file with a recorded trace
-FILES = ("conversation", "agents", "agents-busy")  # traces that can be recorded ones
+FILES = ("conversation", "agents", "agents-busy")  # traces that a recorded one may replace
 
 
 def workload(name: str, files: Files, *, limit: int | None, seed: int) -> Sequence[Request]:
@@ -48,8 +48,8 @@ def _workload(name: str, files: Sequence[tuple[str, Path]], seed: int) -> Sequen
 def moved(requests: Sequence[Request], seed: int) -> Sequence[Request]:
     """Return the same sessions with other start times.
 
-    So runs with different seeds differ by more than the policy's random numbers. Seed 0 changes
-    nothing.
+    So runs with different seeds differ in the trace too, not only in the policy's random numbers.
+    With seed 0, start times stay as they are.
     """
     if not seed:
         return requests
@@ -59,9 +59,9 @@ def moved(requests: Sequence[Request], seed: int) -> Sequence[Request]:
         replace(request, arrival_s=request.arrival_s + names.get(request.session or "", 0.0))
         for request in requests
     ]
-    later.sort(key=lambda each: each.arrival_s)
+    later.sort(key=lambda request: request.arrival_s)
     first_s = later[0].arrival_s
     return [
-        replace(each, index=index, arrival_s=each.arrival_s - first_s)
-        for index, each in zip(count(), later, strict=False)
+        replace(request, index=index, arrival_s=request.arrival_s - first_s)
+        for index, request in zip(count(), later, strict=False)
     ]

@@ -29,7 +29,7 @@ class Serving:
 
     @property
     def router_port(self) -> int | None:
-        """Return the router's port in HAProxy's configuration; None if it has none."""
+        """Return the router's port in HAProxy's configuration; None if it cannot be read there."""
         for process in self._of("HAProxy"):
             with suppress(psutil.Error, ValueError, OSError):
                 args = process.cmdline()

@@ -38,17 +38,17 @@ async def _measure(load: Load, decode_ms: float) -> Cost:
             simulated_decode_ms=decode_ms,
         )
     )
-    shown = [Tally()]
+    current = [Tally()]  # a list, so that the readers see when it gets a new tally
     readers = []
     for first in first_tokens(load):
-        readers.append(asyncio.create_task(_read(engine, shown, first, load.tokens)))
+        readers.append(asyncio.create_task(_read(engine, current, first, load.tokens)))
         await asyncio.sleep(RAMP_S / load.concurrent)
     await asyncio.sleep(SETTLE_S)
-    shown[0] = Tally()
+    current[0] = Tally()
     begun_s, before_s = time.perf_counter(), time.process_time()
     await asyncio.sleep(load.window_s)
     spent_s = {ENGINE: time.process_time() - before_s}
-    measured = cost(shown[0], time.perf_counter() - begun_s, spent_s)
+    measured = cost(current[0], time.perf_counter() - begun_s, spent_s)
     for reader in readers:
         reader.cancel()
     await asyncio.wait(readers)
@@ -56,20 +56,20 @@ async def _measure(load: Load, decode_ms: float) -> Cost:
     return measured
 
 
-async def _read(engine: Engine, shown: list[Tally], first: int, tokens: int) -> None:
-    """Read one answer after the other, and count in the tally `shown[0]`."""
+async def _read(engine: Engine, current: list[Tally], first: int, tokens: int) -> None:
+    """Read one answer after the other, and count in the tally `current[0]`."""
     call = completion(max_tokens=first)
     while True:
         request = GenerateRequest(uuid4().hex, _prompt(), call=call)
         before_s, got = time.perf_counter(), 0
         async with aclosing(streamed(engine.generate, request)) as chunks:
             async for chunk in chunks:
-                now_s, tally = time.perf_counter(), shown[0]
+                now_s, tally = time.perf_counter(), current[0]
                 (tally.gaps_s if got else tally.ttft_s).append(now_s - before_s)
                 before_s, got = now_s, got + len(chunk.token_ids)
                 tally.tokens += len(chunk.token_ids)
                 tally.events += 1
-        shown[0].answers += 1
+        current[0].answers += 1
         call = completion(max_tokens=tokens)
 
 

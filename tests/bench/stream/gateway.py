@@ -14,8 +14,8 @@ import requests
 from kvroute.local.ports import free_port
 from tests.bench.stream.mock_engine import HOST, NICENESS, serve
 
-MISSING = "SGLang's gateway is left out: `pip install -e '.[bench]'` brings sglang-router."
-READY_S = 60.0
+MISSING = "SGLang's gateway is left out: `pip install -e '.[bench]'` installs sglang-router."
+READY_S = 60.0  # timeout of a server's start in seconds
 
 
 def is_installed() -> bool:

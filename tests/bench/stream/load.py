@@ -10,8 +10,8 @@ import uvloop
 
 from tests.bench.stream.caller import Caller, Tally
 
-RAMP_S = 1.0  # seconds in which all connections begin
-SETTLE_S = 1.5  # seconds between then and the start of the measurement
+RAMP_S = 1.0  # seconds from the first connection's start to the last one's
+SETTLE_S = 1.5  # seconds from the last connection's start to the start of the measurement
 
 Processes = Mapping[str, Sequence[int]]  # role -> process ids
 
@@ -115,7 +115,7 @@ async def _unless(failed: asyncio.Future[None], seconds: float) -> None:
 def cpu_so_far(processes: Processes) -> dict[str, float]:
     """Return the CPU seconds of each role so far, from the processes' CPU clocks.
 
-    clock_getcpuclockid(3) describes how a process's clock is found.
+    clock_getcpuclockid(3) describes how the id of a process's clock follows from the process id.
     """
     return {
         role: sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)

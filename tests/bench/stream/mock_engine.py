@@ -89,11 +89,12 @@ class Connection(asyncio.Protocol):
         else:
             self.write(whole({"status": "ok"}))  # the gateway asks for health and metadata
 
-    def _answer(self, asked: dict[str, Any]) -> None:
-        self._streamed = asked["stream"]
+    def _answer(self, request: dict[str, Any]) -> None:
+        self._streamed = request["stream"]
         if self._streamed:
             self.write(STREAM_HEAD)
-        tokens = asked.get("max_completion_tokens") or asked["max_tokens"]  # the gateway's, ours
+        # The gateway sends the first of these fields, and our clients send the second.
+        tokens = request.get("max_completion_tokens") or request["max_tokens"]
         self._steps.waiting[self] = tokens
         self._steps.has_work.set()
 

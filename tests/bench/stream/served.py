@@ -88,7 +88,8 @@ def served() -> Section:
     idle = {**ours.idle_cpu_s, **theirs.idle_cpu_s}.items()
     took = ", ".join(f"{role} {1000 * cpu_s:.1f}" for role, cpu_s in idle)
     notes = [
-        f"Without engines, and without what an idle process takes, in CPU ms a second: {took}."
+        "The CPU time of the engines' processes is not included. The CPU time of idle processes is "
+        f"subtracted; in ms per second, it is: {took}."
     ]
     return Section(f"Routes and kinds, {AT_ONCE} at a time: CPU us a token", rows, notes)
 

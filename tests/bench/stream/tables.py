@@ -25,7 +25,7 @@ SHORT = [
     Load(model=BUILTIN_MODEL, concurrent=concurrent, tokens=1, streamed=False)
     for concurrent in (1, 16)
 ]
-PAST_HAPROXY = (STREAMED[2], *SHORT)
+PAST_HAPROXY = (STREAMED[2], *SHORT)  # loads that are also sent directly to the router's port
 WARM_UP = replace(STREAMED[1], window_s=3.0)
 SHORT_WINDOW_S = 3.0  # length of the window if the costs vary less
 IDLE_S = 3.0
@@ -37,15 +37,18 @@ FULL = Load(model=BUILTIN_MODEL, concurrent=128, tokens=TOKENS)
 OURS, PAST = "kvroute", "kvroute, past HAProxy"
 PEER = "sglang-router"
 ENGINE, MOCK = "simulated engine alone", "mock engine alone"
-BEHIND = {OURS: ENGINE, PAST: ENGINE, PEER: MOCK}
+BEHIND = {OURS: ENGINE, PAST: ENGINE, PEER: MOCK}  # way -> the engines behind the router
 ALONE = f"An engine alone has 1/{REPLICAS} of the streams or requests, as it has behind a router."
-TOGETHER = "A gap is that between two events of a stream; events that come together have none."
+TOGETHER = (
+    "A gap is the time between two events of a stream. It is about 0 for events that arrive "
+    "together."
+)
 NAGLE = (
     f"The first token of {PEER} waits for the client's delayed ACK, 40 ms on Linux. A client that "
     "sends ACKs at once does not wait."
 )
 
-Costs = dict[tuple[str, Load], Cost]  # costs of each way with each load
+Costs = dict[tuple[str, Load], Cost]  # way of the requests, and load -> costs
 
 
 def tables() -> list[Section]:
@@ -83,15 +86,15 @@ def _cluster(costs: Costs) -> str:
             for load in PAST_HAPROXY:
                 costs[PAST, load] = measure(port, load, processes)
     took = ", ".join(f"{role} {1000 * cpu_s:.1f}" for role, cpu_s in idle.items())
-    return f"In CPU ms a second, an idle cluster takes (all of a kind together): {took}."
+    return f"CPU ms a second of an idle cluster (all processes of a kind together): {took}."
 
 
 def _peer(costs: Costs) -> None:
     with mock_engines(REPLICAS, step_s=DECODE_MS / 1000) as engines:
-        one = min(engines)
+        engine_port = min(engines)
         for load in STREAMED + SHORT:
-            processes = {"replica": [engines[one]]}
-            costs[MOCK, load] = measure(one, _shortly(_share(load)), processes)
+            processes = {"replica": [engines[engine_port]]}
+            costs[MOCK, load] = measure(engine_port, _shortly(_share(load)), processes)
         with gateway([*engines]) as (port, pid):
             processes = {"router": [pid], "replica": [*engines.values()]}
             measure(port, WARM_UP, {})
@@ -117,8 +120,9 @@ def _full() -> Section:
         f"One router and too many tokens: {FULL_REPLICAS} replicas, {FULL.concurrent} streams",
         rows,
         [
-            f"The engines would make {offered:,.0f} tokens/s. Where the router has less than a "
-            "core, other processes have the rest: then the last column is no rate that was reached."
+            f"The engines would generate {offered:,.0f} tokens/s. If the router's share of a core "
+            "is below 1, the rate in the last column was not reached: other processes used the "
+            "rest of the core."
         ],
     )
 
@@ -192,7 +196,7 @@ def _most(way: str, cost: Cost) -> Row:
 def _ratio(costs: Costs, way: str, load: Load, role: str, other: str) -> float | None:
     """Return the CPU time of a token divided by that of the other way.
 
-    Returns None unless both ways are kvroute's and have this role.
+    Returns None if `way` is not kvroute's, or if the other way was not measured with this load.
     """
     if way not in (OURS, PAST) or (other, load) not in costs:
         return None

@@ -10,7 +10,7 @@ import pytest
 from openai import OpenAI
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from tests.support.hits import tell_routers
+from tests.support.hits import wait_for_routers
 from tests.support.json_lines import read_lines
 from tests.support.serving import Cluster
 from tests.support.waiting import until
@@ -46,7 +46,7 @@ def test_the_same_text_is_cached_for_each_adapter_apart(client: OpenAI, cluster:
     for model in (BUILTIN_MODEL, "sql", "law"):
         replica, cached = ask(client, model, text)
         assert cached == 0
-        tell_routers(cluster, 1000, model=model, messages=user(text))
+        wait_for_routers(cluster, 1000, model=model, messages=user(text))
         again = ask(client, model, text)
         assert again[0] == replica
         assert again[1] > 1000

@@ -320,13 +320,13 @@ def test_the_page_asks_for_a_key_and_keeps_it_out_of_addresses(
         shown.open(f"{keyed.cluster.url}/ui", width=1000)
         shown.wait_for(f"{state} === 'an API key is needed'")
         for key, then in ((tenants[0], "this API key may not observe"), (operator, "live")):
-            shown.tell(f"document.querySelector('#key').value = '{key}'")
-            shown.tell("document.querySelector('#login').requestSubmit()")
+            shown.evaluate(f"document.querySelector('#key').value = '{key}'")
+            shown.evaluate("document.querySelector('#login').requestSubmit()")
             shown.wait_for(f"{state} === '{then}'")
         shown.wait_for("document.querySelectorAll('.tile[data-state=ready]').length === 1")
-        assert shown.tell("document.querySelector('#login').hidden")
+        assert shown.evaluate("document.querySelector('#login').hidden")
         addresses = "performance.getEntries().map((entry) => entry.name).join() + location.href"
-        assert "kvr-" not in shown.tell(addresses)
+        assert "kvr-" not in shown.evaluate(addresses)
 
 
 def test_commands_send_the_users_key(keyed: Keyed, operator: str, tenants: tuple[str, str]) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvroute.app import build
 from kvroute.replay.workload.trace import TraceError, read
 from tests.support.clients import async_openai_client
-from tests.support.hits import tell_routers
+from tests.support.hits import wait_for_routers
 from tests.support.json_lines import read_lines
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.waiting import until
@@ -94,7 +94,7 @@ def test_what_one_model_has_cached_is_no_hit_for_the_other(
     for model, block in ((LARGE, 32), (SMALL, 64)):
         first = ask(client, prompt, model=model)
         full = (first.prompt_tokens - 1) // block * block
-        tell_routers(cluster, full, model=model, messages=prompt)
+        wait_for_routers(cluster, full, model=model, messages=prompt)
         second = ask(client, prompt, model=model)
         assert (first.expected_tokens, first.cached_tokens) == (0, 0)
         assert (second.expected_tokens, second.cached_tokens) == (full, full)

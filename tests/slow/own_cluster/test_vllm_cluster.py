@@ -36,7 +36,7 @@ from tests.support.bodies import (
 from tests.support.clients import async_openai_client
 from tests.support.collector import Collector, Span, collecting
 from tests.support.event_streams import Joined
-from tests.support.hits import tell_routers
+from tests.support.hits import wait_for_routers
 from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
 from tests.support.waiting import until, wait_until
 from tests.support.workloads import (
@@ -140,7 +140,7 @@ def test_questions_about_a_long_document_find_it_cached(
     table = f"RequestContext through {endpoint}.\n{people_table()}"
     document_tokens = usage(vllm, endpoint, table)[0]
     prompt = {"messages": user(table)} if endpoint == "chat" else {"prompt": table}
-    tell_routers(cluster, (document_tokens - 1) // BLOCK * BLOCK, **prompt)
+    wait_for_routers(cluster, (document_tokens - 1) // BLOCK * BLOCK, **prompt)
     for question in table_questions():
         _, cached_tokens = usage(vllm, endpoint, f"{table}\n{question}")
         assert cached_tokens >= 0.95 * (document_tokens // BLOCK) * BLOCK
