@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kvroute.command.batch_command import batch
 from kvroute.command.doctor_command import doctor
 from kvroute.command.explain import explain
 from kvroute.command.help_page import HelpfulCommand, typer_app
@@ -51,6 +52,7 @@ app.command("attach", cls=HelpfulCommand, rich_help_panel=RUN)(Attach)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
 app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
 app.add_typer(keys, name="keys", rich_help_panel=RUN)
+app.add_typer(batch, name="batch", rich_help_panel=RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)

@@ -1,0 +1,63 @@
+"""A cluster that runs only for one batch."""
+
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryFile
+
+import httpx
+
+from kvroute.local.ports import free_port
+
+COMMAND = "from kvroute.cli import main; main()"
+POLL_S = 0.5  # seconds between two questions whether the cluster is ready
+STOP_S = 60.0  # timeout in seconds of the cluster's shutdown
+SHOWN_CHARS = 3000  # how many of the last characters of the cluster's output an error shows
+
+
+class NotStartedError(RuntimeError):
+    """The cluster has ended while it started. The message has the end of its output."""
+
+
+@contextmanager
+def own_cluster(options: str) -> Iterator[str]:
+    """Run `kvroute serve` with these options, and return its URL when it is ready.
+
+    Raises:
+        NotStartedError: It has ended before it was ready.
+    """
+    port = free_port()
+    command = [sys.executable, "-c", COMMAND, "serve", "--port", str(port)]
+    with TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*command, *shlex.split(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C ends the batch first, and then the cluster
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            while not _is_ready(url):
+                if process.poll() is not None:
+                    output.seek(0)
+                    raise NotStartedError(output.read()[-SHOWN_CHARS:].strip())
+                time.sleep(POLL_S)
+            yield url
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,122 @@
+"""The output of a batch: one line for each answered line of the input, in two files.
+
+Answers with a status below 400 go to the output file, and everything else to the error file. Both
+have OpenAI's format. Lines are written as answers come, so both files can be read meanwhile, and a
+batch that was interrupted continues with the lines that neither file has.
+"""
+
+import fcntl
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvroute.batch.lines import Lines, id_hash
+
+
+class Result(msgspec.Struct, frozen=True):
+    """The part of a written line that is read again."""
+
+    custom_id: str
+
+
+class ResultsError(ValueError):
+    """The files cannot be used. The message says what to do."""
+
+
+class Results:
+    """The output file and the error file. One process at a time can have them open."""
+
+    def __init__(self, output: Path, errors: Path, lines: Lines) -> None:
+        """Open the files, and find out which lines they have already.
+
+        Raises:
+            ResultsError: another process has them open, or they belong to another batch.
+            OSError: they cannot be opened.
+        """
+        with ExitStack() as opened:
+            self._output = opened.enter_context(_open(output))
+            self._errors = opened.enter_context(_open(errors))
+            written = [*_written(self._output, output), *_written(self._errors, errors)]
+            known: NDArray[np.bool_] = np.isin(lines.ids, np.array(written, dtype=np.uint64))
+            if (others := len(written) - int(known.sum())) > 0:
+                raise ResultsError(
+                    f"{output} and {errors} have {others} lines that are not in the input or are "
+                    "there twice; name another output file"
+                )
+            opened.pop_all()  # the files stay open
+        self.is_done = known  # for each line of the input, whether it was answered before
+
+    def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
+        """Write an answer. The body is JSON; any other body is written as a JSON string."""
+        raw = msgspec.Raw(body) if _is_json(body) else body.decode(errors="replace")
+        response = {"status_code": status, "request_id": request_id, "body": raw}
+        file = self._output if status < 400 else self._errors
+        _write(file, {"custom_id": custom_id, "response": response, "error": None})
+
+    def write_error(self, custom_id: str, code: str, message: str) -> None:
+        """Write that a line has no answer."""
+        error = {"code": code, "message": message}
+        _write(self._errors, {"custom_id": custom_id, "response": None, "error": error})
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk."""
+        for file in (self._output, self._errors):
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        self._output.close()
+        self._errors.close()
+
+
+def _open(path: Path) -> BinaryIO:
+    file = path.open("ab+", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ResultsError(
+            f"another process writes {path}; wait for it, or name another output file"
+        ) from None
+    return file
+
+
+def _written(file: BinaryIO, path: Path) -> list[int]:
+    """Return the hashes of the custom_ids in a file; remove an incomplete last line."""
+    file.seek(0)
+    hashes, end = [], 0
+    with os.fdopen(os.dup(file.fileno()), "rb") as lines:
+        for number, text in enumerate(lines, start=1):
+            if not text.endswith(b"\n"):  # the process was killed while it wrote
+                break
+            try:
+                hashes.append(id_hash(msgspec.json.decode(text, type=Result).custom_id))
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                raise ResultsError(
+                    f"{path} has something else than a batch's results in line {number}; name "
+                    "another output file"
+                ) from None
+            end += len(text)
+    file.truncate(end)
+    return hashes
+
+
+def _write(file: BinaryIO, result: Mapping[str, Any]) -> None:
+    line = msgspec.json.encode({"id": f"batch_req_{uuid.uuid4().hex}", **result}) + b"\n"
+    written = file.write(line)
+    if written != len(line):  # the disk is full: the next run removes the incomplete line
+        raise OSError(f"only {written} of {len(line)} bytes could be written; is the disk full?")
+
+
+def _is_json(body: bytes) -> bool:
+    try:
+        msgspec.json.decode(body, type=msgspec.Raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return b"\n" not in body

@@ -1,0 +1,199 @@
+"""The command `kvroute batch`."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from kvroute.batch.lines import BadLinesError, Lines, open_lines
+from kvroute.batch.order import Sorter
+from kvroute.batch.own_cluster import NotStartedError, own_cluster
+from kvroute.batch.results import Results, ResultsError
+from kvroute.batch.run import Progress, RefusedError, Runner
+from kvroute.client import FIND, Url, fail, key_headers
+from kvroute.command.help_page import HelpfulCommand, typer_app
+
+MAX_OPEN = 4096  # default upper bound of the open requests
+PRINT_INTERVAL_S = 10.0  # seconds between two lines of progress, if there is no terminal
+
+batch = typer_app(no_args_is_help=True, help="Many requests from a file, in the best order.")
+
+
+@batch.callback()
+def _group() -> None:
+    """Keep `run` a command of its own: without this, Typer would merge it with its group."""
+
+
+@batch.command(cls=HelpfulCommand)
+def run(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="Requests in OpenAI's batch format, one JSON object in each line."
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers.")],
+    errors: Annotated[
+        Path | None,
+        typer.Option(help="File for failed lines.", show_default="OUTPUT.errors"),
+    ] = None,
+    priority: Annotated[
+        str,
+        typer.Option(
+            help="Priority class of the requests: batch lets all other requests go first, but "
+            "finds fewer blocks in caches."
+        ),
+    ] = "normal",
+    max_open: Annotated[
+        int, typer.Option(min=1, help="Upper bound of the requests that are open at a time.")
+    ] = MAX_OPEN,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS",
+            help="Start a cluster with these options of kvroute serve for this batch, and stop it "
+            "afterwards, such as --serve '--model Qwen/Qwen3-8B --replicas 4'.",
+            show_default="use a running cluster",
+        ),
+    ] = None,
+    url: Url = FIND,
+) -> None:
+    """Answer all lines of a file.
+
+    Lines whose prompts begin alike are sent one after the other, so that their common beginning is
+    computed once. Answers are written as they come, in the order in which they are ready. If the
+    command was interrupted, run it again: it continues with the lines that have no answer yet.
+    """
+    errors = errors or output.with_name(f"{output.name}.errors")
+    lines, order = _read(file)
+    with ExitStack() as running:
+        running.enter_context(closing(lines))
+        try:
+            results = running.enter_context(closing(Results(output, errors, lines)))
+        except (ResultsError, OSError) as error:
+            fail(str(error))
+        if not results.is_done.all():
+            url = _start(serve, running) if serve is not None else url
+        headers = {"content-type": "application/json", "x-kvroute-priority": priority}
+        progress = asyncio.run(
+            _run(url, key_headers() | headers, lines, order, results, max_open=max_open)
+        )
+    _summarize(progress, output, errors)
+
+
+def _read(file: Path) -> tuple[Lines, Sequence[int]]:
+    sorter = Sorter()
+    try:
+        lines = open_lines(file, sorter.add)
+    except OSError as error:
+        fail(f"{file} cannot be read ({error.strerror})")
+    except BadLinesError as error:
+        fail(f"{file} cannot be used:\n" + "\n".join(error.faults))
+    return lines, sorter.order()
+
+
+def _start(options: str, running: ExitStack) -> str:
+    with Status("starting the cluster", console=Console(stderr=True)):
+        try:
+            return running.enter_context(own_cluster(options))
+        except NotStartedError as error:
+            return str(fail(f"the cluster has not started:\n{error}"))
+
+
+async def _run(
+    url: str,
+    headers: dict[str, str],
+    lines: Lines,
+    order: Sequence[int],
+    results: Results,
+    *,
+    max_open: int,
+) -> Progress:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, limits=limits, timeout=None, trust_env=False
+    ) as client:
+        runner = Runner(client, lines, order, results, max_open=max_open)
+        with _Display(runner.progress) as display:
+            try:
+                await runner.run(display.update)
+            except RefusedError as error:
+                fail(f"the cluster refuses the batch: {error}")
+            except OSError as error:
+                fail(f"the answers cannot be written ({error}); run the command again later")
+        return runner.progress
+
+
+class _Display:
+    """Shows the progress: a line that changes on a terminal, else a line every few seconds."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._first = progress.done
+        self._start_s = self._printed_s = time.monotonic()
+        self._console = Console(stderr=True)
+        self._status = Status(describe(progress, 0.0, self._first), console=self._console)
+
+    def __enter__(self) -> "_Display":
+        if self._console.is_terminal:
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def update(self, progress: Progress) -> None:
+        now_s = time.monotonic()
+        text = describe(progress, now_s - self._start_s, self._first)
+        if self._console.is_terminal:
+            self._status.update(text)
+        elif now_s - self._printed_s > PRINT_INTERVAL_S:
+            self._printed_s = now_s
+            print(text, file=sys.stderr, flush=True)
+
+
+def describe(progress: Progress, elapsed_s: float, first: int) -> str:
+    """Return a line about a batch that runs.
+
+    Args:
+        progress: how far the batch is.
+        elapsed_s: seconds since the start of this run.
+        first: lines that were answered before this run.
+    """
+    parts = [f"{progress.done:,} of {progress.total:,} lines"]
+    answered = progress.done - first
+    if progress.failed:
+        parts.append(f"{progress.failed:,} failed")
+    if answered and elapsed_s:
+        tokens = progress.prompt_tokens + progress.answer_tokens
+        parts.append(f"{tokens / elapsed_s:,.0f} tokens/s")
+        if progress.prompt_tokens:
+            cached = progress.cached_tokens / progress.prompt_tokens
+            parts.append(f"{cached:.0%} of prompt tokens cached")
+        left_s = elapsed_s / answered * (progress.total - progress.done)
+        parts.append(f"{_duration(left_s)} left")
+    if progress.away:
+        parts.append(f"the cluster does not answer ({progress.away})")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _summarize(progress: Progress, output: Path, errors: Path) -> None:
+    text = f"{progress.done:,} of {progress.total:,} lines are answered; answers are in {output}"
+    if progress.failed:
+        text += f"; {progress.failed:,} failed lines of this run are in {errors}"
+    typer.echo(text)
+    if progress.failed:
+        raise typer.Exit(1)
