@@ -23,28 +23,31 @@ class CheckedOptions(ModelOptions):
 
     @property
     def max_fleet_size(self) -> int:
-        """Return the maximum size of the fleet."""
+        """Return the maximum number of replicas, including those that autoscaling adds."""
         return self.max_replicas or self.fleet_size
 
     @property
     def fleet_size(self) -> int:
-        """Return the number of replicas at the start; each attached server has one."""
+        """Return the number of replicas at the start: one for each attached server, if any."""
         return len(self.servers) or self.replicas
 
     @cached_property
     def servers(self) -> tuple[str, ...]:
-        """Return the addresses of the attached servers at the start."""
+        """Return the URLs of the attached servers, that is, of vLLM servers that the user runs.
+
+        The file of --attach-file may change later; these are the URLs at the start.
+        """
         listed = ServerList(self.attach, self.attach_file)
         urls = tuple(listed.urls())
         if listed.problem:
             raise SettingsError(
                 f"--attach-file is {str(self.attach_file)!r}, which cannot be used "
-                f"({listed.problem}); expected a file with one http://HOST:PORT in a line"
+                f"({listed.problem}); expected a file with one http://HOST:PORT per line"
             )
         if self.attach_file and not urls:
             raise SettingsError(
                 f"--attach-file is {str(self.attach_file)!r}, which lists no server; add one "
-                "http://HOST:PORT in a line"
+                "http://HOST:PORT per line"
             )
         return urls
 
@@ -55,7 +58,8 @@ class CheckedOptions(ModelOptions):
         if file and text:
             raise SettingsError(
                 f"--multi-task-prompt is {str(file)!r}, and --multi-task-prompt-str is set as well "
-                "(MULTI_TASK_PROMPT, MULTI_TASK_PROMPT_STR); keep one of them"
+                "(check the variables MULTI_TASK_PROMPT and MULTI_TASK_PROMPT_STR, too); keep one "
+                "of them"
             )
         try:
             return read_tasks(file.read_bytes() if file else text or "[]")
@@ -89,10 +93,10 @@ class CheckedOptions(ModelOptions):
         self._check_size()
         self._check_gpus()
         self._check_engine_args()
-        _ = self.tasks, self.adapters
+        _ = self.tasks, self.adapters  # read now, so that errors are raised
 
     def _check_attach(self) -> None:
-        """Refuse options that only an engine of kvroute's own could follow."""
+        """Refuse options that need an engine which kvroute starts itself."""
         refused = {
             "--max-replicas": self.max_replicas,
             "--lora": self.lora,

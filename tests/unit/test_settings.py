@@ -284,7 +284,7 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
         ({"models": '[{"replicas": 0}]'}, r"models\[0\]: --replicas is 0; expected at least 1"),
         (
             {"models": '[{}, {"port": 1}]'},
-            r"models\[1\]: port is not a setting of one model; .* model,",
+            r"models\[1\]: port cannot be set for one model; .* model,",
         ),
         ({"models": "{"}, r"--models is '\{'; expected JSON .* such as \[\{\"model\": "),
         ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set as well"),
