@@ -364,8 +364,8 @@ def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
         yield Check("canary", "ok", finding)
     if without_redis:
         finding = (
-            f"answered by {_replicas(without_redis)} replicas; their new blocks cannot be seen "
-            "without Redis"
+            f"answered by {_replicas(without_redis)} replicas; without Redis their new blocks "
+            "cannot be seen"
         )
         yield Check("canary", "warning", finding, "follow the remedy of the check `redis`")
     for replica in replicas:
