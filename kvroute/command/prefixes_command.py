@@ -13,6 +13,7 @@ from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_sentence, print_table
 
+# A prefix is warm on a replica that has all of it cached.
 POLL_S = 0.3  # seconds between two queries of the prefix's state
 WARM_TIMEOUT_S = 600.0  # seconds that the command waits for a prefix to become warm
 
@@ -23,7 +24,11 @@ Id = Annotated[
     ),
 ]
 
-prefixes = typer_app(no_args_is_help=True, help="Named prefixes that a running cluster keeps warm.")
+prefixes = typer_app(
+    no_args_is_help=True,
+    help="Named prefixes: texts that a running cluster keeps cached (warm) for the prompts that "
+    "begin with them.",
+)
 
 
 @prefixes.command(cls=HelpfulCommand)
