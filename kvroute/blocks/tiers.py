@@ -38,8 +38,8 @@ HOST = Tier(
     number=1,
     name="host",
     label="host memory",
-    # An odd number that is not a small multiple of cache_groups._STEP, so that a copy of one group's
-    # block never has the same mark as a block of another group.
+    # An odd number that is not a small multiple of cache_groups._STEP, so that a copy of a block
+    # never has the same mark as a block of another group.
     mark=0xD1B54A32D192ED03,
     pin_options="--pin-share or --host-cache-gb",
 )
