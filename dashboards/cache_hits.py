@@ -2,7 +2,7 @@
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row
-from dashboards.promql import in_range, on, per_second, replica, router, share
+from dashboards.promql import in_category, in_range, per_second, replica, router, share
 
 PROMPTS = router("kvroute_prompt_tokens_total")
 SAVED = "kvroute_prefix_saved_tokens_total"
@@ -34,28 +34,28 @@ CAUSES = (
 )
 
 
-def of(*causes: str) -> str:
+def prompt_tokens(*causes: str) -> str:
     """Return the counter of prompt tokens with one of these causes."""
     return router("kvroute_prompt_tokens_total", f'cause=~"{"|".join(causes)}"')
 
 
 def share_of(*causes: str) -> str:
     """Return the share of prompt tokens with one of these causes, in the whole time range."""
-    return share(f"sum ({in_range(of(*causes))})", f"sum ({in_range(PROMPTS)})")
+    return share(f"sum ({in_range(prompt_tokens(*causes))})", f"sum ({in_range(PROMPTS)})")
 
 
 def waterfall() -> tuple[Query, ...]:
     """Return the queries of the waterfall from all prompt tokens to the cached ones.
 
-    Each bar stands on the sum of the shares after it.
+    The bar of a cause stands on the sum of the shares of the earlier causes in LEDGER.
     """
     names = [cause for cause, _ in LEDGER]
     steps = {cause: f"{len(names) - i:02} {cause}" for i, cause in enumerate(names)}
-    floors = (on(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
+    floors = (in_category(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
     return (
         Query(" or ".join(floors), "floor", "transparent"),
         *(
-            Query(on(steps[cause], share_of(cause)), cause, color)
+            Query(in_category(steps[cause], share_of(cause)), cause, color)
             for cause, color in reversed(LEDGER)
         ),
     )
@@ -126,7 +126,7 @@ LEDGER_ROW = Row(
             "Prompt tokens by cause",
             CAUSES,
             grafana.TOKENS_PER_S,
-            tuple(Query(per_second(of(cause)), cause, color) for cause, color in LEDGER),
+            tuple(Query(per_second(prompt_tokens(cause)), cause, color) for cause, color in LEDGER),
             stacking="percent",
             width=14,
         ),
@@ -189,7 +189,7 @@ def lost(why: str) -> str:
 def hits_at(size: str) -> str:
     """Return the prompt tokens per second that caches of this relative size would have had.
 
-    The sum of the real hits and of the additional ones, which engines estimate (replica/ghosts.py).
+    These are the real hits, plus the additional ones that replicas estimate (replica/ghosts.py).
     """
     ghosts = replica("kvroute_engine_ghost_hit_tokens_total", f'cache="{size}"')
     return f"({per_second(CACHED_TOKENS)} + {per_second(ghosts)})"

@@ -226,10 +226,10 @@ WORK = Row(
         Panel(
             "Requests by outcome",
             "How requests ended at their replica. failed: the replica was lost, see its log. "
-            "moved: the replica was full, or was lost before the request arrived; if many requests "
-            "are moved, the fleet is overloaded. refused: the engine did not accept the request, "
-            "see the replica's log. cancelled: the client disconnected, perhaps because it waited "
-            "too long.",
+            "moved: the replica was full, or was lost before the request arrived; many such "
+            "requests mean that the fleet is overloaded. refused: the engine did not accept the "
+            "request, see the replica's log. cancelled: the client disconnected, perhaps because "
+            "it waited too long.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(REQUESTS, "outcome"), "{{outcome}}"),),
             stacking="normal",

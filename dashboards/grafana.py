@@ -149,8 +149,8 @@ def _variable(name: str, query: str, description: str) -> Json:
 def _laid_out(rows: Sequence[Row]) -> Iterator[Json]:
     """Return all panels in Grafana's format, with their places.
 
-    Rows follow from top to bottom. Panels of a row follow from left to right, in several lines if
-    one is too narrow.
+    Rows go from top to bottom. The panels of a row go from left to right, and continue below if
+    they do not fit in COLUMNS.
     """
     y = 0
     for row in rows:

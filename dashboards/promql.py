@@ -38,7 +38,7 @@ def share(part: str, whole: str) -> str:
     return f"{part} / ({whole} > 0)"
 
 
-def on(category: str, expr: str) -> str:
+def in_category(category: str, expr: str) -> str:
     """Return the query with the label `category`, which places its bar in a waterfall chart."""
     return f'label_replace({expr}, "category", "{category}", "", "")'
 

@@ -171,8 +171,9 @@ INDEX = Row(
             "Drift that audits found",
             "Wrong blocks that audits found per second: in a replica's table compared with its "
             "engine, in Redis compared with the replica, and in a router's copy of the index "
-            "compared with Redis. Only `kvroute doctor --audit` runs audits. kvroute repairs the "
-            "drift that they find. If it returns, that is a bug: please report it.",
+            "compared with Redis. `kvroute doctor --audit` runs an audit; without audits, this is "
+            "always 0. kvroute repairs the drift that an audit finds. If it returns, that is a "
+            "bug: please report it.",
             grafana.BLOCKS_PER_S,
             (
                 Query(

@@ -89,7 +89,8 @@ def _size(settings: ModelSettings) -> dict[str, Any]:
     if settings.max_replicas is None:
         return {"num_replicas": settings.replicas}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the replacement has no effect yet
+        # Serve deprecates metrics_interval_s, but what replaces it has no effect yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
         config = AutoscalingConfig(
             min_replicas=settings.replicas,
             max_replicas=settings.max_replicas,

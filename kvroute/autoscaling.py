@@ -66,7 +66,7 @@ def is_enough(reports: Sequence[Report], replicas: int, target_wait_s: float) ->
     """Return whether one replica fewer, that is, `replicas`, can serve the load with a reserve."""
     if not reports:
         return False
-    # The removed replica's cache is lost, so more tokens are computed: a factor above 1.
+    # A factor of 1 or more: the removed replica's cache is lost, so more tokens are computed.
     more_work = 1.0 + fmean(report.missed for report in reports) * cache_loss(replicas)
     share = more_work * sum(report.occupancy for report in reports) / replicas
     if share >= MAX_OCCUPANCY:

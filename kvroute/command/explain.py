@@ -29,7 +29,7 @@ TERMS = {  # term of the cost of choosing a replica -> what this time is spent o
     "own": "computing what no replica has cached",
     "copy": "computing what another replica has cached",
     "lora": "loading the LoRA adapter",
-    "rotation": "a new conversation out of rotation",
+    "rotation": "starting a conversation out of rotation",
     "decode": "slowing the answers that run there",
 }
 

@@ -43,7 +43,7 @@ class ReplicaAudit(Struct, frozen=True):
     """The result of one audit."""
 
     replica_id: str
-    incarnation: str
+    incarnation: str  # the replica's registration in the index; each registration has another one
     seq: Count  # number of the replica's latest change in the index
     known: Comparison  # the replica's table, compared with its engine
     index: Comparison  # Redis, compared with the replica's table

@@ -11,9 +11,9 @@ from kvroute.blocks.fingerprint import Feature
 class HttpCall(Struct, frozen=True, array_like=True):
     """The client's HTTP request, for the replica's HTTP application.
 
-    A body is rendered: its messages are converted to the prompt's token ids. If another replica
-    has answered part of the request, the fields from `deltas` to `written_tokens` describe that
-    part. The application produces that part again without sending it, and continues after it.
+    To render a body is to convert it to the prompt's token ids. If another replica has answered
+    part of the request, the fields from `deltas` to `written_tokens` describe that part. The
+    application produces that part again without sending it, and continues after it.
     """
 
     path: str
@@ -28,7 +28,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     request_id: str = ""  # the client's request id, for calls without a GenerateRequest
     namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
-    has_prefix: bool = False  # True: the token ids begin with a named prefix, not in the body
+    has_prefix: bool = False  # True: the token ids begin with a named prefix that the body lacks
 
 
 class HttpPart(Struct, frozen=True, array_like=True):

@@ -39,7 +39,7 @@ class Order(IntEnum):
 
 
 class RetentionHint(Struct, frozen=True, array_like=True):
-    """The retention hint for the blocks of a prompt and its answer. The default is no hint."""
+    """Tells an engine when to evict the blocks of a prompt and its answer. Default: no hint."""
 
     order: Order = Order.USUAL
     session: Session = 0  # the session that the blocks belong to; 0: unknown

@@ -66,7 +66,9 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     block_size: AtLeastOne  # tokens of one fingerprint
     capacity_blocks: Count  # size of the KV cache, in blocks of block_size tokens
     max_model_len: AtLeastOne  # tokens, prompt and output together
-    prefill_tokens_per_s: Rate  # estimated prefill speed at a prompt's start; routers measure it
+    # Estimated prefill speed at a prompt's start, where attention costs little. Routers correct it
+    # by measured times to first token.
+    prefill_tokens_per_s: Rate
     attention_tokens: Rate = 32_768.0  # context length at which a token's prefill costs double
     prefix_caching: bool = True  # whether the engine reuses cached prefixes
     pin_blocks: Count = 0  # blocks of the KV cache that pins may take, without host memory
@@ -128,12 +130,12 @@ class Warm(Struct, frozen=True, array_like=True):
         return self.blocks if self.is_pinned and self.tier == GPU else 0
 
 
-Pins = Mapping[str, Warm]  # Prefix.name -> its state
+Pins = Mapping[str, Warm]  # name of a prefix -> its state on the replica
 NO_PINS: Pins = MappingProxyType({})
 
 
 class Description(Struct, frozen=True):
-    """Properties of a replica that do not change during one incarnation."""
+    """Properties of a replica that do not change until it registers again."""
 
     facts: EngineFacts
     identity: Identity | None = None  # None: unknown, and assumed to be equal to the router's

@@ -11,7 +11,7 @@ from kvroute.doctor.load_checks import FEW_REQUESTS
 
 # Both numbers are shares of all prompt tokens.
 MIN_GAIN = 0.03  # a larger cache is recommended if it would add at least this share of hits
-MUCH_EVICTED = 0.05  # if at least this share was evicted, but memory gains little, say so
+MUCH_EVICTED = 0.05  # from this share of evicted tokens on, say if more memory would not help
 ENGINE = "kvroute_engine_"  # prefix of the names of an engine's metrics
 
 
@@ -88,7 +88,7 @@ def _hit_shares(model: str, replicas: Sequence[CacheReading], gains: Mapping[flo
 
 
 def _one_more(replicas: int, gains: Mapping[float, float]) -> str:
-    """Return the maximum gain of one more replica, which is reached without copies of blocks."""
+    """Return the gain of one more replica, if it held no copies of other replicas' blocks."""
     return f"{_points(gains, (replicas + 1) / replicas)} at most"
 
 

@@ -225,7 +225,7 @@ def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
 
 
 def records(unreadable: Sequence[Facts]) -> Iterator[Check]:
-    """Check that the router could read all items in Redis in the last RECENT_S.
+    """Check that the router could read all items in Redis in the last RECENT_S seconds.
 
     Args:
         unreadable: Items that the router has skipped since its start, by model and kind.

@@ -11,7 +11,7 @@ from kvroute.doctor.checks import Check, Facts
 LONG_S = 5.0
 FEW_REQUESTS = 20  # with fewer recent requests, cache hits are not judged
 LONG_WAIT_S = 1.0  # a warning if a queued request has waited this many seconds or more
-REFUSALS = {  # reason of a refusal -> what is said of a number of requests
+REFUSALS = {  # reason of a refusal -> its description, which follows the number of requests
     "forecast": "would have waited too long",
     "deadline": "had waited too long",
     "full": "found the queue full",
@@ -54,11 +54,11 @@ LIMITS = {  # cause of misses in the ledger -> when it is a warning
     ),
 }
 
-BROKEN_SHARE = 0.05  # a warning if a larger share of prompt tokens is missed after a changed place
+BROKEN_SHARE = 0.05  # a warning if chats that change cost more than this share of prompt tokens
 MOVE = "put changing text, such as dates and ids, at the end: into the last user message"
 REMEDIES = {  # part of the chat that changes -> remedy; other parts: MOVE
     "tools": "send the same tools in the same order with each turn",
-    "template": "does the chat template move tools or drop earlier reasoning? "
+    "template": "perhaps the chat template moves tools or drops earlier reasoning; "
     "chat_template_kwargs may prevent this",
 }
 SLOW = (

@@ -53,13 +53,13 @@ class CheckedOptions(ModelOptions):
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """Return the named prefixes to declare at the start."""
+        """Return the named prefixes (see multi_task.py) to declare at the start."""
         file, text = self.multi_task_prompt, self.multi_task_prompt_str
         if file and text:
             raise SettingsError(
                 f"--multi-task-prompt is {str(file)!r}, and --multi-task-prompt-str is set as well "
-                "(check the variables MULTI_TASK_PROMPT and MULTI_TASK_PROMPT_STR, too); keep one "
-                "of them"
+                "(perhaps by the variable MULTI_TASK_PROMPT or MULTI_TASK_PROMPT_STR); keep one of "
+                "them"
             )
         try:
             return read_tasks(file.read_bytes() if file else text or "[]")

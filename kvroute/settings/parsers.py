@@ -1,7 +1,7 @@
 """Parsers for the values of options.
 
-Values from the command line or the environment are text. Values from --models are parsed JSON, so
-some parsers return anything but text unchanged.
+Values from the command line or the environment are text. Values from --models are already parsed
+from JSON, so some parsers return them unchanged.
 """
 
 import json

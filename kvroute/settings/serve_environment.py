@@ -19,7 +19,7 @@ def serve_environment() -> dict[str, str]:
         # Number of lines that Serve buffers before it writes them to its logs. A larger number
         # would delay warnings.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
-        # Middleware of the routers' HTTP servers; it removes headers that control Serve.
+        # Middleware of Serve's HTTP servers; among others, it removes headers that control Serve.
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
             "kvroute.router.middleware.serve_headers:middlewares"
         ),
