@@ -209,7 +209,7 @@ RETENTION = Row(
         Panel(
             "Lost to eviction",
             "Share of prompt tokens that had been cached and were evicted, by reason. ended: the "
-            "client had ended the session. unlikely: conversations like theirs seldom continue. "
+            "client had ended the session. unlikely: conversations of this kind seldom continue. "
             "usual: the blocks were the least recently used, or their replica was lost. The next "
             "panel shows what more memory would change.",
             grafana.FRACTION,

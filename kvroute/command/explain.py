@@ -141,10 +141,12 @@ def _reloaded(replicas: list[Facts]) -> str:
     """Return a sentence about tokens that the chosen replica only has in slower memory, or ""."""
     choice = replicas[0] if replicas else {}
     tokens = {tier: choice.get(f"{tier.name}_tokens", 0) for tier in SLOWER}
-    held = ", ".join(f"{count} tokens in {tier.label}" for tier, count in tokens.items() if count)
-    if not held:
+    by_tier = ", ".join(
+        f"{count} tokens in {tier.label}" for tier, count in tokens.items() if count
+    )
+    if not by_tier:
         return ""
-    return f"{choice['id']} has {held}; copying them takes {seconds(choice['reload_s'])}."
+    return f"{choice['id']} has {by_tier}; copying them takes {seconds(choice['reload_s'])}."
 
 
 def _evicted(evicted: Facts | None) -> str:

@@ -57,8 +57,8 @@ def add(
     priority: Annotated[
         str,
         typer.Option(
-            help=f"Highest priority of its requests: {', '.join(PRIORITIES)}. A request can set a "
-            "lower one.",
+            help=f"Highest priority of requests with this key: {', '.join(PRIORITIES)}. A request "
+            "can set a lower one.",
         ),
     ] = "default",
 ) -> None:
@@ -66,8 +66,8 @@ def add(
     roles = _roles(role or ["use"])
     if tenant == OTHER:
         fail(
-            f"--tenant is {OTHER!r}, a name that accounts and metrics use for all tenants above "
-            "their limit; choose another name"
+            f"--tenant is {OTHER!r}, a name that accounts and metrics use for all tenants that "
+            "they do not list by name; choose another name"
         )
     try:
         created = datetime.now(UTC).date().isoformat()
@@ -119,7 +119,7 @@ def limit(
         str | None, typer.Option(help="Declared named prefixes per model.")
     ] = None,
     max_pinned_blocks: Annotated[
-        str | None, typer.Option(help="Whole KV blocks of its pinned prefixes, per model.")
+        str | None, typer.Option(help="Full KV blocks of the tenant's pinned prefixes, per model.")
     ] = None,
     adapter: Annotated[
         list[str] | None,

@@ -101,7 +101,8 @@ def replay(
         bool,
         typer.Option(
             "--closed-loop",
-            help="Each turn waits for the answer before it, then pauses as long as in the trace.",
+            help="Each turn of a session waits for the previous answer, then pauses as long as in "
+            "the trace.",
         ),
     ] = False,
     sessions: Annotated[
@@ -144,8 +145,8 @@ def replay(
         str | None,
         typer.Option(
             metavar="SHARE[:WRONG]",
-            help="Clients' hints that a session ends: share of the last turns with this hint, and "
-            "share of the other turns with it, where it is wrong; such as 0.5:0.1.",
+            help="Clients' hints that a session ends, such as 0.5:0.1: half of the last turns have "
+            "the hint, and so do, wrongly, 10% of all other turns.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
@@ -154,7 +155,7 @@ def replay(
         typer.Option(help="Replay only requests for this model, if the trace has several."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=2, help="Replay only this number of requests, the first ones.")
+        int | None, typer.Option(min=2, help="Replay only the first N requests.")
     ] = None,
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of policies that run in parallel processes.")
@@ -237,7 +238,7 @@ def _described(cluster: "Cluster", engine: str) -> str:
 
 
 def _show(requests: "Sequence[Request]", runs: "Sequence[PolicyRun]") -> None:
-    """Print the tables, and explain the marks at their values."""
+    """Print the tables, and explain the marks in them."""
     from kvroute.replay.noise import sample, ties
     from kvroute.replay.report import BEST, NOISE, measured_part, tables
 

@@ -203,12 +203,12 @@ def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
             away, so do not check.
     """
     for model in models or ():
-        own, others = model["own"], model["others"]
+        ours, others = model["own"], model["others"]
         twins = [other for other in others if other["is_twin"]]
         for twin in twins:
             finding = (
-                f"another cluster named {own['cluster']!r} serves {own['model']} through this "
-                f"Redis: its Ray is at {twin['ray_address']}, ours at {own['ray_address']}; "
+                f"another cluster named {ours['cluster']!r} serves {ours['model']} through this "
+                f"Redis: its Ray is at {twin['ray_address']}, ours at {ours['ray_address']}; "
                 "each of them reads the data of the other"
             )
             remedy = (
@@ -216,9 +216,9 @@ def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
             )
             yield Check("clusters", "warning", finding, remedy)
         names = sorted({repr(other["cluster"]) for other in others if not other["is_twin"]})
-        finding = f"this is {own['cluster']!r}"
+        finding = f"this is {ours['cluster']!r}"
         if names:
-            finding += f"; this Redis is also used for {own['model']} by {', '.join(names)}, "
+            finding += f"; this Redis is also used for {ours['model']} by {', '.join(names)}, "
             finding += "with separate data"
         if names or not twins:
             yield Check("clusters", "ok", finding)

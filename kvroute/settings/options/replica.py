@@ -150,8 +150,9 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.checked_urls),
         Option(
             ATTACHED,
-            "Address of a vLLM server that you run; kvroute starts no engine, and sends requests "
-            "there. For several, repeat the option or separate them with commas.",
+            "Address of a vLLM server that you run. kvroute then starts no engine, but sends "
+            "requests to your servers. For several, repeat the option or separate them with "
+            "commas.",
             example="http://10.0.0.5:8000",
             default="none",
         ),
