@@ -112,4 +112,4 @@ def error_message(content: Any) -> str | None:
     except (KeyError, TypeError):
         return None
     needs_key = content["error"].get("code") in ("invalid_api_key", "insufficient_role")
-    return f"{message}; set the variable {KEY} to a key" if needs_key else message
+    return f"{message}; commands use the key in the variable {KEY}" if needs_key else message
