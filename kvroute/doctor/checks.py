@@ -26,11 +26,14 @@ RESTART = "restart the replica with the router's model files and settings"
 BY_LOAD = "routers send requests to this replica by its load only, without regard to its cache"
 HEALS = "repeat the audit, as most drift is repaired in seconds; if it stays, restart the replica"
 CANARY_REMEDIES = {  # why a canary, a small test request, was lost -> remedy
-    "no answer": "see its log, and its load in kvroute status; Serve replaces a hanging replica",
-    "not in the index": "see its log, and check that its node can reach Redis",
-    "nothing published": "see its log: its engine publishes no events, or Redis refuses its writes",
+    "no answer": "see the replica's log, and its load in kvroute status; if it hangs, Serve "
+    "replaces it",
+    "not in the index": "see the replica's log, and check that its node can reach Redis",
+    "nothing published": "see the replica's log: its engine publishes no events, or Redis refuses "
+    "its writes",
     "other fingerprints": f"replica and router compute different fingerprints: {RESTART}",
-    "not in the mirror": "see the router's log and kvroute_index_age_seconds; has it enough CPU?",
+    "not in the mirror": "see the router's log and kvroute_index_age_seconds; give the router more "
+    "CPU",
 }
 FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
 UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
@@ -133,8 +136,8 @@ def redis(facts: Facts) -> Iterator[Check]:
     if "error" in facts:
         finding = f"Redis is away or refuses writes: {facts['error']}"
         remedy = (
-            "start it, open its port to the routers, or correct the error; meanwhile requests are "
-            "served, with fewer cache hits"
+            "start Redis, open its port to the routers, or correct the error; meanwhile requests "
+            "are served, with fewer cache hits"
         )
         yield Check("redis", "wrong", finding, remedy)
         return
@@ -188,7 +191,7 @@ def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterat
         finding = (
             f"the lease of replica {replica_id} ends in {remaining_s:.1f} s: its renewal is late"
         )
-        remedy = "give it or Redis more CPU; if it died, it disappears from this check in seconds"
+        remedy = "give the replica or Redis more CPU; a lost replica disappears here in seconds"
         yield Check("leases", "warning", finding, remedy)
     if not missing and not late:
         shortest = f" for {min(left_s.values()):.1f} s or more" if left_s else ""

@@ -53,7 +53,9 @@ class _Collection:
     def run(self, *, has_replicas: bool, audit: bool) -> Iterator[Check]:
         yield from self._attempt("diagnosis", "querying a router's diagnosis", self._diagnosis)
         if has_replicas:
-            yield from self._attempt("canary", "sending each replica a canary", self._canary)
+            yield from self._attempt(
+                "canary", "sending each replica a small test request", self._canary
+            )
             if audit:
                 yield from self._attempt("audit", "comparing all counts of blocks", self._audit)
 

@@ -45,7 +45,7 @@ LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "unpinned": Limit(
         0.1,
         "named prefixes were cached nowhere",
-        "kvroute prefixes list shows where they are warm; a larger --pin-share pins more",
+        "kvroute prefixes list shows how many replicas have them; a larger --pin-share pins more",
     ),
     "evicted": Limit(
         0.2,

@@ -98,7 +98,7 @@ def checked_size(value: str) -> str:
     except ValueError:
         raise PydanticCustomError(
             "size",
-            "expected a number of GB, such as 64, or a share of the node's memory, as in 30%",
+            "expected GB, such as 64, or a percentage of the node's memory, such as 30%",
         ) from None
     return value
 

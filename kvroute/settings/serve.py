@@ -76,7 +76,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         """
         redis_url = self.redis_url or redis_url
         if redis_url is None:
-            raise SettingsError("redis_url is missing; set it, such as redis://127.0.0.1:6379")
+            raise SettingsError("redis_url is missing; set a URL, such as redis://127.0.0.1:6379")
         models = self.per_model
         detected = detected or [
             Detected(model.model, model.gpus_per_replica or 0) for model in models

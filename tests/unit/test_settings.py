@@ -305,5 +305,5 @@ def test_detected_facts_are_used_for_the_right_model() -> None:
 
 
 def test_settings_cannot_be_resolved_without_a_redis_url() -> None:
-    with pytest.raises(SettingsError, match="redis_url is missing; set it, such as redis://"):
+    with pytest.raises(SettingsError, match="redis_url is missing; set a URL, such as redis://"):
         load({}).resolve()
