@@ -2,11 +2,13 @@
 
 from dashboards import grafana
 from dashboards.grafana import Dashboard, Panel, Query, Row
-from dashboards.promql import in_range, on, per_second, replica, router, share
+from dashboards.promql import in_category, in_range, per_second, replica, router, share
 
 PROMPTS = router("kvroute_prompt_tokens_total")
 SAVED = "kvroute_prefix_saved_tokens_total"
-LEDGER = (  # cause and colour, in the order of a prompt's tokens: router/placement/ledger.py
+# The ledger counts each prompt token under one cause (router/placement/ledger.py). The causes and
+# their colours, in the order of the tokens in a prompt.
+LEDGER = (
     ("hit", "green"),
     ("unexpected_hit", "light-green"),
     ("stale", "red"),
@@ -21,39 +23,39 @@ LEDGER = (  # cause and colour, in the order of a prompt's tokens: router/placem
 )
 CAUSES = (
     "hit: cached, as expected. unexpected_hit: cached, but not expected; see the age of the index "
-    "in the dashboard Routing. stale: expected, but evicted; see the publishing lag. spilled: "
-    "cached on another replica, which was usually busy; add replicas. unpinned: part of a named "
-    "prefix that no replica had; set a larger `--pin-share`. partial: cached, except for the "
-    "blocks of a sliding window or a state; set vLLM's `prefix_cache_retention_interval`. evicted: "
-    "cached earlier, but no longer; add memory for caches. broken: after a place at which a chat "
-    "has changed; `kvroute doctor` shows the place. new: never cached; let prompts start with the "
-    "same text. isolated: new, in a prompt with a `cache_salt`; use fewer salts if possible. tail: "
-    "less than a full block; set a smaller `--block-size`."
+    "in the dashboard Routing. stale: expected, but no longer cached; see the publishing lag. "
+    "spilled: cached on another replica, which was usually busy; add replicas. unpinned: part of a "
+    "named prefix that no replica had cached; set a larger `--pin-share`. partial: cached, except "
+    "in layers with a sliding window or a state; set vLLM's `prefix_cache_retention_interval`. "
+    "evicted: cached earlier, but no longer; add memory for caches. broken: after a changed place "
+    "in the earlier part of a chat; `kvroute doctor` shows the place. new: never cached; let "
+    "prompts start with the same text. isolated: new, in a prompt with a `cache_salt`; use fewer "
+    "salts if possible. tail: tokens at the end that fill no block; set a smaller `--block-size`."
 )
 
 
-def of(*causes: str) -> str:
+def prompt_tokens(*causes: str) -> str:
     """Return the counter of prompt tokens with one of these causes."""
     return router("kvroute_prompt_tokens_total", f'cause=~"{"|".join(causes)}"')
 
 
 def share_of(*causes: str) -> str:
     """Return the share of prompt tokens with one of these causes, in the whole time range."""
-    return share(f"sum ({in_range(of(*causes))})", f"sum ({in_range(PROMPTS)})")
+    return share(f"sum ({in_range(prompt_tokens(*causes))})", f"sum ({in_range(PROMPTS)})")
 
 
 def waterfall() -> tuple[Query, ...]:
     """Return the queries of the waterfall from all prompt tokens to the cached ones.
 
-    Each bar stands on the sum of the shares after it.
+    The bar of a cause stands on the sum of the shares of the earlier causes in LEDGER.
     """
     names = [cause for cause, _ in LEDGER]
     steps = {cause: f"{len(names) - i:02} {cause}" for i, cause in enumerate(names)}
-    floors = (on(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
+    floors = (in_category(steps[cause], share_of(*names[:i])) for i, cause in enumerate(names) if i)
     return (
         Query(" or ".join(floors), "floor", "transparent"),
         *(
-            Query(on(steps[cause], share_of(cause)), cause, color)
+            Query(in_category(steps[cause], share_of(cause)), cause, color)
             for cause, color in reversed(LEDGER)
         ),
     )
@@ -75,9 +77,9 @@ SHARES = Row(
         ),
         Panel(
             "Reusable",
-            "Share of prompt tokens that the replica with the longest cached prefix had: the "
-            "maximum that routing could deliver. If it is far above Delivered hits, see spilled "
-            "and stale in the ledger. If it is low itself, see new and evicted.",
+            "Share of prompt tokens that would come from a cache if each request went to the "
+            "replica with its longest cached prefix. If it is far above Delivered hits, see "
+            "spilled and stale in the ledger. If it is low itself, see new and evicted.",
             grafana.FRACTION,
             (
                 Query(
@@ -101,8 +103,8 @@ SHARES = Row(
         Panel(
             "Copies of a block",
             "Mean number of replicas that have cached the same block. If it is near the number of "
-            "replicas, all caches have the same blocks, as with a few hot prefixes. If many "
-            "tokens are new or stale at the same time, pin fewer prefixes on all replicas.",
+            "replicas, all caches have the same blocks, as with a few hot prefixes. If the ledger "
+            "also shows many new or stale tokens, pin fewer prefixes on all replicas.",
             grafana.NUMBER,
             (
                 Query(
@@ -124,14 +126,15 @@ LEDGER_ROW = Row(
             "Prompt tokens by cause",
             CAUSES,
             grafana.TOKENS_PER_S,
-            tuple(Query(per_second(of(cause)), cause, color) for cause, color in LEDGER),
+            tuple(Query(per_second(prompt_tokens(cause)), cause, color) for cause, color in LEDGER),
             stacking="percent",
             width=14,
         ),
         Panel(
             "From all prompt tokens to cache hits",
-            "Shares in the whole time range. Each step is one cause of misses, and the rest came "
-            "from a cache. Start with the largest step. " + CAUSES,
+            "Shares of the prompt tokens in the whole time range. Each step down is one cause of "
+            "misses; the tokens that remain came from a cache. Start with the largest step. "
+            + CAUSES,
             grafana.FRACTION,
             waterfall(),
             kind="waterfall",
@@ -159,9 +162,10 @@ PREFIXES = Row(
         ),
         Panel(
             "Pin capacity in use",
-            "Share of the blocks for pins that named prefixes use. At 100%, a further declaration "
-            "gets a 409: raise `--pin-share`, drop a prefix, or declare it with `pinned: false`. "
-            "`GET /v1/cluster/hot` shows which prefixes are worth a pin.",
+            "Pinned blocks of named prefixes, as a share of the blocks that pins may take. At "
+            "100%, the next declaration gets a 409: raise `--pin-share`, drop a prefix, or declare "
+            "the new one with `pinned: false`. `GET /v1/cluster/hot` shows which prefixes are "
+            "worth a pin.",
             grafana.FRACTION,
             (
                 Query(
@@ -182,8 +186,11 @@ def lost(why: str) -> str:
     return router("kvroute_evicted_prompt_tokens_total", f'why="{why}"')
 
 
-def found_at(size: str) -> str:
-    """Return the prompt tokens per second that caches of this relative size would have had."""
+def hits_at(size: str) -> str:
+    """Return the prompt tokens per second that caches of this relative size would have had.
+
+    These are the real hits, plus the additional ones that replicas estimate (replica/ghosts.py).
+    """
     ghosts = replica("kvroute_engine_ghost_hit_tokens_total", f'cache="{size}"')
     return f"({per_second(CACHED_TOKENS)} + {per_second(ghosts)})"
 
@@ -202,9 +209,9 @@ RETENTION = Row(
         Panel(
             "Lost to eviction",
             "Share of prompt tokens that had been cached and were evicted, by reason. ended: the "
-            "client had ended the session. unlikely: such a turn is seldom continued. usual: the "
-            "blocks were the least recently used, or their replica was lost. The next panel shows "
-            "what more memory would change.",
+            "client had ended the session. unlikely: conversations of this kind seldom continue. "
+            "usual: the blocks were the least recently used, or their replica was lost. The next "
+            "panel shows what more memory would change.",
             grafana.FRACTION,
             tuple(
                 Query(share(per_second(lost(why)), per_second(PROMPTS)), why)
@@ -222,7 +229,7 @@ RETENTION = Row(
             (
                 Query(share(per_second(CACHED_TOKENS), per_second(PROMPT_TOKENS)), "now"),
                 *(
-                    Query(share(found_at(size), per_second(PROMPT_TOKENS)), f"{size}x")
+                    Query(share(hits_at(size), per_second(PROMPT_TOKENS)), f"{size}x")
                     for size in ("1.25", "1.5", "2")
                 ),
             ),
@@ -232,8 +239,8 @@ RETENTION = Row(
 )
 
 
-def found_in(tier: str) -> str:
-    """Return the counter of prompt tokens that came from this tier."""
+def hits_in(tier: str) -> str:
+    """Return the counter of prompt tokens that came from this tier: gpu or host memory."""
     return router("kvroute_hit_prompt_tokens_total", f'tier="{tier}"')
 
 
@@ -252,8 +259,8 @@ TIERS = Row(
             "small, set a larger `--host-cache-gb`.",
             grafana.FRACTION,
             (
-                Query(share(per_second(found_in("gpu")), per_second(PROMPTS)), "gpu", "green"),
-                Query(share(per_second(found_in("host")), per_second(PROMPTS)), "host", "blue"),
+                Query(share(per_second(hits_in("gpu")), per_second(PROMPTS)), "gpu", "green"),
+                Query(share(per_second(hits_in("host")), per_second(PROMPTS)), "host", "blue"),
             ),
             stacking="normal",
             width=6,
@@ -261,8 +268,8 @@ TIERS = Row(
         Panel(
             "Reloaded tokens",
             "Prompt tokens per second that came from host memory, as counted by the engines. If "
-            "they are far above the share of host in Hits by tier, the index is late: see its age "
-            "in the dashboard Routing.",
+            "they are far more than the routers count as host in Hits by tier, the index is late: "
+            "see its age in the dashboard Routing.",
             grafana.TOKENS_PER_S,
             (
                 Query(
@@ -283,8 +290,9 @@ TIERS = Row(
         ),
         Panel(
             "Time spent on copies",
-            "Share of the time that a replica spends on copies. If `in` is near 100%, reloads "
-            "wait for each other: add replicas, or use nodes with faster links.",
+            "Share of the time that a replica spends on copies. in: from host memory. out: to host "
+            "memory. If `in` is near 100%, reloads wait for each other: add replicas, or use nodes "
+            "with faster links to the GPU.",
             grafana.FRACTION,
             (
                 Query(
@@ -295,8 +303,8 @@ TIERS = Row(
         ),
         Panel(
             "Speed of reloads",
-            "Bytes copied back per second of copying. If one replica is far below the others, "
-            "something else uses its node's memory or link.",
+            "Bytes copied from host memory per second of copying. If one replica is far below the "
+            "others, other programs use the memory of its node, or its link to the GPU.",
             grafana.BYTES,
             (
                 Query(
@@ -311,9 +319,9 @@ TIERS = Row(
         ),
         Panel(
             "Time saved by host memory",
-            "Seconds of prefill that all replicas together save per second, minus the waits for "
-            "copies, as routers predict both. If it is near 0, most hits are in GPU memory: the "
-            "tier is not needed.",
+            "Predicted seconds of prefill that hits in host memory save per second on all "
+            "replicas, minus the predicted waits for copies. If it is near 0, most hits are in GPU "
+            "memory: the tier is not needed.",
             grafana.SECONDS,
             (Query(per_second(router("kvroute_host_saved_seconds_total")), "saved", "green"),),
             width=8,

@@ -9,7 +9,7 @@ REQUESTS = router("kvroute_requests_total")
 CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
 TTFT = router("kvroute_time_to_first_token_seconds_bucket")
 WAITS = router("kvroute_queue_wait_seconds_bucket", 'priority!="batch"')
-DEFAULT_LINE = 'line="default"'
+DEFAULT_LINE = 'line="default"'  # the queue of normal requests, without batch requests
 
 NOW = Row(
     "Now",
@@ -27,9 +27,9 @@ NOW = Row(
         ),
         Panel(
             "Redis",
-            "1 while every router reaches Redis. At 0, requests are still served: routers use what "
-            "they knew before, and their own requests. Repair Redis; `GET /health` shows since "
-            "when it has been unreachable.",
+            "1 while every router reaches Redis. At 0, requests are still served: routers use "
+            "their last copy of the index, and add the blocks of their own requests. Repair Redis; "
+            "`GET /health` shows since when it has been unreachable.",
             grafana.NUMBER,
             (Query(f"min by (model) ({router('kvroute_index_reachable')})", "{{model}}"),),
             kind="stat",
@@ -38,8 +38,8 @@ NOW = Row(
         ),
         Panel(
             "Requests",
-            "Requests that end per second. If there are none although clients send requests, "
-            "check the load balancer and `GET /health`.",
+            "Requests that end per second. If none end although clients send requests, check the "
+            "load balancer and `GET /health`.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(REQUESTS), "all"),),
             kind="stat",
@@ -130,8 +130,8 @@ QUEUE = Row(
             "Requests that wait for a replica",
             "Requests in the routers' queues while all replicas are busy. filling: batch "
             "requests, and requests of tenants that have used more than their share; these are "
-            "meant to wait. default: if these requests wait for more than moments, add replicas "
-            "(`kvroute scale`, or a larger `--max-replicas`).",
+            "meant to wait. default: all other requests; if they wait for more than a second, add "
+            "replicas (`kvroute scale`, or a larger `--max-replicas`).",
             grafana.NUMBER,
             (
                 Query(
@@ -144,9 +144,9 @@ QUEUE = Row(
         ),
         Panel(
             "Queued prefill",
-            "Seconds of prefill of the queued requests. Divided by the number of replicas, it is "
-            "about the time until all of them have started. If it keeps growing, the load exceeds "
-            "the capacity of the fleet, and requests will be refused: add replicas.",
+            "Seconds of prefill of all queued requests. Divided by the number of replicas, this "
+            "is about the time until the last of these requests starts. If it keeps growing, the "
+            "load exceeds the capacity of the fleet, and requests will be refused: add replicas.",
             grafana.SECONDS,
             (
                 Query(
@@ -174,10 +174,10 @@ QUEUE = Row(
         ),
         Panel(
             "Refused from the queue",
-            "Requests refused per second, by reason. forecast: the request would wait longer than "
-            "its limit. deadline: it did. full: the queue is full. no_replica: no replica is "
-            "ready, see `kvroute status`. no_seat: its session waited too long for a seat, see "
-            "`kvroute doctor`. For the other reasons, add replicas, or set a larger "
+            "Requests refused per second, by reason. no_replica: no replica is ready; see `kvroute "
+            "status`. no_seat: the session waited too long for a seat; see `kvroute doctor`. "
+            "forecast: the request would wait longer than its limit. deadline: it has waited "
+            "longer. full: the queue is full. For the last three, add replicas, or set a larger "
             "`--max-wait-s` if clients can wait.",
             grafana.REQUESTS_PER_S,
             (
@@ -196,8 +196,9 @@ SEATS = Row(
     (
         Panel(
             "Sessions",
-            "While the contexts of all sessions do not fit into the caches, a session needs a "
-            "seat to send requests. If requests wait for a seat, add replicas or host memory "
+            "Active sessions, sessions with a seat, and requests that wait for a seat. While the "
+            "contexts of all active sessions do not fit in the caches, only sessions with a seat "
+            "may send requests. If requests wait, add replicas or host memory "
             "(`--host-cache-gb`).",
             grafana.NUMBER,
             (
@@ -226,9 +227,9 @@ WORK = Row(
             "Requests by outcome",
             "How requests ended at their replica. failed: the replica was lost, see its log. "
             "moved: the replica was full, or was lost before the request arrived; many such "
-            "requests with few replicas mean overload. refused: the engine did not accept the "
-            "request, see the replica's log. cancelled: the client disconnected, perhaps since it "
-            "waited too long.",
+            "requests mean that the fleet is overloaded. refused: the engine did not accept the "
+            "request, see the replica's log. cancelled: the client disconnected, perhaps because "
+            "it waited too long.",
             grafana.REQUESTS_PER_S,
             (Query(per_second(REQUESTS, "outcome"), "{{outcome}}"),),
             stacking="normal",
@@ -250,9 +251,10 @@ WORK = Row(
         ),
         Panel(
             "Running requests",
-            "Requests that were dispatched and have not ended, and those of them that wait in an "
-            "engine for space in its batch. If many wait for long, add replicas (`kvroute "
-            "scale`), or set a larger `--max-num-seqs` if the KV caches have space.",
+            "running: requests that were sent to a replica and have not ended. in a batch: those "
+            "that an engine computes. waiting: those that wait in an engine for space in its "
+            "batch. If many wait for long, add replicas (`kvroute scale`), or set a larger "
+            "`--max-num-seqs` if the KV caches have space.",
             grafana.NUMBER,
             (
                 Query(total(router("kvroute_requests_in_flight")), "running"),
@@ -264,8 +266,8 @@ WORK = Row(
         Panel(
             "Tokens",
             "Prompt tokens from a cache, computed prompt tokens, and tokens of answers. If the "
-            "fleet computes as many tokens as it can, and first tokens come late, the fleet is at "
-            "its limit: add replicas.",
+            "computed tokens no longer rise with the load, and first tokens come late, the fleet "
+            "is at its limit: add replicas.",
             grafana.TOKENS_PER_S,
             (
                 Query(per_second(CACHED), "prompts, cached", "green"),

@@ -1,7 +1,7 @@
 """Generates Grafana's dashboard format from a short description of each dashboard.
 
-Grafana has no waterfall chart. A bar chart replaces it, whose bars stand on invisible bars with the
-colour `transparent`. Each query returns the values of one or several categories, left to right.
+Grafana has no waterfall chart. It is drawn as a stacked bar chart: each visible bar stands on an
+invisible one, which has the colour `transparent`. Bars are sorted by the label `category`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 FRACTION, SECONDS, REQUESTS_PER_S, NUMBER, BYTES = "percentunit", "s", "reqps", "short", "bytes"
 TOKENS_PER_S, BLOCKS_PER_S, TOKENS = "count:tokens/s", "count:blocks/s", "count:tokens"
 
-Steps = Sequence[tuple[float | None, str]]  # pairs: a colour applies from this value on
+Steps = Sequence[tuple[float | None, str]]  # (lowest value, colour of values from there on)
 PLAIN: Steps = ((None, "blue"),)
 BAD_BELOW_1: Steps = ((None, "red"), (1, "green"))
 BAD_ABOVE_0: Steps = ((None, "green"), (1e-9, "red"))
@@ -30,7 +30,7 @@ class Query:
     """One query of a panel."""
 
     expr: str  # in PromQL
-    legend: str  # name of the line
+    legend: str  # name of the line or bar
     color: str = ""  # empty: Grafana chooses the colour
 
 
@@ -50,7 +50,7 @@ class Panel:
     kind: Literal["timeseries", "stat", "bargauge", "waterfall"] = "timeseries"
     stacking: Literal["none", "normal", "percent"] = "none"
     steps: Steps = PLAIN
-    width: int = 8
+    width: int = 8  # of COLUMNS columns
 
     @property
     def is_instant(self) -> bool:
@@ -64,7 +64,7 @@ class Row:
 
     title: str
     panels: Sequence[Panel]
-    height: int = 8
+    height: int = 8  # of each panel, in units of Grafana's grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,11 @@ def _variable(name: str, query: str, description: str) -> Json:
 
 
 def _laid_out(rows: Sequence[Row]) -> Iterator[Json]:
-    """Place the rows from top to bottom, and the panels of a row from left to right, with wraps."""
+    """Return all panels in Grafana's format, with their places.
+
+    Rows go from top to bottom. The panels of a row go from left to right, and continue below if
+    they do not fit in COLUMNS.
+    """
     y = 0
     for row in rows:
         place = {"x": 0, "y": y, "w": COLUMNS, "h": 1}
@@ -239,7 +243,7 @@ def _coloured(name: str, query: Query, *, is_waterfall: bool) -> Json:
     properties: list[Json] = [
         {"id": "color", "value": {"mode": "fixed", "fixedColor": query.color}}
     ]
-    if is_waterfall:  # the results are joined in one table, so columns identify the queries
+    if is_waterfall:  # the results are joined in one table, in which each query has a column
         matcher = {"id": "byName", "options": f"Value #{name}"}
         properties.append({"id": "displayName", "value": query.legend})
     if query.color == "transparent":

@@ -1,10 +1,10 @@
-"""Patterns of Prometheus queries. `$...` is a variable of the dashboard or of Grafana."""
+"""Patterns of Prometheus queries. `$...` is a variable of the dashboard or of Grafana itself."""
 
 MODEL, NODE, REPLICA = 'model=~"$model"', 'node=~"$node"', 'replica=~"$replica"'
 
 
 def router(metric: str, *conditions: str) -> str:
-    """Return a metric of the routers; the values of each router are about the whole fleet."""
+    """Return a metric of all routers; it cannot be limited to nodes or replicas, only to models."""
     return _select(metric, MODEL, *conditions)
 
 
@@ -14,7 +14,7 @@ def replica(metric: str, *conditions: str) -> str:
 
 
 def per_second(counter: str, by: str = "") -> str:
-    """Return a counter's growth per second: the sum, or one value for each value of a label."""
+    """Return a counter's growth per second: one sum, or one for each value of the label `by`."""
     return f"{_sum(by)} (rate({counter}[$__rate_interval]))"
 
 
@@ -24,7 +24,7 @@ def in_range(counter: str) -> str:
 
 
 def total(gauge: str, by: str = "") -> str:
-    """Return the sum of a gauge, or one sum for each value of a label."""
+    """Return the sum of a gauge, or one sum for each value of the label `by`."""
     return f"{_sum(by)} ({gauge})"
 
 
@@ -38,8 +38,8 @@ def share(part: str, whole: str) -> str:
     return f"{part} / ({whole} > 0)"
 
 
-def on(category: str, expr: str) -> str:
-    """Return the query as the value of one category of a waterfall."""
+def in_category(category: str, expr: str) -> str:
+    """Return the query with the label `category`, which places its bar in a waterfall chart."""
     return f'label_replace({expr}, "category", "{category}", "", "")'
 
 

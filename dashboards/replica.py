@@ -46,9 +46,9 @@ WORK = Row(
         ),
         Panel(
             "Tokens of answers",
-            "Tokens per second that decoding generates. If they fall and the batch does not, long "
-            "prompts take the time of the engine's steps, or something else uses its GPU or CPU "
-            "cores.",
+            "Tokens per second that decoding generates. If they fall while the number of requests "
+            "in the batch does not, the engine spends its time on long prompts, or other programs "
+            "use its GPU or CPU cores.",
             grafana.TOKENS_PER_S,
             (rate_of_each("kvroute_engine_output_tokens_total"),),
         ),
@@ -59,8 +59,9 @@ CACHE = Row(
     (
         Panel(
             "Blocks in use",
-            "Share of the KV cache that running requests and pins use. The rest keeps prefixes. "
-            "Near 100%, there are no hits and requests wait: add replicas or memory.",
+            "Share of the KV cache that running requests and pins use. All other blocks can keep "
+            "prefixes for later requests. Near 100%, there are few hits, and requests wait: add "
+            "replicas or memory.",
             grafana.FRACTION,
             (BLOCKS_IN_USE,),
         ),
@@ -76,9 +77,9 @@ CACHE = Row(
         ),
         Panel(
             "Cached tokens and capacity",
-            "Cached tokens of the replica that the index should have, and the replica's capacity. "
-            "If they fall to 0, the cache was cleared, or the engine has restarted: see the "
-            "replica's log.",
+            "Cached tokens, according to the replica's own table of blocks, and the capacity of "
+            "its cache. If the cached tokens fall to 0, the cache was cleared, or the engine has "
+            "restarted: see the replica's log.",
             grafana.NUMBER,
             (
                 Query(
@@ -115,9 +116,9 @@ INDEX = Row(
         ),
         Panel(
             "Registrations",
-            "How often the replica wrote all its blocks to Redis again in the time range. It "
-            "should be 0. If it is high, Redis loses data: `kvroute doctor --audit` shows the "
-            "differences.",
+            "How often, in the time range, the replica registered in Redis and wrote all its "
+            "blocks there again. It should be 0. If it is high, Redis loses data: `kvroute doctor "
+            "--audit` shows the differences.",
             grafana.NUMBER,
             (
                 Query(
@@ -177,8 +178,8 @@ VLLM = Row(
         Panel(
             "Prefill, p90",
             "Time from a request's first step to its first token. If it is long although few "
-            "tokens are computed, other prompts share the steps, or something else uses the GPU: "
-            "compare it with the other replicas.",
+            "tokens are computed, other prompts share the steps, or other programs use the GPU: "
+            "compare this replica with the others.",
             grafana.SECONDS,
             (
                 Query(

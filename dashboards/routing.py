@@ -30,9 +30,9 @@ DECISIONS = Row(
         ),
         Panel(
             "Spilled",
-            "Share of requests that were sent to a replica with fewer cached tokens than another "
-            "one, since it can start sooner. It is right that this share rises with the load. If "
-            "it stays high, add replicas.",
+            "Share of requests that were not sent to the replica with the most cached tokens, "
+            "because another replica can start them sooner. This share normally rises with the "
+            "load. If it stays high, add replicas.",
             grafana.FRACTION,
             (
                 Query(
@@ -52,36 +52,35 @@ PREDICTIONS = Row(
         Panel(
             "First token, real over predicted",
             "Measured time to first token, divided by the predicted time; 1 is ideal. If the "
-            "median is far above 1, something that routers do not know uses the engines' GPUs or "
-            "CPU cores. If it is far below 1, routers have not learned the speed of the replicas "
-            "yet.",
+            "median is far above 1, other programs use the engines' GPUs or CPU cores. If it is "
+            "far below 1, routers have not learned the speed of the replicas yet.",
             grafana.NUMBER,
             quantiles(RATIO, 0.1, 0.5, 0.9),
             width=6,
         ),
         Panel(
             "Wait in the queue, real over forecast",
-            "Measured wait in the queue, divided by the forecast that decides on refusals; 1 is "
-            "ideal. If the median is far above 1, replicas are slower than routers expect, or "
-            "routers do not receive each other's messages. If it is far below 1, requests are "
-            "refused too early.",
+            "Measured wait in the queue, divided by the forecast wait; 1 is ideal. A router "
+            "refuses a request if its forecast wait exceeds `--max-wait-s`. If the median is far "
+            "above 1, replicas are slower than routers expect, or routers do not receive each "
+            "other's messages. If it is far below 1, requests are refused too early.",
             grafana.NUMBER,
             quantiles(router("kvroute_queue_forecast_ratio_bucket"), 0.1, 0.5, 0.9),
             width=6,
         ),
         Panel(
             "Backlog of the chosen replica",
-            "Seconds of prefill that were queued at the chosen replica, as the router knew them. "
-            "If the median is longer than your users may wait, add replicas.",
+            "Seconds of prefill that were queued at the chosen replica, as far as the router knew. "
+            "If the median is longer than your users should wait, add replicas.",
             grafana.SECONDS,
             quantiles(router("kvroute_backlog_seconds_bucket"), 0.5, 0.9),
             width=6,
         ),
         Panel(
             "Sent again",
-            "Requests per second that a replica did not answer, so that they were sent to another "
-            "replica. moved: the replica was full, or was lost before the request arrived. "
-            "failed: the replica was lost; the dashboard Fleet shows which one.",
+            "Requests per second that a replica did not complete, so that they were sent to "
+            "another one. moved: the replica was full, or was lost before the request arrived. "
+            "failed: the replica was lost while it ran the request; see the dashboard Fleet.",
             grafana.REQUESTS_PER_S,
             (
                 Query(
@@ -108,8 +107,9 @@ BALANCE = Row(
         ),
         Panel(
             "Requests of each replica",
-            "First tokens per second. If one replica has most of them, it has cached the prefix "
-            "of most requests. This is right as long as requests do not wait there.",
+            "Requests per second that got their first token. If one replica has most of them, it "
+            "has cached the prefix of most requests. This is no problem while requests do not wait "
+            "there.",
             grafana.REQUESTS_PER_S,
             (
                 Query(
@@ -150,10 +150,10 @@ INDEX = Row(
         ),
         Panel(
             "Changes and full loads",
-            "Changes of the index that routers read per second, and full loads of a replica's "
-            "blocks. A router loads all blocks of a new replica, and also after a problem. If "
-            "loads continue, Redis loses data (check its memory policy and replication), or "
-            "routers cannot keep up.",
+            "Changes of the index that routers read per second, and full loads per second, in "
+            "which a router reads all blocks of a replica. Full loads are normal for a new replica "
+            "and after a problem. If they continue, Redis loses data (check its memory policy and "
+            "replication), or routers are too slow.",
             grafana.NUMBER,
             (
                 Query(
@@ -169,10 +169,11 @@ INDEX = Row(
         ),
         Panel(
             "Drift that audits found",
-            "Wrong blocks per second: in a replica's table compared with its engine, in Redis "
-            "compared with the replica, and in a router's copy of the index compared with Redis. "
-            "It is also 0 without audits: run `kvroute doctor --audit`. Drift that was found is "
-            "repaired. If it returns, that is a bug: please report it.",
+            "Wrong blocks that audits found per second: in a replica's table compared with its "
+            "engine, in Redis compared with the replica, and in a router's copy of the index "
+            "compared with Redis. `kvroute doctor --audit` runs an audit; without audits, this is "
+            "always 0. kvroute repairs the drift that an audit finds. If it returns, that is a "
+            "bug: please report it.",
             grafana.BLOCKS_PER_S,
             (
                 Query(

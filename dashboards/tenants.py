@@ -16,12 +16,12 @@ TENANT = "{{tenant}}"
 
 
 def per_tenant(counter: str) -> tuple[Query, ...]:
-    """Return the growth per second for each tenant."""
+    """Return a query for a counter's growth per second, with one line for each tenant."""
     return (Query(per_second(counter, "tenant"), TENANT),)
 
 
 def top_tenants(counter: str) -> tuple[Query, ...]:
-    """Return the twenty tenants with the largest growth in the time range."""
+    """Return a query for the twenty tenants whose counter grew most in the time range."""
     return (Query(f"topk (20, sum by (tenant) ({in_range(counter)}))", TENANT),)
 
 
@@ -39,8 +39,8 @@ COSTS = Row(
         ),
         Panel(
             "GPU seconds saved",
-            "Seconds of prefill that the cache saved for each tenant in the time range. If they "
-            "are few for a tenant with many requests, see its hit share below.",
+            "Seconds of prefill that cached blocks saved for each tenant in the time range. If a "
+            "tenant has many requests but saves few seconds, see its hit share below.",
             grafana.SECONDS,
             top_tenants(SAVED),
             kind="bargauge",
@@ -69,9 +69,9 @@ TOKENS = Row(
         ),
         Panel(
             "Prompt tokens that were computed",
-            "Computed prompt tokens of each tenant per second. If they rise and the tenant's "
-            "requests do not, its prompts have become longer, or start with different text: see "
-            "its hit share.",
+            "Computed prompt tokens of each tenant per second. If they rise while the tenant's "
+            "number of requests does not, its prompts have become longer, or start with different "
+            "text: see its hit share.",
             grafana.TOKENS_PER_S,
             per_tenant(COMPUTED),
             stacking="normal",
@@ -109,7 +109,7 @@ SERVICE = Row(
         Panel(
             "Incomplete answers",
             "Requests per second without a complete answer, by reason. cancelled: the client "
-            "disconnected, often since it waited too long. refused: the engine cannot run the "
+            "disconnected, often because it waited too long. refused: the engine cannot run the "
             "request; see the error that the client got. failed: the replica was lost; another "
             "replica has continued the answer if possible.",
             grafana.REQUESTS_PER_S,

@@ -16,8 +16,8 @@ from kvroute.router.ingress import Router
 from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
 
-# Serve's own limit of running requests per router. It is larger than the router's limit, so that
-# only routers refuse requests.
+# Serve's own limit of running requests per router. It is larger than the default of --max-requests,
+# so that the router itself refuses requests.
 REQUESTS_AT_ROUTER = 4096
 HEALTH_PERIOD_S = 2.0  # seconds between two health checks of a process by Serve
 DRAIN_CHECK_INTERVAL_S = 0.5  # seconds between two checks whether a draining process is idle
@@ -87,7 +87,8 @@ def _replicas(settings: ServeSettings, model: ModelSettings, name: str) -> Appli
         ray_actor_options=_resources(model),
         request_router_config=RequestRouterConfig(
             request_router_class=KnownReplicas,
-            request_routing_stats_period_s=3600.0,  # rare, since routers read the stats when needed
+            # Serve's own polls of this data are rare: kvroute's routers ask replicas when needed.
+            request_routing_stats_period_s=3600.0,
         ),
         **_size(model),
     )
@@ -100,7 +101,8 @@ def _size(settings: ModelSettings) -> dict[str, Any]:
     if settings.max_replicas is None:
         return {"num_replicas": settings.replicas}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the replacement has no effect yet
+        # Serve deprecates metrics_interval_s, but what replaces it has no effect yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
         config = AutoscalingConfig(
             min_replicas=settings.replicas,
             max_replicas=settings.max_replicas,

@@ -1,9 +1,9 @@
-"""The autoscaling policy: it keeps the wait of a new request short with few replicas.
+"""The autoscaling policy: it keeps the wait of new requests short with as few replicas as it can.
 
 The fleet grows if the measured wait is too long. It shrinks if the predicted wait with one replica
-fewer is short enough. Serve calls the policy ten times a second. It applies a change if the policy
-returns it for some time, and stays between --replicas and --max-replicas. Serve pickles this
-module by value, so it must not import other modules of kvroute.
+fewer is short enough. Serve calls the policy ten times a second. Serve only applies a change that
+the policy returns for some time, within --replicas and --max-replicas. Serve pickles this module by
+value, so it must not import other modules of kvroute.
 """
 
 import math
@@ -17,9 +17,9 @@ from ray.serve.config import AutoscalingContext
 SAMPLE_S = 2.0  # seconds between two samples that a replica reports
 LOOK_BACK_S = 60.0  # seconds for which samples are kept
 WAIT_SAMPLES = 5  # samples in a mean wait (10 s); with a minute of samples, growth would be late
-LARGER = 1.25  # size of the larger cache that Report.missed compares with, relative to the real one
+LARGER = 1.25  # size of the larger cache in Report.missed, relative to the real cache
 MAX_GROWTH = 2.0  # largest factor by which the fleet grows in one step
-MAX_OCCUPANCY = 0.6  # a replica is only removed if the occupancy of the others stays below this
+MAX_OCCUPANCY = 0.6  # a replica is only removed if the others stay busy for less than this share
 TARGET_SHARE = 0.5  # maximum predicted wait after a removal, as a share of the target wait
 
 
@@ -31,7 +31,8 @@ class Report:
     service_s: float  # time by which one request delays the requests behind it
     occupancy: float  # share of time in which the replica is busy, 0 to 1
     refusing: float = 0.0  # share of samples in which the replica was full and refused requests
-    missed: float = 0.0  # share of computed tokens that a cache of LARGER times the size would have
+    # Share of the computed tokens that a cache LARGER times the size would still have had.
+    missed: float = 0.0
 
 
 def desired_replicas(
@@ -39,9 +40,9 @@ def desired_replicas(
 ) -> int:
     """Return the new target number of replicas.
 
-    A new request goes to a replica with a short backlog. So its wait is taken as the lower quartile
-    of the replicas' waits. Queued requests do not move to new replicas. So a long queue on an old
-    replica is no reason for more replicas when there are empty ones.
+    A new request goes to a replica with a short backlog, so its wait is estimated as the lower
+    quartile of the replicas' waits. A long queue on an old replica does not count while other
+    replicas are empty, because queued requests would not move to a further replica.
 
     Args:
         reports: Reports of the running replicas from which samples have arrived.
@@ -62,9 +63,10 @@ def desired_replicas(
 
 
 def is_enough(reports: Sequence[Report], replicas: int, target_wait_s: float) -> bool:
-    """Return whether `replicas`, which is one fewer than now, can serve the load with a reserve."""
+    """Return whether one replica fewer, that is, `replicas`, can serve the load with a reserve."""
     if not reports:
         return False
+    # A factor of 1 or more: the removed replica's cache is lost, so more tokens are computed.
     more_work = 1.0 + fmean(report.missed for report in reports) * cache_loss(replicas)
     share = more_work * sum(report.occupancy for report in reports) / replicas
     if share >= MAX_OCCUPANCY:
@@ -74,18 +76,24 @@ def is_enough(reports: Sequence[Report], replicas: int, target_wait_s: float) ->
 
 
 def cache_loss(replicas: int) -> float:
-    """Return how much smaller the fleet's cache is without one replica, in steps of factor LARGER.
+    """Return by how many steps the fleet's cache shrinks to that of `replicas`, one fewer than now.
 
-    Hits are roughly linear in the logarithm of a cache's size. So a cache that is smaller by one
-    step loses about as many hits as a cache that is larger by one step would gain.
+    A step is a factor of LARGER. Hits are roughly linear in the logarithm of a cache's size. So a
+    cache that is smaller by one step loses about as many hits as a cache that is larger by one step
+    would gain.
     """
     return math.log1p(1.0 / replicas) / math.log(LARGER)
 
 
 def queueing_s(servers: int, share: float, service_s: float) -> float:
-    """Return the mean wait of a new request if each server is busy for `share` of the time.
+    """Return the mean wait in seconds of a new request in a queue with several servers.
 
     Sakasegawa's approximation for M/M/n: "An approximation formula L = a b^p / (1 - b)", 1977.
+
+    Args:
+        servers: Number of servers, which are replicas here.
+        share: Share of the time in which each server is busy, below 1.
+        service_s: Mean time in which a server serves one request.
     """
     power = math.sqrt(2.0 * (servers + 1)) - 1.0
     return service_s * math.pow(share, power) / (servers * (1.0 - share))

@@ -29,8 +29,8 @@ def main() -> None:
     app()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"kvroute {importlib.metadata.version('kvroute')}")
         raise typer.Exit
 

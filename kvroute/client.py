@@ -22,7 +22,7 @@ TOKEN_FILE = "KVROUTE_METRICS_TOKEN_FILE"  # environment variable for --metrics-
 def find_url(url: str) -> str:
     """Return the URL of --url, else of the cluster on this machine, else the default URL.
 
-    End the command if several clusters run on this machine.
+    End the command if --url is not set and several clusters run on this machine.
     """
     urls = [url] if url else running_urls()
     if len(urls) > 1:
@@ -49,7 +49,7 @@ Model = Annotated[
 
 
 def call(method: str, url: str, path: str, **body: Any) -> Any:
-    """Send a request and return the response's JSON. Print errors and end the command."""
+    """Send a request and return the response's JSON. If it fails, print why and end the command."""
     try:
         response = httpx.request(method, url + path, timeout=WAIT_S, headers=key_headers(), **body)
         content = response.json()
@@ -106,10 +106,10 @@ def fail(message: str) -> Any:
 
 
 def error_message(content: Any) -> str | None:
-    """Return the message of an error in OpenAI's format, or None if the format is another one."""
+    """Return the message of an error response in OpenAI's format, or None for other responses."""
     try:
         message = str(content["error"]["message"])
     except (KeyError, TypeError):
         return None
     needs_key = content["error"].get("code") in ("invalid_api_key", "insufficient_role")
-    return f"{message}; commands send the key in the variable {KEY}" if needs_key else message
+    return f"{message}; commands use the key in the variable {KEY}" if needs_key else message

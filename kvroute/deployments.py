@@ -1,4 +1,4 @@
-"""The names of kvroute's application and deployments in Ray Serve, and parsers of its messages."""
+"""Names of kvroute's application and deployments in Ray Serve, and parsers of Ray's messages."""
 
 from urllib.parse import quote, unquote
 
@@ -42,7 +42,7 @@ def plain(message: str) -> str:
 
 
 def final_error(message: str) -> str:
-    """Return the engine's error if it means that no replica can ever start, else ""."""
+    """Return the engine's error in a message from Ray if no replica can ever start, else ""."""
     last = last_line(message) if message else ""
     return last.partition(f"{CannotRunError.__name__}: ")[2]
 

@@ -1,1 +1,1 @@
-"""The blocks of a prompt: their fingerprints, and the groups of layers that share them."""
+"""Blocks of a KV cache: their fingerprints, the groups of layers that share them, and the tiers."""

@@ -2,13 +2,15 @@
 
 Layers with the same kind of attention form a group and share blocks. The kind decides which blocks
 must be cached for a prefix to be a hit. A cached prefix can be reused up to the longest length that
-every group can serve. The block size of a group is a multiple of the fingerprints' block size.
+every group can serve. The block size of a group is a multiple of the fingerprints' block size, so a
+block of the group may cover several fingerprints.
 
-A replica publishes a block of group g as the fingerprint at the block's end, XORed with a constant
-for g. So one set of fingerprints holds the blocks of all groups. The constant of group 0 is 0: a
-model with full attention only publishes plain fingerprints.
+A replica publishes a block of group g as the last fingerprint in the block, XORed with a constant
+for g. So one set of fingerprints holds the blocks of all groups. The constant of group 0 is 0: if a
+model has only full attention, its replicas publish plain fingerprints.
 
-An engine may keep copies of blocks in slower tiers (tiers.py), whose groups have other numbers.
+An engine may keep copies of blocks in slower tiers of memory (tiers.py). A group has a different
+number in each tier.
 """
 
 from typing import Annotated
@@ -24,10 +26,11 @@ WINDOW = frozenset({"sliding_window", "sliding_window_mla"})  # the blocks in th
 CHUNK = frozenset({"chunked_local_attention"})  # the blocks from the start of L's chunk to L
 STATE = frozenset({"mamba"})  # only the block that ends at L
 
-# A DEGRADED replica's reason starts with this text if its engine's layout is unknown.
+# Routers ignore the cache of a DEGRADED replica, for a reason that they report. The reason starts
+# with this text if the engine's layout is unknown.
 UNKNOWN_LAYOUT = "hits cannot be predicted for its engine: "
 
-HOST_GROUPS = GROUPS * HOST.number  # copies of group g in host memory are group HOST_GROUPS + g
+HOST_GROUPS = GROUPS * HOST.number  # the number of group g in host memory is HOST_GROUPS + g
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples are far from each other
@@ -58,8 +61,8 @@ def group_fingerprint(fingerprint: Fingerprint, group: int) -> Fingerprint:
     """Return the fingerprint that a replica publishes for a block of a group.
 
     Args:
-        fingerprint: the fingerprint at the block's end.
-        group: number of the group, which also tells the tier (HOST_GROUPS).
+        fingerprint: the last fingerprint in the block.
+        group: number of the group in the block's tier, such as HOST_GROUPS + 1.
     """
     tier, group = divmod(group, GROUPS)
     return TIERS[tier].fingerprint(Fingerprint(fingerprint ^ (group * _STEP & _MASK)))

@@ -12,7 +12,11 @@ from kvroute.blocks.fingerprint import Feature, Fingerprint, fingerprints, names
 
 
 class Scope(Struct, frozen=True):
-    """Decides who shares cached blocks: only requests with equal scopes do."""
+    """The part of a request that decides with which other requests it shares cached blocks.
+
+    Requests with equal scopes share all blocks. Requests that differ in the namespace only share
+    their first `shared_tokens`.
+    """
 
     lora: str = ""  # name of the LoRA adapter; empty: the base model
     namespace: str = ""  # cache salt; empty: all requests without a salt share the blocks
@@ -47,22 +51,21 @@ class Space:
             features: images and other media; their offsets count from the first of `token_ids`.
             before: fingerprints of the blocks before `token_ids`.
         """
-        parent = self._parent(scope, before)
-        left = scope.shared_tokens - len(before) * self.block_size if scope.namespace else 0
-        if not 0 < left < len(token_ids):
-            return fingerprints(
-                token_ids, block_size=self.block_size, parent=parent, features=features
-            )
-        size = self.block_size
-        shared = fingerprints(token_ids[:left], block_size=size, parent=parent, features=features)
+        size, parent = self.block_size, self._parent(scope, before)
+        # Number of leading `token_ids` that all namespaces share.
+        split = scope.shared_tokens - len(before) * size if scope.namespace else 0
+        if not 0 < split < len(token_ids):
+            return fingerprints(token_ids, block_size=size, parent=parent, features=features)
+        shared = fingerprints(token_ids[:split], block_size=size, parent=parent, features=features)
         return shared + fingerprints(
-            token_ids[left:],
+            token_ids[split:],
             block_size=size,
             parent=namespaced(shared[-1], scope.namespace),
-            features=[replace(feature, offset=feature.offset - left) for feature in features],
+            features=[replace(feature, offset=feature.offset - split) for feature in features],
         )
 
     def _parent(self, scope: Scope, before: Sequence[Fingerprint]) -> Fingerprint:
+        """Return the parent of the first block after `before`."""
         if not before:
             return self._root(scope)
         is_first = scope.namespace and len(before) * self.block_size == scope.shared_tokens

@@ -1,6 +1,7 @@
 """Fingerprints of blocks: one chained 64-bit hash for each full block of token ids.
 
-Equal prefixes have equal fingerprints.
+The fingerprint of a block depends on its tokens and on the fingerprint of the block before, its
+parent. So equal prefixes have equal fingerprints.
 """
 
 from collections import deque
@@ -50,13 +51,18 @@ class Feature(Struct, frozen=True, array_like=True):
 def root(
     *, model: str, revision: str = "", block_size: int, lora: str = "", namespace: str = ""
 ) -> Fingerprint:
-    """Return the parent of a prompt's first block; it differs where caches cannot be shared."""
+    """Return the parent of a prompt's first block; requests with equal parents can share blocks."""
     name = f"{FINGERPRINT_VERSION}|{model}|{revision}|{block_size}|{lora}|{namespace}"
     return Fingerprint(xxh3_64_intdigest(name.encode()))
 
 
 def namespaced(parent: Fingerprint, namespace: str) -> Fingerprint:
-    """Return the parent of a namespace's first block, which follows the shared block `parent`."""
+    """Return the parent of the first block that a namespace does not share.
+
+    Args:
+        parent: the fingerprint of the last block that all namespaces share.
+        namespace: the cache salt of the request.
+    """
     return _block_hash(namespace.encode(), parent)
 
 
@@ -84,12 +90,12 @@ def fingerprints(
     previous = parent
     if not features:
         return [previous := _block_hash(block, previous) for block in blocks]
-    left, ends = deque(features), range(block_size, len(packed) + 1, block_size)
+    remaining, ends = deque(features), range(block_size, len(packed) + 1, block_size)
     return [
         previous := _block_hash(
             block,
-            _mixed(previous, end - block_size, end, left)
-            if left and left[0].offset < end
+            _mixed(previous, end - block_size, end, remaining)
+            if remaining and remaining[0].offset < end
             else previous,
         )
         for block, end in zip(blocks, ends, strict=True)
@@ -116,16 +122,19 @@ def features_in(features: Sequence[Feature], begin: int, end: int) -> list[Featu
     return included
 
 
-def _mixed(parent: Fingerprint, begin: int, end: int, left: deque[Feature]) -> Fingerprint:
-    """Return the seed of the block at `begin`; remove leading features that end before it."""
-    while left and left[0].end <= begin:
-        left.popleft()
+def _mixed(parent: Fingerprint, begin: int, end: int, features: deque[Feature]) -> Fingerprint:
+    """Return the seed of the block [begin, end); remove the first features that end before it."""
+    while features and features[0].end <= begin:
+        features.popleft()
     seed = parent
-    for feature in features_in(left, begin, end):
+    for feature in features_in(features, begin, end):
         seed = _block_hash(_pack_offset(feature.offset - begin) + feature.identifier.encode(), seed)
     return seed
 
 
 def reusable_blocks(prompt_tokens: int, block_size: int) -> int:
-    """Return the maximum number of hits of a prompt: its last token is always computed."""
+    """Return how many blocks of a prompt can be hits: full ones without the prompt's last token.
+
+    The engine always computes the last token.
+    """
     return max(0, (prompt_tokens - 1) // block_size)

@@ -1,11 +1,11 @@
 """Tiers: the kinds of memory in which an engine keeps blocks of its KV cache.
 
 A replica publishes a block once for each tier that holds it, with a different fingerprint for each
-tier. A hit starts with blocks in GPU memory. The blocks after these are copied back from slower
-tiers before the engine computes the rest of the prompt.
+tier. A hit consists of blocks in GPU memory, followed by blocks in slower tiers. The engine copies
+the latter to GPU memory before it computes the remaining tokens of the prompt.
 
-To add a tier, add a value here and its TierFacts to the replica's record, and have an engine copy
-blocks to it. The index, placement, metrics and receipts work with any number of tiers.
+To add a tier, add a value here, add its TierFacts to the replica's record, and let an engine copy
+blocks to it. All other parts of kvroute work with any number of tiers.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ GROUPS = 16  # cache groups that an engine can have in each tier
 class Tier(NamedTuple):
     """One kind of memory."""
 
-    number: int  # position in TIERS; cache group g of this tier has the number GROUPS * number + g
+    number: int  # index in TIERS; cache group g has the number GROUPS * number + g in this tier
     name: str  # the tier's name in records, metrics and receipts
     label: str  # the tier's name in sentences for users
-    mark: int  # the bits in which this tier's fingerprints differ from those of GPU memory
+    mark: int  # XORed into the fingerprints of blocks in this tier
     pin_options: str  # the options that limit how much of this memory pins may take
 
     def fingerprint(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return the fingerprint that a replica publishes for a block in this tier.
 
-        The function is its own inverse: it also maps this tier's fingerprint to the block's.
+        The function is its own inverse: it also maps the published fingerprint to the block's.
         """
         return Fingerprint(fingerprint ^ self.mark)
 
@@ -38,8 +38,8 @@ HOST = Tier(
     number=1,
     name="host",
     label="host memory",
-    # An odd number that is not a small multiple of the cache groups' constant. So no block of a
-    # group has the same fingerprint as a copy of another group's block.
+    # An odd number that is not a small multiple of cache_groups._STEP, so that a copy of a block
+    # never has the same mark as a block of another group.
     mark=0xD1B54A32D192ED03,
     pin_options="--pin-share or --host-cache-gb",
 )

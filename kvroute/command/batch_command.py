@@ -20,6 +20,7 @@ from kvroute.batch.results import Results, ResultsError
 from kvroute.batch.run import Progress, RefusedError, Runner
 from kvroute.client import FIND, Url, fail, key_headers
 from kvroute.command.help_page import HelpfulCommand, typer_app
+from kvroute.contract.priority import Priority
 
 MAX_OPEN = 4096  # default upper bound of the open requests
 PRINT_INTERVAL_S = 10.0  # seconds between two lines of progress, if there is no terminal
@@ -46,12 +47,12 @@ def run(
         typer.Option(help="File for failed lines.", show_default="OUTPUT.errors"),
     ] = None,
     priority: Annotated[
-        str,
+        Priority,
         typer.Option(
-            help="Priority class of the requests: batch lets all other requests go first, but "
-            "finds fewer blocks in caches."
+            help="Priority class of the requests. With batch, all other requests go first, but "
+            "fewer tokens are found in caches."
         ),
-    ] = "normal",
+    ] = "default",
     max_open: Annotated[
         int, typer.Option(min=1, help="Upper bound of the requests that are open at a time.")
     ] = MAX_OPEN,

@@ -16,7 +16,7 @@ from kvroute.command.tables import Column, print_table, prose
 if TYPE_CHECKING:
     from kvroute.doctor.checks import Check
 
-STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}  # sorted, the worst grade first
+STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}  # the worst grade comes first
 
 
 def doctor(
@@ -25,8 +25,8 @@ def doctor(
         bool,
         typer.Option(
             "--audit",
-            help="Also compare the cached blocks that engines, replicas, Redis and a router count; "
-            "this blocks each engine for milliseconds.",
+            help="Also compare which blocks the engines have cached with what replicas, Redis and "
+            "a router know of it; this stops each engine for some milliseconds.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,

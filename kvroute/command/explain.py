@@ -17,23 +17,23 @@ from kvroute.command.tables import (
     seconds,
 )
 
-EVICTED = {  # reason of an eviction -> how it is explained to the user
+EVICTED = {  # reason of an eviction -> its explanation for the user
     "ended": "their session had ended",
     "unlikely": "such conversations seldom continue",
     "usual": "ordinary eviction, or their replica was cleared or lost",
 }
-TERMS = {  # term of the cost -> what the replica or other requests spend this time on
+TERMS = {  # term of the cost of choosing a replica -> what this time is spent on
     "waiting": "prefill queued there",
     "reload": "copies from slower memory",
-    "memory": "waiting for room in the cache",
+    "memory": "waiting for free space in the cache",
     "own": "computing what no replica has cached",
     "copy": "computing what another replica has cached",
     "lora": "loading the LoRA adapter",
-    "rotation": "starting a conversation out of turn",
+    "rotation": "starting a conversation out of rotation",
     "decode": "slowing the answers that run there",
 }
 
-Facts = dict[str, Any]  # a receipt, or a part of it
+Facts = dict[str, Any]  # a receipt (the JSON that explains a placement), or a part of it
 
 
 def explain(
@@ -48,17 +48,17 @@ def explain(
     body: Annotated[
         typer.FileText | None,
         typer.Option(
-            help="A file with the JSON body of a request, such as a whole chat, instead of the "
-            "text; - is the standard input."
+            help="Instead of PROMPT: a file with the JSON body of a request, such as a whole chat; "
+            "- is the standard input."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
     model: Model = None,
     url: Url = FIND,
 ) -> None:
-    """Show which replica a prompt would go to now, and why; nothing is generated."""
+    """Show to which replica a prompt would be sent now, and why; nothing is generated."""
     if (prompt is None) == (body is None):
-        fail("set either a prompt or --body with a file")
+        fail("set either PROMPT or --body FILE")
     request = _read(body) if body else _request(str(prompt), is_raw=raw)
     if model is not None:
         request["model"] = model
@@ -95,22 +95,23 @@ def _read(file: TextIO) -> dict[str, Any]:
 
 def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
     """Return the table of all replicas; leave out columns in which every value is 0."""
-    shown = {
+    all_columns = {
         number("cached\ntokens"): [f"{replica['hit_tokens']:,}" for replica in replicas],
         number("queued\nprefill"): [seconds(replica["backlog_s"]) for replica in replicas],
         number("prompt's\nprefill"): [seconds(replica["prefill_s"]) for replica in replicas],
         number("unanswered\nrequests"): [f"{replica['unanswered']:,}" for replica in replicas],
         number("total\ncost"): [seconds(replica["cost_s"] or 0.0) for replica in replicas],
     }
-    kept = {column: cells for column, cells in shown.items() if {*cells} != {"0"}}
+    columns = {column: cells for column, cells in all_columns.items() if {*cells} != {"0"}}
     ids = [replica["id"] for replica in replicas]
-    return [Column("replica"), *kept], [[*row] for row in zip(ids, *kept.values(), strict=True)]
+    rows = [[*row] for row in zip(ids, *columns.values(), strict=True)]
+    return [Column("replica"), *columns], rows
 
 
 def _terms(replicas: list[Facts]) -> list[list[str]]:
-    """Return the table of terms that differ between the choice and the runner-up.
+    """Return the rows of cost terms that differ between the best two replicas.
 
-    Each cell has the difference to the smaller of both values.
+    Each cell has the difference to the smaller value of the row.
     """
     costs = [replica["terms_s"] for replica in replicas if replica["terms_s"]]
     if len(costs) < 2:
@@ -126,22 +127,26 @@ def _terms(replicas: list[Facts]) -> list[list[str]]:
 def sentences(receipt: Facts) -> list[str]:
     """Return sentences that say where the prompt goes, why, and what is known about its blocks."""
     tokens = f"The prompt has {receipt['prompt_tokens']:,} tokens"
-    blocks = f"{receipt['reusable_blocks']:,} whole blocks of {receipt['block_size']}"
+    blocks = f"{receipt['reusable_blocks']:,} whole blocks of {receipt['block_size']} tokens"
     choice, reason = receipt["choice"], receipt["reason"]
     return [
         f"Goes to {choice}: {reason}." if choice else f"Goes nowhere: {reason}.",
-        f"{tokens}; {blocks} of them can be cached.",
+        f"{tokens}; {blocks} can be cached.",
         *filter(None, [_reloaded(receipt["replicas"]), _evicted(receipt["evicted"])]),
         *filter(None, [_broken(receipt["broken"])]),
     ]
 
 
 def _reloaded(replicas: list[Facts]) -> str:
-    """Return a sentence about blocks that the choice only has in slower tiers, or ""."""
+    """Return a sentence about tokens that the chosen replica only has in slower memory, or ""."""
     choice = replicas[0] if replicas else {}
     tokens = {tier: choice.get(f"{tier.name}_tokens", 0) for tier in SLOWER}
-    held = ", ".join(f"{count} tokens in {tier.label}" for tier, count in tokens.items() if count)
-    return f"It has {held}; copying them takes {seconds(choice['reload_s'])}." if held else ""
+    by_tier = ", ".join(
+        f"{count} tokens in {tier.label}" for tier, count in tokens.items() if count
+    )
+    if not by_tier:
+        return ""
+    return f"{choice['id']} has {by_tier}; copying them takes {seconds(choice['reload_s'])}."
 
 
 def _evicted(evicted: Facts | None) -> str:

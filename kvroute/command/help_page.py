@@ -50,7 +50,10 @@ class HelpfulGroup(TyperGroup):
 
 
 def typer_app(**options: Any) -> typer.Typer:
-    """Return a Typer application with this module's help text; see `add_command`."""
+    """Return a Typer application with this module's help text.
+
+    Its commands need `cls=HelpfulCommand` to have this help text, too.
+    """
     return typer.Typer(
         cls=HelpfulGroup, rich_markup_mode=None, pretty_exceptions_enable=False, **options
     )
@@ -90,8 +93,8 @@ def _write_rows(rows: Iterable[Row], formatter: Any) -> None:
         if len(name) + GAP > column:
             lines.insert(0, "")
         names = [name, *[""] * (len(lines) - 1)]
-        for left, right in zip(names, lines or [""], strict=True):
-            formatter.write(f"{indent}{left:{column}}{right}".rstrip() + "\n")
+        for label, line in zip(names, lines or [""], strict=True):
+            formatter.write(f"{indent}{label:{column}}{line}".rstrip() + "\n")
 
 
 def _topic(item: Any, default: str) -> str:

@@ -57,8 +57,8 @@ def add(
     priority: Annotated[
         str,
         typer.Option(
-            help=f"Highest priority of its requests: {', '.join(PRIORITIES)}. A request can set a "
-            "lower one.",
+            help=f"Highest priority of requests with this key: {', '.join(PRIORITIES)}. A request "
+            "can set a lower one.",
         ),
     ] = "default",
 ) -> None:
@@ -66,8 +66,8 @@ def add(
     roles = _roles(role or ["use"])
     if tenant == OTHER:
         fail(
-            f"--tenant is {OTHER!r}, a name that accounts and metrics use for all tenants above "
-            "their limit; choose another name"
+            f"--tenant is {OTHER!r}, a name that accounts and metrics use for all tenants that "
+            "they do not list by name; choose another name"
         )
     try:
         created = datetime.now(UTC).date().isoformat()
@@ -105,20 +105,21 @@ def limit(
     ],
     file: File,
     max_requests: Annotated[
-        str | None, typer.Option(help=f"Requests that run at the same time; {NONE}: no limit.")
+        str | None,
+        typer.Option(help=f"Requests that run or wait at the same time; {NONE}: no limit."),
     ] = None,
     max_prompt_tokens: Annotated[
         str | None,
-        typer.Option(help="Prompt tokens of the running requests, cached ones included."),
+        typer.Option(help="Prompt tokens of these requests, cached ones included."),
     ] = None,
     uncached_tokens_per_minute: Annotated[
-        str | None, typer.Option(help="Prompt tokens that no replica has cached.")
+        str | None, typer.Option(help="Prompt tokens per minute that must be computed.")
     ] = None,
     max_prefixes: Annotated[
         str | None, typer.Option(help="Declared named prefixes per model.")
     ] = None,
     max_pinned_blocks: Annotated[
-        str | None, typer.Option(help="Whole KV blocks of its pinned prefixes, per model.")
+        str | None, typer.Option(help="Full KV blocks of the tenant's pinned prefixes, per model.")
     ] = None,
     adapter: Annotated[
         list[str] | None,
@@ -150,9 +151,10 @@ def limit(
         content = read(file)
         others = {name: limits for name, limits in content.tenants.items() if name != tenant}
         before = content.tenants.get(tenant, TenantLimits())
-        own = {} if like_others else {tenant: updated(before, options)}
-        write(file, msgspec.structs.replace(content, tenants=others | own))
-    typer.echo(f"{tenant}: {as_options(own[tenant]) if own else f'the limits of {ANY}'}")
+        after = None if like_others else updated(before, options)
+        changed = {tenant: after} if after else {}
+        write(file, msgspec.structs.replace(content, tenants=others | changed))
+    typer.echo(f"{tenant}: {as_options(after) if after else f'the limits of {ANY}'}")
 
 
 @keys.command(cls=HelpfulCommand)
@@ -168,10 +170,10 @@ def revoke(
     """Remove a key."""
     with _usable(file), locked(file):
         content = read(file)
-        left = tuple(key for key in content.keys if key.id != id)
-        if len(left) == len(content.keys):
+        others = tuple(key for key in content.keys if key.id != id)
+        if len(others) == len(content.keys):
             fail(f"ID is {id[:80]!r}, which {file} does not contain; see kvroute keys list")
-        write(file, msgspec.structs.replace(content, keys=left))
+        write(file, msgspec.structs.replace(content, keys=others))
 
 
 @contextmanager

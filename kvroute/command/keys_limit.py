@@ -18,13 +18,13 @@ NAMES["adapters"] = "--adapter"
 
 
 def check_tenant(name: str) -> None:
-    """End the command if this is not the name of a tenant."""
+    """End the command with an error if a tenant cannot have this name."""
     if name != ANY and not re.match(TENANT, name):
         fail(f"TENANT is {name[:80]!r}; expected a tenant's name, or '{ANY}' for all others")
 
 
 def updated(before: TenantLimits, options: Mapping[str, Any]) -> TenantLimits:
-    """Return the limits, changed by all options that are not None."""
+    """Return the limits, changed by the options that the user has set (those that are not None)."""
     values = {name: _value(name, text) for name, text in options.items() if text is not None}
     if not values:
         fail(f"no limit is set; set one of {', '.join(NAMES.values())}")

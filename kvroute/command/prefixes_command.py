@@ -13,6 +13,7 @@ from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_sentence, print_table
 
+# A prefix is warm on a replica that has all of it cached.
 POLL_S = 0.3  # seconds between two queries of the prefix's state
 WARM_TIMEOUT_S = 600.0  # seconds that the command waits for a prefix to become warm
 
@@ -23,7 +24,11 @@ Id = Annotated[
     ),
 ]
 
-prefixes = typer_app(no_args_is_help=True, help="Named prefixes that a running cluster keeps warm.")
+prefixes = typer_app(
+    no_args_is_help=True,
+    help="Named prefixes: texts that a running cluster keeps cached (warm) for the prompts that "
+    "begin with them.",
+)
 
 
 @prefixes.command(cls=HelpfulCommand)
@@ -42,7 +47,7 @@ def add(
         bool, typer.Option("--messages", help="The text is a JSON list of chat messages.")
     ] = False,
     replicas: Annotated[
-        str, typer.Option(help="Replicas that keep the prefix warm: a number, or all.")
+        str, typer.Option(help="How many replicas keep the prefix cached: a number, or all.")
     ] = "all",
     ttl_s: Annotated[
         float | None,
@@ -62,12 +67,12 @@ def add(
         bool, typer.Option("--shared", help="Let all tenants use the prefix and its cached blocks.")
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Wait until the prefix is warm.")
+        bool, typer.Option("--wait/--no-wait", help="Wait until these replicas have it cached.")
     ] = True,
     model: Model = None,
     url: Url = FIND,
 ) -> None:
-    """Declare a prefix, or a new version of it, and wait until it is warm."""
+    """Declare a prefix, or a new version of it, and wait until replicas have it cached."""
     if (file is None) == (prompt is None):
         raise typer.BadParameter("set either FILE or --prompt")
     text = prompt if file is None else file.read()
@@ -91,7 +96,7 @@ def add(
 
 @prefixes.command(name="list", cls=HelpfulCommand)
 def list_(model: Model = None, url: Url = FIND) -> None:
-    """Show the declared prefixes, and where they are warm."""
+    """Show the declared prefixes, and how many replicas have them cached (warm)."""
     declared = _call("GET", url, model=model)["data"]
     columns = [
         *(Column("prefix"), number("version"), number("tokens"), Column("warm on\nreplicas")),
@@ -120,7 +125,7 @@ def _row(prefix: dict[str, Any]) -> list[str]:
 
 @prefixes.command(cls=HelpfulCommand)
 def rm(id: Id, model: Model = None, url: Url = FIND) -> None:  # noqa: A002
-    """Drop a prefix, so that replicas no longer keep it warm."""
+    """Drop a prefix, so that replicas no longer keep it cached."""
     _call("DELETE", url, id, model)
     typer.echo(f"{id}: dropped")
 

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from kvroute.replay.workload.sessions import Ends
     from kvroute.replay.workload.trace import Request
 
-DEFAULT_LOAD = 0.8  # share of saturation
+DEFAULT_LOAD = 0.8  # share of saturation; see --load
 DEFAULT_POLICY = "kvroute"
 DEFAULT_REPLICAS = 16
 EXAMPLE = Path(str(files("kvroute.replay"))) / "example.jsonl"  # written by tests/support/traces.py
 EXAMPLE_POLICIES = "kvroute,llm-d,round-robin"
 EXAMPLE_REPLICAS = 4
-EXAMPLE_KV_TOKENS = 60_000  # KV cache of each replica for --example
+EXAMPLE_KV_TOKENS = 60_000  # KV cache of each replica for --example, in tokens
 
 
 def replay(
@@ -78,34 +78,39 @@ def replay(
         float | None,
         typer.Option(
             min=0.01,
-            help="Arrivals as a share of saturation, the rate of prompt tokens that the best "
-            f"policy serves under overload (default: {DEFAULT_LOAD}).",
+            help="Rate of arrivals as a share of saturation. Saturation is the rate at which the "
+            f"best policy serves prompt tokens under overload (default: {DEFAULT_LOAD}).",
         ),
     ] = None,
     speed: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Arrivals as a multiple of the trace's, instead of --load."),
+        typer.Option(
+            min=0.001,
+            help="Instead of --load: arrivals this many times as fast as in the trace.",
+        ),
     ] = None,
     rate: Annotated[
         float | None,
         typer.Option(
             min=0.001,
-            help="Requests per second, instead of --load; with --closed-loop, started sessions.",
+            help="Instead of --load: requests per second; with --closed-loop, sessions that start "
+            "per second.",
         ),
     ] = None,
     closed_loop: Annotated[
         bool,
         typer.Option(
             "--closed-loop",
-            help="Each turn waits for the answer before it, then pauses as long as in the trace.",
+            help="Each turn of a session waits for the previous answer, then pauses as long as in "
+            "the trace.",
         ),
     ] = False,
     sessions: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="With --closed-loop, instead of a speed: number of sessions that run at once. "
-            "When one ends, the next session of the trace starts.",
+            help="With --closed-loop, instead of --rate or --speed: number of sessions that run "
+            "at once. When one ends, the next session of the trace starts.",
         ),
     ] = None,
     policy: Annotated[
@@ -116,27 +121,32 @@ def replay(
             f"(default: {DEFAULT_POLICY}).",
         ),
     ] = None,
-    routers: Annotated[int, typer.Option(min=1, help="Routers, each with its own view.")] = 1,
+    routers: Annotated[
+        int, typer.Option(min=1, help="Number of routers, each with its own copy of the index.")
+    ] = 1,
     index_delay_ms: Annotated[
         float, typer.Option(min=0, help="Time from caching a block until routers know it.")
     ] = 10.0,
     share_delay_ms: Annotated[
         float,
-        typer.Option(min=0, help="Time from a decision until other routers know it; or inf."),
+        typer.Option(
+            min=0, help="Time from a decision until other routers know it; inf: they never do."
+        ),
     ] = 5.0,
     slow: Annotated[
         str | None,
         typer.Option(
             metavar="SHARE:SPEED",
-            help="Replicas that are slower than routers expect: 0.5:0.8 is half of them at 80%.",
+            help="Replicas that are slower than routers expect. 0.5:0.8: half of the replicas run "
+            "at 80% of the expected speed.",
         ),
     ] = None,
     session_ends: Annotated[
         str | None,
         typer.Option(
             metavar="SHARE[:WRONG]",
-            help="Share of last turns with the hint that the session ends, and share of all other "
-            "turns with a wrong hint, such as 0.5:0.1.",
+            help="Clients' hints that a session ends, such as 0.5:0.1: half of the last turns have "
+            "the hint, and so do, wrongly, 10% of all other turns.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0,
@@ -145,7 +155,7 @@ def replay(
         typer.Option(help="Replay only requests for this model, if the trace has several."),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=2, help="Replay only this number of requests, the first ones.")
+        int | None, typer.Option(min=2, help="Replay only the first N requests.")
     ] = None,
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of policies that run in parallel processes.")
@@ -228,7 +238,7 @@ def _described(cluster: "Cluster", engine: str) -> str:
 
 
 def _show(requests: "Sequence[Request]", runs: "Sequence[PolicyRun]") -> None:
-    """Print the tables, and sentences that explain their marks."""
+    """Print the tables, and explain the marks in them."""
     from kvroute.replay.noise import sample, ties
     from kvroute.replay.report import BEST, NOISE, measured_part, tables
 
@@ -276,7 +286,7 @@ def _pace(
 
 
 def _slow(slow: str | None) -> tuple[float, float]:
-    """Parse --slow: the share of slow replicas, and their speed relative to the others."""
+    """Parse --slow: the share of slow replicas, and their speed relative to the other replicas."""
     if slow is None:
         return 0.0, 1.0
     match _numbers(slow):

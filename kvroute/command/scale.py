@@ -25,13 +25,13 @@ class Deployed:
     states: Mapping[str, int]  # state, such as "STARTING" or "RUNNING" -> number of replicas
     message: str  # why the number differs from the target, if Serve knows
     per_replica: Mapping[str, float]  # Ray resource of one replica, such as CPU or GPU -> amount
-    bounds: tuple[int, int] | None = None  # range of the number with autoscaling; None: it is off
+    bounds: tuple[int, int] | None = None  # limits of the target in autoscaling; None: it is off
 
 
 def scale(replicas: int, model: str | None, ray_address: str, progress: Progress) -> None:
     """Change the number of replicas, and wait until the change is complete.
 
-    At that time, new replicas are ready, and removed replicas have finished their requests.
+    It is complete when new replicas are ready, and removed replicas have finished their requests.
 
     Args:
         replicas: The new number of replicas.
@@ -77,7 +77,7 @@ def check_not_autoscaling(deployed: Deployed) -> None:
 
 def check_resources(replicas: int, deployed: Deployed, free: Mapping[str, float]) -> None:
     """Raise ScaleError if Ray has too few resources for this number of replicas."""
-    running = sum(deployed.states.values())  # includes stopping replicas, which free resources
+    running = sum(deployed.states.values())  # with stopping replicas, which will free resources
     for name, amount in deployed.per_replica.items():
         maximum = running + int(free.get(name, 0.0) // amount) if amount else replicas
         if replicas > maximum:

@@ -17,10 +17,10 @@ def serve(command_line: Any) -> None:
 
 
 def attach(command_line: Any) -> None:
-    """Serve vLLM servers that you run already, until Ctrl-C.
+    """Route requests to vLLM servers that you run already, until Ctrl-C.
 
-    kvroute starts no engine. It sends each request to the server whose KV cache holds most of the
-    prompt. The options are those of kvroute serve.
+    kvroute starts no engine. It prefers the server that has cached most of a prompt. The options
+    are those of kvroute serve.
     """
     _run(asdict(command_line))
 
@@ -69,12 +69,14 @@ _SERVERS = Annotated[
     list[str], typer.Argument(metavar="URL", help="Address of a server: http://HOST:PORT.")
 ]
 
-Serve = make_dataclass(  # Typer turns each field into an option, and calls this with the values
+# A class with one field per option: Typer makes an option of each field, and then calls the class
+# with the values. `__post_init__` runs the command.
+Serve = make_dataclass(
     "Serve",
     _FIELDS,
     namespace={"__post_init__": serve, "__doc__": serve.__doc__},
 )
-Attach = make_dataclass(  # the servers are arguments here
+Attach = make_dataclass(  # here, --attach is replaced by arguments
     "Attach",
     [("attach", _SERVERS), *(field for field in _FIELDS if field[0] != "attach")],
     namespace={"__post_init__": attach, "__doc__": attach.__doc__},

@@ -20,26 +20,27 @@ def status(url: Url = FIND) -> None:
         console.print()
         print_lines([*_lines(model, cluster)])
         console.print()
-        print_table(*_replicas(_of(model, cluster, "replicas")))
+        print_table(*_replicas(_entries(model, cluster, "replicas")))
 
 
-def _of(model: str, cluster: Facts, part: str) -> list[Facts]:
+def _entries(model: str, cluster: Facts, part: str) -> list[Facts]:
+    """Return the entries of one model in a list of the response, such as `replicas`."""
     return [entry for entry in cluster.get(part, ()) if entry["model"] == model]
 
 
 def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
     yield "model", model
-    for recent in _of(model, cluster, "recent"):
+    for recent in _entries(model, cluster, "recent"):
         yield from _recent(recent)
-    for queue in _of(model, cluster, "queues"):
+    for queue in _entries(model, cluster, "queues"):
         yield "queue", queued(queue)
-    for seats in _of(model, cluster, "seats"):
+    for seats in _entries(model, cluster, "seats"):
         limited = seats["is_limited"]
         yield (
             "seats",
             seated(seats) if limited else f"no limit; {seats['sessions']:,} active sessions",
         )
-    replicas = _of(model, cluster, "replicas")
+    replicas = _entries(model, cluster, "replicas")
     if parsers := {*map(_parsers, replicas)} - {""}:
         yield "parsers", "; ".join(sorted(parsers))
     for replica in replicas:

@@ -53,8 +53,8 @@ def prose(heading: str) -> Column:
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
     """Print a table, or print it row by row if it is too wide for the terminal."""
     console = plain_console()
-    cells = [[str(row[i]) for row in rows] for i in range(len(columns))]
-    widths = [column.width(below) for column, below in zip(columns, cells, strict=True)]
+    cells = [[str(row[i]) for row in rows] for i in range(len(columns))]  # column by column
+    widths = [column.width(texts) for column, texts in zip(columns, cells, strict=True)]
     if sum(widths) + GAP * (len(columns) - 1) > console.width:
         headings = [" ".join(column.heading.split()) for column in columns]
         for i, row in enumerate(rows):
@@ -75,20 +75,20 @@ def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> No
 
 
 def print_lines(lines: Sequence[tuple[str, Cell]], *, with_gap: bool = False) -> None:
-    """Print a line for each name and value; long values continue in the next line.
+    """Print each name and its value in one line; a long value continues in the next lines.
 
     Args:
         lines: Names and values.
         with_gap: Print an empty line first.
     """
     console = plain_console()
-    left = max(cell_len(name) for name, _ in lines) + GAP
+    name_width = max(cell_len(name) for name, _ in lines) + GAP
     if with_gap:
         console.print()
     for name, value in lines:
         style = value.style if isinstance(value, Text) else ""
-        for i, part in enumerate(_wrapped(str(value), console.width - left)):
-            label = Text((name if i == 0 else "").ljust(left), "bold")
+        for i, part in enumerate(_wrapped(str(value), console.width - name_width)):
+            label = Text((name if i == 0 else "").ljust(name_width), "bold")
             console.print(label + Text(part, style), soft_wrap=True)
 
 

@@ -16,7 +16,7 @@ CSV_COLUMNS = (
     *("model", "tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
     *("gpu_seconds", "gpu_seconds_saved", "failed"),
 )
-CACHED = ("hit", "unexpected_hit")  # the ledger counts cached tokens under these names
+CACHED = ("hit", "unexpected_hit")  # causes under which the response counts cached tokens
 
 
 class Format(StrEnum):
@@ -30,7 +30,7 @@ class Format(StrEnum):
 def tenants(
     since: Annotated[
         str | None,
-        typer.Option(metavar="DATE", help="First day, UTC (default: 30 days up to the last one)."),
+        typer.Option(metavar="DATE", help="First day, in UTC (default: 29 days before the last)."),
     ] = None,
     until: Annotated[
         str | None, typer.Option(metavar="DATE", help="Last day (default: today).")
@@ -79,7 +79,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
     cells = [_cells(row) for row in rows]
     if has_several_models(rows):
         columns.insert(0, Column("model"))
-        cells = [[row["model"], *own] for row, own in zip(rows, cells, strict=True)]
+        cells = [[row["model"], *others] for row, others in zip(rows, cells, strict=True)]
     print_table(columns, cells)
 
 

@@ -16,6 +16,8 @@ LOAD_S = 0.5  # assumed seconds to load an adapter, until a load is measured
 
 
 class Adapter(BaseModel):
+    """A LoRA adapter that clients can request."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str  # clients request it by this name
@@ -56,7 +58,7 @@ def sufficient_rank(adapters: Iterable[Adapter]) -> int:
 
 
 def digests(adapters: Iterable[Adapter]) -> dict[str, str]:
-    """Return a digest of each adapter's files, by name: equal digests mean equal adapters.
+    """Return name -> digest of each adapter's files: equal digests mean equal adapters.
 
     The digest is empty if the files are not on this machine.
     """
@@ -116,7 +118,7 @@ class AdapterCache:
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the names, the next one to be evicted first."""
+        """Return the names, the least recently used one first."""
         return tuple(self._names)
 
     def use(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A replica's audit: how its engine, its own table of blocks and the index in Redis differ."""
+"""A replica's audit: how far its table of cached blocks and the index in Redis are correct."""
 
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -11,7 +11,7 @@ from kvroute.contract.unreadable import UnreadableError
 
 
 class Comparison(Struct, frozen=True):
-    """The number of blocks by which a list of cached blocks differs from the true list."""
+    """How a list of cached blocks differs from the true list, in numbers of blocks."""
 
     blocks: Count  # number of blocks in the list
     missing: Count = 0  # number of blocks that are cached, but are not in the list
@@ -40,15 +40,15 @@ class Comparison(Struct, frozen=True):
 
 
 class ReplicaAudit(Struct, frozen=True):
-    """The result of an audit: the replica's table and the index, each compared with its source."""
+    """The result of one audit."""
 
     replica_id: str
-    incarnation: str
+    incarnation: str  # the replica's registration in the index; each registration has another one
     seq: Count  # number of the replica's latest change in the index
     known: Comparison  # the replica's table, compared with its engine
     index: Comparison  # Redis, compared with the replica's table
     version: int = VERSION
-    # The part of `known` that counts copies in host memory only; unset: there are none.
+    # The part of `known` for copies of blocks in host memory; unset: the replica has no such tier.
     in_host: Comparison | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -1,4 +1,4 @@
-"""A request and the chunks of its response."""
+"""A request to an engine, the chunks of its response, and its errors."""
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,11 +16,14 @@ TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
 
 NO_TOKENS: TokenIds = np.array([], np.uint32)
-BYTES_PER_TOKEN = 64  # bytes of an HTTP response that count as one token in `weight`
+BYTES_PER_TOKEN = 64  # bytes of an HTTP response that `weight` counts as one token
 
 
 class GenerateRequest(Struct, frozen=True, array_like=True):
-    """One prompt that an engine runs. Routers send the fields before `pin`, in this order."""
+    """One prompt that an engine runs.
+
+    Routers send the fields before `pin`, in this order; a replica sets the others for itself.
+    """
 
     request_id: str
     token_ids: TokenIds  # shape (n,): the prompt, then the tokens that another engine generated
@@ -33,13 +36,13 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     max_tokens: int = 1  # tokens to generate if there is no call
     rank: int = 0  # number of the replica's data parallel rank that runs the request
     shared_tokens: int = 0  # tokens of the first blocks, which all namespaces share
-    # Position in the engine's queue: the lowest is first. It is relative to the arrival at the
-    # engine, since hosts' clocks differ. Negative: the request has waited elsewhere.
+    # Sort key in the engine's queue, in seconds from the arrival at the engine; the lowest key is
+    # first. It is relative, since hosts' clocks differ. Negative: the request has waited elsewhere.
     order_s: float = 0.0
     waited_s: float = 0.0  # seconds in the router's queue because no replica had capacity
     keep: RetentionHint | None = None  # retention hint for the blocks; None: evict by age only
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
-    is_host_pin: bool = False  # True: the pin keeps them in host memory, not in the engine's own
+    is_host_pin: bool = False  # True: the pin keeps the blocks in host memory, not in the KV cache
 
     @property
     def scope(self) -> Scope:
@@ -83,7 +86,10 @@ def client_id(dispatch_id: str) -> str:
 
 
 def weight(chunk: Chunk) -> int:
-    """Return the memory that a waiting chunk takes, in tokens; its HTTP bytes count as tokens."""
+    """Return how much memory a chunk takes until it is sent, in tokens.
+
+    Its HTTP bytes count as one token per BYTES_PER_TOKEN.
+    """
     data = 0 if chunk.http is None else len(chunk.http.data)
     return len(chunk.token_ids) + data // BYTES_PER_TOKEN
 
@@ -106,7 +112,7 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineAwayError(EngineDeadError):
-    """The engine's server does not answer now; the replica continues when it is back."""
+    """An attached server (one that the user runs) does not answer; it may come back."""
 
 
 class CannotRunError(RuntimeError):
@@ -114,4 +120,4 @@ class CannotRunError(RuntimeError):
 
 
 class PinRefusedError(ValueError):
-    """Pins would exceed their share of the KV cache."""
+    """A pin was refused, since all pins together would exceed their share of the KV cache."""

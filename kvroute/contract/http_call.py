@@ -11,23 +11,24 @@ from kvroute.blocks.fingerprint import Feature
 class HttpCall(Struct, frozen=True, array_like=True):
     """The client's HTTP request, for the replica's HTTP application.
 
-    If another replica has answered part of it, the fields from `deltas` to `written_tokens`
-    describe that part. The application replays it without sending it, and continues after it.
+    To render a body is to convert it to the prompt's token ids. If another replica has answered
+    part of the request, the fields from `deltas` to `written_tokens` describe that part. The
+    application produces that part again without sending it, and continues after it.
     """
 
     path: str
     body: bytes  # JSON
-    created: float  # date of the response in Unix time, equal on every replica
-    is_rendered: bool = True  # True: the token ids are the prompt; else the replica renders it
-    is_checked: bool = False  # True: the replica also renders the body, and compares the token ids
+    created: float  # Unix time in the response; equal on every replica that continues it
+    is_rendered: bool = True  # True: the router has rendered the body; else the replica does
+    is_checked: bool = False  # True: the replica also renders the body, and compares the results
     deltas: tuple[int, ...] = ()  # number of tokens in each output of the first replica's engine
     cached_tokens: int = 0  # prompt tokens that the first replica had in its KV cache
     written_tokens: int = 0  # prompt tokens that the first replica wrote to its KV cache
-    problem: str = ""  # why the router could not render the body; empty: it has rendered the body
+    problem: str = ""  # why the router has not rendered the body, for the replica's log
     request_id: str = ""  # the client's request id, for calls without a GenerateRequest
     namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
-    has_prefix: bool = False  # whether the token ids begin with a prefix that the body lacks
+    has_prefix: bool = False  # True: the token ids begin with a named prefix that the body lacks
 
 
 class HttpPart(Struct, frozen=True, array_like=True):
@@ -39,8 +40,8 @@ class HttpPart(Struct, frozen=True, array_like=True):
     deltas: tuple[int, ...] = ()  # number of tokens in each of the engine's outputs
     written_tokens: int = 0  # prompt tokens that the engine wrote to its KV cache
     can_continue: bool = True  # whether another replica can continue exactly after this part
-    # Whether this is the whole response, which arrived at its end: when the first token was
-    # generated is unknown.
+    # True: the engine delivered the whole response at its end, so the time of its first token is
+    # unknown.
     is_whole: bool = False
 
 
@@ -68,8 +69,8 @@ def joined_parts(parts: Sequence[HttpPart]) -> HttpPart:
     )
 
 
-# These are functions, since the replica's deployment is pickled by value, and msgspec's decoders
-# cannot be pickled. The functions that decode raise one of unreadable.DECODE_ERRORS.
+# These functions replace msgspec's decoder objects: Ray pickles the replica's deployment by value,
+# and decoders cannot be pickled. A function that decodes raises one of unreadable.DECODE_ERRORS.
 
 
 def encode_call(call: HttpCall) -> bytes:

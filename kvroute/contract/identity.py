@@ -12,14 +12,17 @@ from kvroute.blocks.fingerprint import FINGERPRINT_VERSION
 from kvroute.contract.adapters import Adapter, digests
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first file that exists is used
-TEMPLATE_FILE = "chat_template.jinja"  # used before the template in tokenizer_config.json
+TEMPLATE_FILE = "chat_template.jinja"  # has priority over the template in CONFIG_FILE
 CONFIG_FILE = "tokenizer_config.json"
 
 Digest = Annotated[str, Meta(max_length=128)]
 
 
 class Identity(Struct, frozen=True):
-    """Part of a replica's record. The digest of a file is empty if the model has no such file."""
+    """The properties of one model as a replica or a router has loaded it.
+
+    The digest of a file is empty if the model has no such file.
+    """
 
     fingerprint_version: Digest
     revision: Annotated[str, Meta(max_length=1024)]
@@ -51,7 +54,7 @@ def identify(
 
 
 def chat_template(model: str, revision: str) -> str:
-    """Return the model's chat templates as text; empty: it has none.
+    """Return the text of the model's chat template; several are joined; empty: it has none.
 
     Args:
         model: a folder, or a hub name whose files are in the local cache.
@@ -59,10 +62,10 @@ def chat_template(model: str, revision: str) -> str:
     """
     if template := _read(model, TEMPLATE_FILE, revision):
         return template.decode()
-    given = _template_in_config(model, revision) or ""
-    if isinstance(given, list):  # several templates, each with a name
-        given = "".join(str(entry.get("template", "")) for entry in given)
-    return str(given)
+    in_config = _template_in_config(model, revision) or ""
+    if isinstance(in_config, list):  # several templates, each with a name
+        in_config = "".join(str(entry.get("template", "")) for entry in in_config)
+    return str(in_config)
 
 
 def _digest(content: bytes) -> str:

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from kvroute.blocks.fingerprint import Fingerprint
 
-NO_BLOCK = Fingerprint(0)
+NO_BLOCK = Fingerprint(0)  # in place of a block that does not exist
 SESSION_BITS = 63  # size of a session's number, in bits
 MAX_TURNS = 1_000_000  # highest number of a conversation's turn; later turns also get this number
 
@@ -34,12 +34,12 @@ class Order(IntEnum):
     """The order of eviction: blocks with a smaller value are evicted first."""
 
     ENDED = 0  # blocks of a session that the client has ended
-    UNLIKELY = 1  # blocks after a turn like this one are seldom reused
+    UNLIKELY = 1  # blocks of a conversation that will probably not continue
     USUAL = 2  # all other blocks
 
 
 class RetentionHint(Struct, frozen=True, array_like=True):
-    """The retention hint for the blocks of a prompt and its answer. The default is no hint."""
+    """Tells an engine when to evict the blocks of a prompt and its answer. Default: no hint."""
 
     order: Order = Order.USUAL
     session: Session = 0  # the session that the blocks belong to; 0: unknown
@@ -48,7 +48,7 @@ class RetentionHint(Struct, frozen=True, array_like=True):
 class SessionTurn(NamedTuple):
     """The place of a prompt in its conversation."""
 
-    end: Block  # the prompt's last reusable block; NO_BLOCK: it has none
+    end: Block  # the prompt's last block that later prompts can reuse; NO_BLOCK: it has none
     session: Session
     number: Annotated[int, Meta(ge=1, le=MAX_TURNS)]  # position in the conversation, from 1
     before: Block = NO_BLOCK  # `end` of the previous turn

@@ -1,4 +1,4 @@
-"""The messages that routers exchange about their requests: msgpack, many events per message."""
+"""The messages that routers exchange about their requests, in msgpack, each with many events."""
 
 from collections.abc import Iterable
 from typing import Annotated
@@ -33,15 +33,15 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
     prefill_s: Seconds  # predicted seconds of prefill
     new_tokens: Count  # prompt tokens to compute
     prompt_tokens: Count
-    known_prefix: Fingerprints  # the prompt's last block that any replica has; empty: none has one
+    known_prefix: Fingerprints  # only the prompt's last block that some replica has cached, if any
     expected: Fingerprints  # the blocks that the prompt will add to the replica's cache
     lora: Name = ""
     loads_first: bool = False  # whether an adapter or blocks from slower tiers must be loaded first
-    turn: SessionTurn | None = None
+    turn: SessionTurn | None = None  # place of the prompt in its conversation; None: unknown
 
     @property
     def known_block(self) -> Fingerprint | None:
-        """Return the last block of the known prefix; None: no replica has any of the prompt."""
+        """Return the prompt's last block that some replica has cached; None: there is none."""
         blocks = self.known_prefix.blocks
         return blocks[-1] if blocks else None
 
@@ -101,7 +101,7 @@ class Waiting(Struct, array_like=True):
 
 
 class WaitingSessions(Struct, array_like=True, frozen=True):
-    """The requests that wait in a router until their sessions have a seat at a replica."""
+    """The requests that wait in a router until their session gets a seat: the right to send."""
 
     requests: Count = 0
     oldest_s: Seconds = 0.0  # seconds that the oldest of these requests has waited

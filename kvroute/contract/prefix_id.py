@@ -1,4 +1,4 @@
-"""The id of a named prefix, as clients send it."""
+"""The id of a named prefix, that is, of a declared text that replicas keep cached."""
 
 from typing import Annotated
 

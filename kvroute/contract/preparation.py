@@ -2,8 +2,7 @@
 
 The preparation lasts from the arrival of a request until the engine has it: the replica parses,
 renders and checks the request on its event loop. If the loop hangs, the router suspects the
-requests that the replica was preparing. So the replica reports the start and the end of each
-preparation.
+requests in preparation. So the replica reports to the router when each preparation starts and ends.
 """
 
 from collections.abc import Callable
@@ -13,12 +12,15 @@ _REPORT: ContextVar[Callable[[], object] | None] = ContextVar("_REPORT", default
 
 
 def on_prepared(report: Callable[[], object]) -> None:
-    """Have `report` called when the current task's request is prepared."""
+    """Set the function that `prepared` calls for the request of the current asyncio task."""
     _REPORT.set(report)
 
 
 def prepared() -> None:
-    """Report that the current task's request goes to the engine; later calls do nothing."""
+    """Report that the preparation of the current task's request has ended.
+
+    Only the first call for a request has an effect.
+    """
     if report := _REPORT.get():
         _REPORT.set(None)
         report()

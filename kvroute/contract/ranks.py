@@ -1,7 +1,7 @@
 """Ids of data parallel ranks: each rank of a replica has its own cache and its own id in the index.
 
-The index and routers use the id of a rank as the replica id. A replica with one rank uses its own
-id for the rank.
+The index and routers treat each rank as a replica, whose id is the rank's id. If a replica has only
+one rank, the rank has the replica's id.
 """
 
 from collections.abc import Iterable

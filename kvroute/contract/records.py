@@ -66,17 +66,21 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     block_size: AtLeastOne  # tokens of one fingerprint
     capacity_blocks: Count  # size of the KV cache, in blocks of block_size tokens
     max_model_len: AtLeastOne  # tokens, prompt and output together
-    prefill_tokens_per_s: Rate  # estimate for a prompt's start; the router learns the real speed
+    # Estimated prefill speed at a prompt's start, where attention costs little. Routers correct it
+    # by measured times to first token.
+    prefill_tokens_per_s: Rate
     attention_tokens: Rate = 32_768.0  # context length at which a token's prefill costs double
     prefix_caching: bool = True  # whether the engine reuses cached prefixes
-    pin_blocks: Count = 0  # KV blocks of the engine's own memory that pins may take
+    pin_blocks: Count = 0  # blocks of the KV cache that pins may take, without host memory
     max_num_seqs: Count = 0  # maximum number of requests in one batch; 0: unknown
     step_tokens: AtLeastOne = 8192  # maximum tokens in a step: vLLM's max_num_batched_tokens
     max_cpu_loras: Count = 0  # maximum number of LoRA adapters in memory
-    # "vllm" | "simulated" | "unpatched": vLLM without kvroute's changes | "attached": a server that
-    # the user runs.
+    # "vllm", "simulated", "unpatched" (vLLM without kvroute's changes) or "attached" (a server that
+    # the user runs).
     engine: Name = "vllm"
-    content_format: Name = ""  # vLLM's content format of the chat template; empty: no template
+    # Form in which the chat template expects a message's content: "string" or "openai" (a list of
+    # parts); empty: there is no template.
+    content_format: Name = ""
     tool_parser: Name = ""  # vLLM's parser of tool calls; empty: none
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
     layout: Layout | None = None  # None: full attention, with blocks of block_size tokens
@@ -84,7 +88,8 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     server: Name = ""  # address of the attached server; empty: the engine is kvroute's own
     # Whether the cached blocks are a guess, because the attached server publishes no events.
     guesses_cache: bool = False
-    unfit: Annotated[str, Meta(max_length=1000)] = ""  # why vLLM runs unpatched although not asked
+    # Why kvroute's changes do not fit the installed vLLM, so that it runs unpatched; else empty.
+    unfit: Annotated[str, Meta(max_length=1000)] = ""
 
     @property
     def tiers(self) -> Mapping[Tier, TierFacts]:
@@ -112,7 +117,7 @@ class Warm(Struct, frozen=True, array_like=True):
 
     blocks: Count  # full blocks of the prefix, all of which this replica has computed
     is_pinned: bool  # whether the blocks cannot be evicted
-    is_in_host: bool = False  # whether they are pinned in host memory, not in the engine's own
+    is_in_host: bool = False  # whether they are pinned in host memory instead of the KV cache
 
     @property
     def tier(self) -> Tier:
@@ -121,16 +126,16 @@ class Warm(Struct, frozen=True, array_like=True):
 
     @property
     def pinned_blocks(self) -> int:
-        """Return how many blocks of the engine's own memory are pinned."""
+        """Return how many blocks are pinned in the KV cache, not counting host memory."""
         return self.blocks if self.is_pinned and self.tier == GPU else 0
 
 
-Pins = Mapping[str, Warm]  # Prefix.name -> its state
+Pins = Mapping[str, Warm]  # name of a prefix -> its state on the replica
 NO_PINS: Pins = MappingProxyType({})
 
 
 class Description(Struct, frozen=True):
-    """Properties of a replica that do not change during one incarnation."""
+    """Properties of a replica that do not change until it registers again."""
 
     facts: EngineFacts
     identity: Identity | None = None  # None: unknown, and assumed to be equal to the router's

@@ -1,4 +1,4 @@
-"""Counts data of other processes that cannot be decoded. Readers skip it and tell the user."""
+"""Counts items from other processes, such as records, that a process cannot decode and so skips."""
 
 import time
 from collections import Counter
@@ -28,7 +28,7 @@ DECODE_ERRORS = (ValueError, RecursionError, msgspec.MsgspecError)
 
 
 class UnreadableError(ValueError):
-    """The data is well-formed but not valid here; the message says why."""
+    """The data can be decoded, but this process cannot use it; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

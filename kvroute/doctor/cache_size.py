@@ -11,7 +11,7 @@ from kvroute.doctor.load_checks import FEW_REQUESTS
 
 # Both numbers are shares of all prompt tokens.
 MIN_GAIN = 0.03  # a larger cache is recommended if it would add at least this share of hits
-MUCH_EVICTED = 0.05  # if eviction costs this share and no memory helps, the finding says so
+MUCH_EVICTED = 0.05  # from this share of evicted tokens on, say if more memory would not help
 ENGINE = "kvroute_engine_"  # prefix of the names of an engine's metrics
 
 
@@ -21,7 +21,8 @@ class CacheReading:
 
     prompt_tokens: float
     cached_tokens: float
-    # Size of a larger cache, relative to the real one -> additional tokens that it would have had.
+    # Size of a larger cache, relative to the real one -> estimate of the additional tokens that it
+    # would have had. The engine computes it from a list of evicted blocks (replica/ghosts.py).
     ghost_hit_tokens: Mapping[float, float]
 
 
@@ -92,5 +93,6 @@ def _one_more(replicas: int, gains: Mapping[float, float]) -> str:
 
 
 def _points(gains: Mapping[float, float], size: float) -> str:
+    """Return the gain of a cache of this relative size; interpolate between sizes of `gains`."""
     gain = float(np.interp(size, [1.0, *gains], [0.0, *gains.values()]))
     return f"+{100 * gain:.1f} points of hit share"

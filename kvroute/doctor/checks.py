@@ -1,4 +1,4 @@
-"""Grades the facts that a cluster reports as ok, warning or wrong; without network or clock."""
+"""Checks the facts that a cluster reports. This module uses neither the network nor the clock."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,25 +12,28 @@ from kvroute.process import vllm_build
 from kvroute.store.connection import OLDEST_REDIS
 
 Grade = Literal["ok", "warning", "wrong"]
-Facts = Mapping[str, Any]
+Facts = Mapping[str, Any]  # a part of the router's diagnosis, as JSON
 
 SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
-FULL = 0.9  # if Redis uses more than this share of its memory limit, there is a warning
-# If a round trip to Redis takes more seconds, there is a warning. A change of the index needs two
-# round trips: one to write it and one to read it.
+FULL = 0.9  # a warning if Redis uses more than this share of its memory limit
+# A warning if a round trip to Redis takes more than this many seconds. A change of the index needs
+# two round trips: one to write it and one to read it.
 SLOW_REDIS_S = 0.05
-RECENT_S = 60.0  # there is a warning if an unreadable item was skipped in the last RECENT_S
+RECENT_S = 60.0  # a warning if an unreadable item was skipped in this many seconds before now
 LATE_LEASE_S = 1.0  # a lease with fewer seconds left has missed two of its three renewals
 
 RESTART = "restart the replica with the router's model files and settings"
-BY_LOAD = "kvroute routes requests to it by load only, since it cannot predict its cache hits"
+BY_LOAD = "routers send requests to this replica by its load only, without regard to its cache"
 HEALS = "repeat the audit, as most drift is repaired in seconds; if it stays, restart the replica"
-CANARY_REMEDIES = {  # cause of a lost canary -> remedy
-    "no answer": "see its log, and its load in kvroute status; Serve replaces a hanging replica",
-    "not in the index": "see its log, and check that its node can reach Redis",
-    "nothing published": "see its log: its engine publishes no events, or Redis refuses its writes",
-    "other fingerprints": f"it computes other fingerprints than the router: {RESTART}",
-    "not in the mirror": "see the router's log and kvroute_index_age_seconds; is it short of CPU?",
+CANARY_REMEDIES = {  # why a canary, a small test request, was lost -> remedy
+    "no answer": "see the replica's log, and its load in kvroute status; if it hangs, Serve "
+    "replaces it",
+    "not in the index": "see the replica's log, and check that its node can reach Redis",
+    "nothing published": "see the replica's log: its engine publishes no events, or Redis refuses "
+    "its writes",
+    "other fingerprints": f"replica and router compute different fingerprints: {RESTART}",
+    "not in the mirror": "see the router's log and kvroute_index_age_seconds; give the router more "
+    "CPU",
 }
 FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
 UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
@@ -89,10 +92,10 @@ def connections(health: Facts) -> Iterator[Check]:
 
 
 def blamed(requests: Sequence[Facts]) -> Check:
-    """Check whether requests are suspected of having stopped a replica.
+    """Check whether routers refuse requests because these have stopped a replica.
 
     Args:
-        requests: The suspected requests, each with its model, age and reason.
+        requests: The refused requests: model, reason, and seconds since the replica stopped.
     """
     if not requests:
         return Check("requests", "ok", "no request has stopped a replica lately")
@@ -100,7 +103,7 @@ def blamed(requests: Sequence[Facts]) -> Check:
     finding = (
         f"{len(requests)} different requests for {last['model']} are refused for some minutes; "
     )
-    finding += f"the latest for {last['age_s']:.0f} s: {last['why']}"
+    finding += f"the latest has been refused for {last['age_s']:.0f} s: {last['why']}"
     remedy = "the router's log has the request's id; its client should send a smaller request"
     return Check("requests", "warning", finding, remedy)
 
@@ -133,8 +136,8 @@ def redis(facts: Facts) -> Iterator[Check]:
     if "error" in facts:
         finding = f"Redis is away or refuses writes: {facts['error']}"
         remedy = (
-            "start it, open its port to the routers, or correct the error; meanwhile requests are "
-            "served, with fewer cache hits"
+            "start Redis, open its port to the routers, or correct the error; meanwhile requests "
+            "are served, with fewer cache hits"
         )
         yield Check("redis", "wrong", finding, remedy)
         return
@@ -188,7 +191,7 @@ def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterat
         finding = (
             f"the lease of replica {replica_id} ends in {remaining_s:.1f} s: its renewal is late"
         )
-        remedy = "give it or Redis more CPU; if it died, it disappears from this check in seconds"
+        remedy = "give the replica or Redis more CPU; a lost replica disappears here in seconds"
         yield Check("leases", "warning", finding, remedy)
     if not missing and not late:
         shortest = f" for {min(left_s.values()):.1f} s or more" if left_s else ""
@@ -203,12 +206,12 @@ def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
             away, so do not check.
     """
     for model in models or ():
-        own, others = model["own"], model["others"]
+        ours, others = model["own"], model["others"]
         twins = [other for other in others if other["is_twin"]]
         for twin in twins:
             finding = (
-                f"another cluster named {own['cluster']!r} serves {own['model']} through this "
-                f"Redis: its Ray is at {twin['ray_address']}, ours at {own['ray_address']}; "
+                f"another cluster named {ours['cluster']!r} serves {ours['model']} through this "
+                f"Redis: its Ray is at {twin['ray_address']}, ours at {ours['ray_address']}; "
                 "each of them reads the data of the other"
             )
             remedy = (
@@ -216,16 +219,16 @@ def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
             )
             yield Check("clusters", "warning", finding, remedy)
         names = sorted({repr(other["cluster"]) for other in others if not other["is_twin"]})
-        finding = f"this is {own['cluster']!r}"
+        finding = f"this is {ours['cluster']!r}"
         if names:
-            finding += f"; this Redis is also used for {own['model']} by {', '.join(names)}, "
+            finding += f"; this Redis is also used for {ours['model']} by {', '.join(names)}, "
             finding += "with separate data"
         if names or not twins:
             yield Check("clusters", "ok", finding)
 
 
 def records(unreadable: Sequence[Facts]) -> Iterator[Check]:
-    """Check that the router could read all items in Redis in the last RECENT_S.
+    """Check that the router could read all items in Redis in the last RECENT_S seconds.
 
     Args:
         unreadable: Items that the router has skipped since its start, by model and kind.
@@ -245,7 +248,7 @@ def records(unreadable: Sequence[Facts]) -> Iterator[Check]:
 
 
 def rendering(differences: Mapping[str, int]) -> Check:
-    """Check that routers render prompts exactly as vLLM does.
+    """Check that routers convert requests to token ids (render them) exactly as vLLM does.
 
     Args:
         differences: Replica -> number of checked prompts that vLLM renders differently.
@@ -259,26 +262,27 @@ def rendering(differences: Mapping[str, int]) -> Check:
 
 
 def hooks(unfit: Mapping[str, str]) -> Iterator[Check]:
-    """Check that kvroute's engine fits the installed vLLM.
+    """Check that kvroute's changes to vLLM fit the installed version.
 
     Args:
-        unfit: Replica -> why it runs vLLM without kvroute's changes.
+        unfit: Replica -> why the changes do not fit.
     """
     if unfit:
         finding = f"{len(unfit)} replicas run vLLM without pins, host memory and continued answers"
-        finding += f", because the installed vLLM does not fit: {next(iter(unfit.values()))}"
+        finding += ", because kvroute's changes do not fit the installed vLLM: "
+        finding += next(iter(unfit.values()))
         remedy = f"install vLLM {', or '.join(vllm_build.TESTED)}; or set --engine-hooks off"
         yield Check("hooks", "warning", finding, remedy)
 
 
 def cache_events(guessed: Sequence[str]) -> Iterator[Check]:
-    """Check that attached servers tell what they have cached.
+    """Check that attached servers (vLLM servers of the user) publish what they have cached.
 
     Args:
-        guessed: The addresses of the servers that do not tell it.
+        guessed: Addresses of the servers that do not, so that routers guess it.
     """
     if guessed:
-        finding = f"what {', '.join(guessed)} has cached is guessed from the prompts sent there"
+        finding = f"the cache of {', '.join(guessed)} is guessed from the prompts sent there"
         remedy = "start the server with --kv-events-config and a replay_endpoint: docs/attach.md"
         yield Check("events", "warning", finding, remedy)
 
@@ -293,7 +297,9 @@ def haproxy(serve: Facts) -> Check:
         return Check("haproxy", "warning", finding, remedy)
     if not serve["came_through_haproxy"]:
         finding = "HAProxy is on, but this request came through Serve's own proxy"
-        remedy = "see HAProxy's log beside Serve's logs on the head; is HAProxy installed there?"
+        remedy = (
+            "see HAProxy's log beside Serve's logs on the head node; is HAProxy installed there?"
+        )
         return Check("haproxy", "warning", finding, remedy)
     if not serve["throughput_optimized"]:
         finding = "requests go through HAProxy, but Serve's throughput mode is off"
@@ -303,7 +309,11 @@ def haproxy(serve: Facts) -> Check:
 
 
 def access(facts: Facts) -> Check:
-    """Check who can use the cluster. The host is None if Serve's controller has not answered."""
+    """Check who can use the cluster.
+
+    Args:
+        facts: `host` is None if Serve's controller has not answered.
+    """
     host, problem = facts["host"], facts["problem"]
     if problem:
         finding = f"the key file cannot be read, so the earlier API keys stay valid: {problem}"
@@ -342,23 +352,27 @@ def versions(installed: Mapping[str, str], ours: str, nodes: Sequence[str] | Non
 
 
 def canary(replicas: Sequence[Facts], router: str) -> Iterator[Check]:
-    """Check the results of the canaries: one small request to each replica."""
-    seen = [replica for replica in replicas if replica["cause"] is None]
-    unseen = [replica for replica in replicas if replica["cause"] == "Redis is away"]
-    if seen:
-        slowest = max(replica["answered_s"] + replica["seen_s"] for replica in seen)
+    """Check the results of the canaries: one small test request to each replica.
+
+    Each canary has a new prompt, whose blocks must appear in Redis and in the router.
+    """
+    complete = [replica for replica in replicas if replica["cause"] is None]
+    without_redis = [replica for replica in replicas if replica["cause"] == "Redis is away"]
+    if complete:
+        slowest_s = max(replica["answered_s"] + replica["seen_s"] for replica in complete)
         finding = (
-            f"answered by {_replicas(seen)} replicas, and their blocks seen in Redis and router "
-            f"{router} within {slowest * 1000:.0f} ms"
+            f"answered by {_replicas(complete)} replicas, whose new blocks were seen in Redis and "
+            f"router {router} within {slowest_s * 1000:.0f} ms"
         )
         yield Check("canary", "ok", finding)
-    if unseen:
+    if without_redis:
         finding = (
-            f"answered by {_replicas(unseen)} replicas; without Redis their blocks are unknown"
+            f"answered by {_replicas(without_redis)} replicas; without Redis their new blocks "
+            "cannot be seen"
         )
         yield Check("canary", "warning", finding, "follow the remedy of the check `redis`")
     for replica in replicas:
-        if replica not in seen and replica not in unseen:
+        if replica not in complete and replica not in without_redis:
             yield _lost_canary(replica)
 
 
@@ -383,7 +397,11 @@ def _lost_canary(replica: Facts) -> Check:
 
 
 def audit(replica: Facts, router: str) -> Check:
-    """Check the result of a router's audit of one replica."""
+    """Check the result of an audit of one replica.
+
+    An audit compares the blocks that the engine has cached with those that the replica, Redis and
+    the router list for it. The number of wrong blocks in a list is its drift.
+    """
     names = ACCOUNTS | {"mirror": f"router {router}"}
     counts = [f"{names[account]} {_known(count)}" for account, count in replica["blocks"].items()]
     wrong = [

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvroute.doctor.checks import Check
 
-AGREED_S = 1.0  # two clocks are reported if their difference is certainly larger
+AGREED_S = 1.0  # two clocks agree unless they certainly differ by more than this many seconds
 REMEDY = "synchronise the clocks of all nodes, with chrony or another NTP client"
 
 
@@ -62,16 +62,16 @@ def judge(router: Offset, redis: Offset | None, processes: Mapping[str, Offset])
     }
     if redis is not None:
         ahead_s["Redis"] = redis.min_difference_s
-    apart = {name: by_s for name, by_s in ahead_s.items() if abs(by_s) > AGREED_S}
-    for name, by_s in apart.items():
-        yield Check("clocks", "wrong", f"{name} is {_away(by_s)} the router", REMEDY)
+    wrong = {name: by_s for name, by_s in ahead_s.items() if abs(by_s) > AGREED_S}
+    for name, by_s in wrong.items():
+        yield Check("clocks", "wrong", f"{name} is {_ahead(by_s)} the router", REMEDY)
     if abs(router.min_difference_s) > AGREED_S:
-        finding = f"the router is {_away(router.min_difference_s)} this computer"
+        finding = f"the router is {_ahead(router.min_difference_s)} this computer"
         yield Check("clocks", "warning", finding, "correct the clock that is wrong")
-    elif not apart:
+    elif not wrong:
         others = f", and with {len(ahead_s)} others of the cluster" if ahead_s else ""
         yield Check("clocks", "ok", f"the router's clock agrees with this computer's{others}")
 
 
-def _away(by_s: float) -> str:
+def _ahead(by_s: float) -> str:
     return f"{abs(by_s):.1f} s {'ahead of' if by_s > 0 else 'behind'}"

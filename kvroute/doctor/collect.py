@@ -19,7 +19,7 @@ Step = Callable[[str], object]  # called with a description of each step, for th
 
 
 def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterator[Check]:
-    """Query the cluster and yield the checks in order, as far as it responds."""
+    """Query the cluster and yield the checks in order; if it does not respond, yield only one."""
     try:
         health = httpx.get(f"{url}/health", timeout=WAIT_S).json()
         ready = int(health["replicas"])
@@ -36,7 +36,7 @@ def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> 
 
 
 class _RefusedError(Exception):
-    """The cluster has returned an error, whose message this is."""
+    """The cluster has responded with an error; the exception has its message."""
 
 
 class _ForbiddenError(_RefusedError):
@@ -44,7 +44,7 @@ class _ForbiddenError(_RefusedError):
 
 
 class _Collection:
-    """The queries that need a client."""
+    """The queries that need the user's API key, and their checks."""
 
     def __init__(self, client: httpx.Client, step: Step) -> None:
         self._client = client
@@ -53,7 +53,9 @@ class _Collection:
     def run(self, *, has_replicas: bool, audit: bool) -> Iterator[Check]:
         yield from self._attempt("diagnosis", "querying a router's diagnosis", self._diagnosis)
         if has_replicas:
-            yield from self._attempt("canary", "sending each replica a canary", self._canary)
+            yield from self._attempt(
+                "canary", "sending each replica a small test request", self._canary
+            )
             if audit:
                 yield from self._attempt("audit", "comparing all counts of blocks", self._audit)
 
@@ -70,7 +72,8 @@ class _Collection:
             return [Check(name, "wrong", str(error), "correct this, then run the doctor again")]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             finding = f"the response did not arrive or cannot be read: {error!r}"
-            return [Check(name, "wrong", finding, "see the router's log; is it another version?")]
+            remedy = "see the router's log; does it run this command's version of kvroute?"
+            return [Check(name, "wrong", finding, remedy)]
 
     def _request(self, method: str, path: str) -> Any:
         response = self._client.request(method, path)
@@ -125,8 +128,8 @@ class _Collection:
                 "correct this, then run the doctor again",
             )
         processes = {probe.process: probe.clock for probe in probes if probe.clock}
-        ahead = Offset(*redis["clock_ahead_s"]) if "clock_ahead_s" in redis else None
-        yield from clocks.judge(router, ahead, processes)
+        redis_clock = Offset(*redis["clock_ahead_s"]) if "clock_ahead_s" in redis else None
+        yield from clocks.judge(router, redis_clock, processes)
 
     def _canary(self) -> Iterator[Check]:
         body = self._request("POST", "/v1/cluster/canary")

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
 
-# There is a warning if a replica has more seconds of prefill queued, or the mean wait is longer.
+# A warning if a replica has more than this many seconds of prefill queued, or if requests have
+# waited longer on average.
 LONG_S = 5.0
 FEW_REQUESTS = 20  # with fewer recent requests, cache hits are not judged
-LONG_WAIT_S = 1.0  # a warning if the oldest request has waited longer for a replica
-REFUSALS = {  # reason of a refusal -> end of a text that begins with a number of requests
+LONG_WAIT_S = 1.0  # a warning if a queued request has waited this many seconds or more
+REFUSALS = {  # reason of a refusal -> its description, which follows the number of requests
     "forecast": "would have waited too long",
     "deadline": "had waited too long",
     "full": "found the queue full",
@@ -28,6 +29,8 @@ class Limit(NamedTuple):
     remedy: str
 
 
+# The ledger (router/placement/ledger.py) counts each prompt token under one cause, which says why
+# the token was cached or not.
 LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "stale": Limit(
         0.1,
@@ -42,7 +45,7 @@ LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "unpinned": Limit(
         0.1,
         "named prefixes were cached nowhere",
-        "kvroute prefixes list shows where they are warm; a larger --pin-share pins more",
+        "kvroute prefixes list shows how many replicas have them; a larger --pin-share pins more",
     ),
     "evicted": Limit(
         0.2,
@@ -51,11 +54,12 @@ LIMITS = {  # cause of misses in the ledger -> when it is a warning
     ),
 }
 
-BROKEN_SHARE = 0.05  # a warning if a larger share of prompt tokens is missed after a changed place
+BROKEN_SHARE = 0.05  # a warning if chats that change cost more than this share of prompt tokens
 MOVE = "put changing text, such as dates and ids, at the end: into the last user message"
 REMEDIES = {  # part of the chat that changes -> remedy; other parts: MOVE
     "tools": "send the same tools in the same order with each turn",
-    "template": "does the template move tools or drop thoughts? chat_template_kwargs may keep them",
+    "template": "perhaps the chat template moves tools or drops earlier reasoning; "
+    "chat_template_kwargs may prevent this",
 }
 SLOW = (
     "routers already send it fewer requests; check its GPU's temperature and clocks (nvidia-smi -q "
@@ -136,7 +140,7 @@ def load(backlogs_s: Mapping[str, float]) -> Iterator[Check]:
     for replica_id, backlog_s in busy.items():
         finding = f"replica {replica_id} has {backlog_s:.0f} s of prefill queued"
         finding += f", and half of the replicas at most {median_s:.1f} s"
-        remedy = "kvroute explain shows why prompts go there; is it slower than the others?"
+        remedy = "kvroute explain shows why prompts go there; is the replica slower than others?"
         yield Check("load", "warning", finding, remedy)
     if not busy:
         longest_s = max(backlogs_s.values())
@@ -185,17 +189,17 @@ def queues(queues: Iterable[Facts]) -> Iterator[Check]:
 
 
 def _waiting(queue: Facts) -> Iterator[Check]:
-    """Check the normal queue only, since background requests are meant to wait."""
-    here, everywhere = queue["lines"]["default"], queue["all_routers"]["requests"]
-    if here["oldest_s"] < LONG_WAIT_S:
+    """Check the queue of normal requests only, since background requests are meant to wait."""
+    normal, all_requests = queue["lines"]["default"], queue["all_routers"]["requests"]
+    if normal["oldest_s"] < LONG_WAIT_S:
         return
     finding = (
-        f"{_plural(here['requests'], 'request')} for {queue['model']} in the queue, since every "
+        f"{_plural(normal['requests'], 'request')} for {queue['model']} in the queue, since every "
     )
-    finding += f"replica is busy: {here['prefill_s']:.0f} s of prefill, the oldest for "
-    finding += f"{here['oldest_s']:.0f} s"
-    if everywhere > queue["requests"]:
-        finding += f"; {everywhere:,} requests in the queues of all routers"
+    finding += f"replica is busy: {normal['prefill_s']:.0f} s of prefill, the oldest for "
+    finding += f"{normal['oldest_s']:.0f} s"
+    if all_requests > queue["requests"]:
+        finding += f"; {all_requests:,} requests in the queues of all routers"
     yield Check("queue", "warning", finding, BIGGER)
 
 
@@ -226,6 +230,7 @@ def _waited(queue: Facts) -> str:
 
 
 def _shares(tokens: Mapping[str, int], total: int) -> str:
+    """Return the share of cached tokens, then the share of each cause of misses, largest first."""
     cached = (tokens["hit"] + tokens["unexpected_hit"]) / total
     missed = [cause for cause, n in tokens.items() if n and cause not in ("hit", "unexpected_hit")]
     missed.sort(key=lambda cause: -tokens[cause])

@@ -21,7 +21,7 @@ MAX_PARALLEL = 32  # maximum number of processes whose metrics are read in paral
 CONNECT_S = 1.0  # timeout of a connection to a process
 ANSWER_S = 5.0  # timeout of a process's response; long, because a busy process responds late
 ASKS_FOR_TOKEN = "it needs the metrics token, which was not sent, or was wrong"
-MIN_FREE_BYTES = 50_000_000  # a disk with less free space is a problem: Ray rotates at 100 MB
+MIN_FREE_BYTES = 50_000_000  # minimum free disk space; Ray starts a new log file after 100 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ def judge(probes: Sequence[Probe]) -> Iterator[Check]:
     elif not silent and not locked:
         yield Check("ports", "ok", f"the metrics of {len(probes)} processes can be read from here")
     if locked:
-        finding = f"{len(locked)} of {len(probes)} processes need a token: {locked[0].process}"
+        finding = (
+            f"{len(locked)} of {len(probes)} processes need a token, such as {locked[0].process}"
+        )
         remedy = f"set {TOKEN_FILE} to the file of --metrics-token-file"
         yield Check("ports", "warning", finding, remedy)
     if probes and len(silent) == len(probes):
@@ -80,7 +82,7 @@ def judge_missing(replicas: Iterable[str], targets: Sequence[dict[str, Any]]) ->
     indexed = replicas_of(replicas)
     missing = sorted(indexed - exposed)
     if targets and missing:
-        finding = f"{len(missing)} of {len(indexed)} replicas have no metrics: {missing[0]}"
+        finding = f"{len(missing)} of {len(indexed)} replicas have no metrics, such as {missing[0]}"
         remedy = "see their logs for the reason; perhaps --metrics-port-range has too few ports"
         yield Check("ports", "warning", finding, remedy)
 
@@ -134,7 +136,7 @@ def _probe(headers: Mapping[str, str], target: dict[str, Any]) -> Probe:
 
 
 def _log_health(samples: Iterable[Sample]) -> dict[str, Any]:
-    """Return a Probe's fields about the log, from the metrics of kvroute.process.logs."""
+    """Return the fields of a Probe about its log, from the metrics of kvroute.process.logs."""
     by_name = {sample.name: sample for sample in samples}
     fields: dict[str, Any] = {}
     if dropped := by_name.get("kvroute_dropped_log_lines_total"):

@@ -1,4 +1,8 @@
-"""Checks the seats of sessions: how many sessions have one, and how many requests wait for one."""
+"""Checks how many requests wait for a seat of their session.
+
+While the contexts of the active sessions do not fit in the caches, only sessions with a seat may
+send requests.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -6,7 +10,7 @@ from kvroute.doctor.checks import Check, Facts
 
 REMEDY = (
     "add replicas, or host memory for caches (--host-cache-gb); with --max-sessions off no request "
-    "waits, but sessions evict each other's blocks, which are then computed again"
+    "waits for a seat, but sessions evict each other's blocks, which are then computed again"
 )
 
 
@@ -21,11 +25,11 @@ def seats(models: Iterable[Facts]) -> Iterator[Check]:
         if is_waiting:
             yield Check("seats", "warning", seated(model), REMEDY)
         else:
-            yield Check("seats", "ok", _free(model))
+            yield Check("seats", "ok", _without_waits(model))
 
 
 def seated(seats: Facts) -> str:
-    """Say how many sessions have seats, why not all of them, and how many requests wait."""
+    """Return a text: how many sessions have seats, why not all, and how many requests wait."""
     waiting = seats["all_routers"]["waiting"]
     text = f"{seats['seats']:,} of {_counted(seats['sessions'], 'session')} for {seats['model']} "
     text += f"with a seat, since {_why(seats)}; {_counted(waiting, 'request')} waiting for a seat"
@@ -34,7 +38,7 @@ def seated(seats: Facts) -> str:
     return text
 
 
-def _free(seats: Facts) -> str:
+def _without_waits(seats: Facts) -> str:
     if seats["is_limited"]:
         return seated(seats)
     return (

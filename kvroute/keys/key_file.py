@@ -29,7 +29,8 @@ SECRET_BYTES = 32  # number of random bytes in a key's secret
 MAX_BYTES = 16 << 20  # maximum size of the file
 
 # What a key allows. use: generate and embed. observe: read the live page, the metrics and the state
-# of the cluster, which show the requests of all tenants. manage: change named prefixes, run audits.
+# of the cluster, all of which show every tenant's requests. manage: change named prefixes, run
+# audits.
 Role = Literal["use", "observe", "manage"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TENANT = r"^[\w.@-]{1,64}\Z"  # pattern of a tenant's name
@@ -40,11 +41,11 @@ Limited = Annotated[str, Meta(pattern=rf"{TENANT}|^\*\Z")]  # a tenant, or limit
 
 
 class KeyFileError(ValueError):
-    """The key file cannot be used; the message says why."""
+    """The key file cannot be read, used or written; the message says why."""
 
 
 class Key(Struct, frozen=True):
-    """The entry of one key in the file."""
+    """The entry of one key in the file, without the key's secret."""
 
     id: Id
     tenant: Tenant
@@ -58,7 +59,8 @@ class Key(Struct, frozen=True):
 class KeyFile(Struct, frozen=True):
     """The content of the file."""
 
-    # The tenants' salts are derived from the secret. If it changes, their cached blocks are lost.
+    # The tenants' salts, which separate their caches and responses, are derived from this secret.
+    # If it changes, no request matches the tenants' earlier cached blocks.
     secret: Annotated[bytes, Meta(min_length=32, max_length=32)]
     keys: tuple[Key, ...] = ()
     version: int = VERSION
@@ -114,7 +116,10 @@ def read(path: Path) -> KeyFile:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Keep other `kvroute keys` commands from changing the file. Raises KeyFileError."""
+    """Let no other `kvroute keys` command change the file in this context. Raises KeyFileError.
+
+    The lock is on the folder, since `write` replaces the file.
+    """
     try:
         folder = os.open(path.resolve().parent, os.O_RDONLY)
     except OSError as error:

@@ -9,8 +9,8 @@ from kvroute.contract.priority import Priority
 from kvroute.keys.key_file import PREFIX, Key, KeyFile, hash_of
 from kvroute.keys.limits import ANY, TenantLimits
 
-# Unknown ids are compared with this entry, which takes as long as for known ids. No secret has
-# this hash.
+# A key with an unknown id is checked against this entry, so that the check takes as long as for a
+# known id. It always fails, because no secret has this random hash.
 NOBODY = Key("", "", (), bytes(16), secrets.token_bytes(32))
 
 
@@ -38,12 +38,15 @@ def tenant_of(caller: Caller | None) -> str:
 
 
 def salted(caller: Caller | None, cache_salt: str) -> str:
-    """Return the salt of a request's prompts; without API keys, this is its `cache_salt`."""
+    """Return the salt that separates the cached blocks of requests.
+
+    Without API keys, this is the request's `cache_salt`.
+    """
     return cache_salt if caller is None else caller.salted(cache_salt)
 
 
 def owner(caller: Caller | None, cache_salt: str) -> str:
-    """Return the salt of the stored responses that a request can use."""
+    """Return the salt that separates stored responses: a request can only use those of its salt."""
     return cache_salt if caller is None else f"{caller.secret}.{cache_salt}"
 
 
@@ -53,11 +56,14 @@ class Keyring:
     def __init__(self, file: KeyFile) -> None:
         self._keys = {key.id: key for key in file.keys}
         tenants = {key.tenant for key in file.keys}
-        salts = {tenant: _derived(tenant, file.secret, b"caches") for tenant in tenants}
-        secrets = {tenant: _derived(tenant, file.secret, b"responses") for tenant in tenants}
+        cache_salts = {tenant: _derived(tenant, file.secret, b"caches") for tenant in tenants}
+        owner_salts = {tenant: _derived(tenant, file.secret, b"responses") for tenant in tenants}
         self._callers = {
             key.id: Caller(
-                *(key.tenant, frozenset(key.roles), salts[key.tenant], secrets[key.tenant]),
+                tenant=key.tenant,
+                roles=frozenset(key.roles),
+                salt=cache_salts[key.tenant],
+                secret=owner_salts[key.tenant],
                 priority=key.priority,
             )
             for key in file.keys
@@ -74,12 +80,13 @@ class Keyring:
 
         The check takes the same time for an unknown id as for a wrong secret.
         """
-        prefix, _, rest = api_key.partition("-")
-        id_, _, secret = rest.partition("-")
+        prefix, _, id_and_secret = api_key.partition("-")
+        id_, _, secret = id_and_secret.partition("-")
         key = self._keys.get(id_, NOBODY)
         is_right = hmac.compare_digest(hash_of(secret, key.salt), key.hash)
         return self._callers.get(id_) if is_right and prefix == PREFIX else None
 
 
 def _derived(tenant: str, secret: bytes, purpose: bytes) -> str:
+    """Return a tenant's salt for one purpose; nobody without the secret can compute it."""
     return blake2b(tenant.encode(), key=secret, digest_size=16, person=purpose).hexdigest()

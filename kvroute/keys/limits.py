@@ -4,7 +4,9 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-OTHER = "other"  # accounts and metrics name a limited number of tenants; all others are OTHER
+# The name under which accounts and metrics count all further tenants, once they have reached their
+# maximum number of names.
+OTHER = "other"
 ANY = "*"  # the limits under this name apply to each tenant without its own limits
 
 AtLeastOne = Annotated[int, Meta(ge=1, le=2**48)]
@@ -15,7 +17,7 @@ Adapter = Annotated[str, Meta(min_length=1, max_length=256)]
 class TenantLimits(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The limits of one tenant. None means no limit.
 
-    A misspelt field makes the file unreadable. If it was ignored, it would limit nothing.
+    A misspelt field makes the file invalid. If it were ignored, the limit would not apply.
     """
 
     max_requests: AtLeastOne | None = None  # running and waiting requests at all routers
@@ -27,7 +29,7 @@ class TenantLimits(Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
     @property
     def are_counted(self) -> bool:
-        """Return whether a limit exists for which the tenant's requests have to be counted."""
+        """Return whether routers have to count the tenant's requests or tokens."""
         return not (
             self.max_requests is None
             and self.max_prompt_tokens is None

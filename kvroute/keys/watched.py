@@ -16,14 +16,14 @@ POLL_S = 1.0  # seconds between two checks of the file
 
 
 class WatchedKeys:
-    """The keys of a file. If it becomes unreadable, the keys that were read last stay valid."""
+    """The keys in a file. If the file becomes unusable, the keys that were read last stay valid."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises KeyFileError."""
         self._path = path
         self._state = _state(path)
         self._keys = Keyring(read(path))
-        self.problem = ""  # why the file cannot be read now; empty: it was read
+        self.problem = ""  # why the latest attempt to read the file failed; empty: it succeeded
 
     def keyring(self) -> Keyring:
         """Return the current keys."""

@@ -23,7 +23,7 @@ class CheckedOptions(ModelOptions):
 
     @property
     def max_fleet_size(self) -> int:
-        """Return the maximum size of the fleet."""
+        """Return the maximum number of replicas, including those that autoscaling adds."""
         return self.max_replicas or self.fleet_size
 
     @property
@@ -38,29 +38,33 @@ class CheckedOptions(ModelOptions):
 
     @cached_property
     def servers(self) -> tuple[str, ...]:
-        """Return the addresses of the attached servers at the start."""
+        """Return the URLs of the attached servers, that is, of vLLM servers that the user runs.
+
+        The file of --attach-file may change later; these are the URLs at the start.
+        """
         listed = ServerList(self.attach, self.attach_file)
         urls = tuple(listed.urls())
         if listed.problem:
             raise SettingsError(
                 f"--attach-file is {str(self.attach_file)!r}, which cannot be used "
-                f"({listed.problem}); expected a file with one http://HOST:PORT in a line"
+                f"({listed.problem}); expected a file with one http://HOST:PORT per line"
             )
         if self.attach_file and not urls:
             raise SettingsError(
                 f"--attach-file is {str(self.attach_file)!r}, which lists no server; add one "
-                "http://HOST:PORT in a line"
+                "http://HOST:PORT per line"
             )
         return urls
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """Return the named prefixes to declare at the start."""
+        """Return the named prefixes (see multi_task.py) to declare at the start."""
         file, text = self.multi_task_prompt, self.multi_task_prompt_str
         if file and text:
             raise SettingsError(
                 f"--multi-task-prompt is {str(file)!r}, and --multi-task-prompt-str is set as well "
-                "(MULTI_TASK_PROMPT, MULTI_TASK_PROMPT_STR); keep one of them"
+                "(perhaps by the variable MULTI_TASK_PROMPT or MULTI_TASK_PROMPT_STR); keep one of "
+                "them"
             )
         try:
             return read_tasks(file.read_bytes() if file else text or "[]")
@@ -94,10 +98,10 @@ class CheckedOptions(ModelOptions):
         self._check_size()
         self._check_gpus()
         self._check_engine_args()
-        _ = self.tasks, self.adapters
+        _ = self.tasks, self.adapters  # read now, so that errors are raised
 
     def _check_attach(self) -> None:
-        """Refuse options that only an engine of kvroute's own could follow."""
+        """Refuse options that need an engine which kvroute starts itself."""
         refused = {
             "--max-replicas": self.max_replicas,
             "--engine-args": self.engine_args and not self.own_replicas,

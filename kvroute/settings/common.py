@@ -1,4 +1,4 @@
-"""The settings that replicas and routers have in common."""
+"""The settings that both replicas and routers receive."""
 
 from kvroute.contract.adapters import Adapter
 from kvroute.settings import parsers
@@ -7,9 +7,10 @@ from kvroute.store.keys import DEFAULT_CLUSTER
 
 
 class CommonSettings(CommonOptions):
-    """The common options with final values, also for the options that a user has omitted.
+    """The common options, each with a final value, even if the user has not set it.
 
-    `model` is what an engine loads: a folder or a hub name.
+    In contrast to the option, `model` is always one model: the folder or the hub name that an
+    engine loads.
     """
 
     served_model_name: str  # the model name that clients send
@@ -20,5 +21,5 @@ class CommonSettings(CommonOptions):
 
     @property
     def metrics_ports(self) -> range:
-        """Return the ports from which each process takes one for its metrics."""
+        """Return the ports for metrics; each process listens on a free one."""
         return parsers.ports(self.metrics_port_range)

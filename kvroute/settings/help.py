@@ -20,14 +20,14 @@ WORDING = {  # pydantic's wording -> kvroute's
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The description of an option for users; it is part of the metadata of the option's field."""
+    """The description of an option for users. The option's pydantic field has it as metadata."""
 
     group: str  # heading in --help, such as "KV cache"
     help: str  # what the option does, in one or two sentences
     example: str = ""  # an example value for errors and documents; empty: the default value
     default: str = ""  # the default in words; empty: the default value itself
-    flags: tuple[str, ...] = ()  # flags that replace --the-field-name; empty: not replaced
-    env: tuple[str, ...] = ()  # other systems' variables, in addition to KVROUTE_THE_FIELD_NAME
+    flags: tuple[str, ...] = ()  # all flags of the option; empty: only --the-field-name
+    env: tuple[str, ...] = ()  # variables besides KVROUTE_THE_FIELD_NAME, as other systems use them
     kind: Any = None  # type of the option on the command line; None: the type of the field
 
 
@@ -38,8 +38,8 @@ class SettingsError(ValueError):
 class Environment(PydanticBaseSettingsSource):
     """Settings from environment variables, for options that the command line omits.
 
-    An option can have several variables. pydantic-settings' own class uses the first variable that
-    is set. This class raises SettingsError if the variables have different values.
+    An option can have several variables. Instead of using the first one, as pydantic-settings' own
+    class does, this class raises SettingsError if they are set to different values.
     """
 
     def __call__(self) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def explain(
 def expectation(message: str) -> str:
     """Reword pydantic's message about a wrong value, such as to `expected a valid integer`."""
     expected = message.split(", unable")[0]
-    for pydantics, wording in WORDING.items():
-        expected = expected.replace(pydantics, wording)
+    for original, wording in WORDING.items():
+        expected = expected.replace(original, wording)
     return expected
 
 
@@ -117,6 +117,7 @@ def _refuse_contradiction(name: str, field: FieldInfo, variables: Mapping[str, s
 
 
 def _meaning(field: FieldInfo, value: str) -> object:
+    """Parse a variable's value, so that `1` and `true` count as equal for a boolean option."""
     kind: TypeAdapter[object] = TypeAdapter(field.annotation or str)
     try:
         return kind.validate_python(value)

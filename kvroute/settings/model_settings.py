@@ -54,8 +54,8 @@ def resolve(
         detected: the settings that depend on the machine.
         redis_url: URL of the cluster's Redis.
         cluster: the cluster's id.
-        other_replicas: number of replicas that other models run on the same machines.
-        drain_timeout_s: value of this option, which applies to the whole cluster.
+        other_replicas: number of replicas of other models, with which the CPU cores are shared.
+        drain_timeout_s: the cluster's --drain-timeout-s.
         local_only: see RouterSettings.
     """
     gpus, replicas = detected.gpus_per_replica, options.fleet_size + other_replicas

@@ -1,6 +1,7 @@
 """Reads the named prefixes to declare at the start: `[{"task_id": 1, "prompt": "..."}]`.
 
-The format is RTP-LLM's.
+A named prefix is a text that replicas keep cached for the prompts that begin with it. The format is
+that of RTP-LLM, another inference engine.
 """
 
 from typing import Annotated

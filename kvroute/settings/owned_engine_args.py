@@ -25,40 +25,44 @@ OWNED = {
     "otlp_traces_endpoint": "the environment variable OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
 }
 FIXED = {
-    "kv_events_config": "the index is fed by KV events",
+    "kv_events_config": "kvroute's index needs the engine's KV events",
     "scheduler_cls": "named prefixes need kvroute's scheduler",
-    "async_scheduling": "kvroute's scheduler decides it",
+    "async_scheduling": "kvroute chooses the scheduler",
     "scheduling_policy": "the router sets the order of requests",
     "disable_log_stats": "routers need the engine's statistics",
     "tokenizer": "routers use the model's own tokenizer",
     "tokenizer_revision": "routers use the model's own tokenizer",
-    "skip_tokenizer_init": "replicas send text",
+    "skip_tokenizer_init": "replicas need the tokenizer, since they send text",
     "pipeline_parallel_size": "a replica gets the GPUs of --gpus-per-replica, for tensor "
     "parallelism",
     "data_parallel_rank": "the router chooses the rank",
     "data_parallel_hybrid_lb": "the router chooses the rank",
     "data_parallel_external_lb": "the router chooses the rank",
     "data_parallel_multi_port_external_lb": "the router chooses the rank",
-    "data_parallel_start_rank": "a replica has all of its ranks",
+    "data_parallel_start_rank": "a replica has all of its ranks, from rank 0",
     "data_parallel_size_local": "a replica has all of its ranks on one node",
     "data_parallel_address": "a replica has all of its ranks on one node",
     "data_parallel_rpc_port": "a replica has all of its ranks on one node",
-    "data_parallel_backend": "ranks are processes of their replica",
+    "data_parallel_backend": "each replica starts its ranks as processes of its own",
     "device_ids": "Ray assigns the GPUs",
-    "tool_server": "tools run where the client is",
-    "sse_keep_alive_interval": "a response continues with its next token",
-    "enable_prompt_tokens_details": "clients always see their cached tokens",
+    "tool_server": "clients run their tools themselves",
+    "sse_keep_alive_interval": "all bytes of a response must belong to tokens, so that another "
+    "replica can continue it",
+    "enable_prompt_tokens_details": "responses always report the cached tokens",
 }
 
 
 def options_for(text: str) -> str:
-    """Return kvroute's options for all engine arguments that a text of vLLM names, or ""."""
+    """Return kvroute's options for the engine arguments that a message of vLLM mentions.
+
+    They are joined by "and". The text is empty if there are none.
+    """
     options = {OWNED.get(word, "") for word in re.findall(r"\w+_\w+", text)}
     return " and ".join(sorted(option for option in options if option.startswith("--")))
 
 
 def refusal(engine_args: Mapping[str, object]) -> str | None:
-    """Return problem and remedy if one of the arguments cannot be set by users, else None."""
+    """Return why users cannot set one of these arguments, and what to do; None: they can."""
     for name in engine_args:
         if name in OWNED:
             return f"{name} cannot be set here; use {OWNED[name]}"

@@ -1,4 +1,8 @@
-"""Parsers for the values of options. They get text from the command line or the environment."""
+"""Parsers for the values of options.
+
+Values from the command line or the environment are text. Values from --models are already parsed
+from JSON, so some parsers return them unchanged.
+"""
 
 import json
 import re
@@ -9,11 +13,11 @@ from urllib.parse import urlsplit
 from pydantic_core import PydanticCustomError
 
 MAX_SESSIONS = 1_000_000  # highest number that --max-sessions accepts
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # the form of a browser's Origin header
 
 
 def absolute(path: Path | None) -> Path | None:
-    """Make a path absolute, since routers have other working folders."""
+    """Make a path absolute, since routers and replicas run in other working folders."""
     return path and path.absolute()
 
 
@@ -93,13 +97,17 @@ def checked_size(value: str) -> str:
         size_bytes(value, of_bytes=0)
     except ValueError:
         raise PydanticCustomError(
-            "size", "expected GB, such as 64, or a share of the node's memory, such as 30%"
+            "size",
+            "expected GB, such as 64, or a percentage of the node's memory, such as 30%",
         ) from None
     return value
 
 
 def size_bytes(value: str, *, of_bytes: int) -> int:
-    """Convert a number of GB, or a percentage of `of_bytes`, to bytes. Raises ValueError."""
+    """Convert a number of GB, or a percentage of `of_bytes`, to bytes.
+
+    Raises ValueError for any other text.
+    """
     number, percent = float(value.removesuffix("%")), value.endswith("%")
     if not 0 <= number <= (100 if percent else 1e6):
         raise ValueError(value)
@@ -129,9 +137,12 @@ def checked_ports(value: str) -> str:
     return value
 
 
-def checked_urls(given: list[str]) -> list[str]:
-    """Check the addresses of servers, and return each once, without a slash at its end."""
-    parts = ",".join(given).split(",") if given else []
+def checked_urls(values: list[str]) -> list[str]:
+    """Check the URLs of servers, and return each once, without a slash at its end.
+
+    Each value can have several URLs, separated by commas.
+    """
+    parts = ",".join(values).split(",") if values else []
     urls = [*dict.fromkeys(url.strip().rstrip("/") for url in parts)]
     for url in urls:
         address = urlsplit(url)

@@ -9,14 +9,14 @@ from kvroute.settings.server_list import ServerList
 class ReplicaSettings(CommonSettings, ReplicaOptions):
     """The settings of all replicas of one model."""
 
-    tensor_parallel_size: int = 1  # GPUs of a rank; 1 on CPUs too
+    tensor_parallel_size: int = 1  # GPUs of one data parallel rank; also 1 on CPUs
     cores: int = 1  # number of CPU cores for a replica's engine if it has no GPU
     declared: tuple[str, ...] = ()  # ids of the named prefixes that are declared at the start
-    lease_s: float = 3.0  # seconds after the last renewal until the record in Redis expires
+    lease_s: float = 3.0  # seconds until a replica's record in Redis expires if it is not renewed
 
     @property
     def server_list(self) -> ServerList:
-        """Return the addresses of the attached servers."""
+        """Return the addresses of the attached servers, which the user runs."""
         return ServerList(self.attach, self.attach_file)
 
     @property
@@ -30,12 +30,16 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
         return max(self.max_loras, self.max_cpu_loras)
 
     def host_cache_bytes(self, node_bytes: int) -> int:
-        """Return each rank's host memory for KV blocks in bytes, on a node with `node_bytes`."""
+        """Return how many bytes of host memory each rank has for KV blocks.
+
+        Args:
+            node_bytes: the memory of the replica's node.
+        """
         return (
             parsers.size_bytes(self.host_cache_gb, of_bytes=node_bytes) // self.data_parallel_size
         )
 
     @property
     def ports(self) -> range:
-        """Return the ports to choose from; the replica listens on one of them for routers."""
+        """Return the ports for connections from routers; each replica listens on a free one."""
         return parsers.ports(self.replica_ports)

@@ -8,7 +8,7 @@ from kvroute.settings.options.router import RouterOptions
 class RouterSettings(CommonSettings, RouterOptions):
     """The settings of all routers for one model."""
 
-    tensor_parallel_size: int = 1  # GPUs of a rank; 1 on CPUs too
+    tensor_parallel_size: int = 1  # GPUs of one data parallel rank; also 1 on CPUs
     drain_timeout_s: float = 600.0  # seconds that a removed replica has to finish its requests
     tasks: tuple[Task, ...] = ()  # named prefixes to declare at the start
     local_only: bool = False  # True: only this machine can reach the cluster, and there are no keys

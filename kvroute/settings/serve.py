@@ -76,7 +76,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         """
         redis_url = self.redis_url or redis_url
         if redis_url is None:
-            raise SettingsError("redis_url is missing; set it, such as redis://127.0.0.1:6379")
+            raise SettingsError("redis_url is missing; set a URL, such as redis://127.0.0.1:6379")
         models = self.per_model
         detected = detected or [
             Detected(model.model, model.gpus_per_replica or 0) for model in models
@@ -95,32 +95,36 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
             for model, facts in zip(models, detected, strict=True)
         )
 
-    def _model_options(self, entry: str, own: Mapping[str, Any]) -> CheckedOptions:
-        """Return the options of one of several models: its own ones override the common ones.
+    def _model_options(self, entry: str, overrides: Mapping[str, Any]) -> CheckedOptions:
+        """Return the options of one of several models.
 
-        Engine arguments are merged.
+        Args:
+            entry: the model's entry, as error messages name it, such as `models[0]`.
+            overrides: the options in this entry; they replace those for all models, except that
+                the engine arguments of both are merged.
         """
-        if unknown := sorted(own.keys() - PER_MODEL):
+        if unknown := sorted(overrides.keys() - PER_MODEL):
             raise SettingsError(
-                f"{entry}: {unknown[0]} is not a setting of one model; these settings are "
+                f"{entry}: {unknown[0]} cannot be set for one model; the options that can are "
                 f"{', '.join(PER_MODEL)}"
             )
         common = {name: getattr(self, name) for name in ModelOptions.model_fields}
-        merged = {**common, **own}
-        if "engine_args" in own:
-            merged["engine_args"] = [self.engine_args, own["engine_args"]]
+        merged = {**common, **overrides}
+        if "engine_args" in overrides:
+            merged["engine_args"] = [self.engine_args, overrides["engine_args"]]
         try:
             options = CheckedOptions.model_validate(merged)
             options.check()
         except ValidationError as error:
-            lines = [explain(details, ModelOptions.model_fields, own) for details in error.errors()]
+            fields = ModelOptions.model_fields
+            lines = [explain(details, fields, overrides) for details in error.errors()]
             raise SettingsError("\n".join(f"{entry}: {line}" for line in lines)) from None
         except SettingsError as error:
             raise SettingsError(f"{entry}: {error}") from None
         return options
 
 
-OPTIONS = in_order(ServeSettings.model_fields)
+OPTIONS = in_order(ServeSettings.model_fields)  # name of each option -> its field
 
 
 def load(command_line: Mapping[str, Any]) -> ServeSettings:
@@ -133,7 +137,7 @@ def load(command_line: Mapping[str, Any]) -> ServeSettings:
     except ValidationError as error:
         lines = [explain(details, OPTIONS, command_line) for details in error.errors()]
         raise SettingsError("\n".join(lines)) from None
-    _ = settings.per_model
+    _ = settings.per_model  # check the models now, so that errors are raised
     return settings
 
 

@@ -1,7 +1,7 @@
-"""The environment variables that Ray and Ray Serve need on every node. They read them at start.
+"""The environment variables that Ray and Ray Serve need on every node before they start.
 
 `python -m kvroute.settings.serve_environment` prints them for a shell. deploy/Dockerfile has a copy
-of them, because an image's environment cannot be computed. A test checks that both are equal.
+of them, because an image's environment cannot be computed. A test compares the copy.
 """
 
 import shlex
@@ -17,19 +17,20 @@ def serve_environment() -> dict[str, str]:
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # Number of lines that Serve buffers before it writes them to its logs. A larger number
+        # would delay warnings.
         "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1",
+        # Middleware of Serve's HTTP servers; among others, it removes headers that control Serve.
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": (
             "kvroute.router.middleware.serve_headers:middlewares"
         ),
-        # would delay warnings.
         # When the set of routers changes, a new HAProxy process takes over. The old process has
         # this many seconds to finish its streams, including the streams of other routers.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
-        # Seconds until a router closes an idle connection from HAProxy. It is long, since a client
-        # gets no response if the router closes a connection just when HAProxy reuses it. For
-        # clients' connections there is --idle-timeout-s.
+        # Seconds until a router closes an idle connection from HAProxy. This time is long: if a
+        # router closes a connection just when HAProxy reuses it, the client gets no response.
+        # --idle-timeout-s is for the connections between clients and HAProxy.
         "RAY_SERVE_HTTP_KEEP_ALIVE_TIMEOUT_S": "86400",
-        # Seconds between health checks of HAProxy; it is replaced after three failed checks.
+        # Seconds between two health checks of HAProxy. Serve replaces it after three failed checks.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(sys.executable).with_name("kvroute-haproxy")),
     }

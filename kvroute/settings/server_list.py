@@ -1,4 +1,4 @@
-"""The addresses of attached servers, from the options and from a file that may change."""
+"""The URLs of attached servers (vLLM servers that the user runs), from options and a file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,27 +7,31 @@ from pydantic_core import PydanticCustomError
 
 from kvroute.settings import parsers
 
-COMMENT = "#"
+COMMENT = "#"  # starts a comment in the file
 
 
 class ServerList:
-    """The addresses; a file that cannot be read, or has a wrong line, counts as unchanged."""
+    """The URLs of attached servers.
+
+    The file may change at any time. If it cannot be read, or has an invalid line, the URLs that
+    were read last stay valid.
+    """
 
     def __init__(self, urls: Sequence[str], file: Path | None) -> None:
-        self._own = [*urls]
+        self._from_options = [*urls]
         self._file = file
-        self._in_file: list[str] = []  # addresses in the file, as it was last read
-        self.problem = ""  # why the file could not be used when it was last read; empty: it could
+        self._in_file: list[str] = []  # URLs in the file when it was last read without a problem
+        self.problem = ""  # why the latest attempt to read the file failed; empty: it succeeded
 
     def urls(self) -> list[str]:
-        """Return all addresses, each once, in order."""
+        """Read the file again and return all URLs: first those of the options, each once."""
         if self._file is not None:
             try:
                 self._in_file = parsers.checked_urls(_lines(self._file.read_text()))
                 self.problem = ""
             except (OSError, UnicodeDecodeError, PydanticCustomError) as error:
                 self.problem = str(error)
-        return [*dict.fromkeys([*self._own, *self._in_file])]
+        return [*dict.fromkeys([*self._from_options, *self._in_file])]
 
 
 def _lines(text: str) -> list[str]:

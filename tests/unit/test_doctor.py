@@ -363,7 +363,7 @@ def test_closed_ports_are_named_besides_ports_that_need_the_token() -> None:
     token, port = metrics_ports.judge([locked, closed])
     assert (token.grade, token.finding) == (
         "warning",
-        "1 of 2 processes need a token: replica a",
+        "1 of 2 processes need a token, such as replica a",
     )
     assert (port.grade, port.finding) == ("wrong", "replica b at 10.0.0.2:1: refused")
 
@@ -373,7 +373,7 @@ def test_a_replica_without_metrics_is_named_unless_no_process_has_metrics() -> N
     replica = {"targets": ["h:2"], "labels": {"role": "replica", "replica": "a"}}
     assert not [*metrics_ports.judge_missing(["a.0", "a.1"], [router, replica])]
     (check,) = metrics_ports.judge_missing(["a", "b"], [router, replica])
-    assert (check.grade, check.finding) == ("warning", "1 of 2 replicas have no metrics: b")
+    assert (check.grade, check.finding) == ("warning", "1 of 2 replicas have no metrics, such as b")
     assert "--metrics-port-range" in check.remedy
     assert not [*metrics_ports.judge_missing(["a", "b"], [])]
 

@@ -90,7 +90,7 @@ def test_a_receipt_without_reloads_has_no_fields_of_host_memory() -> None:
 def test_explain_shows_reloads_if_there_are_any() -> None:
     warm = replica("warm", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     found = " ".join(sentences(receipt(placement(warm), policy="kvroute")))
-    assert "It has 240 tokens in host memory; copying them takes 250 ms." in found
+    assert "warm has 240 tokens in host memory; copying them takes 250 ms." in found
     plain = replica("plain", hit_blocks=20)
     found = " ".join(sentences(receipt(placement(plain), policy="kvroute")))
     assert "host memory" not in found

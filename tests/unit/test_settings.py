@@ -284,7 +284,7 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
         ({"models": '[{"replicas": 0}]'}, r"models\[0\]: --replicas is 0; expected at least 1"),
         (
             {"models": '[{}, {"port": 1}]'},
-            r"models\[1\]: port is not a setting of one model; .* model,",
+            r"models\[1\]: port cannot be set for one model; .* model,",
         ),
         ({"models": "{"}, r"--models is '\{'; expected JSON .* such as \[\{\"model\": "),
         ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set as well"),
@@ -305,5 +305,5 @@ def test_detected_facts_are_used_for_the_right_model() -> None:
 
 
 def test_settings_cannot_be_resolved_without_a_redis_url() -> None:
-    with pytest.raises(SettingsError, match="redis_url is missing; set it, such as redis://"):
+    with pytest.raises(SettingsError, match="redis_url is missing; set a URL, such as redis://"):
         load({}).resolve()

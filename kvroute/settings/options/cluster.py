@@ -33,7 +33,7 @@ class Options(ModelOptions):
         bool,
         Option(
             ENDPOINT,
-            "Allow a --host that other machines can reach without API keys, and any Host header. "
+            "Without API keys, allow a --host that other machines can reach, and any Host header. "
             "Everybody who reaches the address can then use, watch and change the cluster.",
             example="1 or 0",
             flags=("--insecure",),
@@ -71,8 +71,8 @@ class Options(ModelOptions):
         Option(
             ENDPOINT,
             "Seconds after which an idle connection of a client is closed. A load balancer in "
-            "front needs a shorter timeout. Under serve deploy, set KVROUTE_IDLE_TIMEOUT_S on "
-            "every node.",
+            "front of the cluster needs a shorter idle timeout. Under serve deploy, set "
+            "KVROUTE_IDLE_TIMEOUT_S on every node.",
         ),
     ] = 90.0
     drain_s: Annotated[

@@ -1,4 +1,4 @@
-"""The options that replicas and routers have in common, and the groups of all options."""
+"""The options that both replicas and routers receive, and the groups of all options."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +88,7 @@ class CommonOptions(BaseModel):
         str | None,
         Option(
             CLUSTER,
-            "URL of the Redis for the index, version 6.2 or newer.",
+            "URL of the Redis for the index of cached blocks, version 6.2 or newer.",
             example="redis://127.0.0.1:6379",
             default="kvroute starts a Redis",
         ),
@@ -136,7 +136,10 @@ class CommonOptions(BaseModel):
     ] = None
     engine: Annotated[
         Literal["vllm", "simulated"],
-        Option(MODEL, "Engine that runs the model. simulated: modelled timing, without a model."),
+        Option(
+            MODEL,
+            "Engine that runs the model. simulated: no model runs, and its times are simulated.",
+        ),
     ] = "vllm"
     engine_args: Annotated[
         dict[str, JsonValue],

@@ -48,14 +48,18 @@ class DeploymentOptions(BaseModel):
     target_wait_s: Annotated[
         float,
         Field(gt=0),
-        Option(CLUSTER, "Queue wait in seconds above which replicas are added (--max-replicas)."),
+        Option(
+            CLUSTER,
+            "If requests would wait longer than this many seconds, replicas are added, up to "
+            "--max-replicas.",
+        ),
     ] = 1.0
     shrink_delay_s: Annotated[
         float,
         NotNegative,
         Option(
             REPLICAS,
-            "Seconds for which the load must fit on one replica less before a replica and its "
-            "cache are removed.",
+            "Seconds for which one replica less must have been enough for the load, before a "
+            "replica and its cache are removed.",
         ),
     ] = 300.0

@@ -101,8 +101,8 @@ class ReplicaOptions(CommonOptions):
         Field(ge=0, le=1),
         Option(
             CACHE,
-            "Maximum share of the KV cache for pinned prefixes. Enough blocks for one request of "
-            "maximum length always stay free of pins.",
+            "Maximum share of the KV cache for pinned prefixes, which are never evicted. Enough "
+            "blocks for one request of maximum length always stay free of pins.",
         ),
     ] = 0.3
     host_cache_gb: Annotated[
@@ -125,7 +125,7 @@ class ReplicaOptions(CommonOptions):
         ),
     ] = 1
     kv_cache_memory_mb: Annotated[
-        int, Positive, Option(CACHE, "KV cache of one replica or rank in MB, on CPUs.")
+        int, Positive, Option(CACHE, "KV cache of each data parallel rank in MB, on CPUs.")
     ] = 512
     max_loras: Annotated[
         int, Positive, Option(ADAPTERS, "Maximum different adapters in one batch of a replica.")
@@ -139,9 +139,9 @@ class ReplicaOptions(CommonOptions):
         Literal["on", "off"],
         Option(
             MODEL,
-            "off: replicas run vLLM without kvroute's changes to it: no pins, no host memory tier, "
-            "and answers of a lost replica are not continued. kvroute falls back to this by itself "
-            "if the installed vLLM does not fit.",
+            "off: replicas run vLLM without kvroute's changes. Then there are no pins and no host "
+            "memory tier, and answers of a lost replica are not continued. kvroute switches them "
+            "off by itself if they do not fit the installed vLLM.",
         ),
     ] = "on"
     attach: Annotated[
@@ -150,8 +150,9 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.checked_urls),
         Option(
             ATTACHED,
-            "Address of a vLLM server that you run; kvroute starts no engine, and sends requests "
-            "there. For several, repeat the option or separate them with commas.",
+            "Address of a vLLM server that you run. kvroute then starts no engine, but sends "
+            "requests to your servers. For several, repeat the option or separate them with "
+            "commas.",
             example="http://10.0.0.5:8000",
             default="none",
         ),
@@ -161,8 +162,8 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.absolute),
         Option(
             ATTACHED,
-            "File with such addresses, one in a line. kvroute reads it again when it changes, so "
-            "servers can come and go. Every node needs the file.",
+            "File with the addresses of your vLLM servers, one per line. kvroute reads it again "
+            "when it changes, so you can add and remove servers. Every node needs the file.",
             example="servers.txt",
             default="none",
         ),
@@ -172,13 +173,13 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.absolute),
         Option(
             ATTACHED,
-            "File with the API key of these servers. Every node needs the file.",
+            "File with the API key that your vLLM servers require. Every node needs the file.",
             example="vllm-key",
             default="the servers need no key",
         ),
     ] = None
     simulated_prefill_tokens_per_s: Annotated[
-        float, NotNegative, Option(SIMULATED, "Prompt tokens per second; 0: no delay.")
+        float, NotNegative, Option(SIMULATED, "Prompt tokens computed per second; 0: no delay.")
     ] = 20_000.0
     simulated_decode_ms: Annotated[
         float, NotNegative, Option(SIMULATED, "Milliseconds for one token of the answer.")

@@ -42,20 +42,21 @@ class RouterOptions(CommonOptions):
         BeforeValidator(parsers.session_limit),
         Option(
             QUEUE,
-            "Maximum active sessions; other sessions wait for a seat. auto: when the contexts of "
-            "active sessions exceed the caches, as many as fit. off: no limit.",
+            "Maximum sessions that hold a seat, the right to send requests; others wait. auto: as "
+            "many as fit in the caches, once active sessions evict each other's blocks. off: no "
+            "limit.",
             example="auto, off or 100",
             kind=str,
         ),
     ] = "auto"
-    # The default is 10 minutes: after that time, agents and the official clients give up.
+    # The default is 10 minutes, after which agents and the official API clients give up.
     max_seat_wait_s: Annotated[
         float,
         Field(ge=0, le=1e6),
         Option(
             QUEUE,
-            "Maximum seconds that a request waits for a seat of its session. A request that would "
-            "wait longer gets a 429 at once. 0: no limit.",
+            "Maximum seconds that a request waits until its session gets a seat (--max-sessions). "
+            "A request that would wait longer gets a 429 at once. 0: no limit.",
         ),
     ] = 600.0
     policy: Annotated[

@@ -198,7 +198,9 @@ def test_the_doctor_finds_the_blocks_of_its_canaries(cluster: Cluster) -> None:
     examined = doctor(cluster, "--json")
     found = {check["name"]: check for check in json.loads(examined.stdout)}
     assert examined.returncode == 0, examined.stdout
-    assert found["canary"]["finding"].startswith("answered by 2 replicas, and their blocks seen")
+    assert found["canary"]["finding"].startswith(
+        "answered by 2 replicas, whose new blocks were seen"
+    )
 
 
 def audited(cluster: Cluster) -> list[dict[str, Any]]:
