@@ -90,7 +90,7 @@ class Runner:
         self._waiting.reverse()  # the next line is the last one, which is removed in no time
         self._results = results
         self._max_open = max_open
-        self._window = float(START_OPEN)  # requests that may be open
+        self._window = float(min(START_OPEN, max_open))  # requests that may be open
         self.progress = Progress(len(lines), done=len(lines) - len(self._waiting))
 
     async def run(self, report: Callable[[Progress], None]) -> None:

@@ -53,6 +53,9 @@ def run(
             "fewer tokens are found in caches."
         ),
     ] = "default",
+    keep_order: Annotated[
+        bool, typer.Option("--keep-order", help="Send the lines in the order of the file.")
+    ] = False,
     max_open: Annotated[
         int, typer.Option(min=1, help="Upper bound of the requests that are open at a time.")
     ] = MAX_OPEN,
@@ -75,6 +78,8 @@ def run(
     """
     errors = errors or output.with_name(f"{output.name}.errors")
     lines, order = _read(file)
+    if keep_order:
+        order = range(len(lines))
     with ExitStack() as running:
         running.enter_context(closing(lines))
         try:

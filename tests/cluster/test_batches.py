@@ -1,4 +1,4 @@
-"""`kvroute batch run` against a running cluster: exactly one result for each line, whatever ends."""
+"""`kvroute batch run` against a running cluster: each line gets exactly one result."""
 
 import json
 import os
@@ -27,8 +27,8 @@ def write_lines(path: Path, model: str) -> list[str]:
         for number, turn in order:
             document = " ".join(map(str, random.Random(number).choices(range(1000), k=300)))
             content = f"{document}\nQuestion {turn}?"
-            body = {"model": model, "messages": [{"role": "user", "content": content}]}
-            body |= {"max_tokens": 3, "temperature": 0}
+            messages = [{"role": "user", "content": content}]
+            body = {"model": model, "messages": messages, "max_tokens": 3, "temperature": 0}
             line = {"custom_id": f"{number}-{turn}", "method": "POST", "body": body}
             file.write(json.dumps(line | {"url": "/v1/chat/completions"}) + "\n")
     return [f"{number}-{turn}" for number, turn in order]

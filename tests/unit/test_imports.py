@@ -51,6 +51,7 @@ ORDER = (
     "kvroute.local.haproxy",
     "kvroute.local",
     "kvroute.client",
+    "kvroute.batch",
     "kvroute.doctor",
     "kvroute.replay.hardware",
     "kvroute.replay.workload",
