@@ -55,8 +55,7 @@ class Results:
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
         """Write an answer. The body is JSON; any other body is written as a JSON string."""
-        raw = msgspec.Raw(body) if _is_json(body) else body.decode(errors="replace")
-        response = {"status_code": status, "request_id": request_id, "body": raw}
+        response = {"status_code": status, "request_id": request_id, "body": _in_one_line(body)}
         file = self._output if status < 400 else self._errors
         _write(file, {"custom_id": custom_id, "response": response, "error": None})
 
@@ -114,9 +113,11 @@ def _write(file: BinaryIO, result: Mapping[str, Any]) -> None:
         raise OSError(f"only {written} of {len(line)} bytes could be written; is the disk full?")
 
 
-def _is_json(body: bytes) -> bool:
+def _in_one_line(body: bytes) -> object:
+    """Return a body of JSON as a value that is written in one line; another body as a string."""
     try:
-        msgspec.json.decode(body, type=msgspec.Raw)
+        if b"\n" in body:
+            return msgspec.json.decode(body)
+        return msgspec.json.decode(body, type=msgspec.Raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return b"\n" not in body
+        return body.decode(errors="replace")

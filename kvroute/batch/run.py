@@ -109,8 +109,8 @@ class Runner:
                     running.add(asyncio.create_task(self._answer(line)))
                 self.progress.open = len(running)
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
+                if errors := [*filter(None, [task.exception() for task in done])]:
+                    raise errors[0]
                 report(self.progress)
                 if time.monotonic() - synced_s > SYNC_INTERVAL_S:
                     await asyncio.to_thread(self._results.sync)

@@ -23,6 +23,7 @@ from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.contract.priority import Priority
 
 MAX_OPEN = 4096  # default upper bound of the open requests
+CONNECT_S = 30.0  # seconds after which a connection attempt counts as failed
 PRINT_INTERVAL_S = 10.0  # seconds between two lines of progress, if there is no terminal
 
 batch = typer_app(no_args_is_help=True, help="Many requests from a file, in the best order.")
@@ -124,8 +125,9 @@ async def _run(
     max_open: int,
 ) -> Progress:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time
     async with httpx.AsyncClient(
-        base_url=url, headers=headers, limits=limits, timeout=None, trust_env=False
+        base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as client:
         runner = Runner(client, lines, order, results, max_open=max_open)
         with _Display(runner.progress) as display:

@@ -1,0 +1,137 @@
+"""How a batch's lines are sent: again if the cluster had no place, and as many as it can start."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.batch import run
+from kvroute.batch.lines import open_lines
+from kvroute.batch.results import Results
+from kvroute.batch.run import MAX_TRIES, RefusedError, Runner
+
+ANSWER = {
+    "usage": {
+        "prompt_tokens": 10,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "FIRST_PAUSE_S", 0.0)
+
+
+@contextmanager
+def runner_of(
+    folder: Path, count: int, answer: Callable[[httpx.Request], httpx.Response], max_open: int = 64
+) -> Iterator[Runner]:
+    """Return a runner of a batch; `answer` takes the place of the cluster."""
+    path = folder / "in"
+    texts = [
+        json.dumps({"custom_id": str(n), "url": "/v1/completions", "body": {"prompt": str(n)}})
+        for n in range(count)
+    ]
+    path.write_text("\n".join(texts))
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://cluster")
+    with (
+        closing(open_lines(path)) as lines,
+        closing(Results(folder / "out", folder / "errors", lines)) as results,
+    ):
+        yield Runner(client, lines, range(count), results, max_open=max_open)
+
+
+def written(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def prompt_of(request: httpx.Request) -> str:
+    return str(json.loads(request.content)["prompt"])
+
+
+async def test_a_line_is_sent_until_it_has_an_answer(tmp_path: Path) -> None:
+    sent = Counter[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent[prompt_of(request)] += 1
+        if sent[prompt_of(request)] == 1:
+            raise httpx.ConnectError("refused")
+        if sent[prompt_of(request)] == 2:
+            return httpx.Response(429, headers={"retry-after": "0"})
+        return httpx.Response(200, json=ANSWER)
+
+    with runner_of(tmp_path, 30, answer) as runner:
+        await runner.run(lambda progress: None)
+    assert set(sent.values()) == {3}
+    answered = [line["custom_id"] for line in written(tmp_path / "out")]
+    assert sorted(answered, key=int) == [str(number) for number in range(30)]
+    progress = runner.progress
+    assert (progress.done, progress.failed, progress.away) == (30, 0, "")
+    assert (progress.prompt_tokens, progress.cached_tokens, progress.answer_tokens) == (
+        300,
+        120,
+        60,
+    )
+
+
+async def test_a_line_that_is_never_accepted_fails_and_the_others_do_not(tmp_path: Path) -> None:
+    sent = Counter[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent[prompt_of(request)] += 1
+        return httpx.Response(503 if prompt_of(request) == "3" else 200, json={"a": 1})
+
+    with runner_of(tmp_path, 6, answer) as runner:
+        await runner.run(lambda progress: None)
+    assert sent["3"] == MAX_TRIES
+    (failed,) = written(tmp_path / "errors")
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("3", 503)
+    assert len(written(tmp_path / "out")) == 5
+
+
+async def test_a_wrong_key_ends_the_batch_without_a_result(tmp_path: Path) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(401, text="wrong key")
+
+    with runner_of(tmp_path, 6, answer) as runner, pytest.raises(RefusedError, match="wrong key"):
+        await runner.run(lambda progress: None)
+    assert (tmp_path / "out").read_text() == (tmp_path / "errors").read_text() == ""
+
+
+@pytest.mark.parametrize(("queued_s", "is_wide"), [("0.000", True), ("0.250", False)])
+async def test_open_requests_follow_the_cluster(
+    tmp_path: Path, queued_s: str, is_wide: bool
+) -> None:
+    """Their number grows if requests start at once, and shrinks if they wait in the queue."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={}, headers={"x-kvroute-queued-s": queued_s})
+
+    most = []
+    with runner_of(tmp_path, 300, answer, max_open=50) as runner:
+        await runner.run(lambda progress: most.append(progress.open))
+    assert max(most) == (50 if is_wide else run.START_OPEN)
+    assert most[len(most) // 2] == (50 if is_wide else 1)
+
+
+async def test_a_body_that_is_not_one_line_of_json_is_written_in_one_line(tmp_path: Path) -> None:
+    bodies = {"0": b'{\n "a": 1\n}', "1": b"no JSON\n", "2": b"\xff"}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=bodies[prompt_of(request)])
+
+    with runner_of(tmp_path, 3, answer) as runner:
+        await runner.run(lambda progress: None)
+    results = written(tmp_path / "out")
+    assert {line["custom_id"]: line["response"]["body"] for line in results} == {
+        "0": {"a": 1},
+        "1": "no JSON\n",
+        "2": "\ufffd",
+    }
