@@ -48,7 +48,6 @@ class Live:
                 503,
                 f"{LISTENERS} live pages are open at this router, which is the limit; close one "
                 "and try again",
-                type="server_error",
             )
         events = self._events(more)
         return _chain(await anext(events), events)  # a started generator also runs its cleanup

@@ -311,7 +311,6 @@ def _other_tenant(name: str) -> ApiError:
         403,
         f"prefix {name!r} is shared by another tenant, and only that tenant can change it; use "
         "another name",
-        type="permission_error",
         param="id",
         code="prefix_of_another_tenant",
     )

@@ -9,9 +9,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 README = ROOT / "README.md"
-SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY = (
+SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY, ERRORS = (
     ROOT / "docs" / f"{name}.md"
-    for name in ("settings", "metrics", "api", "clients", "deployment", "security")
+    for name in ("settings", "metrics", "api", "clients", "deployment", "security", "errors")
 )
 ADDRESS = "http://127.0.0.1:8000"  # address of the cluster in all documents
 
