@@ -93,6 +93,9 @@ def add(
 def list_(model: Model = None, url: Url = FIND) -> None:
     """Show the declared prefixes, and where they are warm."""
     declared = _call("GET", url, model=model)["data"]
+    if not declared:
+        typer.echo("no prefix is declared; add one with kvroute prefixes add")
+        return
     columns = [
         *(Column("prefix"), number("version"), number("tokens"), Column("warm on\nreplicas")),
         *(Column("pinned"), Column("shared"), number("requests"), number("tokens\nsaved")),

@@ -298,7 +298,7 @@ class Declarations:
             "assigned_to": [record.id for record in assigned],
             "warm_on": [record.id for record in warm],
             "computed_tokens": self._computed_tokens(prefix, assigned, warm),
-            "pinned": bool(warm) and _pinned(prefix, warm),
+            "pinned": _pinned(prefix, warm) if warm else _declared_pin(prefix),
             "hits": hits,
             "tokens_saved": tokens_saved,
             "expires_at": prefix.expires_at_s,
@@ -314,6 +314,11 @@ def _other_tenant(name: str) -> ApiError:
         param="id",
         code="prefix_of_another_tenant",
     )
+
+
+def _declared_pin(prefix: Prefix) -> bool | str:
+    """Return `pinned` as it was declared."""
+    return prefix.is_pinned and (True if prefix.tier == GPU else prefix.tier.name)
 
 
 def _pinned(prefix: Prefix, warm: Records) -> bool | str:

@@ -97,7 +97,7 @@ async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -
         "assigned_to": [holder],
         "warm_on": [],
         "computed_tokens": 0,
-        "pinned": False,
+        "pinned": True,
         "hits": 0,
         "tokens_saved": 0,
         "expires_at": None,
