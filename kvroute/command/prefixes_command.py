@@ -87,6 +87,8 @@ def add(
         f"{id}: version {prefix['version']}, {prefix['tokens']:,} tokens "
         f"({prefix['full_blocks']:,} full blocks), warm on {_warm(prefix)} replicas"
     )
+    if warning := prefix.get("warning"):
+        print_sentence(f"WARNING: {warning}")
 
 
 @prefixes.command(name="list", cls=HelpfulCommand)

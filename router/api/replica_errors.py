@@ -4,7 +4,6 @@ vLLM's errors have types and codes of its own, such as BadRequestError and 400. 
 wrong type, vLLM's message is a list of Python dictionaries.
 """
 
-import ast
 import re
 from collections.abc import Iterator
 
@@ -22,6 +21,13 @@ TOO_LONG = "maximum context length"  # part of vLLM's messages about prompts tha
 PROMPTS = {"/v1/completions": "prompt", "/v1/responses": "input"}
 PARAMETER = re.compile(r" \(parameter=[^()]*(?:\([^()]*\)[^()]*)*\)$")  # `param` says the same
 PROBLEMS = re.compile(r"\d+ validation errors?\b.*\n")  # first line of a list of problems
+VLLMS = re.compile(  # a problem in vLLM's own list: type, location, message, value
+    r"""^  \{'type': '(\w+)', 'loc': '([^']*)', 'msg': ('[^']*'|"[^"]*")(?:, 'input': (.*?))?"""
+    r"""(?:, 'ctx': .*)?\}$""",
+    re.MULTILINE,
+)
+CONTAINER = re.compile(r"<(dict|list) of \d+ items>")
+NAMED = re.compile(r"([a-z_]+) (?:must|cannot|contains)\b")  # a message that begins with its field
 PROBLEM = re.compile(r"^(\S+)\n  (.+?) \[type=", re.MULTILINE)  # of pydantic's own list
 
 
@@ -77,6 +83,8 @@ def _converted(message: str, param: object, code: object, status: int, path: str
     known = next((known for known in CODES if known == code), None) or _code_in(message)
     if PROBLEMS.match(message):
         param, message = _summary(message)
+    elif param is None and (begins := NAMED.match(message)):
+        param = begins[1]
     name = _field(param) if isinstance(param, str) else None
     if name == "input_tokens":
         name = PROMPTS.get(path, "messages")
@@ -95,33 +103,28 @@ def _summary(message: str) -> tuple[str | None, str]:
         reasons = dict.fromkeys(reason for field, _, reason in problems if field == name)
         return name, f"{name} {given}{', or '.join([*reasons][:MAX_PROBLEMS])}"
     if found := PROBLEM.findall(message[:MAX_PARSED]):
-        parts = [f"{_field(where)}: {_reason(why)}" for where, why in found[:MAX_PROBLEMS]]
-        return "messages", f"the content of a message is not valid: {'; '.join(parts)}"
+        parts = dict.fromkeys(f"{_field(where)}: {_reason(why)}" for where, why in found)
+        return (
+            "messages",
+            f"the content of a message is not valid: {'; '.join([*parts][:MAX_PROBLEMS])}",
+        )
     return None, message
 
 
 def _problems(message: str) -> Iterator[tuple[str, str, str]]:
     """Yield the field, its value and what is wrong, for each problem in vLLM's list."""
-    for line in message[:MAX_PARSED].splitlines()[1:]:
-        try:
-            problem = ast.literal_eval(line.strip())
-            name, kind = _field(problem["loc"]), problem["type"]
-            reason, value = str(problem["msg"]), str(problem.get("input", ""))
-        except (ValueError, SyntaxError, LookupError, TypeError, RecursionError, MemoryError):
-            return  # the line was cut off, or has another form
-        yield (
-            (name, "is missing", "")
-            if kind == "missing"
-            else (
-                name,
-                f"is {_shortened(value, 80)}; ",
-                _reason(reason),
-            )
-        )
+    for kind, location, quoted, value in VLLMS.findall(message[:MAX_PARSED]):
+        name = _field(location)
+        if kind == "missing":
+            yield name, "is missing", ""
+        else:
+            value = CONTAINER.sub(r"a \1", value.strip("'\""))
+            yield name, f"is {_shortened(value, 80)}; ", _reason(quoted[1:-1])
 
 
 def _reason(message: str) -> str:
     """Return pydantic's message in kvroute's words."""
+    message = message.removeprefix("Value error, ")
     message = message.replace("Input should be", "expected").replace("Field required", "is missing")
     return message[:1].lower() + message[1:]
 

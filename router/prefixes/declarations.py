@@ -302,7 +302,18 @@ class Declarations:
             "hits": hits,
             "tokens_saved": tokens_saved,
             "expires_at": prefix.expires_at_s,
+            **self._warning(prefix),
         }
+
+    def _warning(self, prefix: Prefix) -> dict[str, str]:
+        """Return the member `warning` if nothing of the prefix can be cached, else no member."""
+        if prefix.full_blocks(self._block_size):
+            return {}
+        message = (
+            f"nothing of this prefix can be cached: it has {len(prefix.token_ids)} tokens, and a "
+            f"block has {self._block_size}. Declare a longer one"
+        )
+        return {"warning": message}
 
 
 def _other_tenant(name: str) -> ApiError:

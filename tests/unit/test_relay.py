@@ -277,6 +277,14 @@ def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
             "stop is 5; expected a valid string, or expected a valid list",
         ),
         (
+            "1 validation error:\n  {'type': 'value_error', 'loc': 'body.max_tokens', 'msg': "
+            "'Value error, max_tokens must be positive', 'input': '0', "
+            "'ctx': {'error': ValueError('max_tokens must be positive')}}",
+            "max_tokens",
+            "invalid_value",
+            "max_tokens is 0; max_tokens must be positive",
+        ),
+        (
             "1 validation error:\n  {'type': 'missing', 'loc': 'body.tools.0.FunctionTool.name', "
             "'msg': 'Field required', 'input': '<dict of 2 items>'}",
             "tools.0.name",
