@@ -237,9 +237,9 @@ WORK = Row(
         ),
         Panel(
             "Errors",
-            "Errors sent instead of answers, by error code. server_error: see the routers' logs, "
-            "and check that a replica is ready. overloaded: add replicas. All other errors must "
-            "be corrected in the client: the error's message says how.",
+            "Errors sent instead of answers, by error code. server_error and unavailable: see the "
+            "routers' logs, and check that a replica is ready. overloaded: add replicas. All other "
+            "errors must be corrected in the client: the error's message says how.",
             grafana.REQUESTS_PER_S,
             (
                 Query(

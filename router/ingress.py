@@ -22,6 +22,7 @@ from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import (
     cluster_routes,
+    docs_routes,
     openai_routes,
     prefix_routes,
     response_routes,
@@ -180,7 +181,7 @@ def application(
         refused=refused,
     )
     conversations = (openai_routes, response_routes, session_routes)
-    for module in (*conversations, prefix_routes, cluster_routes, ui_routes):
+    for module in (*conversations, prefix_routes, cluster_routes, docs_routes, ui_routes):
         http.include_router(module.routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(HTTPException)(_refuse_route)
@@ -194,8 +195,13 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
     path, method = request.url.path, request.method
-    message = f"{method} {path}: {error.detail}. GET /v1/models lists the models."
     headers = dict(error.headers or {})  # for example, the allowed methods of a 405
+    problem = f"{method} {path}: {error.detail}"
+    if error.status_code == 404:
+        problem = f"there is no route {path[:200]}"
+    elif error.status_code == 405:
+        problem = f"{path} has no method {method}; use {headers.get('Allow', 'another one')}"
+    message = f"{problem}. GET /docs lists the routes."
     return await _refuse(request, ApiError(error.status_code, message, headers=headers))
 
 
@@ -204,4 +210,4 @@ async def _fail(request: Request, error: Exception) -> Response:
     message = (
         f"the router failed to answer; its log has the reason, at request {request_id(request)}"
     )
-    return await _refuse(request, ApiError(500, message, type="server_error"))
+    return await _refuse(request, ApiError(500, message))

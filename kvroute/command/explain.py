@@ -127,11 +127,12 @@ def _terms(replicas: list[Facts]) -> list[list[str]]:
 def sentences(receipt: Facts) -> list[str]:
     """Return sentences that say where the prompt goes, why, and what is known about its blocks."""
     tokens = f"The prompt has {receipt['prompt_tokens']:,} tokens"
-    blocks = f"{receipt['reusable_blocks']:,} whole blocks of {receipt['block_size']} tokens"
+    count, size = receipt["reusable_blocks"], receipt["block_size"]
+    blocks = f"{count:,} whole block{'s' if count != 1 else ''} of {size}"
     choice, reason = receipt["choice"], receipt["reason"]
     return [
         f"Goes to {choice}: {reason}." if choice else f"Goes nowhere: {reason}.",
-        f"{tokens}; {blocks} can be cached.",
+        f"{tokens}; {blocks} tokens can be cached.",
         *filter(None, [_reloaded(receipt["replicas"]), _evicted(receipt["evicted"])]),
         *filter(None, [_broken(receipt["broken"])]),
     ]

@@ -90,6 +90,8 @@ def list_keys(file: File) -> None:
         for key in content.keys
     ]
     print_table([*map(Column, COLUMNS)], rows)
+    if content.tenants:
+        typer.echo("\nlimits of tenants:")
     for tenant, limits in sorted(content.tenants.items()):
         typer.echo(f"{tenant}: {as_options(limits)}")
 

@@ -92,12 +92,17 @@ def add(
         f"{id}: version {prefix['version']}, {prefix['tokens']:,} tokens "
         f"({prefix['full_blocks']:,} full blocks), warm on {_warm(prefix)} replicas"
     )
+    if warning := prefix.get("warning"):
+        print_sentence(f"WARNING: {warning}")
 
 
 @prefixes.command(name="list", cls=HelpfulCommand)
 def list_(model: Model = None, url: Url = FIND) -> None:
     """Show the declared prefixes, and how many replicas have them cached (warm)."""
     declared = _call("GET", url, model=model)["data"]
+    if not declared:
+        typer.echo("no prefix is declared; add one with kvroute prefixes add")
+        return
     columns = [
         *(Column("prefix"), number("version"), number("tokens"), Column("warm on\nreplicas")),
         *(Column("pinned"), Column("shared"), number("requests"), number("tokens\nsaved")),

@@ -11,6 +11,7 @@ from kvroute.deployments import APPLICATION, OWN_REPLICAS, deployment, last_line
 from kvroute.local.progress import Progress
 
 POLL_S = 0.2  # seconds between two queries of the deployment's state
+SLOW_START = "slow __init__"  # in Serve's message while replicas load the model
 
 
 class ScaleError(RuntimeError):
@@ -93,7 +94,7 @@ def describe(deployed: Deployed) -> str:
     line = f"{ready} of {deployed.target} replicas ready"
     if finishing := deployed.states.get("STOPPING", 0):
         line += f", {finishing} draining (for --drain-timeout-s at most)"
-    if deployed.message:
+    if deployed.message and ready < deployed.target and SLOW_START not in deployed.message:
         line += f"; {last_line(deployed.message)}"
     return line
 

@@ -48,9 +48,11 @@ def tenants(
         typer.echo(json.dumps(usage, indent=1))
     elif format is Format.CSV:
         _print_csv(rows)
-    else:
+    elif rows:
         _show(rows)
         typer.echo(f"{usage['since']} to {usage['until']}, in UTC")
+    else:
+        typer.echo(f"no tenant used anything from {usage['since']} to {usage['until']}, in UTC")
 
 
 def _row(account: dict[str, Any]) -> dict[str, Any]:

@@ -323,7 +323,8 @@ def first_steps(url: str, model: str, settings: ServeSettings) -> Iterator[str]:
 def _report(models: Sequence[ModelSettings], health: Mapping[str, Any], progress: Progress) -> None:
     for model in models:
         of_model = f" ({model.served_model_name})" if len(models) > 1 else ""
-        progress.say(f"reuse_cache: {model.prefix_caching}{of_model}")
+        switch = "on" if model.prefix_caching else "off"
+        progress.say(f"prefix caching is {switch} (reuse_cache: {model.prefix_caching}){of_model}")
     for reason, replicas in Counter(health["degraded"].values()).items():
         progress.say(f"DEGRADED: {replicas} replicas get requests by load only: {reason}")
 

@@ -6,8 +6,6 @@ Requests to other routes, and fields that the engine does not support, are rejec
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-import msgspec
-
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.replica.sim_engine.output import Output
@@ -26,8 +24,6 @@ ROUTES: dict[str, tuple[type[Body], type[SimulatedResponse]]] = {
     "/v1/chat/completions": (Chat, ChatReply),
     "/v1/completions": (Completion, CompletionReply),
 }
-
-ANTHROPIC = "/v1/messages"  # path prefix of Anthropic's routes, which have another error format
 
 Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
 
@@ -57,7 +53,7 @@ async def respond(
         prompt_tokens = len(request.prompt_ids)
         sampling = read(kind, call.body, prompt_tokens=prompt_tokens, max_model_len=max_model_len)
     except UnsupportedRequestError as error:
-        emit(Chunk((), 0, is_last=True, http=_part(error, call.path)))
+        emit(Chunk((), 0, is_last=True, http=_part(error)))
         return
     reply = shape(
         sampling,
@@ -93,7 +89,7 @@ async def respond(
 
 def rendered(call: HttpCall) -> Rendered:
     """Return an error: routers render all prompts that a simulated engine supports."""
-    return Rendered(refusal=_part(_refusal(call), call.path))
+    return Rendered(refusal=_part(_refusal(call)))
 
 
 def _refusal(call: HttpCall) -> UnsupportedRequestError:
@@ -119,12 +115,5 @@ def _route(call: HttpCall) -> tuple[type[Body], type[SimulatedResponse]]:
     return ROUTES[call.path]
 
 
-def _part(error: UnsupportedRequestError, path: str) -> HttpPart:
-    body = _anthropic(error) if path.startswith(ANTHROPIC) else error.body
-    return HttpPart(body, error.status, JSON)
-
-
-def _anthropic(error: UnsupportedRequestError) -> bytes:
-    """Return the error "not found" in Anthropic's format; the engine has no Anthropic routes."""
-    not_found = {"type": "not_found_error", "message": str(error)}
-    return msgspec.json.encode({"type": "error", "error": not_found})
+def _part(error: UnsupportedRequestError) -> HttpPart:
+    return HttpPart(error.body, error.status, JSON)

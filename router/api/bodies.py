@@ -110,7 +110,6 @@ class Bodies:
                 429,
                 f"the router holds {self._held >> 20} MB of other requests' bodies, which is its "
                 "limit; try again later",
-                type="rate_limit_error",
                 code="overloaded",
             )
         self._held += size
@@ -119,7 +118,7 @@ class Bodies:
         return ApiError(
             413,
             f"the body has {size} bytes; the limit is {self._limit} ({self._limit_mb} MB). Send a "
-            "shorter prompt, or raise KVROUTE_MAX_BODY_MB",
+            "shorter prompt, or raise --max-body-mb",
             code="request_too_large",
         )
 

@@ -10,38 +10,30 @@ import msgspec
 from redis.exceptions import RedisError
 from starlette.responses import Response
 
+from kvroute.contract.error_codes import Code, anthropic_type_of, code_of, type_of
+
 ANTHROPIC = "/v1/messages"  # route whose errors have Anthropic's format
-# HTTP status -> Anthropic's type of error.
-ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 EVENTS = "text/event-stream"  # content type of streams
 RESPONSES = "/v1/responses"  # route whose events have sequence numbers
 DONE = b"data: [DONE]\n\n"  # end of streams of chats and completions
-# Longest error message of a replica, in characters. vLLM may quote a whole prompt in a message.
-MAX_MESSAGE = 1500
 _NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')  # in the JSON of an event
 # Error codes after which clients should not retry, because the request would fail again.
 FINAL = frozenset({"replicas_died", "request_blamed"})
+JSON = "application/json"  # content type of error responses
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error that ends the request with an error response."""
+    """An error that ends the request with an error response. docs/errors.md lists all codes."""
 
     status: int
     message: str
-    type: str = "invalid_request_error"
     param: str | None = None  # name of the field to change
-    code: str | None = None  # name of the error for programs
+    code: Code | None = None  # name of the error for programs; None: the one of its status
     headers: Mapping[str, str] = field(default_factory=dict)  # further headers of the response
+
+    def __post_init__(self) -> None:
+        self.code = self.code or code_of(self.status)
 
     def __str__(self) -> str:
         return self.message
@@ -50,7 +42,7 @@ class ApiError(Exception):
         """Return the JSON body of an error response."""
         error = {
             "message": self.message,
-            "type": self.type,
+            "type": type_of(self.status),
             "param": self.param,
             "code": self.code,
         }
@@ -77,7 +69,7 @@ def _responses_event(error: ApiError, before: bytes) -> bytes:
     return msgspec.json.encode(
         {
             "type": "error",
-            "code": error.code or error.type,
+            "code": error.code,
             "message": error.message,
             "param": error.param,
             "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
@@ -97,61 +89,17 @@ def response(error: ApiError, *, path: str = "") -> Response:
     headers |= error.headers
     if headers.get("x-should-retry") == "false":
         headers.pop("retry-after", None)
-    body = _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
-    return Response(body, error.status, headers, media_type="application/json")
+    return Response(body_of(error, path=path), error.status, headers, media_type=JSON)
+
+
+def body_of(error: ApiError, *, path: str) -> bytes:
+    """Return the JSON body of an error response, in the format of the route's API."""
+    return _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
 
 
 def _anthropic(error: ApiError) -> bytes:
-    kind = ANTHROPIC_TYPES.get(error.status, "api_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
-
-
-def error_event(body: bytes, status: int, *, path: str) -> bytes:
-    """Convert an error response to the first and only event of a stream.
-
-    Args:
-        body: the body of the error response.
-        status: its HTTP status.
-        path: the route, which decides the event's format.
-    """
-    try:
-        members = msgspec.json.decode(body)["error"]
-        message, kind = str(members["message"]), str(members["type"])
-        error = ApiError(status, message, kind, members.get("param"), members.get("code"))
-    except (msgspec.DecodeError, LookupError, TypeError):
-        error = ApiError(status, body.decode(errors="replace"))
-    return event(error, b"", path=path)
-
-
-def replica_error(data: bytes, status: int, *, path: str) -> bytes:
-    """Return the body of a replica's error response in the format of the route's API.
-
-    On /v1/messages, vLLM's errors have types that Anthropic's API does not have, such as
-    BadRequestError. On routes that the model does not support, vLLM's body is
-    `{"detail": "Not Found"}`.
-    """
-    try:
-        body = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        return data
-    match body:
-        case {"detail": detail}:
-            error = ApiError(status, f"this model does not support {path}: {detail}")
-            return _anthropic(error) if path.startswith(ANTHROPIC) else error.body()
-        case {"error": {"message": message}} if path.startswith(ANTHROPIC):
-            return _anthropic(ApiError(status, _shortened(str(message))))
-        case {"error": {"message": str(message)}} if len(message) > MAX_MESSAGE:
-            body["error"]["message"] = _shortened(message)
-            return msgspec.json.encode(body)
-    return data
-
-
-def _shortened(message: str) -> str:
-    """Return the message without its middle if it is longer than MAX_MESSAGE."""
-    if len(message) <= MAX_MESSAGE:
-        return message
-    half = MAX_MESSAGE // 2
-    return f"{message[:half]} … {message[-half:]}"
+    members = {"type": anthropic_type_of(error.status), "message": error.message}
+    return msgspec.json.encode({"type": "error", "error": members})
 
 
 def invalid(param: str | None, message: str) -> ApiError:
@@ -171,7 +119,7 @@ def context_length_exceeded(param: str, message: str) -> ApiError:
 def redis_away(error: Exception, param: str | None = None) -> ApiError:
     """Return an error 503 for a request that needs Redis while Redis is away."""
     message = f"Redis is away ({error}); try again"
-    return ApiError(503, message, type="server_error", param=param)
+    return ApiError(503, message, param=param)
 
 
 @contextmanager

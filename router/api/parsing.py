@@ -76,11 +76,16 @@ def read_as_vllm_does(body: dict[str, Any]) -> None:
 
 def _first_error(model: type[BaseModel], error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
-    param = ".".join(str(part) for part in first["loc"])
+    param = ".".join(str(part) for part in first["loc"] if not _is_type(part))
     expected = _expected(model, first)
     if first["type"] == "missing":
         return invalid(param, f"{param} is missing; {expected}")
     return invalid(param, f"{param} is {shown(first['input'])}; {expected}")
+
+
+def _is_type(part: str | int) -> bool:
+    """Return whether a part of a location is a type of a union, and not a field or an index."""
+    return part == "str" or (isinstance(part, str) and "[" in part)
 
 
 def _expected(model: type[BaseModel], error: ErrorDetails) -> str:
@@ -88,7 +93,7 @@ def _expected(model: type[BaseModel], error: ErrorDetails) -> str:
 
     It is the field's description. If it has none or is nested, it is the validator's message.
     """
-    *parents, name = error["loc"]
+    *parents, name = (part for part in error["loc"] if not _is_type(part))
     field = model.model_fields.get(str(name)) if not parents else None
     if field is not None and field.description is not None:
         return f"expected {field.description}"

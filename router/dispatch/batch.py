@@ -13,10 +13,10 @@ from fastapi import Response
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from kvroute.router.api.errors import DONE, EVENTS, ApiError
+from kvroute.router.api.errors import DONE, EVENTS, JSON, ApiError
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.merge import MergedStreams
-from kvroute.router.dispatch.relay import Answer, Ending, Failed
+from kvroute.router.dispatch.relay import Answer, Ending, Failed, Refused
 
 EVENT = b"data: "  # beginning of a server-sent event
 
@@ -31,6 +31,7 @@ async def batch_response(
     n: int,
     ending: Ending,
     failed: Failed,
+    refused: Refused,
 ) -> Response:
     """Return the response to a call with several prompts.
 
@@ -39,6 +40,7 @@ async def batch_response(
         n: number of choices for each prompt.
         ending: changes the last bytes of the response.
         failed: makes the last event of a stream that ends with an error.
+        refused: makes the body of an error.
 
     Raises:
         ApiError: no replica can continue the response to one of the prompts.
@@ -49,8 +51,8 @@ async def batch_response(
         await asyncio.gather(*(answer.wait_for_status() for answer in answers))
         for answer in answers:
             if answer.status != 200:  # the calls differ only in their prompts: one error is enough
-                refusal = await answer.read_all()
-                return Response(refusal, answer.status, headers, media_type=answer.content_type)
+                refusal = refused(await answer.read_all(), answer.status)
+                return Response(refusal, answer.status, headers, media_type=JSON)
         is_streamed = answers[0].is_stream
         if is_streamed:
             return _BatchEvents(answers, headers, n=n, ending=ending, failed=failed)
@@ -61,7 +63,7 @@ async def batch_response(
     return Response(
         ending(encode(merge_bodies([decode(body) for body in bodies], n=n))),
         headers=headers,
-        media_type="application/json",
+        media_type=JSON,
     )
 
 

@@ -18,7 +18,6 @@ from kvroute.router.api.errors import ApiError
 REFUSED_S = 180.0  # seconds for which a request is refused; longer than clients retry
 MAX_REQUESTS = 1024  # requests on the list; a further request replaces the oldest one
 DIGEST_BYTES = 16  # length of the hash that identifies a request
-CODE = "request_blamed"  # error code of a refused request
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class PoisonList:
                 400,
                 f"{blame.reason}; so it is refused for {REFUSED_S:g} s. Do not send it again "
                 "unchanged: use a smaller schema, grammar, tools or prompt",
-                code=CODE,
+                code="request_blamed",
             )
 
     def as_json(self) -> list[dict[str, Any]]:

@@ -238,7 +238,5 @@ def final_error(error: BaseException) -> ApiError | None:
         case ValueError():
             return invalid(None, str(error))
         case FailedError():
-            return ApiError(
-                500, "a replica failed to answer; the reason is in its log", type="server_error"
-            )
+            return ApiError(500, "a replica failed to answer; the reason is in its log")
     return None

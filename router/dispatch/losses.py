@@ -92,7 +92,6 @@ class Losses:
                 f"replicas {' and '.join(self._died_soon)} died soon after they got this request, "
                 "which may be the cause. It is not sent to another replica; do not send it again"
                 + (f". The last replica reported: {self._words}" if self._words else ""),
-                type="server_error",
                 code="replicas_died",
             )
         if len(self.replica_ids) >= LOSSES:
@@ -113,5 +112,4 @@ def lost(replica_id: str, more: str) -> ApiError:
     return ApiError(
         502,
         f"replica {replica_id} was lost while it answered, {more}; try again",
-        type="server_error",
     )

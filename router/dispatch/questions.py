@@ -54,7 +54,7 @@ class Questions:
                 return await self._links.call(replica_id, method, body, within_s=within_s)
             except LateError as error:  # another replica would take as long
                 busy = f"replica {replica_id} is too busy: {error}"
-                raise ApiError(503, busy, type="server_error") from error
+                raise ApiError(503, busy) from error
             except UnansweredError as error:
                 log.info("replica %s did not answer %s: %s", replica_id, method, error)
                 excluded_ids.add(replica_of(replica_id))
@@ -65,7 +65,7 @@ class Questions:
                     losses.check()
                 if len(excluded_ids) == len(replicas_of(self._gate.liveness.trusted())):
                     break
-        raise ApiError(503, "no replica has answered; try again", type="server_error")
+        raise ApiError(503, "no replica has answered; try again")
 
     def _chosen(
         self, running: Collection[str], prefer: Callable[[Collection[str]], str] | None

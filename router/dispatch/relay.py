@@ -9,9 +9,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.http_call import HttpPart
-from kvroute.router.api.errors import EVENTS, ApiError, replica_error
+from kvroute.router.api.errors import EVENTS, JSON, ApiError
+from kvroute.router.api.replica_errors import failure_event, replica_error
 from kvroute.router.dispatch.generation import Generation
 
+ERROR = b'data: {"error"'  # beginning of an event of vLLM that ends a stream with an error
 SHOWN_REPLICAS = 32  # the most replica ids in a header
 
 Ending = Callable[[bytes], bytes]  # changes the last bytes of a response
@@ -75,12 +77,12 @@ class Answer:
             raise ApiError(
                 500,
                 "the answer could not be continued after a replica was lost; try again",
-                "server_error",
             )
         if chunk.http.status:
             self.status, self.content_type = chunk.http.status, chunk.http.content_type
         self.is_complete = chunk.is_last
-        return chunk.http.data
+        data = chunk.http.data
+        return failure_event(data) if data.startswith(ERROR) else data
 
 
 class Relay(StreamingResponse):
@@ -163,8 +165,9 @@ async def relay_response(
     finally:
         if not is_stream:  # complete, or the client has disconnected
             generation.close()
-    data = ending(data) if answer.status == 200 else refused(data, answer.status)
-    return Response(data, answer.status, headers, media_type=answer.content_type)
+    if answer.status != 200:
+        return Response(refused(data, answer.status), answer.status, headers, media_type=JSON)
+    return Response(ending(data), 200, headers, media_type=answer.content_type)
 
 
 def complete_response(part: HttpPart, *, path: str) -> Response:
@@ -173,6 +176,7 @@ def complete_response(part: HttpPart, *, path: str) -> Response:
     Args:
         path: path of the request.
     """
-    is_error = part.status >= 400
-    data = replica_error(part.data, part.status, path=path) if is_error else part.data
-    return Response(data, part.status, media_type=part.content_type)
+    if part.status >= 400:
+        data = replica_error(part.data, part.status, path=path)
+        return Response(data, part.status, media_type=JSON)
+    return Response(part.data, part.status, media_type=part.content_type)

@@ -5,7 +5,6 @@ import math
 from kvroute.router.admission.limits import MINUTE_S, Headroom, Limit, OverLimitError
 from kvroute.router.api.errors import ApiError
 
-CODE = "rate_limit_exceeded"  # error code of a request over a limit
 KINDS: dict[Limit, str] = {  # limit -> what it limits, for error messages
     "requests": "running requests",
     "prompt_tokens": "prompt tokens of running requests",
@@ -41,8 +40,7 @@ def over_limit(error: OverLimitError, headroom: Headroom) -> ApiError:
         429,
         f"tenant {error.tenant} has reached its limit of {error.maximum} {KINDS[error.limit]}"
         f"{_shared(error)}{_counted(error)}; {remedy}",
-        type="rate_limit_error",
-        code=CODE,
+        code="rate_limit_exceeded",
         headers=headers,
     )
 

@@ -35,9 +35,8 @@ routes = APIRouter()
 
 @routes.get("/")
 async def root(models: Served) -> Response:
-    """Redirect a browser that opens the cluster's address to the live page."""
-    _live(models, None)
-    return RedirectResponse("ui")
+    """Redirect to the live page; if it is off, to the list of routes."""
+    return RedirectResponse("ui" if models.first.live else "docs")
 
 
 @routes.get("/ui")

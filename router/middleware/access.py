@@ -26,7 +26,8 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.scoring import SCORING
 
 # The routes that each role may use.
-OPEN = ("/health", "/ping", "/ui")  # no key is needed; the data that /ui shows needs one
+# No key is needed for these; the data that /ui shows needs one.
+OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 ANY = ("/v1/models", "/version")  # a key with any role is needed
 USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
@@ -100,7 +101,6 @@ class Access:
                 403,
                 f"{scope['method']} {scope['path'][:80]} needs an API key with the role "
                 f"{roles[0]}; this one has {' and '.join(sorted(caller.roles))}",
-                type="permission_error",
                 code="insufficient_role",
             )
         return caller

@@ -51,7 +51,6 @@ class Admission:
             429,
             f"this router handles {self._open} requests, which is its limit; try again, or raise "
             "--max-requests",
-            type="rate_limit_error",
             code="overloaded",
         )
         self._refused(error)

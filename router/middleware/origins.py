@@ -114,7 +114,6 @@ class Origins:
             "addresses, since web pages could reach it by another host name (DNS rebinding). Use "
             "127.0.0.1, or start it with --api-keys or --insecure; for requests from a container, "
             "with --allow-origin http://host.docker.internal:PORT",
-            type="permission_error",
             code="unknown_host",
         )
 
@@ -183,6 +182,5 @@ def _foreign(origin: str) -> ApiError:
         403,
         f"web pages of {origin[:200]} may not use this server; to allow them, start it with "
         "--allow-origin and the page's origin",
-        type="permission_error",
         code="foreign_origin",
     )

@@ -9,13 +9,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvroute.router.api.errors import EVENTS, ApiError, event, response
 
-REFUSED = ApiError(  # for new requests
-    503, "the server is stopping; send the request again", "server_error", code="stopping"
-)
+# For new requests.
+REFUSED = ApiError(503, "the server is stopping; send the request again", code="stopping")
 CUT = ApiError(  # for running answers that are ended
     503,
     "the server stopped before the answer was complete; send the request again",
-    "server_error",
     code="stopping",
 )
 

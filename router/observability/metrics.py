@@ -13,6 +13,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvroute.blocks.tiers import GPU, SLOWER, TIERS
+from kvroute.contract.error_codes import CODES
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
@@ -47,13 +48,8 @@ GAPS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1
 REQUESTS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 BACKLOGS_S = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
-# Error codes that have a series from the start.
-REFUSALS = (
-    *("invalid_json", "invalid_value", "unsupported_parameter", "context_length_exceeded"),
-    *("model_not_found", "prefix_not_found", "request_too_large", "request_timeout", "overloaded"),
-    *("client_left", "previous_response_not_found", "refused_by_engine", "server_error"),
-    *("rate_limit_exceeded", "wait_too_long", "no_seat", "replicas_died", "request_blamed"),
-)
+REFUSED_BY_ENGINE = "refused_by_engine"  # label in place of a code: a replica sent the error
+REFUSALS = (*CODES, REFUSED_BY_ENGINE)  # values of the label `code`
 
 
 class Waits(RequestObserver):
@@ -139,7 +135,7 @@ class RequestCounts(RequestObserver):
         self._refusals = counter(
             "refused_requests",
             "Requests that got an error instead of an answer, from a router or a replica, by the "
-            "error's code.",
+            "error's code. The code refused_by_engine counts all errors of replicas.",
             "code",
         )
         tokens = counter(
@@ -196,6 +192,10 @@ class RequestCounts(RequestObserver):
         code = error.code if isinstance(error, ApiError) else None
         self._refusals.labels(code or "server_error").inc()
 
+    def refused_by_engine(self) -> None:
+        """Count an error of a replica that a client gets instead of a response."""
+        self._refusals.labels(REFUSED_BY_ENGINE).inc()
+
     def sent(self, attempt: Attempt) -> None:
         self._in_flight.inc()
 
@@ -249,6 +249,7 @@ class RouterMetrics(RequestObservers):
             Waits(registry), counts, QueueMetrics(registry), seat_metrics.SeatMetrics(registry)
         )
         self.refused = counts.refused
+        self.refused_by_engine = counts.refused_by_engine
         self.over_limit = OverLimit(registry).count
         self._readings = Readings(registry)
 

@@ -142,6 +142,11 @@ class Telemetry:
         if self._metrics:
             self._metrics.refused(error)
 
+    def refused_by_engine(self) -> None:
+        """Count an error of a replica that a client got instead of a response."""
+        if self._metrics:
+            self._metrics.refused_by_engine()
+
     def over_limit(self, tenant: str, limit: str) -> None:
         """Count a request that was rejected for this limit of its tenant."""
         if self._metrics:

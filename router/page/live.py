@@ -53,7 +53,6 @@ class Live:
                 503,
                 f"{LISTENERS} live pages are open at this router, which is the limit; close one "
                 "and try again",
-                type="server_error",
             )
         events = self._events(more)
         # A generator runs its `finally` only if it was started, so its first event is made here.

@@ -301,11 +301,22 @@ class Declarations:
             "assigned_to": [record.id for record in assigned],
             "warm_on": [record.id for record in warm],
             "computed_tokens": self._computed_tokens(prefix, assigned, warm),
-            "pinned": bool(warm) and _pinned(prefix, warm),
+            "pinned": _pinned(prefix, warm) if warm else _declared_pin(prefix),
             "hits": hits,
             "tokens_saved": tokens_saved,
             "expires_at": prefix.expires_at_s,
+            **self._warning(prefix),
         }
+
+    def _warning(self, prefix: Prefix) -> dict[str, str]:
+        """Return the member `warning` if nothing of the prefix can be cached, else no member."""
+        if prefix.full_blocks(self._block_size):
+            return {}
+        message = (
+            f"nothing of this prefix can be cached: it has {len(prefix.token_ids)} tokens, and a "
+            f"block has {self._block_size}. Declare a longer one"
+        )
+        return {"warning": message}
 
 
 def _other_tenant(name: str) -> ApiError:
@@ -314,10 +325,14 @@ def _other_tenant(name: str) -> ApiError:
         403,
         f"prefix {name!r} is shared by another tenant, and only that tenant can change it; use "
         "another name",
-        type="permission_error",
         param="id",
         code="prefix_of_another_tenant",
     )
+
+
+def _declared_pin(prefix: Prefix) -> bool | str:
+    """Return `pinned` as it was declared."""
+    return prefix.is_pinned and (True if prefix.tier == GPU else prefix.tier.name)
 
 
 def _pinned(prefix: Prefix, warm: Records) -> bool | str:

@@ -10,7 +10,7 @@ MAX_RETRY_S = 3600.0  # the longest `retry-after` that a client gets, in seconds
 
 def no_replica() -> ApiError:
     """Return the error for a request that arrives while no replica runs."""
-    return ApiError(503, "no replica is ready; try again", type="server_error")
+    return ApiError(503, "no replica is ready; try again")
 
 
 def queue_full() -> ApiError:
@@ -33,7 +33,6 @@ def too_long(urgency: Urgency, problem: str, forecast_s: float) -> ApiError:
         429,
         f"this request {problem} until a replica starts it, and {limit} is "
         f"{urgency.max_wait_s:g} s; try again in {retry_s} s, or add replicas",
-        type="rate_limit_error",
         code="wait_too_long",
         headers={"retry-after": str(retry_s)},
     )
@@ -62,7 +61,6 @@ def no_seat(
         429,
         f"this request {problem}{duration} for a seat of its session{limit}: more sessions are "
         f"active than --max-sessions allows at once; try again in {retry_s} s, or add replicas",
-        type="rate_limit_error",
         code="no_seat",
         headers={"retry-after": str(retry_s)},
     )

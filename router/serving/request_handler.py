@@ -23,7 +23,6 @@ from msgspec.structs import replace
 from kvroute.blocks.chain import Scope
 from kvroute.keys.keyring import salted
 from kvroute.router.api.calls import STATELESS_ROUTES, Call
-from kvroute.router.api.errors import ApiError
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.dispatch.ended_sessions import end_session
 from kvroute.router.dispatch.generation import Generation
@@ -79,8 +78,7 @@ class RequestHandler:
         if response.status_code >= 400:
             if context.entry is not None:
                 context.entry.refund(time.monotonic())
-            refusal = ApiError(response.status_code, "", code="refused_by_engine")
-            self._parts.telemetry.refused(refusal)
+            self._parts.telemetry.refused_by_engine()
         return response
 
     async def _generate(self, call: Call, context: RequestContext) -> Response:

@@ -8,7 +8,8 @@ import msgspec
 from fastapi import Response
 
 from kvroute.router.api.calls import MESSAGES, RESPONSES
-from kvroute.router.api.errors import DONE, event, replica_error
+from kvroute.router.api.errors import DONE, event
+from kvroute.router.api.replica_errors import replica_error
 from kvroute.router.dispatch.batch import batch_response
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import placement_headers, relay_response
@@ -38,14 +39,14 @@ async def respond(
     if call.wants_receipts:
         ending = partial(_with_receipts, call.path, generations, policy)
     headers, failed = placement_headers(generations), partial(event, path=call.path)
+    refused = partial(replica_error, path=call.path)
     if len(generations) == 1:
-        refused = partial(replica_error, path=call.path)
         response = await relay_response(
             generations[0], headers, ending=ending, failed=failed, refused=refused
         )
     else:
         response = await batch_response(
-            generations, headers, n=call.n, ending=ending, failed=failed
+            generations, headers, n=call.n, ending=ending, failed=failed, refused=refused
         )
     return await stored(expanded, response)
 

@@ -97,13 +97,22 @@ async def test_a_declaration_is_shown_as_it_stands(declarations: Declarations) -
         "assigned_to": [holder],
         "warm_on": [],
         "computed_tokens": 0,
-        "pinned": False,
+        "pinned": True,
         "hits": 0,
         "tokens_saved": 0,
         "expires_at": None,
     }
     assert shown == await declarations.get("law")
     assert [shown] == await declarations.list()
+
+
+async def test_a_prefix_without_a_full_block_is_declared_with_a_warning(
+    declarations: Declarations,
+) -> None:
+    shown, _ = await declare(declarations, "law", BLOCK - 1)
+    assert f"a block has {BLOCK}" in shown["warning"]
+    shown, _ = await declare(declarations, "law", BLOCK)
+    assert "warning" not in shown
 
 
 async def test_what_is_warm_and_pinned_is_what_replicas_say(

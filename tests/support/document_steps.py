@@ -19,6 +19,7 @@ from tests.support.documents import (
     steps,
     words,
 )
+from tests.support.printed import is_as_shown
 from tests.support.serving import KVROUTE, Cluster
 
 LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml", "diff", "mermaid"}
@@ -94,9 +95,7 @@ NOT_HERE = {
 SHOWS = {
     f"{CURL}/v1/chat/completions": '"finish_reason":',
     f"{CURL}/v1/route": '"runner_up":',
-    f"{CURL}/v1/prefixes": '"id":"legal-v3"',
     "for question in": r"prompt tokens, 0 of them cached\n.* 1\d\d\d of them cached\n$",
-    "prefix_id": "prompt_tokens=",
     "kvroute doctor --json": r'"grade": *"ok"',
     "kvroute replay": "kvroute",
 }
@@ -178,22 +177,33 @@ def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
         "CURL_HOME": str(folder),
         "KVROUTE_URL": simulated_cluster.url,
         "PYTHONPATH": str(ROOT),
+        "COLUMNS": "80",  # as wide as the output in the documents
     }
 
 
 def check_steps(
     document: Path, cluster: Cluster, folder: Path, environment: dict[str, str]
 ) -> None:
-    """Run the steps of a document in order. Fails if a step fails or its output is unexpected."""
+    """Run the steps of a document in order.
+
+    Fails if a step fails, or prints something else than the document shows after it.
+    """
     for step in runnable(document):
         shown = run(step, cluster.url, folder, environment)
         for text, expected in SHOWS.items():
-            if text in step.text:
+            if text in step.text and not is_to_fail(step):
                 assert re.search(expected, shown), f"{step.text}\n{shown}"
+        if step.output:
+            assert is_as_shown(step.output, shown), f"{step.text}\n{step.output}\n{shown}"
+
+
+def is_to_fail(step: Block) -> bool:
+    """Return whether the document shows an error as the output of the step."""
+    return '"error":' in step.output
 
 
 def run(step: Block, url: str, folder: Path, environment: dict[str, str]) -> str:
-    """Run a step and return its output. Fails if the step fails."""
+    """Run a step and return its output. Fails if the step fails, unless the document says so."""
     shell = ["bash", "-c"] if step.language == "sh" else [sys.executable, "-c"]
     done = subprocess.run(
         [*shell, step.text.replace(ADDRESS, url)],
@@ -203,5 +213,6 @@ def run(step: Block, url: str, folder: Path, environment: dict[str, str]) -> str
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, f"{step.text}\n{done.stdout}{done.stderr}"
+    has_failed = done.returncode != 0
+    assert has_failed == is_to_fail(step), f"{step.text}\n{done.stdout}{done.stderr}"
     return done.stdout

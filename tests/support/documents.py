@@ -9,13 +9,14 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")))
 README = ROOT / "README.md"
-SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY = (
+SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY, ERRORS = (
     ROOT / "docs" / f"{name}.md"
-    for name in ("settings", "metrics", "api", "clients", "deployment", "security")
+    for name in ("settings", "metrics", "api", "clients", "deployment", "security", "errors")
 )
 ADDRESS = "http://127.0.0.1:8000"  # address of the cluster in all documents
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OUTPUT = re.compile(r"\n\n^```(?:text|json)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -25,6 +26,7 @@ class Block(NamedTuple):
 
     language: str
     text: str
+    output: str = ""  # what the document shows directly after the block: what its last step prints
 
 
 def name(document: Path) -> str:
@@ -34,14 +36,25 @@ def name(document: Path) -> str:
 
 def blocks(document: Path) -> list[Block]:
     """Return the document's code blocks in order."""
-    return [Block(*groups) for groups in FENCED.findall(document.read_text())]
+    text = document.read_text()
+    return [
+        Block(found[1], found[2], _output(text, found.end())) for found in FENCED.finditer(text)
+    ]
+
+
+def _output(text: str, start: int) -> str:
+    """Return the output block that begins at this place; empty if there is none."""
+    found = OUTPUT.match(text, start)
+    return found[1] if found else ""
 
 
 def steps(document: Path) -> Iterator[Block]:
     """Yield what a reader would run, in order: single shell commands and Python programs."""
     for block in blocks(document):
         if block.language == "sh":
-            yield from (Block("sh", command) for command in commands(block.text))
+            *before, last = commands(block.text)
+            yield from (Block("sh", command) for command in before)
+            yield Block("sh", last, block.output)
         elif block.language == "python":
             yield block
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from kvroute.router.endpoints import (
     cluster_routes,
+    docs_routes,
     openai_routes,
     prefix_routes,
     response_routes,
@@ -15,7 +16,7 @@ from kvroute.router.endpoints import (
 def routes() -> Iterator[tuple[str, str]]:
     """Yield the method and path of each route."""
     conversations = (openai_routes, response_routes, session_routes)
-    for kind in (*conversations, prefix_routes, cluster_routes, ui_routes):
+    for kind in (*conversations, prefix_routes, cluster_routes, docs_routes, ui_routes):
         for route in kind.routes.routes:
             for method in route.methods:
                 yield method, route.path

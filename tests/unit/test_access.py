@@ -16,7 +16,16 @@ from kvroute.router.middleware.access import Access, Failures, roles_for
 from tests.support.routes import routes
 
 EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
-    "none": ["GET /", "GET /health", "GET /ping", "GET /ui", "GET /ui/{name}", "POST /ping"],
+    "none": [
+        "GET /",
+        "GET /docs",
+        "GET /health",
+        "GET /openapi.json",
+        "GET /ping",
+        "GET /ui",
+        "GET /ui/{name}",
+        "POST /ping",
+    ],
     "any": [
         "GET /v1/models",
         "GET /v1/models/",

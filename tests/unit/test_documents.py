@@ -8,6 +8,7 @@ import yaml
 from typer.testing import CliRunner
 
 from kvroute.cli import app
+from kvroute.contract.error_codes import CODES, anthropic_type_of, type_of
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.sim_engine.sampling import Chat, Completion
 from tests.support.document_steps import (
@@ -21,6 +22,7 @@ from tests.support.document_steps import (
 from tests.support.documents import (
     API,
     DOCUMENTS,
+    ERRORS,
     FENCED,
     METRICS,
     README,
@@ -53,6 +55,16 @@ def test_every_route_is_in_the_api_page() -> None:
     text = API.read_text()
     paths = {path.partition("{")[0].rstrip("/") for _, path in routes()}
     assert [path for path in sorted(paths) if not re.search(rf"{path}(?![\w-])", text)] == []
+
+
+def test_every_error_is_in_its_page() -> None:
+    text = ERRORS.read_text()
+    assert re.findall(r"^\| `(\w+)` \| \d", text, re.MULTILINE) == sorted(CODES)
+    rows = re.findall(r"^\| ([\d, ]+) \| `(\w+)` \| `(\w+)` \|$", text, re.MULTILINE)
+    assert rows
+    for statuses, openais, anthropics in rows:
+        for status in map(int, statuses.split(", ")):
+            assert (type_of(status), anthropic_type_of(status)) == (openais, anthropics)
 
 
 def test_every_request_field_is_in_the_api_page() -> None:

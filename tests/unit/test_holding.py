@@ -168,7 +168,7 @@ async def test_a_request_that_would_wait_too_long_is_refused() -> None:
         ApiError, match=r"would wait up to 56.6 s until .*, and --max-wait-s is 30 s"
     ) as error:
         await router.turn(LONG, Urgency(max_wait_s=30))
-    assert (error.value.status, error.value.type) == (429, "rate_limit_error")
+    assert (error.value.status, error.value.code) == (429, "wait_too_long")
     assert int(response(error.value).headers["retry-after"]) >= 1
     assert router.diary.refusals == [("default", "forecast")]
     assert len(router.queue) == len(waiting)

@@ -70,7 +70,7 @@ class Model:
         return StreamingResponse(parts())
 
     async def fail(self) -> Response:
-        raise ApiError(503, "no replica is ready", type="server_error")
+        raise ApiError(503, "no replica is ready")
 
     async def break_(self) -> Response:
         raise RuntimeError("ours")

@@ -29,7 +29,7 @@ class Guarded:
     def __init__(self, *allowed: str, local_only: bool = False, url: str = OWN) -> None:
         self.refused: list[str | None] = []
         self.came = 0
-        http = FastAPI()
+        http = FastAPI(docs_url=None, openapi_url=None)
         http.mount("/", self._app)
         guard(
             http,

@@ -13,7 +13,8 @@ from starlette.types import Message
 
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
-from kvroute.router.api.errors import ApiError, event, replica_error
+from kvroute.router.api.errors import ApiError, event
+from kvroute.router.api.replica_errors import failure_event, replica_error
 from kvroute.router.dispatch.batch import batch_response, merge_bodies
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import relay_response
@@ -110,12 +111,16 @@ async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> R
 
 async def _response(generations: list[Generation]) -> Response:
     failed = partial(event, path="/v1/completions")
+    refused = partial(replica_error, path="/v1/completions")
     if len(generations) == 1:
-        refused = partial(replica_error, path="/v1/completions")
         return await relay_response(
             generations[0], {}, ending=bytes, failed=failed, refused=refused
         )
-    return await batch_response(generations, {}, n=1, ending=bytes, failed=failed)
+    return await batch_response(generations, {}, n=1, ending=bytes, failed=failed, refused=refused)
+
+
+def message_of(response: Response) -> object:
+    return json.loads(bytes(response.body))["error"]["message"]
 
 
 async def _read(response: Response) -> None:
@@ -168,7 +173,7 @@ async def test_a_response_that_cannot_be_continued_starts_again_if_nothing_was_s
 async def test_a_refusal_of_a_replica_keeps_its_status() -> None:
     for stream in (True, False):
         response = await ask(Applications(IMMORTAL, status=422), stream=stream)
-        assert (response.status_code, response.body) == (422, b'{"error": "no"}')
+        assert (response.status_code, message_of(response)) == (422, "no")
 
 
 async def test_a_replica_that_fails_during_a_stream_ends_it_with_an_error() -> None:
@@ -200,7 +205,7 @@ async def test_several_prompts_make_one_body() -> None:
 
 async def test_the_refusal_of_one_prompt_is_the_response_to_all() -> None:
     response = await ask(Applications(*[IMMORTAL] * 3, status=400), prompts=3)
-    assert (response.status_code, response.body) == (400, b'{"error": "no"}')
+    assert (response.status_code, message_of(response)) == (400, "no")
 
 
 async def test_a_call_with_several_prompts_survives_a_lost_replica() -> None:
@@ -217,7 +222,7 @@ def test_choices_of_several_prompts_have_consecutive_indexes() -> None:
 
 
 def test_an_event_of_an_error_has_the_shape_of_its_route() -> None:
-    error = ApiError(503, "gone", type="server_error")
+    error = ApiError(503, "gone")
     chat, end = event(error, b"", path="/v1/chat/completions").split(b"\n\n", 1)
     assert json.loads(chat.removeprefix(b"data: "))["error"]["message"] == "gone"
     assert end == b"data: [DONE]\n\n"
@@ -230,7 +235,7 @@ def test_an_event_of_an_error_has_the_shape_of_its_route() -> None:
     assert name == b"event: error"
     assert json.loads(data.removeprefix(b"data: ")) == {
         "type": "error",
-        "code": "server_error",
+        "code": "unavailable",
         "message": "gone",
         "param": None,
         "sequence_number": 8,
@@ -243,8 +248,85 @@ def test_an_error_of_a_replica_has_the_types_of_its_routes_api() -> None:
         "type": "error",
         "error": {"type": "invalid_request_error", "message": "no"},
     }
-    for path, data in (("/v1/messages", b"no JSON"), ("/v1/responses", found)):
-        assert replica_error(data, 400, path=path) == data
+    assert json.loads(replica_error(found, 400, path="/v1/responses"))["error"] == {
+        "type": "invalid_request_error",
+        "message": "no",
+        "param": None,
+        "code": "invalid_value",
+    }
+    shapeless = json.loads(replica_error(b"no JSON", 500, path="/v1/completions"))["error"]
+    assert (shapeless["message"], shapeless["code"]) == ("no JSON", "server_error")
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "code", "expected"),
+    [
+        (
+            "1 validation error:\n  {'type': 'float_parsing', 'loc': 'body.temperature', "
+            "'msg': 'Input should be a valid number', 'input': 'hot'}",
+            "temperature",
+            "invalid_value",
+            "temperature is hot; expected a valid number",
+        ),
+        (
+            "2 validation errors:\n  {'type': 'string_type', 'loc': 'body.stop', 'msg': 'Input "
+            "should be a valid string', 'input': '5'}\n  {'type': 'list_type', 'loc': 'body.stop', "
+            "'msg': 'Input should be a valid list', 'input': '5'}",
+            "stop",
+            "invalid_value",
+            "stop is 5; expected a valid string, or expected a valid list",
+        ),
+        (
+            "1 validation error:\n  {'type': 'value_error', 'loc': 'body.max_tokens', 'msg': "
+            "'Value error, max_tokens must be positive', 'input': '0', "
+            "'ctx': {'error': ValueError('max_tokens must be positive')}}",
+            "max_tokens",
+            "invalid_value",
+            "max_tokens is 0; max_tokens must be positive",
+        ),
+        (
+            "1 validation error:\n  {'type': 'missing', 'loc': 'body.tools.0.FunctionTool.name', "
+            "'msg': 'Field required', 'input': '<dict of 2 items>'}",
+            "tools.0.name",
+            "invalid_value",
+            "tools.0.name is missing",
+        ),
+        (
+            "2 validation errors for ValidatorIterator\n0.TextParam.type\n  Input should be 'text' "
+            "[type=literal_error, input_value='x']\n    For further information visit a page",
+            "messages",
+            "invalid_value",
+            "the content of a message is not valid: 0.type: expected 'text'",
+        ),
+        (
+            "This model's maximum context length is 8 tokens. (parameter=input_tokens, value=9)",
+            "prompt",
+            "context_length_exceeded",
+            "This model's maximum context length is 8 tokens.",
+        ),
+    ],
+)
+def test_an_error_of_vllm_is_said_in_our_words(
+    message: str, param: str, code: str, expected: str
+) -> None:
+    vllms = "input_tokens" if param == "prompt" else f"body.{param}"
+    error = {"message": message, "type": "Bad Request", "param": vllms, "code": 400}
+    data = json.dumps({"error": error}).encode()
+    assert json.loads(replica_error(data, 400, path="/v1/completions"))["error"] == {
+        "message": expected,
+        "type": "invalid_request_error",
+        "param": param,
+        "code": code,
+    }
+
+
+def test_an_error_in_a_stream_of_vllm_has_our_code() -> None:
+    error = {"message": "gone", "type": "InternalServerError", "param": None, "code": 500}
+    data = failure_event(f"data: {json.dumps({'error': error})}\n\ndata: [DONE]\n\n".encode())
+    first, _, end = data.partition(b"\n\n")
+    assert end == b"data: [DONE]\n\n"
+    ours = json.loads(first.removeprefix(b"data: "))["error"]
+    assert (ours["type"], ours["code"]) == ("server_error", "server_error")
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/embeddings"])
@@ -261,4 +343,3 @@ def test_a_long_message_of_a_replica_is_cut_in_its_middle() -> None:
     assert cut["message"].startswith("top_logprobs: xxx")
     assert cut["message"].endswith("xxx: expected an integer")
     assert len(cut["message"]) < 2000
-    assert cut == {**error, "message": cut["message"]}

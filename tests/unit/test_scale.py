@@ -32,6 +32,13 @@ def test_draining_replicas_are_shown() -> None:
     assert "1 of 1 replicas ready, 2 draining" in describe(deployed)
 
 
+def test_a_reason_is_shown_only_while_replicas_are_missing_and_if_it_helps() -> None:
+    slow = "Deployment is slow.\nThis may be caused by a slow __init__ or reconfigure method."
+    for message, ready, is_shown in (("no GPU", 1, True), ("no GPU", 2, False), (slow, 1, False)):
+        deployed = Deployed(2, {"RUNNING": ready}, message, {})
+        assert (";" in describe(deployed)) == is_shown
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -36,7 +36,7 @@ MESSAGE = (
     b'"stop_sequence":null},"usage":{"output_tokens":1}}\n\n'
     b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
-NO_SEAT = ApiError(429, "has waited 600 s", type="rate_limit_error", code="no_seat")
+NO_SEAT = ApiError(429, "has waited 600 s", code="no_seat")
 
 
 class Model:

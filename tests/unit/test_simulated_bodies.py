@@ -181,16 +181,6 @@ def test_a_body_that_no_router_renders_is_rejected_with_the_reason(path: str) ->
         assert (refused.status, "--engine vllm" in message) == (404, True)
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_a_client_of_messages_reads_a_refusal_as_anthropics(path: str) -> None:
-    refused = rendered(HttpCall(path, b'{"messages": []}', 1.0)).refusal
-    assert refused
-    answer = json.loads(refused.data)
-    assert (refused.status, answer["type"]) == (404, "error")
-    assert answer["error"].keys() == {"type", "message"}
-    assert answer["error"]["type"] == "not_found_error"
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

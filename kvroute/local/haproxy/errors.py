@@ -2,6 +2,8 @@
 
 import json
 
+from kvroute.contract.error_codes import Code, anthropic_type_of, code_of, type_of
+
 MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for requests to Anthropic's API
 # HAProxy answers a request whose head exceeds BUFFER_BYTES or MAX_PARSED as malformed HTTP. The
 # other limits are lower, and a request over one of them gets a message that names the limit.
@@ -17,30 +19,34 @@ EARLY = {  # status -> message of an error that HAProxy finds before it has the 
     408: "the request did not arrive in time; send it faster",
     500: "the server failed to answer",
 }
-ANTHROPIC_TYPES = {"server_error": "overloaded_error"}  # OpenAI's error type -> Anthropic's type
+CODES: dict[int, Code] = {400: "invalid_http"}  # codes of EARLY that differ from code_of()
 VALID_ID = "^[!-~]{1,128}$"  # pattern of the request ids that routers accept
 
 
-def openai_error(message: str, *, kind: str, code: str | None = None) -> str:
+def openai_error(message: str, *, status: int, code: Code | None = None) -> str:
     """Return an error in the format of OpenAI's API."""
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+    return json.dumps({"error": _members(message, status, code)})
 
 
-def anthropic_error(message: str, *, kind: str) -> str:
+def anthropic_error(message: str, *, status: int) -> str:
     """Return an error in the format of Anthropic's API."""
-    error = {"type": ANTHROPIC_TYPES.get(kind, kind), "message": message}
+    error = {"type": anthropic_type_of(status), "message": message}
     return json.dumps({"type": "error", "error": error})
 
 
-def common_error(message: str, *, kind: str) -> str:
+def common_error(message: str, *, status: int) -> str:
     """Return an error that clients of both APIs can parse, if the API is not known."""
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return json.dumps({"type": "error", "error": error})
+    return json.dumps({"type": "error", "error": _members(message, status, CODES.get(status))})
+
+
+def _members(message: str, status: int, code: Code | None) -> dict[str, str | None]:
+    members = {"message": message, "type": type_of(status), "param": None}
+    return {**members, "code": code or code_of(status)}
 
 
 def unreachable_page() -> str:
     """Return the HTTP response for HAProxy's option `errorfile`, sent if a router was lost."""
-    body = common_error(UNREACHABLE, kind="server_error")
+    body = common_error(UNREACHABLE, status=503)
     head = (
         "HTTP/1.1 503 Service Unavailable",
         "content-type: application/json",
@@ -54,7 +60,7 @@ def replies() -> str:
     """Return the configuration of the responses to errors that checks() does not cover."""
     early = "".join(
         f"    http-error status {status} content-type application/json "
-        f"string {_quoted(common_error(message, kind=_kind(status)))}\n"
+        f"string {_quoted(common_error(message, status=status))}\n"
         for status, message in EARLY.items()
     )
     return (
@@ -68,8 +74,7 @@ def refusal(
     message: str,
     *,
     when: str,
-    kind: str = "invalid_request_error",
-    code: str | None = None,
+    code: Code | None = None,
     headers: str = "",
 ) -> str:
     """Return the rules that refuse requests, one rule for each API.
@@ -78,19 +83,14 @@ def refusal(
         status: HTTP status of the refusal.
         message: Message of the error.
         when: HAProxy's condition under which it refuses a request.
-        kind: OpenAI's type of the error.
-        code: OpenAI's code of the error.
+        code: OpenAI's code of the error; None: the one of the status.
         headers: Further headers in HAProxy's syntax, with a space at the end.
     """
     rule = f"    http-request return status {status} content-type application/json {headers}"
     return (
-        f"{rule}string {_quoted(anthropic_error(message, kind=kind))} if {when} {MESSAGES}\n"
-        f"{rule}string {_quoted(openai_error(message, kind=kind, code=code))} if {when}\n"
+        f"{rule}string {_quoted(anthropic_error(message, status=status))} if {when} {MESSAGES}\n"
+        f"{rule}string {_quoted(openai_error(message, status=status, code=code))} if {when}\n"
     )
-
-
-def _kind(status: int) -> str:
-    return "invalid_request_error" if status < 500 else "server_error"
 
 
 def _quoted(text: str) -> str:
@@ -116,8 +116,8 @@ def _unreachable() -> str:
     """Return the rules that format UNREACHABLE for the API that the client called."""
     rule = f"    http-request set-var-fmt({UNREACHABLE_BODY})"
     return (
-        f"{rule} {_quoted(openai_error(UNREACHABLE, kind='server_error'))}\n"
-        f"{rule} {_quoted(anthropic_error(UNREACHABLE, kind='server_error'))} if {MESSAGES}\n"
+        f"{rule} {_quoted(openai_error(UNREACHABLE, status=503))}\n"
+        f"{rule} {_quoted(anthropic_error(UNREACHABLE, status=503))} if {MESSAGES}\n"
     )
 
 
@@ -146,12 +146,14 @@ def checks() -> str:
                 400,
                 "the request's URL has no path of this server; send a path that begins with /",
                 when="!{ path_beg / }",
+                code="invalid_http",
             ),
             refusal(
                 400,
                 "this server does not support WebSockets; send POST requests, and read streams as "
                 "server-sent events",
                 when="{ req.hdr(upgrade) -i websocket }",
+                code="invalid_http",
             ),
         )
     )

@@ -13,6 +13,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from kvroute.contract.error_codes import type_of
+
 NAME = "haproxy"  # file name of the copy
 LIBRARIES = "lib"  # folder beside the program, from which it loads its libraries
 # A page in the program: a whole HTTP response, which ends with a zero byte.
@@ -59,9 +61,9 @@ def _page(old: re.Match[bytes]) -> bytes:
     message = MESSAGES.get(status)
     if message is None:
         return old[0]
-    kind = "invalid_request_error" if status < 500 else "api_error"
-    error = {"type": "error", "error": {"type": kind, "message": message}}
-    body = json.dumps(error, separators=(",", ":"))
+    # The API is not known. The page has no space for `param` and `code`.
+    error = {"type": type_of(status), "message": message}
+    body = json.dumps({"type": "error", "error": error}, separators=(",", ":"))
     page = (
         f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\n"
         f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n{body}"

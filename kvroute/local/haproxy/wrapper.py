@@ -102,8 +102,6 @@ def _too_many(limit: int, *, backend: str) -> str:
         429,
         f"{limit} requests are running, which is the limit; try again later",
         when=f"METH_POST {{ be_conn({backend}) ge {limit} }}",
-        kind="rate_limit_error",
-        code="overloaded",
         headers="hdr retry-after 1 ",
     )
 

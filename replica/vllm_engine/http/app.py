@@ -48,6 +48,7 @@ from kvroute.replica.vllm_engine.http import (
     inline_system,
     media,
     missing_parser,
+    option_names,
     repeatable,
     response_object,
 )
@@ -356,7 +357,9 @@ def _arguments(llm: AsyncLLM, front_args: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: The arguments are wrong.
     """
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    parser = make_arg_parser(FlexibleArgumentParser())
+    option_names.learn(parser)
+    args = parser.parse_args([])
     config = llm.vllm_config
     served = config.model_config.served_model_name
     vars(args).update(

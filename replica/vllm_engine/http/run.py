@@ -45,6 +45,7 @@ from kvroute.replica.vllm_engine.core.continued import (
 )
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
+from kvroute.replica.vllm_engine.http import option_names
 from kvroute.replica.vllm_engine.http.sampling_checks import (
     check_prompt_logprobs,
     check_tokens_fit_grammar,
@@ -167,6 +168,8 @@ class RequestRun:
         if self._failure is not None or self._has_left.is_set():
             return
         tokens, data = tuple(self._token_ids), b"".join(self._data)
+        if self._status >= 400:
+            data = option_names.replaced(data)
         cached_tokens, written_tokens = self._counts or (0, 0)
         part = HttpPart(
             data,

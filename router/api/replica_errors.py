@@ -1,0 +1,142 @@
+"""Converts the errors of replicas to kvroute's format, types, codes and wording.
+
+vLLM's errors have types and codes of its own, such as BadRequestError and 400. If a field has a
+wrong type, vLLM's message is a list of Python dictionaries.
+"""
+
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from kvroute.contract.error_codes import CODES, Code
+from kvroute.router.api.errors import ApiError, body_of, event, shown
+
+# Longest error message of a replica, in characters. vLLM may quote a whole prompt in a message.
+MAX_MESSAGE = 1500
+MAX_PARSED = 10_000  # characters of a message in which problems are looked for
+MAX_PROBLEMS = 4  # most problems of one body in a message
+TOO_LONG = "maximum context length"  # part of vLLM's messages about prompts that are too long
+# Path -> the field with the prompt, which vLLM calls input_tokens.
+PROMPTS = {"/v1/completions": "prompt", "/v1/responses": "input"}
+PARAMETER = re.compile(r" \(parameter=[^()]*(?:\([^()]*\)[^()]*)*\)$")  # `param` says the same
+PROBLEMS = re.compile(r"\d+ validation errors?\b.*\n")  # first line of a list of problems
+VLLMS = re.compile(  # a problem in vLLM's own list: type, location, message, value
+    r"""^  \{'type': '(\w+)', 'loc': '([^']*)', 'msg': ('[^']*'|"[^"]*")(?:, 'input': (.*?))?"""
+    r"""(?:, 'ctx': .*)?\}$""",
+    re.MULTILINE,
+)
+CONTAINER = re.compile(r"<(dict|list) of \d+ items>")
+NAMED = re.compile(r"([a-z_]+) (?:must|cannot|contains)\b")  # a message that begins with its field
+PROBLEM = re.compile(r"^(\S+)\n  (.+?) \[type=", re.MULTILINE)  # of pydantic's own list
+
+
+def replica_error(data: bytes, status: int, *, path: str) -> bytes:
+    """Return the body of a replica's error response in the format of the route's API."""
+    return body_of(parsed_error(data, status, path=path), path=path)
+
+
+def error_event(body: bytes, status: int, *, path: str) -> bytes:
+    """Return the error event for an error response's body, in a stream without other events."""
+    return event(parsed_error(body, status, path=path), b"", path=path)
+
+
+def failure_event(data: bytes) -> bytes:
+    """Convert the events with which vLLM ends the stream of a chat or completion that fails."""
+    first, separator, others = data.partition(b"\n\n")
+    body = first.removeprefix(b"data: ")
+    error = replica_error(body, _status_in(body), path="")
+    return b"data: " + error + separator + others
+
+
+def _status_in(body: bytes) -> int:
+    """Return the HTTP status in the body of an error of vLLM, which has it as its code."""
+    try:
+        code = msgspec.json.decode(body)["error"]["code"]
+    except (msgspec.DecodeError, LookupError, TypeError):
+        return 500
+    return code if isinstance(code, int) else 500
+
+
+def parsed_error(data: bytes, status: int, *, path: str) -> ApiError:
+    """Return the error in the body of an error response, whatever its format is.
+
+    On routes that the model does not support, vLLM's body is `{"detail": "Not Found"}`.
+    """
+    try:
+        body = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        body = data.decode(errors="replace")
+    match body:
+        case {"detail": str(detail)}:
+            reason = "" if detail == "Not Found" else f": {detail}"
+            return ApiError(status, f"this model does not support {path}{reason}")
+        case {"error": {"message": str(message)} as error} | ({"message": str(message)} as error):
+            return _converted(message, error.get("param"), error.get("code"), status, path)
+        case {"error": str(message)}:
+            return ApiError(status, _shortened(message))
+    return ApiError(status, _shortened(body if isinstance(body, str) else shown(body, MAX_MESSAGE)))
+
+
+def _converted(message: str, param: object, code: object, status: int, path: str) -> ApiError:
+    """Return the error with a message, param and code of a replica."""
+    known = next((known for known in CODES if known == code), None) or _code_in(message)
+    if PROBLEMS.match(message):
+        param, message = _summary(message)
+    elif param is None and (begins := NAMED.match(message)):
+        param = begins[1]
+    name = _field(param) if isinstance(param, str) else None
+    if name == "input_tokens":
+        name = PROMPTS.get(path, "messages")
+    return ApiError(status, _shortened(PARAMETER.sub("", message)), param=name, code=known)
+
+
+def _code_in(message: str) -> Code | None:
+    """Return the code of the error that a message of vLLM describes; None: the status tells it."""
+    return "context_length_exceeded" if TOO_LONG in message else None
+
+
+def _summary(message: str) -> tuple[str | None, str]:
+    """Return the field and a sentence for a list of problems; the list itself if it is unknown."""
+    if problems := [*_problems(message)]:
+        name, given, _ = problems[0]
+        reasons = dict.fromkeys(reason for field, _, reason in problems if field == name)
+        return name, f"{name} {given}{', or '.join([*reasons][:MAX_PROBLEMS])}"
+    if found := PROBLEM.findall(message[:MAX_PARSED]):
+        parts = dict.fromkeys(f"{_field(where)}: {_reason(why)}" for where, why in found)
+        return (
+            "messages",
+            f"the content of a message is not valid: {'; '.join([*parts][:MAX_PROBLEMS])}",
+        )
+    return None, message
+
+
+def _problems(message: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the field, its value and what is wrong, for each problem in vLLM's list."""
+    for kind, location, quoted, value in VLLMS.findall(message[:MAX_PARSED]):
+        name = _field(location)
+        if kind == "missing":
+            yield name, "is missing", ""
+        else:
+            value = CONTAINER.sub(r"a \1", value.strip("'\""))
+            yield name, f"is {_shortened(value, 80)}; ", _reason(quoted[1:-1])
+
+
+def _reason(message: str) -> str:
+    """Return pydantic's message in kvroute's words."""
+    message = message.removeprefix("Value error, ")
+    message = message.replace("Input should be", "expected").replace("Field required", "is missing")
+    return message[:1].lower() + message[1:]
+
+
+def _field(location: str) -> str:
+    """Return the field at a location such as `body.tools.0.FunctionTool.name`, without classes."""
+    names = location.removeprefix("body.").split(".")
+    return ".".join(name for name in names if not name[:1].isupper())
+
+
+def _shortened(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Return the text without its middle if it is longer than the limit."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]} … {text[-(limit // 2) :]}"
