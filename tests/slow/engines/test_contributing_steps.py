@@ -34,7 +34,7 @@ def test_the_hooks_of_an_earlier_version_are_noticed_and_the_page_says_how_to_ad
     """The page's example adapts code for vLLM 0.31 to 0.32."""
     copy_checkout(tmp_path)
     undo_example(HOOKS, tmp_path)
-    assert "cannot import name 'load_chat_template'" in check(HOOKS, tmp_path).stdout
+    assert "No module named 'vllm.entrypoints.chat_utils'" in check(HOOKS, tmp_path).stdout
     apply_example(HOOKS, tmp_path)
     lint(HOOKS, tmp_path)
     checked = check(HOOKS, tmp_path)
