@@ -10,8 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.http_call import HttpPart
 from kvroute.router.api.errors import EVENTS, JSON, ApiError
-from kvroute.router.api.replica_errors import failure_event, replica_error
 from kvroute.router.dispatch.generation import Generation
+from kvroute.router.dispatch.replica_errors import failure_event, replica_error
 
 ERROR = b'data: {"error"'  # beginning of an event of vLLM that ends a stream with an error
 SHOWN_REPLICAS = 32  # the most replica ids in a header

@@ -12,7 +12,7 @@ from starlette.types import Message, Send
 
 from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.api.errors import EVENTS, ApiError, event
-from kvroute.router.api.replica_errors import error_event
+from kvroute.router.dispatch.replica_errors import error_event
 
 COMMENT = b": waiting for a seat\n\n"  # a comment in the stream, which clients ignore
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's event for pauses

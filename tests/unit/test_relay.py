@@ -14,10 +14,10 @@ from starlette.types import Message
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, event
-from kvroute.router.api.replica_errors import failure_event, replica_error
 from kvroute.router.dispatch.batch import batch_response, merge_bodies
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import relay_response
+from kvroute.router.dispatch.replica_errors import failure_event, replica_error
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from tests.support.wired import Wired, dispatcher_of
