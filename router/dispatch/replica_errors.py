@@ -27,7 +27,11 @@ VLLMS = re.compile(  # a problem in vLLM's own list: type, location, message, va
     re.MULTILINE,
 )
 CONTAINER = re.compile(r"<(dict|list) of \d+ items>")
-NAMED = re.compile(r"([a-z_]+) (?:must|cannot|contains)\b")  # a message that begins with its field
+# A message of vLLM that begins with the field of the body that is wrong.
+NAMED = re.compile(
+    "(n|seed|temperature|top_p|top_k|min_p|(?:presence|frequency|repetition)_penalty"
+    "|(?:max|min)_tokens|(?:prompt_)?logprobs|bad_words) (?:must|cannot)"
+)
 PROBLEM = re.compile(r"^(\S+)\n  (.+?) \[type=", re.MULTILINE)  # of pydantic's own list
 
 

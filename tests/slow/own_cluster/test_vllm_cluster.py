@@ -16,6 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from dashboards.replica import REPLICA
+from kvroute.contract.error_codes import CODES
 from kvroute.local.processes import is_alive
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.bodies import (
@@ -349,11 +350,13 @@ def test_what_the_model_cannot_do_is_refused_in_vllms_words(cluster: Cluster) ->
         (CHATS, {"messages": ASK, "temperature": "hot"}, "temperature"),
         (CHATS, {"messages": [], "tools": [TOOL]}, "empty conversation"),
         (MESSAGES, {"messages": ASK}, "max_tokens"),
-        ("/v1/embeddings", {"input": "hi"}, "Not Found"),
+        ("/v1/embeddings", {"input": "hi"}, "does not support /v1/embeddings"),
     ):
         answer = httpx.post(cluster.url + path, json={"model": BUILTIN_MODEL, **body}, timeout=60)
         assert 400 <= answer.status_code < 500
         assert said in answer.text
+        if path != MESSAGES:
+            assert answer.json()["error"]["code"] in CODES
 
 
 def test_a_named_prefix_stands_before_any_body(cluster: Cluster) -> None:
