@@ -18,16 +18,16 @@ export const PLACES = {
 // As in the table of docs/metrics.md.
 export const CAUSES = [
   ["hit", "came from the cache, as the router expected", ""],
-  ["unexpected_hit", "came from the cache, although the router did not expect it", "look at kvroute_index_age_seconds"],
-  ["stale", "were expected in the cache but were not there: evicted meanwhile, or the index was wrong", "more memory for the cache; look at kvroute_publisher_lag_seconds"],
-  ["spilled", "were cached on a replica that was not chosen, mostly because it was busy", "more replicas"],
-  ["unpinned", "belong to the request's named prefix, but were cached nowhere", "GET /v1/prefixes/ID says where it is warm; a larger --pin-share, or fewer prefixes"],
-  ["partial", "were cached by the layers with full attention, but the layers with windows or states kept nothing at that place", "--engine-arg prefix_cache_retention_interval=N, or a named prefix"],
-  ["evicted", "were cached once, but no longer: evicted, cleared, or lost with their replica", "more memory for the cache, more replicas, or named prefixes"],
-  ["broken", "are in the chat's earlier prompt too, but after a place that has changed since, so no cache had them", "change chats at their end only: put dates and ids into the last user message; kvroute doctor names the place"],
-  ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks); or belong to a prompt with prompt_logprobs, for which vLLM reads no cache", "see whether prompts could begin in the same way"],
-  ["isolated", "were never cached under the prompt's cache_salt; other salts were not searched", "fewer salts, if that is allowed"],
-  ["tail", "are in no full block, or in the last token's block, which is always computed", "a smaller --block-size"],
+  ["unexpected_hit", "came from the cache, although the router did not expect it", "see whether kvroute_index_age_seconds is high"],
+  ["stale", "were expected in the cache but were not there: they were evicted meanwhile, or the index was wrong", "give the cache more memory; see whether kvroute_publisher_lag_seconds is high"],
+  ["spilled", "were cached on a replica that was not chosen, mostly because it was busy", "add replicas"],
+  ["unpinned", "belong to the request's named prefix, but were cached nowhere", "see in GET /v1/prefixes/ID where the prefix is warm; raise --pin-share, or drop prefixes"],
+  ["partial", "were cached by the layers with full attention, but the layers with windows or states kept nothing at that place", "set --engine-arg prefix_cache_retention_interval=N, or declare a named prefix"],
+  ["evicted", "were cached once and are not now: evicted, cleared, or lost with their replica", "give the cache more memory, add replicas, or declare named prefixes"],
+  ["broken", "are in the chat's earlier prompt too, but after a place that has changed since, so no cache had them", "change chats at their end only: put dates and ids into the last user message. kvroute doctor names the place"],
+  ["new", "were never cached, as far as the router remembers (the last 100,000 evicted blocks); or belong to a prompt with prompt_logprobs, for which vLLM reads no cache", "see whether more prompts could begin with the same text"],
+  ["isolated", "were never cached under the prompt's cache_salt. Whether they are cached under other salts is not checked", "use fewer salts, if that is allowed"],
+  ["tail", "are in no full block, or in the last token's block, which is always computed", "set a smaller --block-size"],
 ];
 const LETTER = 9; // pixels in the bar
 

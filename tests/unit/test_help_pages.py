@@ -41,7 +41,7 @@ def test_a_page_fits_and_has_every_word_whole(words: str) -> None:
     for parameter in command.params:
         names = {*parameter.opts, *parameter.secondary_opts}
         if parameter.param_type_name == "option":
-            assert names <= set(re.findall(r"--[\w-]+", page)), parameter.name
+            assert names <= set(re.findall(r"--?[\w-]+", page)), parameter.name
         assert set((parameter.help or "").split()) <= shown, parameter.name
     assert set((command.help or "").split()) <= shown
 

@@ -223,7 +223,7 @@ def test_another_option_for_routers_starts_no_replica_anew() -> None:
 def test_an_adapter_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = list[str]()
 
-    def read_adapter(given: str) -> Adapter:
+    def read_adapter(given: str, *, has_files: bool) -> Adapter:
         read.append(given)
         return Adapter(name="a", path="/a")
 

@@ -114,7 +114,7 @@ def test_whatever_reaches_a_replica_is_checked_there_again() -> None:
 
 def test_a_start_is_refused_before_anything_is_started() -> None:
     models = [{"model": "a"}, {"model": "b", "engine_args": {"sead": 1}}]
-    with pytest.raises(StartError, match=r"--engine-args of b: sead is no .* did you mean seed"):
+    with pytest.raises(StartError, match=r"--engine-args of b: sead is not .* did you mean seed"):
         check_engine_args(load({"models": models}).per_model, Progress())
 
 
