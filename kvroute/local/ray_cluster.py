@@ -90,7 +90,6 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     os.environ |= {name: str(path) for name, path in tls.items() if path}
     _keep_token_private()
     import ray
-    from ray import serve
 
     from kvroute.process.logs import logging_config
     from kvroute.process.ray_internals import omit_unused_parts
@@ -100,13 +99,28 @@ def _start(settings: ServeSettings, folder: Path) -> None:
         _start_node(folder)
         _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(
+        _start_serve(
             proxy_location="HeadOnly",
             http_options={"host": settings.host, "port": settings.port},
             logging_config=logging_config(settings.log_format),
         )
     except (ray.exceptions.RayError, RuntimeError, OSError) as error:
         raise StartError(f"Ray cannot start: {error}") from None
+
+
+def _start_serve(**options: Any) -> None:
+    """Start Ray Serve. If it replaces a proxy that starts slowly, connect to it again.
+
+    On a busy computer, Serve's controller kills such a proxy and starts another one, and the call
+    that waits for the first one fails. The new proxy is awaited with the rest of the cluster.
+    """
+    import ray
+    from ray import serve
+
+    try:
+        serve.start(**options)
+    except ray.exceptions.RayActorError:
+        serve.start(**options)  # finds the controller, which runs already
 
 
 def _start_node(folder: Path, *, attempts: int = 3) -> None:
