@@ -16,7 +16,7 @@ from xxhash import xxh3_64_intdigest
 
 Fingerprint = NewType("Fingerprint", int)
 
-FINGERPRINT_VERSION = "kvroute/2"  # part of every fingerprint; changes with their computation
+FINGERPRINT_VERSION = "kvroute/2"  # part of every fingerprint; new if their computation changes
 
 # Cast once: calling Fingerprint() on each hash would take as long as the hash itself.
 _block_hash = cast(Callable[[bytes, Fingerprint], Fingerprint], xxh3_64_intdigest)
@@ -40,7 +40,9 @@ class Feature(Struct, frozen=True, array_like=True):
     """
 
     identifier: str  # vLLM's hash of the content: equal content has an equal hash
-    offset: int  # index of its first token; negative if that token precedes the token ids
+    # Index of its first token in the token ids. It is negative if the feature begins in an earlier
+    # part of the prompt.
+    offset: int
     length: int  # tokens
 
     @property

@@ -19,11 +19,13 @@ GROUPS = 16  # cache groups that an engine can have in each tier
 class Tier(NamedTuple):
     """One kind of memory."""
 
-    number: int  # index in TIERS; cache group g has the number GROUPS * number + g in this tier
+    # Index in TIERS. Cache groups (cache_groups.py) are numbered through all tiers: group g of this
+    # tier has the number GROUPS * number + g.
+    number: int
     name: str  # the tier's name in records, metrics and receipts
     label: str  # the tier's name in sentences for users
     mark: int  # XORed into the fingerprints of blocks in this tier
-    pin_options: str  # the options that limit how much of this memory pins may take
+    pin_options: str  # options that limit the share of this tier for pinned blocks
 
     def fingerprint(self, fingerprint: Fingerprint) -> Fingerprint:
         """Return the fingerprint that a replica publishes for a block in this tier.
@@ -38,8 +40,8 @@ HOST = Tier(
     number=1,
     name="host",
     label="host memory",
-    # An odd number that is not a small multiple of cache_groups._STEP, so that a copy of a block
-    # never has the same mark as a block of another group.
+    # A block in host memory must never have the fingerprint that the same block has in another
+    # cache group in GPU memory. So this is no XOR of two small multiples of cache_groups._STEP.
     mark=0xD1B54A32D192ED03,
     pin_options="--pin-share or --host-cache-gb",
 )

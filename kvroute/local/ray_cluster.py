@@ -27,8 +27,8 @@ from kvroute.wire.server import HOST as REPLICA_HOST
 LOOPBACK = "127.0.0.1"
 # Wildcard address to listen on -> loopback address at which this computer reaches the server.
 WILDCARD_ADDRESSES = {"0.0.0.0": LOOPBACK, "::": "::1"}
-# Number of CPUs that Ray is told the computer has. Each process reserves one of them; there are so
-# many that they never limit the number of processes.
+# Number of CPUs that Ray counts, whatever the computer has. Each process reserves one of them;
+# there are so many that they never limit the number of processes.
 LOGICAL_CPUS = 1000
 OBJECT_STORE_BYTES = 200_000_000  # size of Ray's object store, which kvroute hardly uses
 SHUTDOWN_S = 10.0  # time limit in seconds for the shutdown of Serve, and again for that of Ray

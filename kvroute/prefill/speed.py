@@ -6,8 +6,8 @@ The correction is a factor, the slowness: measured time divided by predicted tim
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-# An observation is one prompt: its predicted and its measured time. It weighs as much as its
-# predicted time, in units of the mean predicted time. So an average prompt has the weight 1.
+# An observation is one prompt: its predicted and its measured time. Its weight is its predicted
+# time divided by the mean predicted time, so an average prompt has the weight 1.
 PRIOR_WEIGHT = 1.5  # weight of the engine's own estimate before the first observation
 FADE = 0.8  # factor by which each observation reduces the weight of the engine's estimate
 # The speed counts as learned once the weight of the engine's estimate is at most this weight.
@@ -16,7 +16,8 @@ MIN_SLOWNESS = 1e-3  # lower limit of slowness; clocks with a coarse resolution 
 # Decay: the weight of an observation has fallen to 1/e when the later observations have this total
 # weight.
 MEMORY = 120.0
-# How many observations the expected mean time (`typical_s`) counts for in the mean predicted time.
+# Before the first observation, the mean predicted time is `typical_s`. It counts as this many
+# observations.
 TYPICAL = 200
 RECENT = 6.0  # like MEMORY, but for the sums of recent observations, which show a change of speed
 CHANGED = 2.0  # the speed has changed if recent and learned slowness differ by this factor
@@ -90,7 +91,7 @@ class Speed:
         self.slowness = self.slowness_after(0.0, 0.0)
 
     def _learn_recent(self, predicted_s: float, observed_s: float) -> None:
-        """Add to the recent sums; forget all older observations if these show another speed.
+        """Add to the recent sums. If these sums show another speed, forget older observations.
 
         The speed can change, for example, when a GPU becomes hot.
         """
@@ -164,12 +165,13 @@ class PrefillSpeed(Speed):
     ) -> None:
         """Record the time to a first token.
 
-        The observed time is limited to MAX_OFF times the expected time, since prompts cannot cause
-        a longer delay.
+        An observed time is cut to MAX_OFF times the expected time: the prompts alone cannot have
+        taken longer, so the rest has another cause.
 
         Args:
             predicted_s: predicted prefill of the prompt.
-            observed_s: seconds from the earliest possible start to the first token.
+            observed_s: seconds to the first token from the earliest time at which the engine can
+                have begun this prompt.
             queued_s: predicted prefill of all prompts that the engine may have computed in this
                 time, including this prompt.
             is_alone: whether this prompt was the only one without a first token.

@@ -128,8 +128,8 @@ def convert(gguf: Path, target: Path) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    # The model was trained with a token for each digit. The GGUF file says so by the name "smollm"
-    # of its pre-tokenizer, which the GGUF reader ignores.
+    # The model was trained with a token for each digit. In the GGUF file, only the
+    # name of its pre-tokenizer, "smollm", shows this, and the GGUF reader ignores this name.
     backend = tokenizer.backend_tokenizer
     backend.pre_tokenizer = Sequence([Digits(individual_digits=True), backend.pre_tokenizer])
     tokenizer.save_pretrained(target)

@@ -4,7 +4,8 @@ A block is stored as its fingerprint: a hash of its tokens and of all tokens bef
 module knows the keys of the index, and only index_values.py decodes the values.
 
 All keys of one model of one cluster share a hash tag, so they are on one node of a Redis Cluster.
-TAG is CLUSTER/MODEL. The characters %, { and } are escaped as in a URL; in CLUSTER, / is as well.
+TAG is CLUSTER/MODEL. The characters %, { and } are escaped as in a URL. In CLUSTER, / is escaped
+too.
 
     kvroute:{TAG}:replicas              set     ids of replicas; removed when they have no lease
     kvroute:{TAG}:replica:ID            hash    incarnation, seq, facts, load, pins; leased. facts,
@@ -13,8 +14,9 @@ TAG is CLUSTER/MODEL. The characters %, { and } are escaped as in a URL; in CLUS
     kvroute:{TAG}:router-ids            set     ids of routers; removed when they have no lease
     kvroute:{TAG}:router:ID             string  JSON of records.RouterDescription; leased
     kvroute:{TAG}:routers               channel msgpack of messages.RouterMessage
-    kvroute:{TAG}:changes               stream  r (replica), i (incarnation), s (seq); j (joined), l
-                                                (left), or c (cleared), a (added), d (removed)
+    kvroute:{TAG}:changes               stream  r (replica), i (incarnation), s (seq), and one of: j
+                                                (joined); l (left); c, a and d (cleared, added,
+                                                removed) together
     kvroute:clusters                    zset    all clusters that use this Redis: clusters.py
 
 A leased key expires unless its writer renews it. Each registration of a replica starts a new
@@ -73,7 +75,8 @@ BATCH_BLOCKS = 5000  # maximum fingerprints in one change; limits the time of on
 # Maximum age in milliseconds and maximum number of the stream's entries, both approximate. A reader
 # that is further behind reads all block sets again. Each stored or evicted block takes 8 bytes, and
 # each change about 150 bytes: 55 MB if 100 replicas change 2,000 blocks/s each. In a stress test,
-# writers reached 2.5 million blocks/s on a Redis with two cores, which would take 0.6 GB.
+# writers reached 2.5 million blocks/s on a Redis with two cores. At this rate, the entries of
+# STREAM_MS would take 0.6 GB.
 STREAM_MS = 30_000
 STREAM_CHANGES = 50_000
 READ_CHANGES = 500  # maximum number of changes that `follow` reads at once
@@ -398,7 +401,8 @@ class Index:
         )
         if isinstance(reply, bytes):
             raise FencedError(
-                f"Redis has lost {writer_state}, or another writer has registered the replica"
+                f"Redis does not have the expected {writer_state}: it has lost its data, or "
+                "another writer has registered the replica"
             )
         return reply
 

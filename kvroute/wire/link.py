@@ -51,7 +51,7 @@ class Stream:
     Args:
         link: the connection on which the request was sent.
         number: the number of the stream on that connection.
-        max_waiting: maximum of the chunks that wait to be read, in tokens as weight() counts them.
+        max_waiting: maximum weight() of all chunks that wait to be read, in tokens.
     """
 
     __slots__ = (
@@ -72,8 +72,8 @@ class Stream:
         self._max_waiting = max_waiting
         # Whether the replica prepares the request for its engine (contract/preparation.py).
         self.is_preparing = False
-        # If the replica was lost during this preparation: how many requests it was preparing, since
-        # any of them may be the cause. Otherwise 0.
+        # How many requests the replica was preparing when it was lost. Any of them may have caused
+        # the loss. 0 if this request was not one of them.
         self.suspects = 0
         self._chunks: list[Chunk] = []
         self._waiting = 0  # weight of _chunks
@@ -179,8 +179,8 @@ class Link(Connection):
     def is_open(self) -> bool:
         """Return whether requests can be sent on this connection.
 
-        A closing transport accepts no requests, although `connection_lost` is not called before the
-        event loop's next iteration.
+        The result is False as soon as the transport closes. `closed` is set later, in the next
+        iteration of the event loop.
         """
         is_lost = self.closed.done() or self.transport is None
         return not is_lost and not self.transport.is_closing()  # type: ignore[union-attr]

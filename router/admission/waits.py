@@ -48,7 +48,7 @@ class Urgency(Struct, frozen=True):
     def after_waiting(self, waited_s: float) -> "Urgency":
         """Return the urgency in the queue for a request that has waited for a seat.
 
-        The wait in the queue is limited by what this wait has left of the deadline.
+        The wait in the queue is limited to what the wait for the seat has left of the deadline.
 
         Args:
             waited_s: seconds that the request has waited for a seat.

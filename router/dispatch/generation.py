@@ -49,7 +49,7 @@ class Generation:
     """One prompt's stream of chunks. It comes from several replicas if replicas are lost.
 
     Args:
-        start: sends what is left of the request to another replica.
+        start: sends the request, or its rest, to another replica.
         request: the request as it was sent to the first replica.
         call: the client's HTTP request.
         current: the stream of the first replica.
@@ -134,7 +134,7 @@ class Generation:
 
     @property
     def is_refused(self) -> bool:
-        """Return whether the replica's HTTP application has refused the call, without tokens."""
+        """Return whether the replica's HTTP application answered with an error and no tokens."""
         return is_refused(self._current.first)
 
     def _note(self, part: HttpPart) -> None:
@@ -172,8 +172,8 @@ class Generation:
         if not self._can_continue():
             raise lost(
                 replica_id,
-                "and no other replica can continue the answer exactly (because the replica is an "
-                "attached server, or because of n above 1 or a presence_penalty, for example)",
+                "and no other replica can continue its answer exactly (reasons are, for example, "
+                "that it is an attached server, n above 1, or a presence_penalty)",
             ) from error
         self._current = await self._start(self._remaining_request(), self._context, self._losses)
         return self._current.first

@@ -25,7 +25,7 @@ from kvroute.router.index.eviction_history import EvictionHistory
 from kvroute.router.index.masks import TABLES, Masks
 
 # Seconds after which the mirror has the blocks that an engine stored. The feed (feed.py) polls
-# Redis twice in this time. So it would have noticed if it had missed the change.
+# Redis twice in this time, so it also notices a change that it missed in the stream.
 INDEX_DELAY_S = 2.0
 
 # A function that returns a bit mask of the replicas that have block i of a chain.
@@ -121,7 +121,7 @@ class Mirror:
     def add(self, replica_id: str, fingerprints: Iterable[Fingerprint]) -> None:
         """Add blocks that the index reports, and remove the mark of `expect` from them.
 
-        The index will also report their eviction.
+        They do not need the mark any more, because the index will also report their eviction.
         """
         slot, added = self._slots[replica_id], [*fingerprints]
         self._held.mark(slot, added)
@@ -167,7 +167,7 @@ class Mirror:
     def record_computed(
         self, replica_id: str, fingerprints: Sequence[Fingerprint], now_s: float
     ) -> None:
-        """Keep the blocks of a request that has ended marked as expected for INDEX_DELAY_S.
+        """After the end of a request, keep its blocks marked as expected for INDEX_DELAY_S.
 
         The next turn of the conversation may arrive before the index has these blocks.
         """
@@ -330,7 +330,7 @@ class Mirror:
         return bool(self._held.get(fingerprint)) or fingerprint in self._history
 
     def _add_to_history(self, evicted: Sequence[Fingerprint]) -> None:
-        """Add blocks to the eviction history that no replica holds in any tier.
+        """Add to the eviction history those of the blocks that no replica holds in any tier.
 
         A block that has a copy in another tier is added later, when that copy is evicted too. So
         each block is added once.

@@ -93,7 +93,7 @@ class Caches:
 
     @property
     def least_blocks(self) -> int:
-        """Return the fewest leading blocks of a prompt that every replica can reuse."""
+        """Return the smallest number of leading blocks that can be a hit on every replica."""
         return max((layout.step for layout in self._replicas.layouts.values()), default=1)
 
     def added(
@@ -217,8 +217,8 @@ class Caches:
         """Return which blocks each replica would copy back after its hit in GPU memory.
 
         A replica copies the blocks of a tier if this is faster than computing them. The comparison
-        leaves out the wait for the copies of earlier requests: computing the blocks could end
-        sooner, but would delay all other requests. The result includes this wait.
+        leaves out the wait for the copies of earlier requests. With this wait, computing would
+        sometimes seem faster, but it would delay all other requests. The result includes the wait.
 
         Args:
             hits: the hits in GPU memory.

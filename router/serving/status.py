@@ -131,7 +131,7 @@ class Status:
         return [{"model": self._model, **seats_now.as_json(self._parts.seats, time.monotonic())}]
 
     def load(self) -> dict[str, float]:
-        """Return the load of all replicas and of this router's queue, with vLLM's names as keys."""
+        """Return the load of all replicas and of this router's queue, by vLLM's metric names."""
         queued = sum(state.requests for state in self._parts.holding.states().values())
         return cluster_load(self._parts.fleet.replicas.records, queued=queued)
 
@@ -193,7 +193,10 @@ class Status:
         return list(self._parts.telemetry.recent.window.sums().values())
 
     def broken_places(self) -> list[dict[str, Any]]:
-        """Return where chats changed earlier text in the last minutes, the costliest first."""
+        """Return the recent places at which chats changed text of an earlier turn.
+
+        The place that lost the most cached tokens comes first.
+        """
         places = self._parts.telemetry.places.worst()
         return [{**place, "model": self._model} for place in places]
 

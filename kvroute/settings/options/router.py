@@ -42,9 +42,9 @@ class RouterOptions(CommonOptions):
         BeforeValidator(parsers.session_limit),
         Option(
             QUEUE,
-            "Maximum sessions that hold a seat, the right to send requests; others wait. auto: as "
-            "many as fit in the caches, once active sessions evict each other's blocks. off: no "
-            "limit.",
+            "Maximum sessions that hold a seat, the right to send requests; others wait. auto: no "
+            "limit until active sessions evict each other's blocks, then as many as fit in the "
+            "caches. off: no limit.",
             example="auto, off or 100",
             kind=str,
         ),
@@ -61,7 +61,7 @@ class RouterOptions(CommonOptions):
     ] = 600.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
-        Option(QUEUE, "Policy that chooses a replica. Only kvroute uses cached prefixes."),
+        Option(QUEUE, "Policy that chooses a replica. Only `kvroute` considers what is cached."),
     ] = "kvroute"
     escape_special_tokens: Annotated[
         bool | None,
@@ -95,7 +95,7 @@ class RouterOptions(CommonOptions):
             "Origin whose web pages may use the cluster from a browser. For several, repeat the "
             "option or separate them with commas. *: all web pages; use API keys in this case.",
             example="https://chat.example.com",
-            default="only its own pages",
+            default="only the cluster's own pages",
         ),
     ] = []  # noqa: RUF012  # pydantic copies the default
     response_store_mb: Annotated[
@@ -111,7 +111,7 @@ class RouterOptions(CommonOptions):
     response_ttl_s: Annotated[
         float,
         Field(gt=0, le=1e9),
-        Option(ENDPOINT, "Seconds after its last use until a stored response expires."),
+        Option(ENDPOINT, "Seconds from a stored response's last use until it expires."),
     ] = 86_400.0
     request_log: Annotated[
         Path | None,
@@ -137,5 +137,8 @@ class RouterOptions(CommonOptions):
     hang_timeout_s: Annotated[
         float,
         Field(ge=2),
-        Option(QUEUE, "Seconds without a response after which a replica is replaced."),
+        Option(
+            QUEUE,
+            "Seconds after which a replica is replaced if it has work but sends nothing.",
+        ),
     ] = 5.0

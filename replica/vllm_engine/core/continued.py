@@ -31,9 +31,9 @@ def can_continue(params: SamplingParams) -> bool:
     It cannot in these cases:
     - The request has several choices: a prompt can hold the tokens of only one choice.
     - The request uses beam search, whose outputs are cumulative.
-    - The request has a presence penalty, which applies once to each token that has occurred. A
-      logit bias cannot replace it for the first engine's tokens: if such a token occurs again, vLLM
-      would apply both the bias and the penalty.
+    - The request has a presence penalty. For the first engine's tokens, a logit bias can replace a
+      frequency penalty. But a presence penalty applies only once to each token: if the token occurs
+      again, vLLM would apply both the bias and the penalty.
     - The request has a budget for reasoning tokens: the second engine does not know how much of it
       is left.
     - The response contains log-probabilities of the prompt, or it is sent in one piece and contains
@@ -155,8 +155,8 @@ def _continue(
     detokenizer = IncrementalDetokenizer.from_new_request(
         tokenizer, msgspec.structs.replace(request, prompt_token_ids=prompt)
     )
-    # Stop strings are ignored before this many tokens. vLLM's value counts only the tokens that are
-    # still to be generated.
+    # Stop strings are ignored until the output has `min_tokens` tokens. The output includes the
+    # first engine's tokens, but the request's value counts only the tokens still to be generated.
     detokenizer.min_tokens += answered
     detokenizer.update(delivered, stop_terminated=False)
     detokenizer.get_next_output_text(finished=False, delta=True)
