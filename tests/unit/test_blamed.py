@@ -62,12 +62,19 @@ class Replicas:
             tasks = [asyncio.create_task(self._ask(prompt)) for prompt in prompts]
             await until(lambda: len(self.asked) == len(prompts))
             await until(lambda: self._wired.links.received_messages("r0") > len(prompts))
+            preparing = 0 if self._is_prepared else len(prompts)
+            await until(lambda: self._preparing() == preparing)
             self._wired.list("r1")
             await until(lambda: "r1" in self._wired.links.connected())
             self._wired.links.lose("r0", error)
             ended = await asyncio.gather(*tasks, return_exceptions=True)
             self._wired.drop("r0")
             return [*ended, *await asyncio.gather(self._ask(prompts[0]), return_exceptions=True)]
+
+    def _preparing(self) -> int:
+        """Return how many requests r0 prepares, as the router knows it."""
+        link = self._wired.links._links["r0"]
+        return sum(stream.is_preparing for stream in link._streams.values())
 
     async def _ask(self, prompt: TokenIds) -> str:
         context = RequestContext(time.monotonic())
