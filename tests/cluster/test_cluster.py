@@ -5,6 +5,7 @@ import json
 import socket
 import subprocess
 import time
+import uuid
 from importlib.metadata import distributions
 from typing import Any
 
@@ -319,7 +320,8 @@ def test_a_request_gets_a_receipt_when_it_asks_for_one(client: OpenAI, stream: b
 
 
 def test_explain_prints_what_tipped_the_scales(simulated_cluster: Cluster) -> None:
-    command = [*KVROUTE, "explain", "Hello", "--url", simulated_cluster.url]
+    prompt = f"{uuid.uuid4().hex} {people_table()}"  # so long that its prefill is never shown as 0
+    command = [*KVROUTE, "explain", prompt, "--url", simulated_cluster.url]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert shown.startswith("Goes to ")
     assert "prefill" in shown
