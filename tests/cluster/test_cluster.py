@@ -113,11 +113,10 @@ def test_every_question_about_a_document_finds_it_cached_whichever_router_it_mee
     table = people_table()
     question = f"{table}\nWho is the eldest?"
     first = ask_and_tell_routers(simulated_cluster, client, question)
-    answers = [ask(client, user(f"{table}\n{question}")) for question in table_questions()]
-    cached = 0.95 * (first.prompt_tokens // BLOCK) * BLOCK
-    # On a busy machine a replica may seem slow, and the table is computed at a second one.
-    assert len({answer.replica for answer in (first, *answers)}) <= 2
-    assert sum(answer.cached_tokens < cached for answer in answers) <= 1
+    for question in table_questions():
+        answer = ask(client, user(f"{table}\n{question}"))
+        assert answer.replica == first.replica, answer.receipt
+        assert answer.cached_tokens >= 0.95 * (first.prompt_tokens // BLOCK) * BLOCK
 
 
 async def test_two_hundred_streams_at_once_all_complete(simulated_cluster: Cluster) -> None:

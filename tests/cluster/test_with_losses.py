@@ -65,9 +65,7 @@ def test_requests_go_on_while_redis_hangs_and_find_their_caches(
         answers = [ask(client, user(f"{people_table()} {number}")) for number in range(10)]
     finally:
         process.resume()
-    # On a busy machine a replica may seem slow, and the table is computed once at another one.
-    misses = [answer for answer in answers if answer.cached_tokens <= 1000]
-    assert len(misses) < 4, misses
+    assert [answer.receipt for answer in answers if answer.cached_tokens <= 1000] == []
     fresh = user(f"After the outage. {people_table()}")
     full = (ask(client, fresh).prompt_tokens - 1) // BLOCK * BLOCK
     wait_for_routers(

@@ -178,7 +178,9 @@ async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
 async def test_pins_in_host_memory_have_room_of_their_own(
     declarations: Declarations, catalogue: Catalogue, fleet: Fleet
 ) -> None:
-    with pytest.raises(ApiError, match=r"in host memory.*--host-cache-gb") as refusal:
+    with pytest.raises(
+        ApiError, match=r"has 0 of its 0 left .*in host memory.*--host-cache-gb"
+    ) as refusal:
         await declare(declarations, "big", 20 * BLOCK, pinned="host")
     assert (refusal.value.status, refusal.value.code) == (409, "pin_budget_exceeded")
     see(fleet, host=TierFacts(100, 1000, 1e9, pin_blocks=30), a={}, b={})

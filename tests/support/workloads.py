@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from openai import OpenAI
 
@@ -116,6 +117,7 @@ class Answer:
     expected_tokens: int
     prompt_tokens: int
     cached_tokens: int
+    receipt: Any  # why the prompt went to this replica
 
 
 def ask(
@@ -131,6 +133,7 @@ def ask(
         messages=messages,  # type: ignore[arg-type]
         temperature=0,
         max_tokens=max_tokens,
+        extra_headers={"x-kvroute-receipt": "1"},
     )
     usage = raw.parse().usage
     assert usage is not None
@@ -141,6 +144,7 @@ def ask(
         expected_tokens=int(raw.headers["x-kvroute-expected-tokens"]),
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.prompt_tokens_details.cached_tokens or 0,
+        receipt=(raw.parse().model_extra or {}).get("kvroute_receipts"),
     )
 
 
