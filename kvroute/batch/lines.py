@@ -9,6 +9,7 @@ its custom_id.
 
 from array import array
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -87,34 +88,37 @@ def open_lines(path: Path, observe: Callable[[BatchLine], None] = lambda line: N
         BadLinesError: lines are not valid, or share a custom_id, or there are none.
         OSError: the file cannot be read.
     """
+    with ExitStack() as opened:
+        file = opened.enter_context(path.open("rb"))
+        lines = _checked(file, observe)
+        opened.pop_all()  # the file stays open
+    return lines
+
+
+def _checked(file: BinaryIO, observe: Callable[[BatchLine], None]) -> Lines:
     starts, ids, faults = array("Q"), array("Q"), list[str]()
     numbers = array("Q")  # number of each line in the file, counted from 1 with empty lines
-    file = path.open("rb")
-    try:
-        start = 0
-        for number, text in enumerate(file, start=1):
-            if not text.isspace():
-                try:
-                    line = _DECODER.decode(text)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                    faults.append(f"line {number}: {_reason(error)}")
-                    if len(faults) == MAX_FAULTS:
-                        break
-                else:
-                    starts.append(start)
-                    numbers.append(number)
-                    ids.append(id_hash(line.custom_id))
-                    observe(line)
-            start += len(text)
-        hashes = np.frombuffer(ids, dtype=np.uint64) if ids else np.empty(0, dtype=np.uint64)
-        faults += _repeated(hashes, numbers)[: MAX_FAULTS - len(faults)]
-        if not starts and not faults:
-            faults.append("the file has no lines; write one JSON object in each line")
-        if faults:
-            raise BadLinesError(faults)
-    except BaseException:
-        file.close()
-        raise
+    start = 0
+    for number, text in enumerate(file, start=1):
+        if not text.isspace():
+            try:
+                line = _DECODER.decode(text)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                faults.append(f"line {number}: {_reason(error)}")
+                if len(faults) == MAX_FAULTS:
+                    break
+            else:
+                starts.append(start)
+                numbers.append(number)
+                ids.append(id_hash(line.custom_id))
+                observe(line)
+        start += len(text)
+    hashes = np.array(ids, dtype=np.uint64)
+    faults += _repeated(hashes, numbers)[: MAX_FAULTS - len(faults)]
+    if not starts and not faults:
+        faults.append("the file has no lines; write one JSON object in each line")
+    if faults:
+        raise BadLinesError(faults)
     return Lines(file, starts, hashes)
 
 

@@ -1,11 +1,11 @@
-"""A cluster that runs only for one batch."""
+"""A cluster that runs as a child of this process, for one batch or one measurement."""
 
-import shlex
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from tempfile import TemporaryFile
 
@@ -13,7 +13,7 @@ import httpx
 
 from kvroute.local.ports import free_port
 
-COMMAND = "from kvroute.cli import main; main()"
+COMMAND = "from kvroute.cli import main; main()"  # the Python program of the command `kvroute`
 POLL_S = 0.5  # seconds between two questions whether the cluster is ready
 STOP_S = 60.0  # timeout in seconds of the cluster's shutdown
 SHOWN_CHARS = 3000  # how many of the last characters of the cluster's output an error shows
@@ -24,17 +24,21 @@ class NotStartedError(RuntimeError):
 
 
 @contextmanager
-def own_cluster(options: str) -> Iterator[str]:
+def own_cluster(options: Sequence[str], program: str = COMMAND) -> Iterator[str]:
     """Run `kvroute serve` with these options, and return its URL when it is ready.
+
+    Args:
+        options: The options, without --port.
+        program: The Python program to run in place of the command `kvroute`.
 
     Raises:
         NotStartedError: It has ended before it was ready.
     """
     port = free_port()
-    command = [sys.executable, "-c", COMMAND, "serve", "--port", str(port)]
+    command = [sys.executable, "-c", program, "serve", "--port", str(port)]
     with TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [*command, *shlex.split(options)],
+            [*command, *options],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -53,7 +57,7 @@ def own_cluster(options: str) -> Iterator[str]:
             try:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)  # the processes of the cluster, too
 
 
 def _is_ready(url: str) -> bool:

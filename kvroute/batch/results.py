@@ -8,6 +8,7 @@ batch that was interrupted continues with the lines that neither file has.
 import fcntl
 import os
 import uuid
+from array import array
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,7 +44,7 @@ class Results:
         with ExitStack() as opened:
             self._output = opened.enter_context(_open(output))
             self._errors = opened.enter_context(_open(errors))
-            written = [*_written(self._output, output), *_written(self._errors, errors)]
+            written = _written(self._output, output) + _written(self._errors, errors)
             known: NDArray[np.bool_] = np.isin(lines.ids, np.array(written, dtype=np.uint64))
             if (others := len(written) - int(known.sum())) > 0:
                 raise ResultsError(
@@ -58,11 +59,6 @@ class Results:
         response = {"status_code": status, "request_id": request_id, "body": _in_one_line(body)}
         file = self._output if status < 400 else self._errors
         _write(file, {"custom_id": custom_id, "response": response, "error": None})
-
-    def write_error(self, custom_id: str, code: str, message: str) -> None:
-        """Write that a line has no answer."""
-        error = {"code": code, "message": message}
-        _write(self._errors, {"custom_id": custom_id, "response": None, "error": error})
 
     def sync(self) -> None:
         """Wait until everything written is on the disk."""
@@ -86,10 +82,10 @@ def _open(path: Path) -> BinaryIO:
     return file
 
 
-def _written(file: BinaryIO, path: Path) -> list[int]:
+def _written(file: BinaryIO, path: Path) -> "array[int]":
     """Return the hashes of the custom_ids in a file; remove an incomplete last line."""
     file.seek(0)
-    hashes, end = [], 0
+    hashes, end = array("Q"), 0
     with os.fdopen(os.dup(file.fileno()), "rb") as lines:
         for number, text in enumerate(lines, start=1):
             if not text.endswith(b"\n"):  # the process was killed while it wrote

@@ -1,6 +1,7 @@
 """The command `kvroute batch`."""
 
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -78,9 +79,7 @@ def run(
     command was interrupted, run it again: it continues with the lines that have no answer yet.
     """
     errors = errors or output.with_name(f"{output.name}.errors")
-    lines, order = _read(file)
-    if keep_order:
-        order = range(len(lines))
+    lines, order = _read(file, keep_order=keep_order)
     with ExitStack() as running:
         running.enter_context(closing(lines))
         try:
@@ -96,9 +95,13 @@ def run(
     _summarize(progress, output, errors)
 
 
-def _read(file: Path) -> tuple[Lines, Sequence[int]]:
+def _read(file: Path, *, keep_order: bool) -> tuple[Lines, Sequence[int]]:
+    """Return the lines of a file, and the order in which to send them."""
     sorter = Sorter()
     try:
+        if keep_order:
+            lines = open_lines(file)
+            return lines, range(len(lines))
         lines = open_lines(file, sorter.add)
     except OSError as error:
         fail(f"{file} cannot be read ({error.strerror})")
@@ -110,7 +113,7 @@ def _read(file: Path) -> tuple[Lines, Sequence[int]]:
 def _start(options: str, running: ExitStack) -> str:
     with Status("starting the cluster", console=Console(stderr=True)):
         try:
-            return running.enter_context(own_cluster(options))
+            return running.enter_context(own_cluster(shlex.split(options)))
         except NotStartedError as error:
             return str(fail(f"the cluster has not started:\n{error}"))
 
@@ -159,11 +162,13 @@ class _Display:
 
     def update(self, progress: Progress) -> None:
         now_s = time.monotonic()
+        if not self._console.is_terminal and now_s - self._printed_s <= PRINT_INTERVAL_S:
+            return
+        self._printed_s = now_s
         text = describe(progress, now_s - self._start_s, self._first)
         if self._console.is_terminal:
             self._status.update(text)
-        elif now_s - self._printed_s > PRINT_INTERVAL_S:
-            self._printed_s = now_s
+        else:
             print(text, file=sys.stderr, flush=True)
 
 

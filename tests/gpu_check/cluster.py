@@ -9,18 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median, quantiles
-from tempfile import TemporaryFile
 from typing import Any
 
 import httpx
 
-from kvroute.local.ports import free_port
+from kvroute.batch.own_cluster import COMMAND, own_cluster
 
-READY_S = 900.0  # timeout in seconds of the start
-STOP_S = 60.0
+READY_S = 900.0  # seconds that both replicas have to become ready
 WORDS = ("river", "stone", "light", "seven", "apple", "north", "cloud", "green")
 CLIENTS = 4  # questions about documents that are asked at the same time
 KILLED_AT = 0.3  # share of the answer after which the replica is killed
@@ -40,7 +38,6 @@ ray_cluster._start_node = start_with_two
 from kvroute.cli import main
 main()
 """
-ORDINARY = "from kvroute.cli import main; main()"
 
 
 @dataclass(frozen=True)
@@ -89,7 +86,12 @@ def measure_cluster(
         is_ours: Whether the policy uses caches; only then are hits and a kill measured by length.
     """
     start_s = time.monotonic()
-    with running(options, shares_gpu=shares_gpu) as url, httpx.Client(timeout=600) as client:
+    program = ON_ONE_GPU if shares_gpu else COMMAND
+    with (
+        own_cluster(["--replicas", "2", *options], program) as url,
+        httpx.Client(timeout=600) as client,
+    ):
+        _wait_for_replicas(url)
         yield f"- ready after {time.monotonic() - start_s:.0f} s"
         model = client.get(f"{url}/v1/models").json()["data"][0]["id"]
 
@@ -190,7 +192,7 @@ def killed(client: httpx.Client, url: str, ask: Callable[..., Streamed], tokens:
 
 def audit(url: str) -> str:
     """Return the doctor's finding about the index."""
-    command = [sys.executable, "-c", ORDINARY, "doctor", "--url", url, "--audit", "--json"]
+    command = [sys.executable, "-c", COMMAND, "doctor", "--url", url, "--audit", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     checks = json.loads(done.stdout)
     findings = [check["finding"] for check in checks if check["name"].startswith("audit")]
@@ -252,42 +254,16 @@ def words(count: int, seed: int) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
-@contextmanager
-def running(options: Sequence[str], *, shares_gpu: bool) -> Iterator[str]:
-    """Run a cluster of two replicas, and return its address when it is ready."""
-    port = free_port()
-    program = ON_ONE_GPU if shares_gpu else ORDINARY
-    command = [sys.executable, "-c", program, "serve", "--replicas", "2", "--port", str(port)]
-    with TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [*command, *options], stdout=output, stderr=output, start_new_session=True
-        )
-        try:
-            _wait_until_ready(process, f"http://127.0.0.1:{port}", output)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+def _wait_for_replicas(url: str) -> None:
+    """Wait until both replicas are ready.
 
-
-def _wait_until_ready(process: "subprocess.Popen[bytes]", url: str, output: Any) -> None:
-    if _wait_for_replicas(url, lambda: process.poll() is None):
-        return
-    output.seek(0)
-    raise RuntimeError(f"the cluster has not started: {output.read()[-500:]}")
-
-
-def _wait_for_replicas(url: str, is_running: Callable[[], bool] = lambda: True) -> bool:
-    """Wait until both replicas are ready; return False if that takes too long."""
+    Raises:
+        TimeoutError: They are not ready in time.
+    """
     deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline and is_running():
-        try:
+    while time.monotonic() < deadline:
+        with suppress(httpx.HTTPError, ValueError, KeyError):
             if httpx.get(f"{url}/health", timeout=5).json()["replicas"] == 2:
-                return True
-        except (httpx.HTTPError, ValueError, KeyError):
-            pass
+                return
         time.sleep(0.5)
-    return False
+    raise TimeoutError(f"two replicas were not ready within {READY_S:.0f} s")

@@ -122,15 +122,15 @@ def test_a_run_goes_on_where_the_one_before_was_killed(tmp_path: Path) -> None:
         file.write('{"id": "batch_req_1", "custom_id": "1", "resp')  # it was killed while it wrote
     again = Results(output, errors, lines)
     assert again.is_done.tolist() == [True, False, True, False]
-    again.write_error("1", "expired", "too late")
+    again.write("1", status=503, request_id="r", body=b"away")
     again.close()
     lines.close()
     (answer,) = map(json.loads, output.read_text().splitlines())
     assert answer["custom_id"] == "2"
     assert answer["response"] == {"status_code": 200, "request_id": "r", "body": {"choices": []}}
-    refused, expired = map(json.loads, errors.read_text().splitlines())
+    refused, away = map(json.loads, errors.read_text().splitlines())
     assert (refused["response"]["status_code"], refused["error"]) == (400, None)
-    assert (expired["response"], expired["error"]["code"]) == (None, "expired")
+    assert (away["response"]["status_code"], away["response"]["body"]) == (503, "away")
 
 
 def test_files_of_another_batch_are_not_touched(tmp_path: Path) -> None:
