@@ -14,7 +14,7 @@ from tests.support.hits import wait_for_routers
 from tests.support.scraping import attempts_that_failed
 from tests.support.serving import Cluster
 from tests.support.waiting import until
-from tests.support.workloads import BLOCK, ask, people_table, user
+from tests.support.workloads import BLOCK, Answer, ask, people_table, user
 
 STREAMS = 16
 TOKENS = 1500  # of each answer: a busy machine must kill the replica before they end
@@ -56,13 +56,19 @@ def test_requests_go_on_while_redis_hangs_and_find_their_caches(
     cluster: Cluster, client: OpenAI
 ) -> None:
     before = user(people_table())
-    full = (ask(client, before).prompt_tokens - 1) // BLOCK * BLOCK
+    answer = ask(client, before)
+    full = (answer.prompt_tokens - 1) // BLOCK * BLOCK
     wait_for_routers(cluster, full, model=BUILTIN_MODEL, messages=before)
     (redis,) = cluster.named("redis-server")
     process = psutil.Process(redis.pid)
     process.suspend()
     try:
-        answers = [ask(client, user(f"{people_table()} {number}")) for number in range(10)]
+        # One chat, since new chats about the table would be spread over idle replicas in the end.
+        chat, answers = before, list[Answer]()
+        for number in range(10):
+            chat = [*chat, {"role": "assistant", "content": answer.text}, *user(str(number))]
+            answer = ask(client, chat)
+            answers.append(answer)
     finally:
         process.resume()
     assert [answer.receipt for answer in answers if answer.cached_tokens <= 1000] == []

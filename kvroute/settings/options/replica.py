@@ -20,7 +20,8 @@ from kvroute.settings.options.common import (
     Positive,
 )
 
-Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]  # as vLLM names them
+# vLLM's names of the data types in which an engine can compute.
+Dtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 
 
 class ReplicaOptions(CommonOptions):
