@@ -20,9 +20,12 @@ from kvroute.process.logs import log_to_serve
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.batches.service import BatchService, batch_service
 from kvroute.router.endpoints import (
+    batch_routes,
     cluster_routes,
     docs_routes,
+    file_routes,
     openai_routes,
     prefix_routes,
     response_routes,
@@ -73,17 +76,25 @@ class Router:
             limits = None if self._all else self._limits
             self._all.append(await _model_router(id_, model_settings, replicas, limits))
         self._models = Models(id_, self._all)
+        self._batches = await asyncio.to_thread(batch_service, id_, settings[0], self._keys)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
-        self._ending = asyncio.create_task(_end_before_serve(self._answers, drain_s))
+        self._ending = asyncio.create_task(self._end_before_serve(drain_s))
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
+        if self._batches:
+            self._batches.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application. Serve calls this after the constructor."""
         return application(
-            self._models, self._bodies, self._keys, self._limits, answers=self._answers
+            self._models,
+            self._bodies,
+            self._keys,
+            self._limits,
+            answers=self._answers,
+            batches=self._batches,
         )
 
     async def stop(self) -> int:
@@ -91,6 +102,8 @@ class Router:
 
         `kvroute serve` calls this through Serve when it shuts down.
         """
+        if self._batches:
+            await self._batches.stop()
         return self._answers.stop()
 
     async def end_answers(self) -> None:
@@ -101,6 +114,8 @@ class Router:
         """Raise the error of a background task that has ended. Serve then replaces the router."""
         for model in self._all:
             model.lifecycle.check()
+        if self._batches:
+            self._batches.check()
         if self._watching and self._watching.done():
             self._watching.result()
 
@@ -109,25 +124,29 @@ class Router:
         self._ending.cancel()
         if self._watching:
             self._watching.cancel()
+        if self._batches:
+            await self._batches.stop()
+            self._batches.close()
         await asyncio.gather(
             self._bodies.close(), *(model.lifecycle.close() for model in self._all)
         )
         await asyncio.to_thread(request_spans.close)
 
+    async def _end_before_serve(self, drain_s: float) -> None:
+        """While Serve drains the router: end its work before Serve ends the router.
+
+        Args:
+            drain_s: seconds that Serve waits before it ends the router.
+        """
+        await draining()
+        if self._batches:
+            await self._batches.stop()
+        await asyncio.sleep(max(0.0, drain_s - LAST_ERRORS_S))
+        self._answers.end()
+
 
 async def _keys(path: Path | None) -> WatchedKeys | None:
     return await asyncio.to_thread(WatchedKeys, path) if path else None
-
-
-async def _end_before_serve(answers: RunningAnswers, drain_s: float) -> None:
-    """While Serve drains the router: end the remaining answers shortly before Serve ends it.
-
-    Args:
-        drain_s: seconds that Serve waits before it ends the router.
-    """
-    await draining()
-    await asyncio.sleep(max(0.0, drain_s - LAST_ERRORS_S))
-    answers.end()
 
 
 async def _model_router(
@@ -150,6 +169,7 @@ def application(
     limits: Limits | None = None,
     *,
     answers: RunningAnswers | None = None,
+    batches: BatchService | None = None,
 ) -> FastAPI:
     """Return an application with all routes for these models.
 
@@ -159,6 +179,7 @@ def application(
         keys: the API keys; None: every client may send requests.
         limits: the limits of tenants.
         answers: the running answers, which end when the router stops.
+        batches: the Files and Batch API; None: it is off.
     """
     answers = answers or RunningAnswers()
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
@@ -167,6 +188,9 @@ def application(
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
+    http.state.batches = batches
+    if batches:
+        batches.application = http
     # Requests that are refused before their model is known count for the first model.
     refused = models.first.telemetry.refused
     http.add_middleware(request_spans.Requests)
@@ -181,7 +205,9 @@ def application(
         refused=refused,
     )
     conversations = (openai_routes, response_routes, session_routes)
-    for module in (*conversations, prefix_routes, cluster_routes, docs_routes, ui_routes):
+    background = (file_routes, batch_routes)
+    others = (prefix_routes, cluster_routes, docs_routes, ui_routes)
+    for module in (*conversations, *background, *others):
         http.include_router(module.routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(HTTPException)(_refuse_route)

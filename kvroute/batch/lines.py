@@ -3,12 +3,13 @@
 A line is a JSON object in the format of OpenAI's Batch API:
 `{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`.
 
-The lines themselves stay on disk. In memory, a line takes 16 bytes: where it begins, and a hash of
+The lines themselves stay on disk. In memory, a line takes 16 bytes: where it starts, and a hash of
 its custom_id.
 """
 
+import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -19,7 +20,10 @@ import xxhash
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from kvroute.contract.unreadable import DECODE_ERRORS
+
 MAX_FAULTS = 100  # faults of a file that are reported
+MAX_LINE_BYTES = 256 << 20  # longest line that is read into memory; the cluster's limit is lower
 # Paths of requests with one answer that is not a stream.
 PATHS = (
     "/v1/chat/completions",
@@ -37,6 +41,9 @@ PATHS = (
 )
 
 
+EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
+
+
 class BatchLine(msgspec.Struct, frozen=True):
     """One request of a batch."""
 
@@ -46,43 +53,83 @@ class BatchLine(msgspec.Struct, frozen=True):
     method: Literal["POST"] = "POST"
 
 
+class SentLine(msgspec.Struct, frozen=True):
+    """What is sent of a line: its body is not decoded."""
+
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+
+
+FaultCode = Literal[
+    "duplicate_custom_id",
+    "empty_file",
+    "input_file_missing",
+    "invalid_json_line",
+    "invalid_request",
+    "line_too_long",
+    "mismatched_endpoint",
+]
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Why a file cannot be used."""
+
+    line: int | None  # number of the line, counted from 1; None: the file as a whole
+    code: FaultCode
+    message: str
+
+    def __str__(self) -> str:
+        return self.message if self.line is None else f"line {self.line}: {self.message}"
+
+
 _DECODER = msgspec.json.Decoder(BatchLine)
+_SENT = msgspec.json.Decoder(SentLine)
 
 
 class BadLinesError(ValueError):
-    """The file cannot be used. `faults` has the first faults, each with its line number."""
+    """The file cannot be used. `faults` has the first faults, in the order of their lines."""
 
-    def __init__(self, faults: list[str]) -> None:
-        super().__init__("; ".join(faults))
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__("; ".join(map(str, faults)))
         self.faults = faults
 
 
 class Lines:
-    """The lines of a file. Empty lines do not count as lines."""
+    """The lines of a file. Empty lines do not count as lines. Threads may read at the same time.
 
-    def __init__(self, file: BinaryIO, starts: "array[int]", ids: NDArray[np.uint64]) -> None:
+    Args:
+        file: the file.
+        starts: where each line starts, and at last where the file ends.
+        ids: hash of each line's custom_id.
+    """
+
+    def __init__(self, file: BinaryIO, starts: NDArray[np.uint64], ids: NDArray[np.uint64]) -> None:
         self._file = file
-        self._starts = starts
-        self.ids = ids  # hash of each line's custom_id
+        self.starts = starts
+        self.ids = ids
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.ids)
 
-    def read(self, index: int) -> BatchLine:
+    def read(self, index: int) -> SentLine:
         """Return a line. The first line has the index 0."""
-        self._file.seek(self._starts[index])
-        return _DECODER.decode(self._file.readline())
+        start, end = int(self.starts[index]), int(self.starts[index + 1])
+        return _SENT.decode(os.pread(self._file.fileno(), end - start, start))
 
     def close(self) -> None:
         self._file.close()
 
 
-def open_lines(path: Path, observe: Callable[[BatchLine], None] = lambda line: None) -> Lines:
+def open_lines(
+    path: Path, observe: Callable[[BatchLine], None] = lambda line: None, *, endpoint: str = ""
+) -> Lines:
     """Read a file and check all of its lines.
 
     Args:
         path: the file.
         observe: called with each line, in the order of the file.
+        endpoint: the `url` that all lines must have; empty: each line has its own.
 
     Raises:
         BadLinesError: lines are not valid, or share a custom_id, or there are none.
@@ -90,58 +137,83 @@ def open_lines(path: Path, observe: Callable[[BatchLine], None] = lambda line: N
     """
     with ExitStack() as opened:
         file = opened.enter_context(path.open("rb"))
-        lines = _checked(file, observe)
+        lines = _checked(file, observe, endpoint)
         opened.pop_all()  # the file stays open
     return lines
 
 
-def _checked(file: BinaryIO, observe: Callable[[BatchLine], None]) -> Lines:
-    starts, ids, faults = array("Q"), array("Q"), list[str]()
+def _checked(file: BinaryIO, observe: Callable[[BatchLine], None], endpoint: str) -> Lines:
+    starts, ids, faults = array("Q"), array("Q"), list[Fault]()
     numbers = array("Q")  # number of each line in the file, counted from 1 with empty lines
-    start = 0
-    for number, text in enumerate(file, start=1):
-        if not text.isspace():
-            try:
-                line = _DECODER.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                faults.append(f"line {number}: {_reason(error)}")
-                if len(faults) == MAX_FAULTS:
-                    break
-            else:
-                starts.append(start)
-                numbers.append(number)
-                ids.append(id_hash(line.custom_id))
-                observe(line)
-        start += len(text)
+    end = 0
+    for number, (start, text) in enumerate(_texts(file), start=1):
+        end = start + len(text)
+        if text.isspace():
+            continue
+        line = _decoded(number, text, endpoint)
+        if isinstance(line, Fault):
+            faults.append(line)
+            if len(faults) == MAX_FAULTS:
+                break
+            continue
+        starts.append(start)
+        numbers.append(number)
+        ids.append(id_hash(line.custom_id))
+        observe(line)
+    starts.append(end)
     hashes = np.array(ids, dtype=np.uint64)
     faults += _repeated(hashes, numbers)[: MAX_FAULTS - len(faults)]
-    if not starts and not faults:
-        faults.append("the file has no lines; write one JSON object in each line")
+    if not ids and not faults:
+        message = "the file has no lines; write one JSON object in each line"
+        faults.append(Fault(None, "empty_file", message))
     if faults:
-        raise BadLinesError(faults)
-    return Lines(file, starts, hashes)
+        raise BadLinesError(sorted(faults, key=lambda fault: fault.line or 0))
+    return Lines(file, np.array(starts, dtype=np.uint64), hashes)
+
+
+def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line starts, and its first MAX_LINE_BYTES + 1 bytes."""
+    start = 0
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        yield start, text
+        while not text.endswith(b"\n") and (more := file.readline(MAX_LINE_BYTES)):
+            start += len(text)
+            text = more
+        start += len(text)
+
+
+def _decoded(number: int, text: bytes, endpoint: str) -> BatchLine | Fault:
+    """Return a line of the file, or why it cannot be used."""
+    if len(text) > MAX_LINE_BYTES:
+        message = f"the line has more than {MAX_LINE_BYTES} bytes; send a shorter prompt"
+        return Fault(number, "line_too_long", message)
+    try:
+        line = _DECODER.decode(text)
+    except msgspec.ValidationError as error:
+        return Fault(number, "invalid_request", f"{error}; expected a line such as {EXAMPLE}")
+    except DECODE_ERRORS as error:
+        message = f"not valid JSON ({error}); expected a line such as {EXAMPLE}"
+        return Fault(number, "invalid_json_line", message)
+    if endpoint and line.url != endpoint:
+        message = f"url is {line.url}, but the batch's endpoint is {endpoint}"
+        return Fault(number, "mismatched_endpoint", message)
+    return line
 
 
 def id_hash(custom_id: str) -> int:
     """Return the hash by which lines are compared: 64 bits."""
-    return xxhash.xxh3_64_intdigest(custom_id.encode())
+    return xxhash.xxh3_64_intdigest(custom_id.encode(errors="surrogatepass"))
 
 
-def _reason(error: Exception) -> str:
-    example = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
-    if isinstance(error, msgspec.ValidationError):
-        return f"{error}; expected a line such as {example}"
-    return f"not valid JSON ({error}); expected a line such as {example}"
-
-
-def _repeated(ids: NDArray[np.uint64], numbers: "array[int]") -> list[str]:
+def _repeated(ids: NDArray[np.uint64], numbers: "array[int]") -> list[Fault]:
     """Return a fault for each line whose custom_id an earlier line has."""
     _, first = np.unique(ids, return_index=True)
     if len(first) == len(ids):
         return []
     is_first = np.zeros(len(ids), dtype=bool)
     is_first[first] = True
+    message = "an earlier line has the same custom_id; make each one unique"
     return [
-        f"line {numbers[index]}: an earlier line has the same custom_id; make each one unique"
+        Fault(numbers[index], "duplicate_custom_id", message)
         for index in np.flatnonzero(~is_first)[:MAX_FAULTS]
     ]

@@ -13,6 +13,7 @@ import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
@@ -33,8 +34,15 @@ Entry = tuple[bytes, int]  # a line's key, and its index
 class Sorter:
     """Sorts the lines of a batch by the text of their prompts, on disk if they are many."""
 
-    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, memory_bytes: int = MEMORY_BYTES, folder: Path | None = None) -> None:
+        """Create a sorter.
+
+        Args:
+            memory_bytes: the most memory that it uses for the texts.
+            folder: folder for temporary files; None: the system's.
+        """
         self._memory_bytes = memory_bytes
+        self._folder = folder
         self._entries: list[Entry] = []
         self._bytes = 0  # memory of the entries
         self._parts: list[BinaryIO] = []
@@ -64,7 +72,7 @@ class Sorter:
 
     def _write_part(self) -> None:
         self._entries.sort()
-        part = TemporaryFile()  # noqa: SIM115  # order() closes it
+        part = TemporaryFile(dir=self._folder)  # noqa: SIM115  # order() closes it
         for key, index in self._entries:
             part.write(_ENTRY.pack(index, len(key)))
             part.write(key)

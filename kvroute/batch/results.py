@@ -5,6 +5,7 @@ have OpenAI's format. Lines are written as answers come, so both files can be re
 batch that was interrupted continues with the lines that neither file has.
 """
 
+import asyncio
 import fcntl
 import os
 import uuid
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.batch.lines import Lines, id_hash
+from kvroute.contract.unreadable import DECODE_ERRORS
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -56,14 +58,13 @@ class Results:
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
         """Write an answer. The body is JSON; any other body is written as a JSON string."""
-        response = {"status_code": status, "request_id": request_id, "body": _in_one_line(body)}
-        file = self._output if status < 400 else self._errors
-        _write(file, {"custom_id": custom_id, "response": response, "error": None})
+        line = result_line(custom_id, status=status, request_id=request_id, body=body)
+        _write(self._output if status < 400 else self._errors, line)
 
-    def sync(self) -> None:
+    async def sync(self) -> None:
         """Wait until everything written is on the disk."""
         for file in (self._output, self._errors):
-            os.fsync(file.fileno())
+            await asyncio.to_thread(os.fsync, file.fileno())
 
     def close(self) -> None:
         self._output.close()
@@ -92,7 +93,7 @@ def _written(file: BinaryIO, path: Path) -> "array[int]":
                 break
             try:
                 hashes.append(id_hash(msgspec.json.decode(text, type=Result).custom_id))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except DECODE_ERRORS:
                 raise ResultsError(
                     f"{path} has something else than a batch's results in line {number}; name "
                     "another output file"
@@ -102,8 +103,23 @@ def _written(file: BinaryIO, path: Path) -> "array[int]":
     return hashes
 
 
-def _write(file: BinaryIO, result: Mapping[str, Any]) -> None:
-    line = msgspec.json.encode({"id": f"batch_req_{uuid.uuid4().hex}", **result}) + b"\n"
+def result_line(custom_id: str, *, status: int, request_id: str, body: bytes) -> bytes:
+    """Return the line of an answered request. The body is JSON; another body becomes a string."""
+    response = {"status_code": status, "request_id": request_id, "body": _in_one_line(body)}
+    return _line({"custom_id": custom_id, "response": response, "error": None})
+
+
+def unanswered_line(custom_id: str, *, code: str, message: str) -> bytes:
+    """Return the line of a request that has no answer, because its batch ended before."""
+    error = {"code": code, "message": message}
+    return _line({"custom_id": custom_id, "response": None, "error": error})
+
+
+def _line(result: Mapping[str, Any]) -> bytes:
+    return msgspec.json.encode({"id": f"batch_req_{uuid.uuid4().hex}", **result}) + b"\n"
+
+
+def _write(file: BinaryIO, line: bytes) -> None:
     written = file.write(line)
     if written != len(line):  # the disk is full: the next run removes the incomplete line
         raise OSError(f"only {written} of {len(line)} bytes could be written; is the disk full?")
@@ -115,5 +131,5 @@ def _in_one_line(body: bytes) -> object:
         if b"\n" in body:
             return msgspec.json.decode(body)
         return msgspec.json.decode(body, type=msgspec.Raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except DECODE_ERRORS:
         return body.decode(errors="replace")

@@ -8,14 +8,15 @@ cluster always has something to do and nearly nothing waits for long.
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import httpx
 import msgspec
 
-from kvroute.batch.lines import BatchLine, Lines
-from kvroute.batch.results import Results
+from kvroute.batch.lines import SentLine
+from kvroute.batch.usage import Usage, usage_of
 
 START_OPEN = 8  # open requests at the start
 QUEUED_HEADER = "x-kvroute-queued-s"  # seconds that the request waited in the queue
@@ -28,35 +29,24 @@ SYNC_INTERVAL_S = 1.0  # seconds between two waits until everything written is o
 
 @dataclass(slots=True)
 class Progress:
-    """How far a batch is, in this run."""
+    """How far a batch is."""
 
     total: int  # lines of the batch
     done: int = 0  # answered lines, with those of earlier runs
     failed: int = 0  # lines of this run without a good answer
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # part of prompt_tokens that came from a cache
-    answer_tokens: int = 0
+    usage: Usage = field(default_factory=Usage)  # tokens of this run
     open: int = 0  # requests without an answer
     away: str = ""  # why the cluster does not answer at the moment; empty: it answers
 
 
-class _Usage(msgspec.Struct):
-    """The token counts of an answer, by OpenAI's and Anthropic's names."""
+class Results(Protocol):
+    """Where answers are written."""
 
-    class Details(msgspec.Struct):
-        cached_tokens: int | None = None
+    def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
+        """Write an answer. Raises OSError."""
 
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    prompt_tokens_details: Details | None = None
-    input_tokens_details: Details | None = None
-    cache_read_input_tokens: int | None = None
-
-
-class _Answer(msgspec.Struct):
-    usage: _Usage | None = None
+    async def sync(self) -> None:
+        """Wait until everything written is on the disk. Raises OSError."""
 
 
 class RefusedError(Exception):
@@ -69,66 +59,96 @@ class Runner:
     def __init__(
         self,
         client: httpx.AsyncClient,
-        lines: Lines,
+        read: Callable[[int], SentLine],
         order: Sequence[int],
         results: Results,
         *,
-        max_open: int,
+        total: int,
+        max_open: Callable[[], int],
+        headers: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """Create a runner.
 
         Args:
             client: has the cluster's URL, and the headers of all requests.
-            lines: the batch's input.
-            order: indexes of the lines in the order to send them.
+            read: returns a line by its index; called in threads.
+            order: indexes of the lines without an answer, in the order to send them.
             results: where answers are written.
-            max_open: upper bound of the open requests.
+            total: number of all lines.
+            max_open: returns the upper bound of the open requests.
+            headers: returns further headers of the next request.
         """
         self._client = client
-        self._lines = lines
-        self._waiting = array("Q", (index for index in order if not results.is_done[index]))
+        self._read = read
+        self._waiting = array("Q", order)
         self._waiting.reverse()  # the next line is the last one, which is removed in no time
+        self._sent = set[int]()  # lines that were sent and have no answer yet
+        self._running = set[asyncio.Task[None]]()
+        self._changed = asyncio.Event()  # is set when a task has ended
+        self._error: BaseException | None = None  # the first error of a task
         self._results = results
         self._max_open = max_open
-        self._window = float(min(START_OPEN, max_open))  # requests that may be open
-        self.progress = Progress(len(lines), done=len(lines) - len(self._waiting))
+        self._headers = headers
+        self._window = float(START_OPEN)  # requests that may be open
+        self.progress = Progress(total, done=total - len(self._waiting))
+
+    @property
+    def left(self) -> "array[int]":
+        """Return the lines without an answer."""
+        return self._waiting + array("Q", self._sent)
 
     async def run(self, report: Callable[[Progress], None]) -> None:
         """Send all lines that have no answer yet; call `report` after each answer.
 
         Raises:
             RefusedError: the API key is missing or not valid.
-            OSError: the results cannot be written.
+            OSError: the lines cannot be read, or the results cannot be written.
         """
-        running: set[asyncio.Task[None]] = set()
         synced_s = time.monotonic()
         try:
-            while self._waiting or running:
-                while self._waiting and len(running) < int(self._window):
-                    line = self._lines.read(self._waiting.pop())
-                    running.add(asyncio.create_task(self._answer(line)))
-                self.progress.open = len(running)
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                if errors := [*filter(None, [task.exception() for task in done])]:
-                    raise errors[0]
+            while self._waiting or self._running:
+                self._start()
+                await self._changed.wait()
+                self._changed.clear()
+                if self._error:
+                    raise self._error
                 report(self.progress)
                 if time.monotonic() - synced_s > SYNC_INTERVAL_S:
-                    await asyncio.to_thread(self._results.sync)
+                    await self._results.sync()
                     synced_s = time.monotonic()
         finally:
+            running = [*self._running]
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            self._results.sync()
+            await self._results.sync()
 
-    async def _answer(self, line: BatchLine) -> None:
+    def _start(self) -> None:
+        """Send as many lines as may be open."""
+        while self._waiting and len(self._running) < min(self._window, self._max_open()):
+            index = self._waiting.pop()
+            self._sent.add(index)
+            task = asyncio.create_task(self._answer(index))
+            self._running.add(task)
+            task.add_done_callback(self._ended)
+        self.progress.open = len(self._running)
+
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._running.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self._error = self._error or error
+        self._changed.set()
+
+    async def _answer(self, index: int) -> None:
         """Send a line until it has a final answer, and write the answer."""
         pause_s, tries = FIRST_PAUSE_S, 0
-        body = {name: value for name, value in line.body.items() if name != "stream"}
-        content = msgspec.json.encode(body)
+        line = await asyncio.to_thread(self._read, index)
+        content = _without_stream(line.body)
         while True:
             try:
-                response = await self._client.post(line.url, content=content)
+                response = await self._client.post(
+                    line.url, content=content, headers=self._headers()
+                )
             except httpx.TransportError as error:
                 self.progress.away = str(error) or type(error).__name__
                 self._window = max(1.0, self._window / 2)
@@ -139,16 +159,17 @@ class Runner:
                 tries += 1
                 if response.status_code not in TRY_AGAIN or tries == MAX_TRIES:
                     self._write(line, response)
+                    self._sent.remove(index)
                     return
                 self._window = max(1.0, self._window - 1)
                 pause_s = max(pause_s, _retry_after_s(response))
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
-    def _write(self, line: BatchLine, response: httpx.Response) -> None:
+    def _write(self, line: SentLine, response: httpx.Response) -> None:
         is_queued = float(response.headers.get(QUEUED_HEADER) or 0) > 0
         change = -1 if is_queued else 1
-        self._window = min(float(self._max_open), max(1.0, self._window + change))
+        self._window = min(float(self._max_open()), max(1.0, self._window + change))
         self._results.write(
             line.custom_id,
             status=response.status_code,
@@ -157,21 +178,16 @@ class Runner:
         )
         self.progress.done += 1
         self.progress.failed += response.is_error
-        self._count_tokens(response.content)
+        self.progress.usage += usage_of(response.content)
 
-    def _count_tokens(self, body: bytes) -> None:
-        try:
-            usage = msgspec.json.decode(body, type=_Answer).usage or _Usage()
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return  # an answer without token counts
-        details = usage.prompt_tokens_details or usage.input_tokens_details or _Usage.Details()
-        cached = details.cached_tokens or usage.cache_read_input_tokens or 0
-        prompt = usage.prompt_tokens or usage.input_tokens or 0
-        if usage.cache_read_input_tokens:  # Anthropic's input_tokens exclude the cached ones
-            prompt += usage.cache_read_input_tokens
-        self.progress.prompt_tokens += prompt
-        self.progress.cached_tokens += cached
-        self.progress.answer_tokens += usage.completion_tokens or usage.output_tokens or 0
+
+def _without_stream(body: msgspec.Raw) -> bytes:
+    """Return a body that does not ask for a stream, since a line has one answer."""
+    if b"stream" not in bytes(body):
+        return bytes(body)
+    fields: dict[str, Any] = msgspec.json.decode(body)
+    kept = {name: value for name, value in fields.items() if not name.startswith("stream")}
+    return msgspec.json.encode(kept)
 
 
 def _retry_after_s(response: httpx.Response) -> float:

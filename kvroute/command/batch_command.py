@@ -16,12 +16,12 @@ from rich.status import Status
 
 from kvroute.batch.lines import BadLinesError, Lines, open_lines
 from kvroute.batch.order import Sorter
-from kvroute.batch.own_cluster import NotStartedError, own_cluster
 from kvroute.batch.results import Results, ResultsError
 from kvroute.batch.run import Progress, RefusedError, Runner
 from kvroute.client import FIND, Url, fail, key_headers
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.contract.priority import Priority
+from kvroute.local.own_cluster import NotStartedError, own_cluster
 
 MAX_OPEN = 4096  # default upper bound of the open requests
 CONNECT_S = 30.0  # seconds after which a connection attempt counts as failed
@@ -106,7 +106,7 @@ def _read(file: Path, *, keep_order: bool) -> tuple[Lines, Sequence[int]]:
     except OSError as error:
         fail(f"{file} cannot be read ({error.strerror})")
     except BadLinesError as error:
-        fail(f"{file} cannot be used:\n" + "\n".join(error.faults))
+        fail(f"{file} cannot be used:\n" + "\n".join(map(str, error.faults)))
     return lines, sorter.order()
 
 
@@ -132,7 +132,15 @@ async def _run(
     async with httpx.AsyncClient(
         base_url=url, headers=headers, limits=limits, timeout=timeout, trust_env=False
     ) as client:
-        runner = Runner(client, lines, order, results, max_open=max_open)
+        remaining = [index for index in order if not results.is_done[index]]
+        runner = Runner(
+            client,
+            lines.read,
+            remaining,
+            results,
+            total=len(lines),
+            max_open=lambda: max_open,
+        )
         with _Display(runner.progress) as display:
             try:
                 await runner.run(display.update)
@@ -185,10 +193,11 @@ def describe(progress: Progress, elapsed_s: float, first: int) -> str:
     if progress.failed:
         parts.append(f"{progress.failed:,} failed")
     if answered and elapsed_s:
-        tokens = progress.prompt_tokens + progress.answer_tokens
+        usage = progress.usage
+        tokens = usage.prompt_tokens + usage.answer_tokens
         parts.append(f"{tokens / elapsed_s:,.0f} tokens/s")
-        if progress.prompt_tokens:
-            cached = progress.cached_tokens / progress.prompt_tokens
+        if usage.prompt_tokens:
+            cached = usage.cached_tokens / usage.prompt_tokens
             parts.append(f"{cached:.0%} of prompt tokens cached")
         left_s = elapsed_s / answered * (progress.total - progress.done)
         parts.append(f"{_duration(left_s)} left")

@@ -23,6 +23,7 @@ Code = Literal[
     "prefix_not_found",
     "prefix_of_another_tenant",
     "previous_response_not_found",
+    "quota_exceeded",
     "rate_limit_exceeded",
     "replicas_died",
     "request_blamed",
@@ -30,6 +31,8 @@ Code = Literal[
     "request_too_large",
     "server_error",
     "stopping",
+    "storage_full",
+    "storage_unavailable",
     "tenant_pins_exceeded",
     "tenant_prefixes_exceeded",
     "too_many_prefixes",
@@ -54,6 +57,7 @@ _CODES: dict[int, Code] = {
     431: "headers_too_large",
     503: "unavailable",
     504: "gateway_timeout",
+    507: "storage_full",
 }
 _TYPES: dict[int, Type] = {403: "permission_error", 429: "rate_limit_error"}
 # HTTP status -> Anthropic's type of error.

@@ -2,7 +2,7 @@
 
 import hmac
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from kvroute.contract.priority import Priority
@@ -74,6 +74,13 @@ class Keyring:
     def limits(self, tenant: str) -> TenantLimits | None:
         """Return the limits of a tenant that has a key; None: no limits apply to it."""
         return self._limits.get(tenant)
+
+    def tenant(self, name: str, priority: Priority) -> Caller | None:
+        """Return a tenant as the sender of requests; None if it has no key with the role use."""
+        callers = [caller for caller in self._callers.values() if caller.tenant == name]
+        if not any("use" in caller.roles for caller in callers):
+            return None
+        return replace(callers[0], roles=frozenset({"use"}), priority=priority)
 
     def caller(self, api_key: str) -> Caller | None:
         """Return the owner of an API key; None if the key is not valid.

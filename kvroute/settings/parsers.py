@@ -7,7 +7,7 @@ from JSON, so some parsers return them unchanged.
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,11 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # the form of a browser
 def absolute(path: Path | None) -> Path | None:
     """Make a path absolute, since routers and replicas run in other working folders."""
     return path and path.absolute()
+
+
+def absolute_or_off(path: Path | Literal["off"]) -> Path | Literal["off"]:
+    """Make a path absolute. A path in the user's home folder (`~`) stays as it is."""
+    return path if path == "off" or path.parts[0].startswith("~") else path.absolute()
 
 
 def listed(value: object) -> object:

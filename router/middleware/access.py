@@ -31,11 +31,14 @@ OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 ANY = ("/v1/models", "/version")  # a key with any role is needed
 USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
-    *("/v1/route", "/v1/sessions"),
+    *("/v1/route", "/v1/sessions", "/v1/files", "/v1/batches"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")  # the role observe is needed
 READ = ("/v1/prefixes",)  # GET needs the role observe; other methods need the role manage
 MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")  # the role manage is needed
+
+# Key in the ASGI scope of requests that this process sends to itself: their caller.
+INTERNAL_CALLER = "kvroute.caller"
 
 FIRST_WAIT_S = 0.05  # delay of an address's first rejection; each further delay is twice as long
 LONGEST_WAIT_S = 2.0  # the longest delay
@@ -63,6 +66,10 @@ class Access:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if INTERNAL_CALLER in scope:  # only this process itself can set it
+            scope.setdefault("state", {})["caller"] = scope[INTERNAL_CALLER]
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))

@@ -35,7 +35,10 @@ def test_lines_are_found_again_by_their_index(tmp_path: Path) -> None:
     path.write_text("\n" + path.read_text().replace("\n", "\n \n"))
     lines = open_lines(path)
     with closing(lines):
-        found = [lines.read(index).body["messages"][0]["content"] for index in range(18, -1, -1)]
+        found = [
+            json.loads(bytes(lines.read(index).body))["messages"][0]["content"]
+            for index in range(18, -1, -1)
+        ]
     assert found == texts[:0:-1]
 
 
@@ -58,7 +61,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, fault: str) -> None:
     with pytest.raises(BadLinesError) as refused:
         open_lines(path)
     (found,) = refused.value.faults
-    assert fault in found
+    assert fault in str(found)
 
 
 def test_the_first_hundred_faults_are_named(tmp_path: Path) -> None:
@@ -152,4 +155,4 @@ def test_a_line_needs_few_bytes_of_memory(tmp_path: Path) -> None:
     lines = open_lines(path)
     lines.close()
     assert isinstance(lines.ids, np.ndarray)
-    assert lines.ids.itemsize + lines._starts.itemsize == 16
+    assert lines.ids.itemsize + lines.starts.itemsize == 16

@@ -14,6 +14,7 @@ from kvroute.batch import run
 from kvroute.batch.lines import open_lines
 from kvroute.batch.results import Results
 from kvroute.batch.run import MAX_TRIES, RefusedError, Runner
+from kvroute.batch.usage import Usage
 
 ANSWER = {
     "usage": {
@@ -45,7 +46,14 @@ def runner_of(
         closing(open_lines(path)) as lines,
         closing(Results(folder / "out", folder / "errors", lines)) as results,
     ):
-        yield Runner(client, lines, range(count), results, max_open=max_open)
+        yield Runner(
+            client,
+            lines.read,
+            range(count),
+            results,
+            total=count,
+            max_open=lambda: max_open,
+        )
 
 
 def written(path: Path) -> list[dict[str, Any]]:
@@ -74,11 +82,7 @@ async def test_a_line_is_sent_until_it_has_an_answer(tmp_path: Path) -> None:
     assert sorted(answered, key=int) == [str(number) for number in range(30)]
     progress = runner.progress
     assert (progress.done, progress.failed, progress.away) == (30, 0, "")
-    assert (progress.prompt_tokens, progress.cached_tokens, progress.answer_tokens) == (
-        300,
-        120,
-        60,
-    )
+    assert progress.usage == Usage(prompt_tokens=300, cached_tokens=120, answer_tokens=60)
 
 
 async def test_a_line_that_is_never_accepted_fails_and_the_others_do_not(tmp_path: Path) -> None:

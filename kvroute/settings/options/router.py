@@ -113,6 +113,30 @@ class RouterOptions(CommonOptions):
         Field(gt=0, le=1e9),
         Option(ENDPOINT, "Seconds from a stored response's last use until it expires."),
     ] = 86_400.0
+    files_dir: Annotated[
+        Path | Literal["off"],
+        AfterValidator(parsers.absolute_or_off),
+        Option(
+            ENDPOINT,
+            "Folder for uploaded files, batches and their results. If routers run on several "
+            "nodes, all of them must share it. off: no files and no batches.",
+            example="/shared/files",
+            kind=str,
+        ),
+    ] = Path("~/.local/share/kvroute/files")
+    max_file_mb: Annotated[
+        int, Positive, Option(ENDPOINT, "Maximum size of an uploaded file in MB.")
+    ] = 512
+    files_quota_mb: Annotated[
+        int | None,
+        Positive,
+        Option(
+            ENDPOINT,
+            "Maximum size of all files together in MB.",
+            example="100000",
+            default="half of the disk space that is free at the start",
+        ),
+    ] = None
     request_log: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

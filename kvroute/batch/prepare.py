@@ -1,0 +1,137 @@
+"""Checks a batch's file, orders its lines, and finds out which ones have a result.
+
+This runs in a process of its own: `python -m kvroute.batch.prepare`. A large file takes minutes of
+CPU time, and the router that runs the batch answers other requests meanwhile. The process reads a
+Job from its standard input, and writes a Report to its standard output, both as JSON.
+"""
+
+import os
+import shutil
+import sys
+from array import array
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from kvroute.batch.lines import BadLinesError, Fault, Lines, id_hash, open_lines
+from kvroute.batch.order import Sorter
+from kvroute.batch.usage import Answer, Usage
+from kvroute.contract.unreadable import DECODE_ERRORS
+
+# Files of an index: where lines start, the hashes of their custom_ids, and their order.
+STARTS, IDS, ORDER = "starts.npy", "ids.npy", "order.npy"
+
+
+class Part(Struct, frozen=True):
+    """A file with results."""
+
+    path: str
+    size: int  # how many of its bytes count
+    has_errors: bool  # whether its lines are failed requests
+
+
+class Job(Struct, frozen=True):
+    """What to do."""
+
+    file: str  # path of the batch's input
+    endpoint: str  # the `url` that all lines must have
+    index: str  # path of the index; it is made if it is missing
+    remaining: str  # path of the file for the indexes of lines without a result, in their order
+    parts: tuple[Part, ...] = ()
+
+
+class Report(Struct, frozen=True):
+    """What was found."""
+
+    faults: tuple[Fault, ...] = ()  # why the input cannot be used; empty: it can be used
+    total: int = 0  # number of lines
+    completed: int = 0  # lines with a good result
+    failed: int = 0  # lines with an error
+    usage: Usage = Usage()  # tokens of all results
+
+
+class _Result(Struct):
+    custom_id: str
+    response: msgspec.Raw | None = None
+
+
+class _Answered(Struct):
+    body: Answer
+
+
+def run(job: Job) -> Report:
+    """Do a job. Raises OSError."""
+    index = Path(job.index)
+    try:
+        if not index.is_dir():
+            _make_index(job, index)
+    except BadLinesError as error:
+        return Report(tuple(error.faults))
+    ids, order = np.load(index / IDS), np.load(index / ORDER)
+    has_result = np.zeros(len(ids), dtype=bool)
+    counts, usage = {False: 0, True: 0}, Usage()
+    for part in job.parts:
+        hashes, used = _results(part)
+        has_result |= np.isin(ids, hashes)
+        counts[part.has_errors] += len(hashes)
+        usage += used
+    np.save(job.remaining, order[~has_result[order]])
+    return Report(total=len(ids), completed=counts[False], failed=counts[True], usage=usage)
+
+
+def open_index(file: Path, index: Path) -> Lines:
+    """Return the lines of a file that has an index. The index stays on the disk."""
+    starts = np.load(index / STARTS, mmap_mode="r")
+    ids = np.load(index / IDS, mmap_mode="r")
+    return Lines(file.open("rb"), starts, ids)
+
+
+def _make_index(job: Job, index: Path) -> None:
+    temporary = index.with_name(f"{index.name}.{os.getpid()}")
+    temporary.mkdir(mode=0o700)
+    try:
+        sorter = Sorter(folder=temporary)
+        with closing(open_lines(Path(job.file), sorter.add, endpoint=job.endpoint)) as lines:
+            np.save(temporary / STARTS, lines.starts)
+            np.save(temporary / IDS, lines.ids)
+        np.save(temporary / ORDER, np.array(sorter.order(), dtype=np.uint64))
+        temporary.rename(index)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _results(part: Part) -> tuple[NDArray[np.uint64], Usage]:
+    """Return the hashes of the custom_ids in a file with results, and its tokens."""
+    hashes, usage, left = array("Q"), Usage(), part.size
+    with open(part.path, "rb") as file:
+        for text in file:
+            left -= len(text)
+            if left < 0:
+                break
+            result = msgspec.json.decode(text, type=_Result)
+            hashes.append(id_hash(result.custom_id))
+            if result.response is not None:
+                usage += _usage(result.response)
+    return np.array(hashes, dtype=np.uint64), usage
+
+
+def _usage(response: msgspec.Raw) -> Usage:
+    try:
+        reported = msgspec.json.decode(response, type=_Answered).body.usage
+    except DECODE_ERRORS:  # the body is a text, or has no such field
+        return Usage()
+    return reported.counted() if reported else Usage()
+
+
+def main() -> None:
+    os.nice(10)  # requests come first
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    sys.stdout.buffer.write(msgspec.json.encode(run(job)))
+
+
+if __name__ == "__main__":
+    main()

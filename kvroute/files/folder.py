@@ -1,0 +1,197 @@
+"""Files in a folder of a disk. Several machines can share it through a network file system."""
+
+import asyncio
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from kvroute.files.store import CHUNK_BYTES, StoreFullError
+
+THREADS = 8  # calls of the operating system that may run, or hang, at the same time
+MODE = 0o600  # only the user who runs kvroute can read the files
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk and of an exceeded quota
+UPLOADS = "uploads"  # folder of files that are not complete yet
+
+T = TypeVar("T")
+
+
+class Folder:
+    """A FileStore in a folder. All calls of the operating system run in threads of its own.
+
+    So a disk that hangs stops only what needs this folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Create the folder if it is missing. Raises OSError."""
+        self.root = root
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (root / UPLOADS).mkdir(mode=0o700, exist_ok=True)
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="files")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def create(self, name: str, data: bytes) -> bool:
+        return await self._run(self._create, name, data)
+
+    async def replace(self, name: str, data: bytes) -> None:
+        await self._run(self._replace, name, data)
+
+    async def append(self, name: str, data: bytes) -> None:
+        await self._run(self._append, name, data)
+
+    async def upload(self, name: str, parts: AsyncIterable[bytes]) -> int:
+        temporary, size = self.root / UPLOADS / uuid.uuid4().hex, 0
+        file = await self._run(os.open, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
+        try:
+            async for part in parts:
+                await self._run(_write, file, part)
+                size += len(part)
+            await self._run(self._publish, file, temporary, name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        finally:
+            os.close(file)
+        return size
+
+    async def read(self, name: str) -> bytes:
+        return await self._run((self.root / name).read_bytes)
+
+    async def chunks(self, name: str, start: int, end: int) -> AsyncIterator[bytes]:
+        file = await self._run(os.open, self.root / name, os.O_RDONLY)
+        try:
+            while start < end:
+                data = await self._run(os.pread, file, min(CHUNK_BYTES, end - start), start)
+                if not data:
+                    return
+                start += len(data)
+                yield data
+        finally:
+            os.close(file)
+
+    async def size(self, name: str) -> int:
+        return await self._run(self._size, name)
+
+    async def names(self, folder: str) -> list[str]:
+        return await self._run(self._names, folder)
+
+    async def delete(self, name: str) -> None:
+        await self._run(self._delete, name)
+
+    async def path_of(self, name: str) -> Path:
+        return self.root / name
+
+    async def free_bytes(self) -> int:
+        return await self._run(self.free_bytes_now)
+
+    def free_bytes_now(self) -> int:
+        """Return how many more bytes the disk can store. This waits for the disk."""
+        return shutil.disk_usage(self.root).free
+
+    async def _run(self, call: Callable[..., T], *arguments: object) -> T:
+        with _full_as_error():
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, call, *arguments)
+
+    def _create(self, name: str, data: bytes) -> bool:
+        temporary = self._written(data)
+        path = self.root / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            os.link(temporary, path)  # fails if there is a file already, also on network disks
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(temporary)
+        _sync_folder(path.parent)
+        return True
+
+    def _replace(self, name: str, data: bytes) -> None:
+        temporary = self._written(data)
+        path = self.root / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+
+    def _append(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, MODE)
+        try:
+            _write(file, data)
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+
+    def _written(self, data: bytes) -> Path:
+        """Write a temporary file, and return its path."""
+        path = self.root / UPLOADS / uuid.uuid4().hex
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
+        try:
+            _write(file, data)
+            os.fsync(file)
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(file)
+        return path
+
+    def _publish(self, file: int, temporary: Path, name: str) -> None:
+        """Give a complete temporary file its name."""
+        os.fsync(file)
+        path = self.root / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+
+    def _size(self, name: str) -> int:
+        with suppress(FileNotFoundError):
+            return os.stat(self.root / name).st_size
+        return 0
+
+    def _names(self, folder: str) -> list[str]:
+        with suppress(FileNotFoundError):
+            return os.listdir(self.root / folder)
+        return []
+
+    def _delete(self, name: str) -> None:
+        path = self.root / name
+        with suppress(FileNotFoundError):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
+
+
+def _write(file: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _full_as_error() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise StoreFullError(error.errno, error.strerror) from None
+        raise

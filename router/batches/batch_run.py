@@ -1,0 +1,257 @@
+"""One run of a batch by this router, from the check of its file to its end."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import msgspec
+import numpy as np
+
+from kvroute.batch import prepare
+from kvroute.batch.lines import Fault, Lines
+from kvroute.batch.prepare import Job, Part, Report, open_index
+from kvroute.batch.run import Progress as RunProgress
+from kvroute.batch.run import Runner
+from kvroute.contract.priority import less_urgent
+from kvroute.files.store import FileStore
+from kvroute.router.api.errors import ApiError
+from kvroute.router.api.urgency import PRIORITY
+from kvroute.router.batches.batch_state import BatchState
+from kvroute.router.batches.batches import Batches
+from kvroute.router.batches.files import Files
+from kvroute.router.batches.output import Output
+from kvroute.router.batches.records import KINDS, BatchRecord, FinalStatus, Progress, Run
+
+REPORT_S = 1.0  # seconds between two reports of the progress, and two checks whether to end
+CHUNK_LINES = 2000  # lines that are given up between two writes
+# A batch is late if, at its present speed, it needs more than this share of the time that is left.
+LATE = 0.8
+# Why a batch has ended. refused: its tenant has no API key any more.
+Reason = Literal["done", "expired", "cancelled", "refused"]
+UNANSWERED: Mapping[Reason, tuple[str, str]] = {  # code and message of lines without an answer
+    "expired": (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    "cancelled": (
+        "batch_cancelled",
+        "This request was not executed, because its batch was cancelled.",
+    ),
+    "refused": (
+        "invalid_api_key",
+        "This request was not executed, because its tenant has no API key any more.",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What all runs of this router use; BatchRunner explains the fields."""
+
+    router: str
+    store: FileStore
+    files: Files
+    batches: Batches
+    client: Callable[[BatchRecord], httpx.AsyncClient]
+    may_run: Callable[[BatchRecord], bool]
+    share: Callable[[], int]
+
+
+@dataclass
+class _Speed:
+    """How fast lines are answered."""
+
+    start_s: float = field(default_factory=time.monotonic)
+    done: int = 0  # lines that were done at the start
+
+    def needed_s(self, progress: RunProgress) -> float:
+        """Return the seconds until all lines are done, at the present speed."""
+        answered = progress.done - self.done
+        if answered <= 0:
+            return 0.0
+        elapsed_s = time.monotonic() - self.start_s
+        return elapsed_s / answered * (progress.total - progress.done)
+
+
+class BatchRun:
+    """One run of a batch."""
+
+    def __init__(self, environment: Environment, record: BatchRecord) -> None:
+        self._environment = environment
+        self.record = record
+        self._state = BatchState(environment.store, record.id)
+        self._before = Report()  # the results of earlier runs
+        self._given_up = 0  # lines that got an error because the batch has ended
+        self._reported = Progress()
+        self.progress = RunProgress(0)
+        self._speed = _Speed()
+
+    async def run(self) -> None:
+        """Run the batch to its end.
+
+        Raises:
+            OSError: the store cannot be used.
+        """
+        run = await self._state.claim(self._environment.router)
+        if run is None:
+            return  # another router has begun a run at the same moment
+        path, faults = await self._input()
+        if not faults:
+            preparing = asyncio.create_task(self._prepare(run, path))
+            if (reason := await self._until_end(preparing)) != "done":
+                await self._state.finish(run, "cancelled" if reason == "cancelled" else "expired")
+                return
+            self._before = preparing.result()
+            faults = self._before.faults
+        if faults:
+            await self._state.finish(run, "failed", faults=faults)
+            return
+        await self._environment.batches.register_results(self.record)
+        await self._state.start(self._before.total)
+        lines = await asyncio.to_thread(open_index, path, await self._path("index"))
+        with closing(lines):
+            await self._answer(run, lines)
+        await self._state.tidy()
+
+    def counted(self) -> Progress:
+        """Return how far the batch is, with earlier runs."""
+        before, progress = self._before, self.progress
+        answered = max(0, progress.done - before.completed - before.failed)
+        return Progress(
+            completed=before.completed + answered - progress.failed,
+            failed=before.failed + progress.failed + self._given_up,
+            usage=before.usage + progress.usage,
+        )
+
+    @property
+    def needed_s(self) -> float:
+        """Return the seconds until the batch ends, at its present speed; 0: unknown."""
+        return self._speed.needed_s(self.progress)
+
+    async def _input(self) -> tuple[Path, tuple[Fault, ...]]:
+        """Return the path of the input, or why there is none."""
+        files, record = self._environment.files, self.record
+        try:
+            file = await files.get(record.input_file_id, record.tenant)
+        except ApiError as error:
+            return Path(), (Fault(None, "input_file_missing", str(error)),)
+        return await files.path_of(file), ()
+
+    async def _prepare(self, run: Run, path: Path) -> Report:
+        """Check and order the lines in a child process, and find those without a result."""
+        parts = [
+            Part(str(await self._path(segment.name)), segment.size, kind == "errors")
+            for kind in KINDS
+            for segment in run.segments(kind)
+        ]
+        job = Job(
+            str(path),
+            self.record.endpoint,
+            index=str(await self._path("index")),
+            remaining=str(await self._path(_remaining(run))),
+            parts=tuple(parts),
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", prepare.__name__),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            output, problem = await process.communicate(msgspec.json.encode(job))
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+        if process.returncode:
+            raise OSError(f"its lines cannot be read: {problem.decode(errors='replace')[-300:]}")
+        return msgspec.json.decode(output, type=Report)
+
+    async def _answer(self, run: Run, lines: Lines) -> None:
+        """Answer the lines without a result, and end the batch."""
+        remaining = await self._path(_remaining(run))
+        order = await asyncio.to_thread(np.load, remaining)
+        await asyncio.to_thread(remaining.unlink)
+        output = Output(self._state, run)
+        client = self._environment.client(self.record)
+        runner = Runner(
+            client,
+            lines.read,
+            order,
+            output,
+            total=len(lines),
+            max_open=self._environment.share,
+            headers=self._headers,
+        )
+        self.progress = runner.progress
+        self._speed = _Speed(done=runner.progress.done)
+        async with client:
+            answering = asyncio.create_task(runner.run(lambda progress: None))
+            reason = await self._until_end(answering)
+        finalizing_at = int(time.time())
+        await self._report(finalizing_at)
+        if reason != "done":
+            await self._give_up(lines, runner.left, output, reason)
+        status: FinalStatus = "completed"
+        if reason in ("expired", "cancelled"):
+            status = reason
+        progress = msgspec.structs.replace(self.counted(), finalizing_at=finalizing_at)
+        await self._state.finish(run, status, progress=progress)
+
+    async def _until_end(self, working: "asyncio.Task[Any]") -> "Reason":
+        """Wait until a task is done, or until the batch has to end; then cancel the task."""
+        try:
+            while True:
+                done, _ = await asyncio.wait({working}, timeout=REPORT_S)
+                if done:
+                    working.result()
+                    return "done"
+                await self._report()
+                if time.time() >= self.record.expires_at:
+                    return "expired"
+                if await self._state.is_cancelled():
+                    return "cancelled"
+                if not self._environment.may_run(self.record):
+                    return "refused"
+        finally:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def _report(self, finalizing_at: int | None = None) -> None:
+        progress = msgspec.structs.replace(self.counted(), finalizing_at=finalizing_at)
+        if progress != self._reported:
+            await self._state.report(progress)
+            self._reported = progress
+
+    async def _give_up(
+        self, lines: Lines, left: Sequence[int], output: Output, reason: "Reason"
+    ) -> None:
+        """Write an error for each line that is left."""
+        code, message = UNANSWERED[reason]
+        for first in range(0, len(left), CHUNK_LINES):
+            indexes = left[first : first + CHUNK_LINES]
+            ids = await asyncio.to_thread(lambda: [lines.read(i).custom_id for i in indexes])  # noqa: B023
+            for custom_id in ids:
+                output.write_unanswered(custom_id, code=code, message=message)
+            await output.sync()
+            self._given_up += len(ids)
+
+    def _headers(self) -> Mapping[str, str]:
+        """Return the headers of the next request: a batch that is late is not in the background."""
+        left_s = self.record.expires_at - time.time()
+        is_late = self.needed_s > LATE * left_s
+        priority = less_urgent(self.record.priority, "default") if is_late else "batch"
+        return {PRIORITY: priority, "content-type": "application/json"}
+
+    async def _path(self, file: str) -> Path:
+        return await self._environment.store.path_of(self._state.name(file))
+
+
+def _remaining(run: Run) -> str:
+    """Return the name of the file for the indexes of the lines without a result."""
+    return f"remaining-{run.number}.npy"

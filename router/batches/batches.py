@@ -1,0 +1,253 @@
+"""The batches of the Batch API: created, listed and cancelled here, and run by runner.py."""
+
+import re
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvroute.batch.lines import PATHS
+from kvroute.files.store import FileStore
+from kvroute.keys.keyring import Caller, tenant_of
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.batches.batch_state import FOLDER, BatchState, Snapshot
+from kvroute.router.batches.files import Files
+from kvroute.router.batches.records import (
+    BATCH_ID,
+    BatchRecord,
+    FileRecord,
+    new_batch_id,
+    new_file_id,
+)
+
+PURPOSE = "batch"  # purpose of files that are the input of batches
+RESULTS = "batch_output"  # purpose of files with the results of batches
+WINDOW = re.compile(r"(\d{1,6})([smhd])\Z")
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+MAX_WINDOW_S = 30 * 86_400  # longest completion window
+
+Text = Annotated[str, Field(max_length=512)]
+MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class ExpiresAfter(BaseModel):
+    """When the results of a batch expire."""
+
+    anchor: Literal["created_at"] = "created_at"
+    seconds: Annotated[int, Field(ge=3600, le=10 * 365 * 86_400)]
+
+
+class BatchBody(BaseModel):
+    """The body of a request that creates a batch."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    input_file_id: Text
+    endpoint: Text
+    completion_window: Text = "24h"
+    metadata: Annotated[dict[MetadataKey, Text] | None, Field(max_length=16)] = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class Batches:
+    """The batches of all tenants."""
+
+    def __init__(self, store: FileStore, files: Files) -> None:
+        self._store = store
+        self._files = files
+        # Batches that have ended do not change any more.
+        self._ended: dict[str, Snapshot] = {}
+
+    async def create(
+        self, body: BatchBody, caller: Caller | None, limits: TenantLimits | None
+    ) -> Snapshot:
+        """Create a batch, which some router runs soon.
+
+        Raises:
+            ApiError: the body cannot be used, or the tenant has too many open batches.
+            OSError: the store cannot be used.
+        """
+        tenant, now = tenant_of(caller), int(time.time())
+        if body.endpoint not in PATHS:
+            raise invalid(
+                "endpoint", f"endpoint is {shown(body.endpoint)}; expected {', '.join(PATHS)}"
+            )
+        window_s = _window_s(body.completion_window)
+        file = await self._files.get(body.input_file_id, tenant)
+        if file.purpose != PURPOSE:
+            raise invalid(
+                "input_file_id",
+                f"file {file.id} has the purpose {file.purpose}; upload it with the purpose "
+                f"{PURPOSE}",
+            )
+        await self._check_open(tenant, limits)
+        expires = body.output_expires_after
+        record = BatchRecord(
+            new_batch_id(),
+            tenant,
+            input_file_id=file.id,
+            endpoint=body.endpoint,
+            completion_window=body.completion_window,
+            created_at=now,
+            expires_at=now + window_s,
+            output_file_id=new_file_id(),
+            error_file_id=new_file_id(),
+            priority=caller.priority if caller else "default",
+            metadata=body.metadata,
+            output_ttl_s=expires.seconds if expires else None,
+        )
+        state = BatchState(self._store, record.id)
+        await state.create(record)
+        return await self._found(record.id, tenant)
+
+    async def get(self, id_: str, tenant: str) -> Snapshot:
+        """Return a batch of a tenant.
+
+        Raises:
+            ApiError: 404.
+            OSError: the store cannot be used.
+        """
+        return await self._found(id_, tenant)
+
+    async def cancel(self, id_: str, tenant: str) -> Snapshot:
+        """Cancel a batch.
+
+        Raises:
+            ApiError: there is no such batch, or it has ended.
+            OSError: the store cannot be used.
+        """
+        snapshot = await self._found(id_, tenant)
+        if snapshot.end and snapshot.end.status != "cancelled":
+            raise ApiError(
+                409, f"batch {id_} cannot be cancelled: its status is {snapshot.end.status}", "id"
+            )
+        if not snapshot.end:
+            await BatchState(self._store, id_).cancel()
+        return await self._found(id_, tenant)
+
+    async def listed(self, tenant: str | None) -> list[Snapshot]:
+        """Return the batches of a tenant, the newest first. None: those of all tenants.
+
+        Raises:
+            OSError: the store cannot be used.
+        """
+        ids = [name for name in await self._store.names(FOLDER) if BATCH_ID.match(name)]
+        for gone in self._ended.keys() - ids:
+            del self._ended[gone]
+        snapshots = [await self._snapshot(id_) for id_ in ids]
+        found = [
+            snapshot
+            for snapshot in snapshots
+            if snapshot and tenant in (None, snapshot.record.tenant)
+        ]
+        found.sort(key=lambda snapshot: (-snapshot.record.created_at, snapshot.record.id))
+        return found
+
+    async def register_results(self, record: BatchRecord) -> None:
+        """Add the files with the results of a batch. Raises OSError."""
+        expires_at = None
+        if record.output_ttl_s is not None:
+            expires_at = record.created_at + record.output_ttl_s
+        for id_, kind in ((record.output_file_id, "output"), (record.error_file_id, "errors")):
+            file = FileRecord(
+                id_,
+                record.tenant,
+                filename=f"{record.id}_{kind}.jsonl",
+                purpose=RESULTS,
+                created_at=record.created_at,
+                expires_at=expires_at,
+                batch=record.id,
+                kind="output" if kind == "output" else "errors",
+            )
+            await self._files.register(file)
+
+    async def _found(self, id_: str, tenant: str) -> Snapshot:
+        snapshot = await self._snapshot(id_) if BATCH_ID.match(id_) else None
+        if snapshot is None or snapshot.record.tenant != tenant:
+            raise ApiError(404, f"No batch found with id '{id_[:80]}'", "id", code="not_found")
+        return snapshot
+
+    async def _snapshot(self, id_: str) -> Snapshot | None:
+        snapshot = self._ended.get(id_) or await BatchState(self._store, id_).snapshot()
+        if snapshot and snapshot.end:
+            self._ended[id_] = snapshot
+        return snapshot
+
+    async def _check_open(self, tenant: str, limits: TenantLimits | None) -> None:
+        if limits is None or limits.max_open_batches is None:
+            return
+        running = [snapshot for snapshot in await self.listed(tenant) if not snapshot.end]
+        if len(running) >= limits.max_open_batches:
+            raise ApiError(
+                429,
+                f"the tenant has {len(running)} batches that have not ended; its limit is "
+                f"{limits.max_open_batches}. Wait for one of them, or cancel it",
+                code="quota_exceeded",
+            )
+
+
+def as_object(snapshot: Snapshot) -> dict[str, Any]:
+    """Return a batch in the format of OpenAI's API."""
+    record, started, end = snapshot.record, snapshot.started, snapshot.end
+    progress = end.progress if end else snapshot.progress
+    usage = progress.usage
+    times = {f"{status}_at": None for status in ("completed", "failed", "expired", "cancelled")}
+    if end:
+        times[f"{end.status}_at"] = end.at  # type: ignore[assignment]
+    faults = None
+    if end and end.faults:
+        faults = {
+            "object": "list",
+            "data": [
+                {"code": fault.code, "message": fault.message, "param": None, "line": fault.line}
+                for fault in end.faults
+            ],
+        }
+    return {
+        "id": record.id,
+        "object": "batch",
+        "endpoint": record.endpoint,
+        "errors": faults,
+        "input_file_id": record.input_file_id,
+        "completion_window": record.completion_window,
+        "status": snapshot.status,
+        "output_file_id": record.output_file_id if started else None,
+        "error_file_id": record.error_file_id if progress.failed else None,
+        "created_at": record.created_at,
+        "in_progress_at": started.in_progress_at if started else None,
+        "expires_at": record.expires_at,
+        "finalizing_at": progress.finalizing_at,
+        "cancelling_at": snapshot.cancelled.cancelling_at if snapshot.cancelled else None,
+        **times,
+        "request_counts": {
+            "total": started.total if started else 0,
+            "completed": progress.completed,
+            "failed": progress.failed,
+        },
+        "usage": {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.answer_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+            "total_tokens": usage.prompt_tokens + usage.answer_tokens,
+        },
+        "metadata": record.metadata,
+    }
+
+
+def _window_s(text: str) -> int:
+    """Parse a completion window, such as 24h or 30m.
+
+    Raises:
+        ApiError: it is not valid.
+    """
+    found = WINDOW.match(text)
+    window_s = int(found[1]) * UNITS_S[found[2]] if found else 0
+    if not 0 < window_s <= MAX_WINDOW_S:
+        raise invalid(
+            "completion_window",
+            f"completion_window is {shown(text)}; expected a time such as 24h, 90m or 7d, up to "
+            f"{MAX_WINDOW_S // 86_400}d",
+        )
+    return window_s

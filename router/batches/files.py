@@ -1,0 +1,267 @@
+"""The files of the Files API: uploaded files, and the results of batches."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from kvroute.contract.records import encode
+from kvroute.files.store import FileStore
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.errors import ApiError
+from kvroute.router.batches.batch_state import BatchState, read_record
+from kvroute.router.batches.records import FILE_ID, FileRecord, Segment, new_file_id
+
+log = logging.getLogger("kvroute.batches")
+
+FOLDER = "files"
+READ_AT_ONCE = 32  # records that are read from the store at the same time
+SPARE_SHARE = 0.05  # share of the quota that no upload may use: it is left for results
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What a client says about a file."""
+
+    filename: str
+    purpose: str
+    ttl_s: int | None  # seconds until it expires; None: it does not expire
+
+
+class Files:
+    """The files of all tenants.
+
+    Records never change, so each router keeps those that it has read in memory.
+
+    Args:
+        store: where the files are.
+        max_file_bytes: limit of one file.
+        quota_bytes: limit of all uploaded files together.
+    """
+
+    def __init__(self, store: FileStore, *, max_file_bytes: int, quota_bytes: int) -> None:
+        self._store = store
+        self._max_file_bytes = max_file_bytes
+        self._quota_bytes = quota_bytes
+        self._records: dict[str, FileRecord] = {}
+        self._uploading = Counter[str]()  # bytes of running uploads, by tenant
+
+    async def add(
+        self, upload: Upload, parts: AsyncIterable[bytes], tenant: str, limits: TenantLimits | None
+    ) -> FileRecord:
+        """Store a file whose content arrives in parts.
+
+        Raises:
+            ApiError: the file is too large, or a quota is exceeded.
+            OSError: the store cannot be used.
+        """
+        records = await self.all()
+        own = [record for record in records if record.tenant == tenant]
+        if limits and limits.max_files is not None and len(own) >= limits.max_files:
+            raise _over("max_files", f"{len(own)} files", f"{limits.max_files}")
+        id_, now = new_file_id(), int(time.time())
+        used = sum(record.bytes for record in own)
+        total = sum(record.bytes for record in records)
+        bounded = self._bounded(parts, tenant, used=used, total=total, limits=limits)
+        try:
+            size = await self._store.upload(f"{FOLDER}/{id_}.data", bounded.chunks())
+        finally:
+            self._uploading[tenant] -= bounded.size
+        record = FileRecord(
+            id_,
+            tenant,
+            upload.filename,
+            upload.purpose,
+            created_at=now,
+            expires_at=None if upload.ttl_s is None else now + upload.ttl_s,
+            bytes=size,
+        )
+        await self.register(record)
+        return record
+
+    async def register(self, record: FileRecord) -> None:
+        """Add a file whose content is already stored. Raises OSError."""
+        await self._store.create(f"{FOLDER}/{record.id}.json", encode(record))
+
+    async def get(self, id_: str, tenant: str) -> FileRecord:
+        """Return a file of a tenant, with its present size.
+
+        Raises:
+            ApiError: 404.
+            OSError: the store cannot be used.
+        """
+        if FILE_ID.match(id_):
+            record = self._records.get(id_) or await self._read(id_)
+            if record and record.tenant == tenant and not is_expired(record):
+                return await self._sized(record)
+        raise ApiError(
+            404, f"No such File object: {id_[:80]}; it may have expired", "id", code="not_found"
+        )
+
+    async def listed(self, tenant: str) -> list[FileRecord]:
+        """Return the files of a tenant, the oldest first. Raises OSError."""
+        records = [
+            record
+            for record in await self.all()
+            if record.tenant == tenant and not is_expired(record)
+        ]
+        records.sort(key=lambda record: (record.created_at, record.id))
+        return records
+
+    async def sized(self, records: Sequence[FileRecord]) -> list[FileRecord]:
+        """Return files with their present sizes. Raises OSError."""
+        return [await self._sized(record) for record in records]
+
+    async def content(self, record: FileRecord, start: int, end: int) -> AsyncIterator[bytes]:
+        """Yield the bytes of a file from `start` to `end`. Raises OSError."""
+        if not record.batch:
+            async for chunk in self._store.chunks(f"{FOLDER}/{record.id}.data", start, end):
+                yield chunk
+            return
+        state = BatchState(self._store, record.batch)
+        async for chunk in state.lines(await self._segments(record), start, end):
+            yield chunk
+
+    async def delete(self, record: FileRecord) -> None:
+        """Delete a file.
+
+        Raises:
+            ApiError: it is a result of a batch that has not ended.
+            OSError: the store cannot be used.
+        """
+        if record.batch:
+            state = BatchState(self._store, record.batch)
+            snapshot = await state.snapshot()
+            if snapshot and not snapshot.end:
+                raise ApiError(
+                    409,
+                    f"file {record.id} has the results of batch {record.batch}, which still runs; "
+                    "cancel the batch first",
+                    "id",
+                )
+            await state.delete_results(record.kind)
+        await self._store.delete(f"{FOLDER}/{record.id}.json")
+        await self._store.delete(f"{FOLDER}/{record.id}.data")
+        self._records.pop(record.id, None)
+
+    async def all(self) -> list[FileRecord]:
+        """Return the files of all tenants. Raises OSError."""
+        names = await self._store.names(FOLDER)
+        ids = {name[:-5] for name in names if name.endswith(".json") and FILE_ID.match(name[:-5])}
+        for gone in self._records.keys() - ids:
+            del self._records[gone]
+        missing = sorted(ids - self._records.keys())
+        for first in range(0, len(missing), READ_AT_ONCE):
+            await asyncio.gather(*map(self._read, missing[first : first + READ_AT_ONCE]))
+        return [*self._records.values()]
+
+    async def path_of(self, record: FileRecord) -> Path:
+        """Return the path on this machine of an uploaded file. Raises OSError."""
+        return await self._store.path_of(f"{FOLDER}/{record.id}.data")
+
+    async def delete_expired(self) -> None:
+        """Delete the files that have expired. Raises OSError."""
+        for record in await self.all():
+            if is_expired(record):
+                try:
+                    await self.delete(record)
+                except ApiError:  # its batch still runs
+                    continue
+
+    async def _read(self, id_: str) -> FileRecord | None:
+        record = await read_record(self._store, f"{FOLDER}/{id_}.json", FileRecord)
+        if record:
+            self._records[id_] = record
+        return record
+
+    async def _sized(self, record: FileRecord) -> FileRecord:
+        if not record.batch:
+            return record
+        segments = await self._segments(record)
+        return replace(record, bytes=sum(segment.size for segment in segments))
+
+    async def _segments(self, record: FileRecord) -> Sequence[Segment]:
+        state = BatchState(self._store, record.batch)
+        snapshot = await state.snapshot()
+        return await state.results(snapshot, record.kind) if snapshot else ()
+
+    def _bounded(
+        self,
+        parts: AsyncIterable[bytes],
+        tenant: str,
+        *,
+        used: int,
+        total: int,
+        limits: TenantLimits | None,
+    ) -> "_Bounded":
+        return _Bounded(
+            parts,
+            self._uploading,
+            tenant,
+            used=used,
+            total=total,
+            max_file_bytes=self._max_file_bytes,
+            tenant_bytes=limits.max_file_bytes if limits else None,
+            quota_bytes=round((1 - SPARE_SHARE) * self._quota_bytes),
+        )
+
+
+@dataclass
+class _Bounded:
+    """The content of an upload, which ends with an error when a limit is exceeded."""
+
+    parts: AsyncIterable[bytes]
+    uploading: Counter[str]
+    tenant: str
+    used: int  # bytes of the tenant's files
+    total: int  # bytes of all files
+    max_file_bytes: int
+    tenant_bytes: int | None
+    quota_bytes: int
+    size: int = 0
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        async for part in self.parts:
+            self.size += len(part)
+            self.uploading[self.tenant] += len(part)
+            self._check()
+            yield part
+
+    def _check(self) -> None:
+        """Raise ApiError if a limit is exceeded."""
+        if self.size > self.max_file_bytes:
+            raise ApiError(
+                413,
+                f"the file has more than {self.max_file_bytes} bytes; split it, or start kvroute "
+                "with a larger --max-file-mb",
+                "file",
+            )
+        used = self.used + self.uploading[self.tenant]
+        if self.tenant_bytes is not None and used > self.tenant_bytes:
+            raise _over("max_file_bytes", f"{used} bytes of files", f"{self.tenant_bytes}")
+        if self.total + self.uploading.total() > self.quota_bytes:
+            raise ApiError(
+                507,
+                f"the files of all tenants would take more than {self.quota_bytes} bytes; delete "
+                "files, or start kvroute with a larger --files-quota-mb",
+                "file",
+            )
+
+
+def is_expired(record: FileRecord) -> bool:
+    return record.expires_at is not None and record.expires_at <= time.time()
+
+
+def _over(limit: str, use: str, allowed: str) -> ApiError:
+    return ApiError(
+        403,
+        f"the tenant would have {use}; its limit {limit} is {allowed}. Delete files, or ask for a "
+        "larger limit",
+        "file",
+        code="quota_exceeded",
+    )

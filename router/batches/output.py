@@ -1,0 +1,33 @@
+"""Collects the results of one run of a batch, and writes them to the store."""
+
+from kvroute.batch.results import result_line, unanswered_line
+from kvroute.router.batches.batch_state import BatchState
+from kvroute.router.batches.records import KINDS, Kind, Run
+
+
+class Output:
+    """The results of one run. They are complete only after `sync`."""
+
+    def __init__(self, state: BatchState, run: Run) -> None:
+        self._state = state
+        self._run = run
+        self._lines = {kind: bytearray() for kind in KINDS}
+
+    def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
+        """Add the answer to a line."""
+        line = result_line(custom_id, status=status, request_id=request_id, body=body)
+        self._lines["output" if status < 400 else "errors"] += line
+
+    def write_unanswered(self, custom_id: str, *, code: str, message: str) -> None:
+        """Add a line that gets no answer, because the batch ends before."""
+        self._lines["errors"] += unanswered_line(custom_id, code=code, message=message)
+
+    async def sync(self) -> None:
+        """Write everything to the store. Raises OSError."""
+        for kind in KINDS:
+            await self._sync(kind)
+
+    async def _sync(self, kind: Kind) -> None:
+        if lines := self._lines[kind]:
+            self._lines[kind] = bytearray()
+            await self._state.append(self._run, kind, bytes(lines))

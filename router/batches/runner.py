@@ -1,0 +1,164 @@
+"""Runs batches: each router looks for batches that nobody runs, and takes some of them."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import httpx
+from redis.exceptions import RedisError
+
+from kvroute.files.store import FileStore
+from kvroute.router.batches.batch_run import BatchRun, Environment
+from kvroute.router.batches.batches import Batches
+from kvroute.router.batches.files import Files
+from kvroute.router.batches.records import BatchRecord
+from kvroute.store.batch_leases import LEASE_S, BatchLeases
+
+log = logging.getLogger("kvroute.batches")
+
+LOOK_S = 1.0  # seconds between two looks for batches that nobody runs
+TIDY_S = 600.0  # seconds between two deletions of expired files
+RETRY_S = 5.0  # seconds until a batch is tried again after the store has failed
+# Each batch that a router runs delays its next attempt to take one, so that routers share them.
+POLITE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Why a batch does not go on at the moment."""
+
+    reason: str
+
+
+class BatchRunner:
+    """The batches that this router runs.
+
+    Args:
+        router: id of this router.
+        store: where batches and files are.
+        files: the files of the Files API.
+        batches: the batches of the Batch API.
+        leases: which router runs a batch.
+        client: returns a client that sends requests for the tenant of a batch.
+        may_run: returns whether the tenant of a batch still has an API key.
+        max_open: the most requests that all batches of this router may have open.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        store: FileStore,
+        files: Files,
+        batches: Batches,
+        *,
+        leases: BatchLeases,
+        client: Callable[[BatchRecord], httpx.AsyncClient],
+        may_run: Callable[[BatchRecord], bool],
+        max_open: int,
+    ) -> None:
+        self._router = router
+        self._batches = batches
+        self._files = files
+        self._leases = leases
+        self._max_open = max_open
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.runs: dict[str, BatchRun] = {}
+        self.pauses: dict[str, Pause] = {}
+        self.problem = ""  # why the store cannot be used; empty: it can
+        self._environment = Environment(
+            router, store, files, batches, client=client, may_run=may_run, share=self._share
+        )
+
+    async def run(self) -> None:
+        """Run batches until cancelled."""
+        tidied_s = asyncio.get_running_loop().time()
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S + POLITE_S * len(self._tasks))
+                await self._look()
+                if asyncio.get_running_loop().time() - tidied_s > TIDY_S:
+                    tidied_s = asyncio.get_running_loop().time()
+                    with suppress(OSError):
+                        await self._files.delete_expired()
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End the runs of this router, so that other routers can go on with them."""
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self) -> None:
+        """Take one batch that nobody runs."""
+        try:
+            waiting = [found for found in await self._batches.listed(None) if not found.end]
+            self.problem = ""
+        except OSError as error:
+            if not self.problem:
+                log.error("batches cannot be read: %s", error)
+            self.problem = str(error)
+            return
+        for snapshot in reversed(waiting):  # the oldest first
+            id_ = snapshot.record.id
+            if id_ in self._tasks:
+                continue
+            try:
+                if await self._leases.take(id_):
+                    self._tasks[id_] = asyncio.create_task(self._own(snapshot.record))
+                    return
+            except (RedisError, OSError):
+                return  # without Redis, no batch changes its router
+
+    async def _own(self, record: BatchRecord) -> None:
+        """Run a batch for as long as this router has its lease."""
+        try:
+            keeping = asyncio.create_task(self._keep_lease(record.id))
+            working = asyncio.create_task(self._work(record))
+            try:
+                await asyncio.wait({keeping, working}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                keeping.cancel()
+                working.cancel()
+                results = await asyncio.gather(keeping, working, return_exceptions=True)
+                for result in results:
+                    if isinstance(result, Exception):
+                        log.error("batch %s failed", record.id, exc_info=result)
+            with suppress(RedisError, OSError):
+                await self._leases.release(record.id)
+        finally:
+            self._tasks.pop(record.id, None)
+            self.pauses.pop(record.id, None)
+
+    async def _keep_lease(self, id_: str) -> None:
+        """Renew a lease until another router has it."""
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                if not await self._leases.take(id_):
+                    log.warning("another router runs batch %s now", id_)
+                    return
+            except (RedisError, OSError):
+                continue  # without Redis, no other router can take it
+
+    async def _work(self, record: BatchRecord) -> None:
+        """Run a batch to its end; try again while the store fails."""
+        while True:
+            run = self.runs[record.id] = BatchRun(self._environment, record)
+            try:
+                await run.run()
+                return
+            except OSError as error:
+                if record.id not in self.pauses:
+                    log.error("batch %s pauses: %s", record.id, error)
+                self.pauses[record.id] = Pause(str(error))
+            finally:
+                self.runs.pop(record.id, None)
+            await asyncio.sleep(RETRY_S)
+
+    def _share(self) -> int:
+        """Return the most requests that one batch may have open."""
+        return max(1, self._max_open // max(1, len(self._tasks)))

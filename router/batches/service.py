@@ -1,0 +1,189 @@
+"""The Files and Batch API of one router: its parts, and whether they can be used."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import httpx
+from fastapi import Depends, Request
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp
+
+from kvroute.files.folder import Folder
+from kvroute.files.store import StoreFullError
+from kvroute.keys.keyring import Caller
+from kvroute.keys.watched import WatchedKeys
+from kvroute.router.api.errors import ApiError
+from kvroute.router.batches.batches import Batches
+from kvroute.router.batches.files import Files
+from kvroute.router.batches.in_process import client_for
+from kvroute.router.batches.records import BatchRecord
+from kvroute.router.batches.runner import BatchRunner
+from kvroute.settings.router import RouterSettings
+from kvroute.store.batch_leases import BatchLeases
+from kvroute.store.connection import connect
+from kvroute.store.file_places import FilePlaces
+
+log = logging.getLogger("kvroute.batches")
+
+PLACE = "place.id"  # file with the id of the folder
+ANNOUNCE_S = 2.0  # seconds between two announcements of the folder's id
+QUOTA_SHARE = 0.5  # share of the free disk space that files may use if no quota is set
+OPEN_SHARE = 0.5  # share of --max-requests that the lines of batches may use
+
+
+class BatchService:
+    """The files and batches of one router."""
+
+    def __init__(
+        self,
+        router: str,
+        store: Folder,
+        settings: RouterSettings,
+        *,
+        keys: WatchedKeys | None,
+        quota_bytes: int,
+    ) -> None:
+        redis = connect(settings.redis_url)
+        self._store = store
+        self._keys = keys
+        self._places = FilePlaces(redis, cluster=settings.cluster)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.application: ASGIApp | None = None  # set when the router has built it
+        self.problem = ""  # why the API cannot be used; empty: it can
+        self.quota_bytes = quota_bytes
+        self.files = Files(
+            store, max_file_bytes=settings.max_file_mb << 20, quota_bytes=quota_bytes
+        )
+        self.batches = Batches(store, self.files)
+        self.runner = BatchRunner(
+            router,
+            store,
+            self.files,
+            self.batches,
+            leases=BatchLeases(redis, router, cluster=settings.cluster),
+            client=self._client,
+            may_run=self._may_run,
+            max_open=max(1, round(OPEN_SHARE * settings.max_requests)),
+        )
+
+    def start(self) -> None:
+        """Start to run batches."""
+        self._tasks = [
+            asyncio.create_task(self._announce()),
+            asyncio.create_task(self.runner.run()),
+        ]
+
+    def check(self) -> None:
+        """Raise the error of a task that has ended. No task should end by itself."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()
+
+    async def stop(self) -> None:
+        """End the runs of this router, so that other routers go on with them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        self._store.close()
+
+    async def _announce(self) -> None:
+        """Compare this router's folder with those of the other routers, until cancelled."""
+        id_ = ""
+        while True:
+            try:
+                id_ = id_ or await self._place_id()
+                places = await self._places.announce(id_)
+                self._set_problem(
+                    f"the routers of this cluster use {places} different folders; start it with a "
+                    "--files-dir that all nodes share"
+                    if places > 1
+                    else ""
+                )
+            except RedisError:
+                pass  # the folders are compared again when Redis is back
+            except OSError as error:
+                self._set_problem(f"the folder for files cannot be used: {error}")
+            await asyncio.sleep(ANNOUNCE_S)
+
+    def _set_problem(self, problem: str) -> None:
+        if problem and problem != self.problem:
+            log.error("files and batches: %s", problem)
+        self.problem = problem
+
+    async def _place_id(self) -> str:
+        await self._store.create(PLACE, uuid.uuid4().hex.encode())
+        return (await self._store.read(PLACE)).decode(errors="replace")
+
+    def _caller(self, record: BatchRecord) -> Caller | None:
+        if self._keys is None:
+            return None
+        return self._keys.keyring().tenant(record.tenant, record.priority)
+
+    def _may_run(self, record: BatchRecord) -> bool:
+        return self._keys is None or self._caller(record) is not None
+
+    def _client(self, record: BatchRecord) -> httpx.AsyncClient:
+        assert self.application is not None
+        return client_for(self.application, self._caller(record))
+
+
+def batch_service(
+    router: str, settings: RouterSettings, keys: WatchedKeys | None
+) -> BatchService | None:
+    """Return the service of a router; None if files are not stored, or cannot be.
+
+    This waits for the disk: call it in a thread.
+    """
+    if settings.files_dir == "off":
+        return None
+    root = Path(settings.files_dir).expanduser() / quote(settings.cluster, safe="")
+    try:
+        store = Folder(root)
+        free = store.free_bytes_now()
+    except OSError as error:
+        log.error("files and batches are off: %s cannot be used: %s", root, error.strerror)
+        return None
+    quota_mb = settings.files_quota_mb
+    quota_bytes = round(QUOTA_SHARE * free) if quota_mb is None else quota_mb << 20
+    return BatchService(router, store, settings, keys=keys, quota_bytes=quota_bytes)
+
+
+@contextmanager
+def needing_store() -> Iterator[None]:
+    """Run a block that needs the store of files.
+
+    Raises:
+        ApiError: 507: the store is full. 503: it cannot be used.
+    """
+    try:
+        yield
+    except StoreFullError as error:
+        message = f"the disk for files is full ({error.strerror}); delete files, or try again later"
+        raise ApiError(507, message) from None
+    except OSError as error:
+        message = f"the folder for files cannot be used ({error}); try again later"
+        raise ApiError(503, message, code="storage_unavailable") from None
+
+
+async def _service(request: Request) -> BatchService:
+    service: BatchService | None = request.app.state.batches
+    if service is None:
+        raise ApiError(
+            404,
+            "this server stores no files and runs no batches; start it with --files-dir and a "
+            "folder that it can write",
+        )
+    if service.problem:
+        raise ApiError(503, service.problem, code="storage_unavailable")
+    return service
+
+
+Service = Annotated[BatchService, Depends(_service)]  # a route's parameter of this type gets it

@@ -1,0 +1,154 @@
+"""Reads an uploaded file from the body of a request, part by part, without keeping it in memory."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from kvroute.router.api.errors import ApiError, invalid
+
+SILENCE_S = 60.0  # longest time between two parts of a body, in seconds
+MAX_FIELD_BYTES = 4096  # longest value of a field, and of the headers of a part
+MAX_FIELDS = 16
+FILE = "file"  # name of the field with the file
+
+
+@dataclass
+class _Part:
+    """A field of the form that is being read."""
+
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    header_name: bytes = b""
+    header_value: bytes = b""
+    value: bytes = b""
+    name: str = ""
+    filename: str = ""
+
+
+class UploadForm:
+    """A form with a file. The fields before the file are known once `begin` has returned."""
+
+    def __init__(self, request: Request) -> None:
+        """Read the form's boundary.
+
+        Raises:
+            ApiError: the body is not a form.
+        """
+        kind, options = parse_options_header(request.headers.get("content-type", ""))
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise ApiError(
+                415,
+                "a file is uploaded as a form: send Content-Type: multipart/form-data with the "
+                "fields `purpose` and `file`",
+            )
+        self.fields: dict[str, str] = {}
+        self.filename = ""
+        self._has_file = False
+        self._stream = aiter(request.stream())
+        self._part = _Part()
+        self._data: list[bytes] = []  # parts of the file that were read but not yet returned
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin_part,
+                "on_header_field": self._header_name,
+                "on_header_value": self._header_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._end_headers,
+                "on_part_data": self._part_data,
+                "on_part_end": self._end_part,
+            },
+        )
+
+    async def begin(self) -> None:
+        """Read the form up to the file.
+
+        Raises:
+            ApiError: the form is not valid, or has no file.
+        """
+        while not self._has_file:
+            if not await self._read():
+                raise invalid(FILE, "the form has no field `file`; send the file in it")
+
+    async def content(self) -> AsyncIterator[bytes]:
+        """Yield the content of the file, and read the form to its end.
+
+        Raises:
+            ApiError: the form is not valid, or the client has disconnected.
+        """
+        is_complete = False
+        while True:
+            for data in self._data:
+                yield data
+            self._data.clear()
+            if is_complete:
+                return
+            is_complete = not await self._read()
+
+    async def _read(self) -> bool:
+        """Read a part of the body; return False at its end."""
+        try:
+            async with asyncio.timeout(SILENCE_S):
+                chunk = await anext(self._stream, None)
+            if chunk is None:
+                self._parser.finalize()
+                return False
+            self._parser.write(chunk)
+        except TimeoutError:
+            raise ApiError(408, f"no data came for {SILENCE_S:g} s; upload it again") from None
+        except ClientDisconnect:
+            message = "the client disconnected before it had sent the whole file"
+            raise ApiError(499, message, code="client_left") from None
+        except MultipartParseError as error:
+            raise invalid(None, f"the form is not valid: {error}") from None
+        return True
+
+    # Callbacks of the parser. Each gets a buffer and the range in it.
+
+    def _begin_part(self) -> None:
+        if len(self.fields) >= MAX_FIELDS:
+            raise invalid(None, f"the form has more than {MAX_FIELDS} fields")
+        self._part = _Part()
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._part.header_name = _bounded(self._part.header_name + data[start:end])
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._part.header_value = _bounded(self._part.header_value + data[start:end])
+
+    def _end_header(self) -> None:
+        part = self._part
+        part.headers[part.header_name.lower()] = part.header_value
+        _bounded(b"".join(part.headers))
+        part.header_name = part.header_value = b""
+
+    def _end_headers(self) -> None:
+        disposition = self._part.headers.get(b"content-disposition", b"")
+        _, options = parse_options_header(disposition.decode("latin-1"))
+        self._part.name = options.get(b"name", b"").decode(errors="replace")
+        self._part.filename = options.get(b"filename", b"").decode(errors="replace")
+        if self._part.name == FILE:
+            if self._has_file:
+                raise invalid(FILE, "the form has two files; send one")
+            self._has_file, self.filename = True, self._part.filename
+
+    def _part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._part.name == FILE:
+            self._data.append(data[start:end])
+        else:
+            self._part.value = _bounded(self._part.value + data[start:end])
+
+    def _end_part(self) -> None:
+        if self._part.name != FILE:
+            self.fields[self._part.name] = self._part.value.decode(errors="replace")
+
+
+def _bounded(value: bytes) -> bytes:
+    """Return a value. Raises ApiError if it is too long."""
+    if len(value) > MAX_FIELD_BYTES:
+        raise invalid(None, f"a field or header of the form has more than {MAX_FIELD_BYTES} bytes")
+    return value

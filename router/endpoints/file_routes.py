@@ -1,0 +1,178 @@
+"""OpenAI's Files API, for the inputs and results of batches."""
+
+import re
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from kvroute.keys.keyring import tenant_of
+from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.batches.files import Upload
+from kvroute.router.batches.records import FileRecord
+from kvroute.router.batches.service import BatchService, Service, needing_store
+from kvroute.router.batches.uploads import UploadForm
+from kvroute.router.endpoints.limited import limits_of
+from kvroute.router.endpoints.pages import limit_of, page_of
+from kvroute.router.middleware.access import caller_of
+
+FILES = "/v1/files"
+MAX_LISTED = 10_000  # the most files in one page, as in OpenAI's API
+PURPOSES = ("batch", "user_data", "evals")
+DEFAULT_TTL_S = 30 * 86_400  # seconds until the input of a batch expires, as in OpenAI's API
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86_400
+MAX_NAME = 255  # longest name of a file, in characters
+RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})\Z")
+
+routes = APIRouter()
+
+
+@routes.post(FILES)
+async def upload_file(request: Request, service: Service) -> Response:
+    """Store an uploaded file."""
+    form = UploadForm(request)
+    await form.begin()
+    upload = Upload(
+        filename=(form.filename or "file")[:MAX_NAME],
+        purpose=_purpose(form.fields),
+        ttl_s=_ttl_s(form.fields),
+    )
+    content = form.content()
+    with needing_store():
+        record = await service.files.add(
+            upload, content, tenant_of(caller_of(request)), limits_of(request)
+        )
+    return JSONResponse(as_object(record))
+
+
+@routes.get(FILES)
+async def list_files(
+    request: Request,
+    service: Service,
+    purpose: str | None = None,
+    after: str | None = None,
+    order: str = "desc",
+    limit: str | None = None,
+) -> Response:
+    """Return the client's files."""
+    with needing_store():
+        records = await service.files.listed(tenant_of(caller_of(request)))
+        if purpose is not None:
+            records = [record for record in records if record.purpose == purpose]
+        if order == "desc":
+            records.reverse()
+        elif order != "asc":
+            raise invalid("order", f"order is {shown(order)}; expected asc or desc")
+        page = page_of(records, after, limit_of(limit, default=MAX_LISTED, most=MAX_LISTED))
+        files = await service.files.sized(page.items)
+    return JSONResponse(page.as_object([as_object(record) for record in files]))
+
+
+@routes.get(f"{FILES}/{{file_id}}")
+async def get_file(file_id: str, request: Request, service: Service) -> Response:
+    """Return what is known about a file."""
+    return JSONResponse(as_object(await _found(file_id, request, service)))
+
+
+@routes.delete(f"{FILES}/{{file_id}}")
+async def delete_file(file_id: str, request: Request, service: Service) -> Response:
+    """Delete a file."""
+    record = await _found(file_id, request, service)
+    with needing_store():
+        await service.files.delete(record)
+    return JSONResponse({"id": record.id, "object": "file", "deleted": True})
+
+
+@routes.get(f"{FILES}/{{file_id}}/content")
+async def get_content(file_id: str, request: Request, service: Service) -> Response:
+    """Return the content of a file, or a part of it: `Range: bytes=0-99`.
+
+    The results of a batch can be read while it runs.
+    """
+    record = await _found(file_id, request, service)
+    start, end = _range(request.headers.get("range", ""), record.bytes)
+    headers = {
+        "content-length": str(end - start),
+        "accept-ranges": "bytes",
+        "content-disposition": f'attachment; filename="{_plain(record.filename)}"',
+    }
+    status = 200
+    if (start, end) != (0, record.bytes):
+        status = 206
+        headers["content-range"] = f"bytes {start}-{end - 1}/{record.bytes}"
+    content = service.files.content(record, start, end)
+    return StreamingResponse(content, status, headers, media_type="application/octet-stream")
+
+
+def as_object(record: FileRecord) -> dict[str, Any]:
+    """Return a file in the format of OpenAI's API."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+async def _found(file_id: str, request: Request, service: BatchService) -> FileRecord:
+    with needing_store():
+        return await service.files.get(file_id, tenant_of(caller_of(request)))
+
+
+def _purpose(fields: dict[str, str]) -> str:
+    purpose = fields.get("purpose")
+    if purpose not in PURPOSES:
+        raise invalid(
+            "purpose",
+            f"purpose is {shown(purpose)}; expected {', '.join(PURPOSES)}, as a field of the form "
+            "before the file",
+        )
+    return purpose
+
+
+def _ttl_s(fields: dict[str, str]) -> int | None:
+    """Return after how many seconds the file expires; None: it does not expire."""
+    text = fields.get("expires_after[seconds]")
+    if text is None:
+        return DEFAULT_TTL_S if fields.get("purpose") == "batch" else None
+    if not (text.isascii() and text.isdecimal() and MIN_TTL_S <= int(text[:12]) <= MAX_TTL_S):
+        raise invalid(
+            "expires_after",
+            f"expires_after[seconds] is {shown(text)}; expected {MIN_TTL_S} to {MAX_TTL_S}",
+        )
+    return int(text)
+
+
+def _range(header: str, size: int) -> tuple[int, int]:
+    """Return the start and the end of the requested bytes.
+
+    Headers that cannot be understood are ignored, as RFC 9110 requires.
+
+    Raises:
+        ApiError: 416.
+    """
+    found = RANGE.match(header)
+    if not found or found.groups() == ("", ""):
+        return 0, size
+    first, last = found.groups()
+    if not first:  # the last bytes
+        start, end = max(0, size - int(last)), size
+    else:
+        start, end = int(first), min(size, int(last) + 1) if last else size
+    if start >= end:
+        raise ApiError(
+            416,
+            f"Range is {header}; the file has {size} bytes",
+            headers={"content-range": f"bytes */{size}"},
+        )
+    return start, end
+
+
+def _plain(filename: str) -> str:
+    """Return a name that can stand in quotes in a header."""
+    return re.sub(r'[^ -~]|["\\\\]', "_", filename)
