@@ -56,7 +56,7 @@ class Report(Struct, frozen=True):
 
 class _Result(Struct):
     custom_id: str
-    response: msgspec.Raw | None = None
+    response: msgspec.Raw  # null: the line was not answered
 
 
 class _Answered(Struct):
@@ -114,15 +114,14 @@ def _results(part: Part) -> tuple[NDArray[np.uint64], Usage]:
                 break
             result = msgspec.json.decode(text, type=_Result)
             hashes.append(id_hash(result.custom_id))
-            if result.response is not None:
-                usage += _usage(result.response)
+            usage += _usage(result.response)
     return np.array(hashes, dtype=np.uint64), usage
 
 
 def _usage(response: msgspec.Raw) -> Usage:
     try:
         reported = msgspec.json.decode(response, type=_Answered).body.usage
-    except DECODE_ERRORS:  # the body is a text, or has no such field
+    except DECODE_ERRORS:  # there is no response, or its body is a text
         return Usage()
     return reported.counted() if reported else Usage()
 

@@ -7,6 +7,7 @@ cluster always has something to do and nearly nothing waits for long.
 
 import asyncio
 import time
+import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from kvroute.batch.usage import Usage, usage_of
 
 START_OPEN = 8  # open requests at the start
 QUEUED_HEADER = "x-kvroute-queued-s"  # seconds that the request waited in the queue
+REQUEST_ID = "x-request-id"  # header with the id of a request
 # Statuses that a later try may change: no place in the queue, or no replica at the moment.
 TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
 MAX_TRIES = 20  # answers with these statuses after which a line counts as failed
@@ -143,12 +145,11 @@ class Runner:
         """Send a line until it has a final answer, and write the answer."""
         pause_s, tries = FIRST_PAUSE_S, 0
         line = await asyncio.to_thread(self._read, index)
-        content = _without_stream(line.body)
+        content, id_ = _without_stream(line.body), uuid.uuid4().hex
         while True:
+            headers = {REQUEST_ID: id_, **self._headers()}
             try:
-                response = await self._client.post(
-                    line.url, content=content, headers=self._headers()
-                )
+                response = await self._client.post(line.url, content=content, headers=headers)
             except httpx.TransportError as error:
                 self.progress.away = str(error) or type(error).__name__
                 self._window = max(1.0, self._window / 2)
@@ -173,7 +174,7 @@ class Runner:
         self._results.write(
             line.custom_id,
             status=response.status_code,
-            request_id=response.headers.get("x-request-id", ""),
+            request_id=response.headers.get(REQUEST_ID) or response.request.headers[REQUEST_ID],
             body=response.content,
         )
         self.progress.done += 1

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from kvroute.local.progress import Progress
-from kvroute.local.running import state_folder
+from kvroute.process.state_folder import state_folder
 from kvroute.settings.serve import ServeSettings
 
 

@@ -3,7 +3,6 @@
 The files are in the state folder. Commands read them to find a cluster if --url is not set.
 """
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 import psutil
+
+from kvroute.process.state_folder import state_folder
 
 URL = "KVROUTE_URL"  # environment variable for --url
 KEY = "KVROUTE_API_KEY"  # variable for the API key, since other users could read an option
@@ -23,12 +24,6 @@ class RunningCluster(msgspec.Struct, frozen=True):
     host: str  # name of the machine, since several machines can share a home folder
     pid: int  # id of the process
     started_s: float  # start time of the process, since the system reuses process ids
-
-
-def state_folder() -> Path:
-    """Return the folder for files that outlive a run, according to the XDG specification."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(state).expanduser() / "kvroute"
 
 
 @contextmanager

@@ -21,9 +21,9 @@ def absolute(path: Path | None) -> Path | None:
     return path and path.absolute()
 
 
-def absolute_or_off(path: Path | Literal["off"]) -> Path | Literal["off"]:
-    """Make a path absolute. A path in the user's home folder (`~`) stays as it is."""
-    return path if path == "off" or path.parts[0].startswith("~") else path.absolute()
+def absolute_or_off(path: Path | Literal["off"] | None) -> Path | Literal["off"] | None:
+    """Make a path absolute; return "off" unchanged."""
+    return path if path in ("off", None) else Path(path or "").absolute()
 
 
 def listed(value: object) -> object:

@@ -112,7 +112,7 @@ class BatchRun:
         if faults:
             await self._state.finish(run, "failed", faults=faults)
             return
-        await self._environment.batches.register_results(self.record)
+        await self._environment.batches.register_results(self.record, "output")
         await self._state.start(self._before.total)
         lines = await asyncio.to_thread(open_index, path, await self._path("index"))
         with closing(lines):
@@ -200,8 +200,8 @@ class BatchRun:
         status: FinalStatus = "completed"
         if reason in ("expired", "cancelled"):
             status = reason
-        progress = msgspec.structs.replace(self.counted(), finalizing_at=finalizing_at)
-        await self._state.finish(run, status, progress=progress)
+        await self._report(finalizing_at)
+        await self._state.finish(run, status, progress=self._reported)
 
     async def _until_end(self, working: "asyncio.Task[Any]") -> "Reason":
         """Wait until a task is done, or until the batch has to end; then cancel the task."""
@@ -224,9 +224,12 @@ class BatchRun:
 
     async def _report(self, finalizing_at: int | None = None) -> None:
         progress = msgspec.structs.replace(self.counted(), finalizing_at=finalizing_at)
-        if progress != self._reported:
-            await self._state.report(progress)
-            self._reported = progress
+        if progress == self._reported:
+            return
+        if progress.failed and not self._reported.failed:
+            await self._environment.batches.register_results(self.record, "errors")
+        await self._state.report(progress)
+        self._reported = progress
 
     async def _give_up(
         self, lines: Lines, left: Sequence[int], output: Output, reason: "Reason"

@@ -17,6 +17,7 @@ from kvroute.router.batches.records import (
     BATCH_ID,
     BatchRecord,
     FileRecord,
+    Kind,
     new_batch_id,
     new_file_id,
 )
@@ -144,23 +145,22 @@ class Batches:
         found.sort(key=lambda snapshot: (-snapshot.record.created_at, snapshot.record.id))
         return found
 
-    async def register_results(self, record: BatchRecord) -> None:
-        """Add the files with the results of a batch. Raises OSError."""
+    async def register_results(self, record: BatchRecord, kind: Kind) -> None:
+        """Add the file with the results of a batch to the files. Raises OSError."""
         expires_at = None
         if record.output_ttl_s is not None:
             expires_at = record.created_at + record.output_ttl_s
-        for id_, kind in ((record.output_file_id, "output"), (record.error_file_id, "errors")):
-            file = FileRecord(
-                id_,
-                record.tenant,
-                filename=f"{record.id}_{kind}.jsonl",
-                purpose=RESULTS,
-                created_at=record.created_at,
-                expires_at=expires_at,
-                batch=record.id,
-                kind="output" if kind == "output" else "errors",
-            )
-            await self._files.register(file)
+        file = FileRecord(
+            record.output_file_id if kind == "output" else record.error_file_id,
+            record.tenant,
+            filename=f"{record.id}_{kind}.jsonl",
+            purpose=RESULTS,
+            created_at=record.created_at,
+            expires_at=expires_at,
+            batch=record.id,
+            kind=kind,
+        )
+        await self._files.register(file)
 
     async def _found(self, id_: str, tenant: str) -> Snapshot:
         snapshot = await self._snapshot(id_) if BATCH_ID.match(id_) else None

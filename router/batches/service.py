@@ -18,6 +18,7 @@ from kvroute.files.folder import Folder
 from kvroute.files.store import StoreFullError
 from kvroute.keys.keyring import Caller
 from kvroute.keys.watched import WatchedKeys
+from kvroute.process.state_folder import state_folder
 from kvroute.router.api.errors import ApiError
 from kvroute.router.batches.batches import Batches
 from kvroute.router.batches.files import Files
@@ -144,7 +145,8 @@ def batch_service(
     """
     if settings.files_dir == "off":
         return None
-    root = Path(settings.files_dir).expanduser() / quote(settings.cluster, safe="")
+    folder = settings.files_dir or state_folder() / "files"
+    root = Path(folder) / quote(settings.cluster, safe="")
     try:
         store = Folder(root)
         free = store.free_bytes_now()

@@ -130,7 +130,7 @@ class UploadForm:
         disposition = self._part.headers.get(b"content-disposition", b"")
         _, options = parse_options_header(disposition.decode("latin-1"))
         self._part.name = options.get(b"name", b"").decode(errors="replace")
-        self._part.filename = options.get(b"filename", b"").decode(errors="replace")
+        self._part.filename = _decoded(options.get(b"filename", b""))
         if self._part.name == FILE:
             if self._has_file:
                 raise invalid(FILE, "the form has two files; send one")
@@ -145,6 +145,12 @@ class UploadForm:
     def _end_part(self) -> None:
         if self._part.name != FILE:
             self.fields[self._part.name] = self._part.value.decode(errors="replace")
+
+
+def _decoded(filename: bytes) -> str:
+    """Return a file's name. HTML's standard escapes three characters in it."""
+    text = filename.decode(errors="replace")
+    return text.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 
 
 def _bounded(value: bytes) -> bytes:

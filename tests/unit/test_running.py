@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from kvroute.cli import app
 from kvroute.client import LOCAL, find_url
 from kvroute.local.launch import first_steps
-from kvroute.local.running import registered, running_urls, state_folder
+from kvroute.local.running import registered, running_urls
+from kvroute.process.state_folder import state_folder
 from kvroute.settings.serve import load
 
 

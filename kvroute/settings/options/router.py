@@ -114,16 +114,17 @@ class RouterOptions(CommonOptions):
         Option(ENDPOINT, "Seconds from a stored response's last use until it expires."),
     ] = 86_400.0
     files_dir: Annotated[
-        Path | Literal["off"],
+        Path | Literal["off"] | None,
         AfterValidator(parsers.absolute_or_off),
         Option(
             ENDPOINT,
             "Folder for uploaded files, batches and their results. If routers run on several "
             "nodes, all of them must share it. off: no files and no batches.",
             example="/shared/files",
+            default="~/.local/state/kvroute/files, on each router's node",
             kind=str,
         ),
-    ] = Path("~/.local/share/kvroute/files")
+    ] = None
     max_file_mb: Annotated[
         int, Positive, Option(ENDPOINT, "Maximum size of an uploaded file in MB.")
     ] = 512

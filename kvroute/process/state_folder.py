@@ -1,0 +1,10 @@
+"""The folder for files that outlive a run."""
+
+import os
+from pathlib import Path
+
+
+def state_folder() -> Path:
+    """Return the folder for files that outlive a run, according to the XDG specification."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "kvroute"
