@@ -220,6 +220,49 @@ SEATS = Row(
         ),
     ),
 )
+BATCHES = Row(
+    "Batches",
+    (
+        Panel(
+            "Lines of batches",
+            "Answered lines of batches, by result. Failed lines are in the error files of their "
+            "batches.",
+            grafana.REQUESTS_PER_S,
+            (Query(per_second(router("kvroute_batch_lines_total"), by="result"), "{{result}}"),),
+        ),
+        Panel(
+            "Prompt tokens of batches",
+            "Prompt tokens of batches' lines, computed or from a cache. Put what is common to many "
+            "lines at the beginning of their prompts.",
+            grafana.TOKENS_PER_S,
+            (
+                Query(
+                    per_second(router("kvroute_batch_prompt_tokens_total"), by="source"),
+                    "{{source}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Batches now",
+            "Batches that run, and batches that pause because their files cannot be read or "
+            "written: the doctor says why.",
+            grafana.NUMBER,
+            (
+                Query(f"sum ({router('kvroute_batches_running')})", "running"),
+                Query(f"sum ({router('kvroute_batches_paused')})", "paused"),
+            ),
+        ),
+        Panel(
+            "Time left",
+            "Time until the last batch ends at the present speed, and age of the oldest batch.",
+            grafana.SECONDS,
+            (
+                Query(f"max ({router('kvroute_batch_left_seconds')})", "left"),
+                Query(f"max ({router('kvroute_batch_oldest_seconds')})", "oldest"),
+            ),
+        ),
+    ),
+)
 WORK = Row(
     "Work",
     (
@@ -322,5 +365,5 @@ FLEET = Dashboard(
     "kvroute-fleet",
     "kvroute / Fleet",
     "Is the fleet healthy, and do clients get fast answers?",
-    (NOW, CLIENTS, QUEUE, SEATS, WORK, PROCESSES),
+    (NOW, CLIENTS, QUEUE, SEATS, BATCHES, WORK, PROCESSES),
 )

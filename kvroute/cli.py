@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvroute.command.batch_command import batch
+from kvroute.command.batches_command import batch
 from kvroute.command.doctor_command import doctor
 from kvroute.command.explain import explain
 from kvroute.command.help_page import HelpfulCommand, typer_app

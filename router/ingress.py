@@ -84,7 +84,7 @@ class Router:
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
         if self._batches:
-            self._batches.start()
+            self._batches.start(self._models.first.telemetry.readings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application. Serve calls this after the constructor."""

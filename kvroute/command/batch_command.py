@@ -30,11 +30,6 @@ PRINT_INTERVAL_S = 10.0  # seconds between two lines of progress, if there is no
 batch = typer_app(no_args_is_help=True, help="Many requests from a file, in the best order.")
 
 
-@batch.callback()
-def _group() -> None:
-    """Keep `run` a command of its own: without this, Typer would merge it with its group."""
-
-
 @batch.command(cls=HelpfulCommand)
 def run(
     file: Annotated[

@@ -123,6 +123,15 @@ def limit(
     max_pinned_blocks: Annotated[
         str | None, typer.Option(help="Full KV blocks of the tenant's pinned prefixes, per model.")
     ] = None,
+    max_files: Annotated[
+        str | None, typer.Option(help="Stored files, with the results of batches.")
+    ] = None,
+    max_file_bytes: Annotated[
+        str | None, typer.Option(help="Bytes of all uploaded files together.")
+    ] = None,
+    max_open_batches: Annotated[
+        str | None, typer.Option(help="Batches that have not ended.")
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter that the tenant may use. Repeat --adapter for several."),
@@ -144,6 +153,9 @@ def limit(
         "uncached_tokens_per_minute": uncached_tokens_per_minute,
         "max_prefixes": max_prefixes,
         "max_pinned_blocks": max_pinned_blocks,
+        "max_files": max_files,
+        "max_file_bytes": max_file_bytes,
+        "max_open_batches": max_open_batches,
         "adapters": adapter or None,
     }
     check_tenant(tenant)

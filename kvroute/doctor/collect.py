@@ -8,7 +8,15 @@ from typing import Any
 import httpx
 
 from kvroute.client import error_message, key_headers, metrics_headers
-from kvroute.doctor import cache_size, checks, clocks, load_checks, metrics_ports, seat_checks
+from kvroute.doctor import (
+    batch_checks,
+    cache_size,
+    checks,
+    clocks,
+    load_checks,
+    metrics_ports,
+    seat_checks,
+)
 from kvroute.doctor.checks import Check
 from kvroute.doctor.clocks import Offset
 from kvroute.local.running import URL
@@ -102,6 +110,7 @@ class _Collection:
         yield from load_checks.speeds(replicas.get("slow", {}))
         yield from load_checks.queues(diagnosis.get("queues", ()))
         yield from seat_checks.seats(diagnosis.get("seats", ()))
+        yield from batch_checks.batches(diagnosis.get("batches"))
         yield checks.haproxy(diagnosis["serve"])
         yield checks.access(diagnosis["access"])
         yield checks.versions(diagnosis["versions"], ours, diagnosis["nodes"])

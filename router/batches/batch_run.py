@@ -122,12 +122,22 @@ class BatchRun:
     def counted(self) -> Progress:
         """Return how far the batch is, with earlier runs."""
         before, progress = self._before, self.progress
-        answered = max(0, progress.done - before.completed - before.failed)
         return Progress(
-            completed=before.completed + answered - progress.failed,
+            completed=before.completed + self.answered,
             failed=before.failed + progress.failed + self._given_up,
             usage=before.usage + progress.usage,
         )
+
+    @property
+    def answered(self) -> int:
+        """Return the number of lines that this run has answered without an error."""
+        before, progress = self._before, self.progress
+        return max(0, progress.done - before.completed - before.failed - progress.failed)
+
+    @property
+    def left(self) -> int:
+        """Return the number of lines without a result."""
+        return self.progress.total - self.progress.done
 
     @property
     def needed_s(self) -> float:
@@ -224,8 +234,9 @@ class BatchRun:
 
     async def _report(self, finalizing_at: int | None = None) -> None:
         progress = msgspec.structs.replace(self.counted(), finalizing_at=finalizing_at)
-        if progress == self._reported:
+        if progress == msgspec.structs.replace(self._reported, updated_at=0):
             return
+        progress = msgspec.structs.replace(progress, updated_at=int(time.time()))
         if progress.failed and not self._reported.failed:
             await self._environment.batches.register_results(self.record, "errors")
         await self._state.report(progress)

@@ -164,6 +164,10 @@ class Files:
         """Return the path on this machine of an uploaded file. Raises OSError."""
         return await self._store.path_of(f"{FOLDER}/{record.id}.data")
 
+    async def free_bytes(self) -> int:
+        """Return how many more bytes can be stored. Raises OSError."""
+        return await self._store.free_bytes()
+
     async def delete_expired(self) -> None:
         """Delete the files that have expired. Raises OSError."""
         for record in await self.all():
@@ -259,7 +263,7 @@ def is_expired(record: FileRecord) -> bool:
 
 def _over(limit: str, use: str, allowed: str) -> ApiError:
     return ApiError(
-        403,
+        409,
         f"the tenant would have {use}; its limit {limit} is {allowed}. Delete files, or ask for a "
         "larger limit",
         "file",

@@ -106,6 +106,7 @@ class Progress(Struct, frozen=True, omit_defaults=True):
     failed: int = 0
     usage: Usage = Usage()
     finalizing_at: int | None = None  # when all lines had a result
+    updated_at: int = 0  # when there was the latest new result
 
 
 class Cancelled(Struct, frozen=True):

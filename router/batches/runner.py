@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 from redis.exceptions import RedisError
 
+from kvroute.batch.usage import Usage
 from kvroute.files.store import FileStore
 from kvroute.router.batches.batch_run import BatchRun, Environment
 from kvroute.router.batches.batches import Batches
@@ -66,6 +67,8 @@ class BatchRunner:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, BatchRun] = {}
         self.pauses: dict[str, Pause] = {}
+        self._completed = self._failed = 0  # lines of runs that have ended
+        self._usage = Usage()  # tokens of these lines
         self.problem = ""  # why the store cannot be used; empty: it can
         self._environment = Environment(
             router, store, files, batches, client=client, may_run=may_run, share=self._share
@@ -156,8 +159,30 @@ class BatchRunner:
                     log.error("batch %s pauses: %s", record.id, error)
                 self.pauses[record.id] = Pause(str(error))
             finally:
+                self._count(run)
                 self.runs.pop(record.id, None)
             await asyncio.sleep(RETRY_S)
+
+    @property
+    def completed(self) -> int:
+        """Return the number of lines that this router has answered without an error."""
+        return self._completed + sum(run.answered for run in [*self.runs.values()])
+
+    @property
+    def failed(self) -> int:
+        """Return the number of lines that this router has answered with an error."""
+        return self._failed + sum(run.progress.failed for run in [*self.runs.values()])
+
+    @property
+    def usage(self) -> Usage:
+        """Return the tokens of all lines that this router has answered."""
+        return sum((run.progress.usage for run in [*self.runs.values()]), self._usage)
+
+    def _count(self, run: BatchRun) -> None:
+        """Keep the counts of a run that ends."""
+        self._completed += run.answered
+        self._failed += run.progress.failed
+        self._usage += run.progress.usage
 
     def _share(self) -> int:
         """Return the most requests that one batch may have open."""

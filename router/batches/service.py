@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
@@ -18,8 +18,10 @@ from kvroute.files.folder import Folder
 from kvroute.files.store import StoreFullError
 from kvroute.keys.keyring import Caller
 from kvroute.keys.watched import WatchedKeys
+from kvroute.process.exposition import Readings
 from kvroute.process.state_folder import state_folder
 from kvroute.router.api.errors import ApiError
+from kvroute.router.batches import report
 from kvroute.router.batches.batches import Batches
 from kvroute.router.batches.files import Files
 from kvroute.router.batches.in_process import client_for
@@ -73,12 +75,31 @@ class BatchService:
             max_open=max(1, round(OPEN_SHARE * settings.max_requests)),
         )
 
-    def start(self) -> None:
-        """Start to run batches."""
+    def start(self, readings: Readings | None) -> None:
+        """Start to run batches.
+
+        Args:
+            readings: gets the metrics of batches; None: there are no metrics.
+        """
+        if readings:
+            report.export(self.runner, readings)
         self._tasks = [
             asyncio.create_task(self._announce()),
             asyncio.create_task(self.runner.run()),
         ]
+
+    async def facts(self) -> dict[str, Any]:
+        """Return the state of files and batches for the doctor."""
+        problem = self.problem or self.runner.problem
+        if not problem:
+            try:
+                found = await report.facts(
+                    self.files, self.batches, self.runner, quota_bytes=self.quota_bytes
+                )
+                return {"problem": "", **found}
+            except OSError as error:
+                problem = f"the folder for files cannot be used: {error}"
+        return {"problem": problem}
 
     def check(self) -> None:
         """Raise the error of a task that has ended. No task should end by itself."""

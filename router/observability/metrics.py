@@ -312,6 +312,11 @@ class RouterMetrics(RequestObservers):
         """Export how many sessions hold a seat or wait for one."""
         seat_metrics.export(seats, self._readings, time.monotonic)
 
+    @property
+    def readings(self) -> Readings:
+        """Return the metrics that are read at scrape time, to add further ones."""
+        return self._readings
+
     def export_prefixes(self, catalogue: Catalogue) -> None:
         """Export a series for each declared prefix. MAX_PREFIXES limits their number."""
         self._readings.labelled_counter(

@@ -9,7 +9,7 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.unreadable import Unreadable
-from kvroute.process.exposition import Process
+from kvroute.process.exposition import Process, Readings
 from kvroute.process.metrics_port import expose
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
@@ -82,6 +82,11 @@ class Telemetry:
             request_spans.dispatches(),
         )
         self.observer = RequestObservers(*filter(None, observers))
+
+    @property
+    def readings(self) -> Readings | None:
+        """Return the metrics that are read at scrape time; None: metrics are off."""
+        return self._metrics.readings if self._metrics else None
 
     async def start(
         self,

@@ -229,7 +229,7 @@ def test_wrong_uploads_are_refused(client: OpenAI, cluster: Cluster) -> None:
         ({"content": b"--x", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400),
         ({"content": b"x", "headers": {"content-type": "multipart/form-data"}}, 415),
     ):
-        refused = httpx.post(url, **sent)  # type: ignore[arg-type]
+        refused = httpx.post(url, **sent)
         assert refused.status_code == status, refused.text
         assert refused.json()["error"]["message"]
     foreign = {"origin": "https://evil.example"}

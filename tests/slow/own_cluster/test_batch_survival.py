@@ -12,7 +12,14 @@ import pytest
 from openai import APIError, OpenAI
 
 from tests.support.clients import openai_client
-from tests.support.serving import Cluster, kill_at_once, redis_of, start_cluster
+from tests.support.serving import (
+    READY,
+    Cluster,
+    kill_at_once,
+    launched,
+    redis_of,
+    start_cluster,
+)
 from tests.support.waiting import wait_until
 
 LINES = 400
@@ -20,13 +27,17 @@ OPTIONS = (
     *("--engine", "simulated", "--replicas", "2", "--routers", "2"),
     *("--simulated-prefill-tokens-per-s", "20000", "--simulated-decode-ms", "1"),
 )
+START_S = 200.0
 FINAL = ("completed", "failed", "expired", "cancelled")
+
+
+def options(folder: Path) -> tuple[str, ...]:
+    return (*OPTIONS, "--files-dir", str(folder), "--cluster", "batches")
 
 
 @contextmanager
 def running(folder: Path) -> Iterator[tuple[Cluster, OpenAI]]:
-    options = (*OPTIONS, "--files-dir", str(folder), "--cluster", "batches")
-    with start_cluster(*options) as cluster, openai_client(cluster) as client:
+    with start_cluster(*options(folder)) as cluster, openai_client(cluster) as client:
         yield cluster, client
 
 
@@ -110,12 +121,11 @@ def test_another_router_goes_on(tmp_path: Path, blow: signal.Signals) -> None:
 
 
 def test_a_batch_goes_on_after_the_whole_cluster_was_killed(tmp_path: Path) -> None:
-    with running(tmp_path) as (cluster, client):
+    with launched(*options(tmp_path)) as cluster, openai_client(cluster) as client:
+        cluster.wait_for(READY, deadline_s=START_S)
         batch = create(client)
         wait_until(lambda: completed(client, batch) >= LINES // 3)
         kill_at_once(cluster.processes())
-        cluster.process.wait()
-        cluster.stop = lambda: 0  # type: ignore[method-assign]
     with running(tmp_path) as (_, client):
         assert_complete(client, batch)
         assert runs_in(tmp_path, batch) == 2
