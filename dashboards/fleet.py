@@ -254,7 +254,8 @@ BATCHES = Row(
         ),
         Panel(
             "Time left",
-            "Time until the last batch ends at the present speed, and age of the oldest batch.",
+            "Time until the last batch ends at the present speed, and age of the oldest batch. If "
+            "this is too long, add replicas.",
             grafana.SECONDS,
             (
                 Query(f"max ({router('kvroute_batch_left_seconds')})", "left"),

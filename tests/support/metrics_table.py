@@ -3,13 +3,16 @@
 import random
 from collections import Counter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
+from kvroute.files.folder import Folder
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
@@ -20,6 +23,11 @@ from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
+from kvroute.router.batches import report
+from kvroute.router.batches.batches import Batches
+from kvroute.router.batches.files import Files
+from kvroute.router.batches.in_process import client_for
+from kvroute.router.batches.runner import BatchRunner
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
@@ -32,6 +40,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
+from kvroute.store.batch_leases import BatchLeases
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.named_prefix import Prefix
@@ -72,8 +81,26 @@ def router() -> CollectorRegistry:
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, max_bytes=0)
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
+    report.export(_batch_runner(), metrics.readings)
     registry.register(TenantMetrics(_accounts()))
     return registry
+
+
+def _batch_runner() -> BatchRunner:
+    """Return a runner that runs nothing."""
+    with TemporaryDirectory() as folder:
+        store = Folder(Path(folder))
+    files = Files(store, max_file_bytes=1, quota_bytes=1)
+    return BatchRunner(
+        "r",
+        store,
+        files,
+        Batches(store, files),
+        leases=BatchLeases(connect(NOWHERE), "r"),
+        client=lambda record: client_for(FastAPI(), None),
+        may_run=lambda record: True,
+        max_open=1,
+    )
 
 
 def process() -> CollectorRegistry:
