@@ -96,7 +96,7 @@ class Files:
             OSError: the store cannot be used.
         """
         if FILE_ID.match(id_):
-            record = self._records.get(id_) or await self._read(id_)
+            record = await self._read(id_)  # another router may have deleted it
             if record and record.tenant == tenant and not is_expired(record):
                 return await self._sized(record)
         raise ApiError(
@@ -181,6 +181,8 @@ class Files:
         record = await read_record(self._store, f"{FOLDER}/{id_}.json", FileRecord)
         if record:
             self._records[id_] = record
+        else:
+            self._records.pop(id_, None)
         return record
 
     async def _sized(self, record: FileRecord) -> FileRecord:

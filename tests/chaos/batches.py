@@ -15,10 +15,9 @@ import psutil
 import typer
 from openai import OpenAI
 
-from kvroute.local.embedded_redis import REDIS_SERVER
 from tests.support.batches import FINAL, assert_complete, completed, create, questions
 from tests.support.clients import openai_client
-from tests.support.serving import READY, Cluster, kill_at_once, launched
+from tests.support.serving import READY, Cluster, kill_at_once, launched, redis_of
 
 LINES = 300
 BATCHES = 3  # batches that run at the same time
@@ -93,15 +92,17 @@ class Run:
     def _blow(self, cluster: Cluster) -> str:
         (kind,) = self.random.choices([*BLOWS], [*BLOWS.values()])
         routers = [router for router in cluster.routers() if router not in self.stopped]
-        replicas, servers = cluster.titled("kvroute:Replica"), cluster.named(REDIS_SERVER)
+        replicas = cluster.titled("kvroute:Replica")
         if kind == "cluster":
             kill_at_once(cluster.processes())
         elif kind == "stopped router" and routers:
             router = self.random.choice(routers)
             router.send_signal(signal.SIGSTOP)
             self.stopped[router] = time.monotonic() + self.random.uniform(1.0, STOPPED_S)
+        elif kind == "redis":
+            redis_of(cluster).flushall()  # it loses its data, as if it had been restarted
         else:
-            victims = {"router": routers, "replica": replicas, "redis": servers}.get(kind)
+            victims = {"router": routers, "replica": replicas}.get(kind)
             if not victims:
                 return "nothing"
             with suppress(psutil.NoSuchProcess):
