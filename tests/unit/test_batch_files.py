@@ -1,0 +1,165 @@
+"""Files and batches of tenants: whose they are, their limits, and when they expire."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvroute.files.folder import Folder
+from kvroute.keys.keyring import Caller
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.errors import ApiError
+from kvroute.router.batches.batch_state import BatchState
+from kvroute.router.batches.batches import BatchBody, Batches, as_object
+from kvroute.router.batches.files import Files, Upload
+from kvroute.router.batches.records import FileRecord
+
+CHAT = "/v1/chat/completions"
+UPLOAD = Upload("name", "batch", ttl_s=None)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.fixture
+def files(store: Folder) -> Files:
+    return Files(store, max_file_bytes=100, quota_bytes=1000)
+
+
+@pytest.fixture
+def batches(store: Folder, files: Files) -> Batches:
+    return Batches(store, files)
+
+
+async def parts(size: int) -> AsyncIterator[bytes]:
+    for _ in range(size):
+        yield b"x"
+
+
+async def add(
+    files: Files, size: int = 1, tenant: str = "", limits: TenantLimits | None = None, **more: Any
+) -> FileRecord:
+    return await files.add(
+        Upload("name", "batch", ttl_s=more.get("ttl_s")), parts(size), tenant, limits
+    )
+
+
+async def test_a_tenant_sees_only_its_own_files(files: Files) -> None:
+    file = await add(files, tenant="acme")
+    assert (await files.get(file.id, "acme")).id == file.id
+    assert await files.listed("other") == []
+    with pytest.raises(ApiError, match="No such File"):
+        await files.get(file.id, "other")
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes", "problem"),
+    [
+        (TenantLimits(max_files=2), (1, 1, 1), "max_files"),
+        (TenantLimits(max_files=0), (1,), "max_files"),
+        (TenantLimits(max_file_bytes=10), (6, 5), "max_file_bytes"),
+        (None, (101,), "--max-file-mb"),
+        (None, (100,) * 10, "--files-quota-mb"),
+    ],
+)
+async def test_limits_hold(
+    files: Files, store: Folder, limits: TenantLimits | None, sizes: tuple[int, ...], problem: str
+) -> None:
+    for size in sizes[:-1]:
+        await add(files, size, "acme", limits)
+    with pytest.raises(ApiError, match=problem):
+        await add(files, sizes[-1], "acme", limits)
+    assert len(await files.listed("acme")) == len(sizes) - 1
+    assert len(await store.names("files")) == 2 * (len(sizes) - 1)
+
+
+async def test_other_tenants_do_not_use_a_tenants_limit(files: Files) -> None:
+    limits = TenantLimits(max_files=1, max_file_bytes=5)
+    await add(files, 5, "acme", limits)
+    await add(files, 5, "other", limits)
+
+
+async def test_files_expire(files: Files, store: Folder) -> None:
+    gone = await add(files, ttl_s=0)
+    kept = await add(files, ttl_s=1000)
+    with pytest.raises(ApiError, match="expired"):
+        await files.get(gone.id, "")
+    assert [file.id for file in await files.listed("")] == [kept.id]
+    await files.delete_expired()
+    assert len(await store.names("files")) == 2
+
+
+async def test_another_router_sees_what_one_router_deletes(store: Folder, files: Files) -> None:
+    other = Files(store, max_file_bytes=100, quota_bytes=1000)
+    file = await add(files)
+    assert await other.get(file.id, "")
+    await files.delete(file)
+    with pytest.raises(ApiError):
+        await other.get(file.id, "")
+    assert await other.listed("") == []
+
+
+async def test_a_batch_belongs_to_its_tenant(files: Files, batches: Batches) -> None:
+    file = await add(files, tenant="acme")
+    acme = Caller("acme", frozenset({"use"}), "salt", priority="interactive")
+    body = BatchBody(input_file_id=file.id, endpoint=CHAT)
+    batch = await batches.create(body, acme, None)
+    assert (batch.record.tenant, batch.record.priority) == ("acme", "interactive")
+    assert [found.id for found in await batches.listed("acme")] == [batch.id]
+    assert await batches.listed("other") == []
+    for refused in (batches.get, batches.cancel):
+        with pytest.raises(ApiError, match="No batch found"):
+            await refused(batch.id, "other")
+    with pytest.raises(ApiError, match="No such File"):
+        await batches.create(body, Caller("other", frozenset({"use"}), "salt"), None)
+
+
+async def test_a_tenant_has_a_limit_of_open_batches(
+    files: Files, batches: Batches, store: Folder
+) -> None:
+    acme, limits = Caller("acme", frozenset({"use"}), "salt"), TenantLimits(max_open_batches=1)
+    file = await add(files, tenant="acme")
+    body = BatchBody(input_file_id=file.id, endpoint=CHAT)
+    batch = await batches.create(body, acme, limits)
+    with pytest.raises(ApiError, match="1 batches that have not ended"):
+        await batches.create(body, acme, limits)
+    state = BatchState(store, batch.id)
+    run = await state.claim("router")
+    assert run is not None
+    await state.finish(run, "cancelled")
+    await batches.create(body, acme, limits)
+
+
+async def test_results_cannot_be_deleted_while_their_batch_runs(
+    files: Files, batches: Batches, store: Folder
+) -> None:
+    file = await add(files)
+    batch = await batches.create(BatchBody(input_file_id=file.id, endpoint=CHAT), None, None)
+    await batches.register_results(batch.record, "output")
+    state = BatchState(store, batch.id)
+    run = await state.claim("router")
+    assert run is not None
+    await state.append(run, "output", b"{}\n")
+    output = await files.get(batch.record.output_file_id, "")
+    assert output.bytes == 3
+    with pytest.raises(ApiError, match="still runs"):
+        await files.delete(output)
+    await state.finish(run, "completed")
+    await files.delete(output)
+    assert await files.listed("") == [file]
+
+
+@pytest.mark.parametrize(("window", "seconds"), [("24h", 86_400), ("90m", 5400), ("7d", 604_800)])
+async def test_a_batch_has_a_window(
+    files: Files, batches: Batches, window: str, seconds: int
+) -> None:
+    file = await add(files)
+    body = BatchBody(input_file_id=file.id, endpoint=CHAT, completion_window=window)
+    found = as_object(await batches.create(body, None, None))
+    assert found["expires_at"] - found["created_at"] == seconds
+    assert abs(found["created_at"] - time.time()) < 100
+    assert found["status"] == "validating"
