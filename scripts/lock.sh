@@ -20,7 +20,7 @@ main() {
     lock gpu "${runtime[@]}" --extra gpu --excludes <(printf '%s\n' "${unused[@]}")
     lock build --group build
     local group
-    for group in langchain-tests lm-eval open-responses sdk-tests site; do
+    for group in langchain-tests lm-eval open-responses s3-server sdk-tests site; do
         lock "$group" --group "$group"
     done
     local shared

@@ -7,7 +7,7 @@ from JSON, so some parsers return them unchanged.
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic_core import PydanticCustomError
@@ -21,9 +21,9 @@ def absolute(path: Path | None) -> Path | None:
     return path and path.absolute()
 
 
-def absolute_or_off(path: Path | Literal["off"] | None) -> Path | Literal["off"] | None:
-    """Make a path absolute; return "off" unchanged."""
-    return path if path in ("off", None) else Path(path or "").absolute()
+def place(text: str | None) -> str | None:
+    """Make a path absolute; return a bucket's URL, or "off", unchanged."""
+    return text if text is None or text == "off" or "://" in text else str(Path(text).absolute())
 
 
 def listed(value: object) -> object:

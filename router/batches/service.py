@@ -6,7 +6,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import httpx
@@ -15,7 +16,7 @@ from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
 from kvroute.files.folder import Folder
-from kvroute.files.store import StoreFullError
+from kvroute.files.store import SCHEMES, StoreFullError
 from kvroute.keys.keyring import Caller
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process.exposition import Readings
@@ -32,6 +33,9 @@ from kvroute.store.batch_leases import BatchLeases
 from kvroute.store.connection import connect
 from kvroute.store.file_places import FilePlaces
 
+if TYPE_CHECKING:
+    from kvroute.files.bucket import Bucket
+
 log = logging.getLogger("kvroute.batches")
 
 PLACE = "place.id"  # file with the id of the folder
@@ -46,7 +50,7 @@ class BatchService:
     def __init__(
         self,
         router: str,
-        store: Folder,
+        store: "Folder | Bucket",
         settings: RouterSettings,
         *,
         keys: WatchedKeys | None,
@@ -166,17 +170,26 @@ def batch_service(
     """
     if settings.files_dir == "off":
         return None
-    folder = settings.files_dir or state_folder() / "files"
-    root = Path(folder) / quote(settings.cluster, safe="")
+    place = f"{settings.files_dir or state_folder() / 'files'}/{quote(settings.cluster, safe='')}"
     try:
-        store = Folder(root)
-        free = store.free_bytes_now()
+        store = _opened(place)
+        free_bytes = store.free_bytes_now()
     except OSError as error:
-        log.error("files and batches are off: %s cannot be used: %s", root, error.strerror)
+        log.error("files and batches are off: %s cannot be used: %s", place, error)
         return None
     quota_mb = settings.files_quota_mb
-    quota_bytes = round(QUOTA_SHARE * free) if quota_mb is None else quota_mb << 20
+    quota_bytes = round(QUOTA_SHARE * free_bytes) if quota_mb is None else quota_mb << 20
     return BatchService(router, store, settings, keys=keys, quota_bytes=quota_bytes)
+
+
+def _opened(place: str) -> "Folder | Bucket":
+    """Return the store at a path or URL. Raises OSError."""
+    if not place.startswith(SCHEMES):
+        return Folder(Path(place))
+    # Imported late, since most clusters use a folder.
+    from kvroute.files.bucket import open_bucket
+
+    return open_bucket(place, Path(mkdtemp(prefix="kvroute-files-")))
 
 
 @contextmanager

@@ -114,15 +114,15 @@ class RouterOptions(CommonOptions):
         Option(ENDPOINT, "Seconds from a stored response's last use until it expires."),
     ] = 86_400.0
     files_dir: Annotated[
-        Path | Literal["off"] | None,
-        AfterValidator(parsers.absolute_or_off),
+        str | None,
+        AfterValidator(parsers.place),
         Option(
             ENDPOINT,
-            "Folder for uploaded files, batches and their results. If routers run on several "
-            "nodes, all of them must share it. off: no files and no batches.",
+            "Folder for uploaded files, batches and their results, or a bucket, such as "
+            "s3://bucket/prefix. If routers run on several nodes, all of them must share it. off: "
+            "no files and no batches.",
             example="/shared/files",
             default="~/.local/state/kvroute/files, on each router's node",
-            kind=str,
         ),
     ] = None
     max_file_mb: Annotated[

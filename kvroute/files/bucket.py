@@ -1,0 +1,186 @@
+"""Files in a bucket of S3, or of a service like it: Google Cloud Storage, Azure, MinIO.
+
+Objects in a bucket cannot grow. So a file to which data is appended is stored as many objects,
+NAME/000000000001 and so on. Routers read files through a local copy where they need a path.
+"""
+
+import shutil
+from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore import exceptions
+from obstore.store import ObjectStore, from_url
+
+from kvroute.files.store import CHUNK_BYTES
+
+UNLIMITED = 1 << 60  # free bytes of a bucket, which has no limit
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    path: str
+    size: int
+
+
+class Bucket:
+    """A FileStore in a bucket."""
+
+    def __init__(self, store: ObjectStore, local: Path) -> None:
+        """Create the folder for local copies.
+
+        Args:
+            store: the bucket, with a prefix.
+            local: folder for local copies of files; other processes do not share it.
+
+        Raises:
+            OSError: the folder cannot be created.
+        """
+        self._store: Any = store
+        self._local = local
+        shutil.rmtree(local, ignore_errors=True)
+        local.mkdir(mode=0o700, parents=True)
+        self._appended: dict[str, int] = {}  # file -> number of its latest object
+
+    def close(self) -> None:
+        shutil.rmtree(self._local, ignore_errors=True)
+
+    async def create(self, name: str, data: bytes) -> bool:
+        with _as_os_error():
+            try:
+                await obstore.put_async(self._store, name, data, mode="create")
+            except exceptions.AlreadyExistsError:
+                return False
+        return True
+
+    async def replace(self, name: str, data: bytes) -> None:
+        with _as_os_error():
+            await obstore.put_async(self._store, name, data)
+
+    async def append(self, name: str, data: bytes) -> None:
+        if name not in self._appended:
+            self._appended[name] = len(await self._objects(name))
+        self._appended[name] += 1
+        with _as_os_error():
+            await obstore.put_async(self._store, f"{name}/{self._appended[name]:012}", data)
+
+    async def upload(self, name: str, parts: AsyncIterable[bytes]) -> int:
+        counted = _Counted(parts)
+        with _as_os_error():
+            try:
+                await obstore.put_async(self._store, name, counted.chunks())
+            except exceptions.BaseError:
+                if counted.error:
+                    raise counted.error from None
+                raise
+        return counted.size
+
+    async def read(self, name: str) -> bytes:
+        with _as_os_error():
+            found = await obstore.get_async(self._store, name)
+            return bytes(await found.bytes_async())
+
+    async def chunks(self, name: str, start: int, end: int) -> AsyncIterator[bytes]:
+        objects = await self._objects(name)
+        if not objects:
+            raise FileNotFoundError(name)
+        for found in objects:
+            first, last = max(0, start), min(end, found.size)
+            while first < last:
+                stop = min(last, first + CHUNK_BYTES)
+                with _as_os_error():
+                    data = await obstore.get_range_async(
+                        self._store, found.path, start=first, end=stop
+                    )
+                first = stop
+                yield bytes(data)
+            start, end = start - found.size, end - found.size
+
+    async def size(self, name: str) -> int:
+        return sum(found.size for found in await self._objects(name))
+
+    async def names(self, folder: str) -> list[str]:
+        with _as_os_error():
+            listed = await obstore.list_with_delimiter_async(self._store, f"{folder}/")
+        paths = [*listed["common_prefixes"], *(found["path"] for found in listed["objects"])]
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
+
+    async def delete(self, name: str) -> None:
+        shutil.rmtree(self._local / name, ignore_errors=True)
+        (self._local / name).unlink(missing_ok=True)
+        with _as_os_error():
+            async for listed in obstore.list(self._store, f"{name}/"):
+                await obstore.delete_async(self._store, [found["path"] for found in listed])
+            with suppress(exceptions.NotFoundError, FileNotFoundError):
+                await obstore.delete_async(self._store, name)
+
+    async def path_of(self, name: str) -> Path:
+        path, size = self._local / name, await self.size(name)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if size and not (path.exists() and path.stat().st_size == size):
+            with path.open("wb") as file:
+                async for chunk in self.chunks(name, 0, size):
+                    file.write(chunk)
+        return path
+
+    async def free_bytes(self) -> int:
+        return UNLIMITED
+
+    def free_bytes_now(self) -> int:
+        return UNLIMITED
+
+    async def _objects(self, name: str) -> list[_Object]:
+        """Return the objects of a file in their order; none if there is no such file."""
+        with _as_os_error():
+            try:
+                found = await obstore.head_async(self._store, name)
+                return [_Object(name, found["size"])]
+            except (exceptions.NotFoundError, FileNotFoundError):
+                objects = []
+                async for listed in obstore.list(self._store, f"{name}/"):
+                    objects += [_Object(found["path"], found["size"]) for found in listed]
+                return sorted(objects, key=lambda found: found.path)
+
+
+@dataclass
+class _Counted:
+    """The parts of an upload, counted; `error` is what ended them."""
+
+    parts: AsyncIterable[bytes]
+    size: int = 0
+    error: Exception | None = None
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        try:
+            async for part in self.parts:
+                self.size += len(part)
+                yield part
+        except Exception as error:
+            self.error = error
+            raise
+
+
+def open_bucket(url: str, local: Path) -> Bucket:
+    """Return the bucket with this URL, such as s3://bucket/prefix.
+
+    Credentials and the endpoint come from the usual variables, such as AWS_ACCESS_KEY_ID,
+    AWS_REGION and AWS_ENDPOINT_URL.
+
+    Raises:
+        OSError: the URL or the variables are not valid, or the local folder cannot be created.
+    """
+    with _as_os_error():
+        return Bucket(from_url(url), local)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except exceptions.NotFoundError as error:
+        raise FileNotFoundError(str(error)) from None
+    except exceptions.BaseError as error:
+        raise OSError(str(error).split("\n")[0][:500]) from None

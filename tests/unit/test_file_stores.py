@@ -1,0 +1,68 @@
+"""Places for files: what is written is complete, and only its owner can read it.
+
+The first tests hold for a folder and for a bucket; tests/slow/suites/test_s3.py runs them on S3.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from obstore.store import MemoryStore
+
+from kvroute.files import folder
+from kvroute.files.bucket import Bucket
+from kvroute.files.folder import UPLOADS, Folder
+from kvroute.files.store import FileStore, StoreFullError
+from tests.support import file_stores
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "files")
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def store(request: pytest.FixtureRequest, own_folder: Folder, tmp_path: Path) -> FileStore:
+    return own_folder if request.param == "folder" else Bucket(MemoryStore(), tmp_path / "local")
+
+
+@pytest.mark.parametrize("behaviour", file_stores.BEHAVIOURS, ids=lambda test: test.__name__)
+async def test_every_place_behaves_alike(
+    store: FileStore, behaviour: file_stores.Behaviour
+) -> None:
+    await behaviour(store)
+
+
+async def test_a_folder_keeps_nothing_of_what_failed(own_folder: Folder) -> None:
+    for behaviour in file_stores.BEHAVIOURS:
+        await behaviour(own_folder)
+    assert await own_folder.names(UPLOADS) == []
+
+
+async def test_only_the_owner_can_read_files(own_folder: Folder) -> None:
+    await own_folder.create("a/created", b"x")
+    await own_folder.append("a/appended", b"x")
+    await own_folder.upload("a/uploaded", file_stores.parts(b"x"))
+    for name in await own_folder.names("a"):
+        assert (own_folder.root / "a" / name).stat().st_mode & 0o777 == 0o600
+    assert (own_folder.root / "a").stat().st_mode & 0o777 == 0o700
+
+
+async def test_a_full_disk_has_an_error_of_its_own(
+    own_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(folder, "_write", full)
+    calls = (
+        own_folder.create("a", b"x"),
+        own_folder.append("b", b"x"),
+        own_folder.replace("c", b"x"),
+    )
+    for writing in calls:
+        with pytest.raises(StoreFullError, match="No space left"):
+            await writing
+    assert await own_folder.names(UPLOADS) == []
+    assert not await own_folder.size("a")
