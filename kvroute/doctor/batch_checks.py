@@ -17,7 +17,10 @@ def batches(facts: Facts | None) -> Iterator[Check]:
     """
     if facts is None:
         return
-    if problem := facts["problem"]:
+    if (problem := facts["problem"]) and facts["is_default"]:
+        yield Check("batches", "ok", f"no files and no batches: {problem}")
+        return
+    if problem:
         yield Check("batches", "wrong", problem, "correct this: no batch runs meanwhile")
         return
     yield from _running(facts["running"])

@@ -63,6 +63,7 @@ class BatchService:
         self._tasks: list[asyncio.Task[None]] = []
         self.application: ASGIApp | None = None  # set when the router has built it
         self.problem = ""  # why the API cannot be used; empty: it can
+        self._is_default = settings.files_dir is None  # nobody has chosen the place
         self.quota_bytes = quota_bytes
         self.files = Files(
             store, max_file_bytes=settings.max_file_mb << 20, quota_bytes=quota_bytes
@@ -103,7 +104,7 @@ class BatchService:
                 return {"problem": "", **found}
             except OSError as error:
                 problem = f"the folder for files cannot be used: {error}"
-        return {"problem": problem}
+        return {"problem": problem, "is_default": self._is_default}
 
     def check(self) -> None:
         """Raise the error of a task that has ended. No task should end by itself."""
@@ -128,8 +129,8 @@ class BatchService:
                 id_ = id_ or await self._place_id()
                 places = await self._places.announce(id_)
                 self._set_problem(
-                    f"the routers of this cluster use {places} different folders; start it with a "
-                    "--files-dir that all nodes share"
+                    f"the routers of this cluster use {places} different folders; start it with "
+                    "--files-dir and a folder that all nodes share, or a bucket"
                     if places > 1
                     else ""
                 )
@@ -141,7 +142,8 @@ class BatchService:
 
     def _set_problem(self, problem: str) -> None:
         if problem and problem != self.problem:
-            log.error("files and batches: %s", problem)
+            level = logging.INFO if self._is_default else logging.ERROR
+            log.log(level, "no files and no batches: %s", problem)
         self.problem = problem
 
     async def _place_id(self) -> str:

@@ -23,7 +23,8 @@ def running(id_: str, *, still_s: float = 0.0, pause: str = "") -> dict[str, Any
         (GOOD | {"running": [running("b1", pause="full")]}, ["wrong", "ok"], "b1 paused: full"),
         (GOOD | {"used_bytes": 950}, ["ok", "warning"], "0 running"),
         (GOOD | {"used_bytes": 500, "free_bytes": 10}, ["ok", "warning"], "0 running"),
-        ({"problem": "2 different folders"}, ["wrong"], "2 different folders"),
+        ({"problem": "2 folders", "is_default": False}, ["wrong"], "2 folders"),
+        ({"problem": "2 folders", "is_default": True}, ["ok"], "no batches: 2 folders"),
     ],
 )
 def test_batches_are_judged(facts: dict[str, Any] | None, grades: list[str], finding: str) -> None:
