@@ -152,7 +152,7 @@ def simulate(
         seed: Seed of all random numbers.
         follow_ups: Index of a request -> the request that arrives after its answer.
         queued: Indices of requests. When a request without a follow-up is answered, the next one of
-            these arrives.
+            these arrives, if both are batch requests or neither is.
         on_first_token: Called at each request's first token.
     """
     _check_capacity(requests, cluster)
@@ -260,9 +260,9 @@ class _Simulation:
     def _send(self, router: int, now_s: float) -> None:
         """Deliver the requests that a router dispatches now, and its message to other routers."""
         policy = self._routers[router]
-        for request, chosen, order_s, new_tokens, keep in policy.take_decisions(now_s):
+        for request, chosen, order_s, new_tokens, keep, is_batch in policy.take_decisions(now_s):
             old_plan = self._replicas[chosen].plan
-            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep)
+            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep, is_batch)
             if self._replicas[chosen].plan is not old_plan:
                 self._await_step(chosen)
             self._await_reloads(chosen)
@@ -303,7 +303,7 @@ class _Simulation:
             if follow_up := self._follow_ups.get(request.index):
                 arrival = Arrival(self._requests[follow_up.index])
                 self._push(at_s + follow_up.think_s, arrival)
-            elif self._queued:
+            elif self._queued and self._requests[self._queued[0]].is_batch == request.is_batch:
                 self._push(at_s, Arrival(self._requests[self._queued.popleft()]))
         if self._replicas[replica].plan:
             self._await_step(replica)

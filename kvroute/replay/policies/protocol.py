@@ -37,6 +37,7 @@ class Decision(NamedTuple):
     order_s: float = 0.0  # added to the request's time of arrival in the replica's queue
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
     keep: RetentionHint | None = None  # retention hint for the request's blocks
+    is_batch: bool = False  # whether the request gives way to others in the replica
 
 
 class LoadReport(NamedTuple):
