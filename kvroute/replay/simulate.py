@@ -179,6 +179,7 @@ class _Simulation:
             cluster.engine.prefill,
             block_tokens,
             cluster.engine.chunk_tokens,
+            cluster.engine.max_sequences,
             cluster.tiers(block_tokens),
         )
         self._cluster = cluster

@@ -22,6 +22,7 @@ class Setup:
     prefill: PrefillModel
     block_tokens: int  # tokens of one block
     chunk_tokens: int = 8192  # maximum tokens in an engine step: vLLM's max_num_batched_tokens
+    max_sequences: int = 0  # maximum sequences in an engine step; 0: unknown
     tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)  # slower tiers of each replica
 
     @property
