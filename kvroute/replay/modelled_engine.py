@@ -87,9 +87,9 @@ class Waiting(NamedTuple):
     request: Request
     keep: RetentionHint
     is_batch: bool = False
+    generated: int = 0  # tokens of the answer that were generated before it was preempted
 
     def is_in_lane(self, now_s: float) -> bool:
-        """Return whether this is a batch request that still has to give way to others."""
         return self.is_batch and self.due_s > now_s
 
 
@@ -132,7 +132,6 @@ class ModelledReplica:
         # Heap: number of the last step, index of the request, sequence.
         self._decoding: list[tuple[int, int, Running]] = []
         self._others = 0  # admitted requests that are not in the batch lane
-        self._preempted = set[int]()  # indices of preempted requests that have had a first token
         self._arrivals = count()
         self._steps = 0  # number of steps since the start
         self._context_tokens = 0  # sum of the context tokens of all decodes
@@ -212,9 +211,7 @@ class ModelledReplica:
                 self._prefilling.remove(sequence)
                 self._decode(sequence)
                 del self._pending_tokens[sequence.request.index]
-                if sequence.request.index in self._preempted:
-                    self._preempted.remove(sequence.request.index)
-                else:
+                if not sequence.waited.generated:
                     result.first_tokens.append(sequence.request)
 
     def _end_answers(self, result: StepResult) -> None:
@@ -242,9 +239,9 @@ class ModelledReplica:
         return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
-        request = sequence.request
-        self._context_tokens += request.input_tokens + 1
-        last_step = self._steps + request.output_tokens - 1
+        request, generated = sequence.request, sequence.waited.generated
+        self._context_tokens += request.input_tokens + 1 + generated
+        last_step = self._steps + request.output_tokens - 1 - generated
         heappush(self._decoding, (last_step, request.index, sequence))
 
     def _shorten_plan(self, now_s: float) -> None:
@@ -328,25 +325,25 @@ class ModelledReplica:
     def _preempt_last(self) -> bool:
         """Preempt the batch request that is last in order; return False if there is none.
 
-        It starts again from its prompt, of which a part may still be cached.
+        Its prompt is computed again, as far as it is not cached then.
         """
         decoding = (sequence for *_, sequence in self._decoding)
         in_lane = [each for each in (*self._prefilling, *decoding) if each.is_in_lane]
         if not in_lane:
             return False
         last = max(in_lane, key=lambda sequence: sequence.waited[:2])
-        request = last.request
+        request, waited = last.request, last.waited
         if last in self._prefilling:
             self._prefilling.remove(last)
-        else:
+        else:  # its answer continues later
             entry = next(entry for entry in self._decoding if entry[2] is last)
             self._decoding.remove(entry)
             heapify(self._decoding)
-            self._context_tokens -= request.input_tokens + request.output_tokens
-            self._context_tokens += entry[0] - self._steps  # tokens that were not generated
-            self._preempted.add(request.index)
+            generated = request.output_tokens - (entry[0] - self._steps)
+            self._context_tokens -= request.input_tokens + generated
+            waited = waited._replace(generated=generated)
         self.cache.release(last.blocks)
-        heappush(self._waiting, last.waited)
+        heappush(self._waiting, waited)
         self._pending_tokens[request.index] = self._missing_tokens(request)
         return True
 

@@ -141,6 +141,7 @@ def simulate(
     follow_ups: Mapping[int, FollowUp] = OPEN_LOOP.follow_ups,
     queued: Sequence[int] = (),
     on_first_token: Callable[[], None] = lambda: None,
+    until_s: float = math.inf,
 ) -> Outcome:
     """Replay the requests until all are answered. Equal arguments give equal outcomes.
 
@@ -154,9 +155,11 @@ def simulate(
         queued: Indices of requests. When a request without a follow-up is answered, the next one of
             these arrives, if both are batch requests or neither is.
         on_first_token: Called at each request's first token.
+        until_s: The replay ends at this time; the times of later events are then 0 in the outcome.
     """
     _check_capacity(requests, cluster)
-    return _Simulation(requests, cluster, policy, seed, follow_ups, queued, on_first_token).run()
+    simulation = _Simulation(requests, cluster, policy, seed, follow_ups, queued, on_first_token)
+    return simulation.run(until_s)
 
 
 class _Simulation:
@@ -218,9 +221,11 @@ class _Simulation:
             reload_s=[],
         )
 
-    def run(self) -> Outcome:
+    def run(self, until_s: float) -> Outcome:
         while self._events:
             now_s, _, event = heappop(self._events)
+            if now_s > until_s:
+                break
             match event:
                 case Arrival(request):
                     self._arrive(request, now_s)

@@ -59,7 +59,7 @@ class Lane(Generic[R]):
         return (waiting.request for waiting in self._requests)
 
     def add(self, request: R, order_s: float, place: Place) -> None:
-        """Add a request. Requests with equal order times keep the order in which they were added."""
+        """Add a request, after those with the same order time."""
         insort(self._requests, LaneRequest(request, order_s, place), key=_order)
 
     def remove(self, request: R, order_s: float) -> bool:
@@ -91,6 +91,8 @@ class Lane(Generic[R]):
             and self._full.get(replica.replica_id) != replica.lane.state
         }
         ids = [replica.replica_id for replica in replicas]
+        if len(self._full) > len(ids):  # replicas have left
+            self._full.clear()
         for index, waiting in enumerate(self._requests[:LOOKED_AT]):
             if not rooms:
                 break
@@ -111,9 +113,9 @@ class Lane(Generic[R]):
         Replicas on which it does not fit are removed from `rooms`, so that no later request takes
         the room for which this one waits.
         """
-        if waiting.awaited_id and waiting.awaited_id not in rooms:
-            if now_s < waiting.placed_s + PLACED * self._busy_s():
-                return None
+        is_placed = now_s < waiting.placed_s + PLACED * self._busy_s()
+        if waiting.awaited_id and waiting.awaited_id not in rooms and is_placed:
+            return None
         placement = waiting.place(ids, now_s)
         waiting.placed_s, waiting.awaited_id = now_s, ""
         for candidate in placement.ranking:

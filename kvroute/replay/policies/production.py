@@ -165,7 +165,7 @@ class Production:
         placement = self._place(request, now_s, queued.allowed_ids)
         best = self.best(placement)
         retention = self._retentions.pop(request.index)
-        is_in_lane = request.is_batch and not queued.is_promoted
+        is_in_lane = self.is_in_lane(queued)
         context = RequestContext(now_s, retention=retention, is_in_lane=is_in_lane)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s, context)
         self._attempts[request.index] = attempt
@@ -180,6 +180,10 @@ class Production:
             self.retention_hint(keep),
             is_batch=is_in_lane,
         )
+
+    def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
+        """Return whether the request gives way to others at its replica."""
+        return queued.is_batch and not queued.is_promoted
 
     def best(self, placement: Placement) -> Candidate:
         """Return the replica to which the request goes."""
