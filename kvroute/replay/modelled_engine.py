@@ -284,7 +284,7 @@ class ModelledReplica:
         budget = self._admit_waiting(budget, chunks, lane=False)
         is_blocked = bool(self._waiting) and not self._waiting[0].is_in_lane(self._now_s)
         if self._others or is_blocked:
-            budget = min(budget, lane_tokens(self._model.chunk_tokens))
+            budget = 0 if chunks else min(budget, lane_tokens(self._model.chunk_tokens))
         for sequence in self._prefilling:
             if sequence.is_in_lane:
                 budget -= self._chunk(sequence, budget, chunks)

@@ -89,7 +89,9 @@ class SimulatedScheduler:
         if self._preemptions == before:
             admitted, budget = self._admit_waiting(budget, now_s, lane=False)
             batch |= admitted
-        if self._has_others(now_s):
+        if any(tokens > 1 for each, tokens in batch.items() if not each.is_in_lane(now_s)):
+            budget = 0
+        elif self._has_others(now_s):
             budget = min(budget, lane_tokens(self._config.max_batched_tokens))
         in_lane, budget = self._continue(prompts, budget)
         if self._preemptions == before:

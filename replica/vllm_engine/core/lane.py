@@ -95,16 +95,16 @@ class BatchLane:
         scheduler._preempt_request(last, now_s, drop_stale_output=scheduler.requires_kv_delivery)
 
     def _limit(self, others: list[Request], first: Request | None) -> int:
-        """Return the lane's tokens in this step: what the prompts of other requests leave.
+        """Return the lane's tokens in this step; 0 if it computes prompts of other requests.
 
-        A waiting request that was there in the last step, too, does not count: it waits for blocks
-        or for something else that is not in this step.
+        Args:
+            others: the running requests that are not in the lane.
+            first: the first waiting request, if it is not in the lane. If it was there in the last
+                step, too, it does not count: it waits for blocks or something else.
         """
-        step_tokens: int = self._scheduler.max_num_scheduled_tokens
-        wanted = sum(max(1, each.num_tokens - each.num_computed_tokens) for each in others)
-        if first is not None and first is not self._left:
-            wanted += first.num_tokens
-        return min(lane_tokens(step_tokens), max(0, step_tokens - wanted))
+        if any(map(_is_prompt, others)) or (first is not None and first is not self._left):
+            return 0
+        return lane_tokens(self._scheduler.max_num_scheduled_tokens)
 
     def _first_waiting(self, now_s: float) -> Request | None:
         """Return the first waiting request, if it is not in the lane."""
