@@ -31,7 +31,7 @@ from tests.bench.report import Row, Section
 
 BLOCK_TOKENS = 64  # of the batches that run alone; beside a trace, the trace's block size
 OPEN = 500  # requests that the sender of a batch keeps open
-PLAIN_OPEN = (500, 1000, 2000)  # the same for plain requests, of which the best is compared
+PLAIN_OPEN = (500, 1000)  # the same for plain requests, of which the best is compared
 RATES = (3.0, 3.6)  # interactive requests per second: prefill is 53% and 62% busy
 SPAN_S, WARM_S, END_S = 900.0, 30.0, 20.0  # the first and the last seconds are not measured
 BESIDE = Cluster(replicas=4, kv_tokens=500_000)
@@ -109,23 +109,16 @@ def beside(trace: Path, rate: float, batch: str, seed: int = 0) -> list[Row]:
         "unshared": lambda: unshared(seed, count=24_000),
     }[batch]()
     made = requests(in_order(lines), block_tokens=chats[0].block_tokens, first=len(chats))
-    rows = [{"rule": "no batch", **_beside(chats, [], "kvroute")}]
-    rows += [{"rule": "background", **_beside(chats, made, "background")}]
-    rows += [{"rule": "lane", **_beside(chats, made, "kvroute")}]
+    rows = [{"rule": "no batch", **_beside(chats, [])}]
+    rows += [{"rule": "lane", **_beside(chats, made)}]
     common: Row = {"requests/s": rate, "batch": batch, "seed": seed}
     return [{**common, **row} for row in rows]
 
 
-def _beside(chats: Sequence[Request], lines: Sequence[Request], policy: str) -> Row:
+def _beside(chats: Sequence[Request], lines: Sequence[Request]) -> Row:
     everything, first = [*chats, *lines], len(chats)
-    with patch.dict(POLICIES, {"background": Background}):  # type: ignore[arg-type]
-        outcome = simulate(
-            everything,
-            BESIDE,
-            policy,
-            queued=range(first + OPEN, len(everything)),
-            until_s=SPAN_S,
-        )
+    queued = range(first + OPEN, len(everything))
+    outcome = simulate(everything, BESIDE, "kvroute", queued=queued, until_s=SPAN_S)
     measured = [chat for chat in chats if WARM_S <= chat.arrival_s < SPAN_S - END_S]
     waits_s = sorted(
         (outcome.first_token_s[chat.index] or SPAN_S) - chat.arrival_s for chat in measured

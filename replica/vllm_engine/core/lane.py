@@ -118,4 +118,5 @@ class BatchLane:
 def _is_prompt(request: Request, computed: int | None = None) -> bool:
     """Return whether the step computes more than the token that follows the last one."""
     computed = request.num_computed_tokens if computed is None else computed
-    return computed < request.num_tokens - 1
+    is_prompt: bool = computed < request.num_tokens - 1
+    return is_prompt
