@@ -58,6 +58,9 @@ class Background(Production):
     def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
         return False
 
+    def wake_after_s(self) -> float | None:
+        return self._queue.wake_s if self._queue else None
+
 
 def alone(replicas: int, kv_tokens: int, batch: str, seed: int = 0) -> list[Row]:
     """Return how long a batch takes on a fleet without other requests, by rule."""
