@@ -97,7 +97,7 @@ def _run_alone(
     lines: Sequence[Request], cluster: Cluster, policy: str, open_requests: int
 ) -> Outcome:
     queued = range(min(open_requests, len(lines)), len(lines))
-    with patch.dict(POLICIES, {"background": Background}):  # type: ignore[arg-type]
+    with patch.dict(POLICIES, {"background": Background}):
         return simulate(lines, cluster, policy, queued=queued)
 
 
