@@ -17,8 +17,8 @@ from kvroute.router.placement.scale import Scale
 UNKNOWN_STEP_S = 0.01
 # Beside other requests, open batch requests may hold KV_PART of the share of the KV cache by which
 # its free share exceeds KV_RESERVE, within KV_BOUNDS. Without others, it is KV_ALONE: the rest is
-# for requests that arrive. In simulation with one seed, constant shares of 0.08 and 0.12 added 13 to
-# 25% to the p90 of others' time to the first token, and this rule 4 and 6%.
+# for requests that arrive. In simulation with one seed, constant shares of 0.08 and 0.12 added 13
+# to 25% to the p90 of others' time to the first token, and this rule 4 and 6%.
 KV_PART, KV_RESERVE, KV_BOUNDS = 0.3, 0.4, (0.05, 0.2)
 KV_ALONE = 0.9
 # What they may use of other things, beside other requests and without any.
