@@ -1,6 +1,7 @@
 """Estimates how long a new request waits for this engine, from arrivals and first tokens.
 
-Autoscaling uses the estimate. The caller passes the time, in seconds of any monotonic clock.
+Batch requests delay no others, so they only count as use of the engine. Autoscaling uses the
+estimate. The caller passes the time, in seconds of any monotonic clock.
 """
 
 import math
@@ -34,13 +35,22 @@ class Backlog:
     def __init__(self, prefill_tokens_per_s: float) -> None:
         self._tokens_per_s = prefill_tokens_per_s
         self._queue: PrefillQueue[_Pending] = PrefillQueue()
+        self._batch = set[str]()  # batch requests without a first token
         self._mean_s = 0.0  # moving average of one request's predicted prefill time
         self._updated_s = 0.0  # time of the last update of the three decayed values below
         self._busy_share = 0.0  # share of recent time in which a request was pending
         self._arrivals = 0.0  # decayed number of recent requests
         self._waited_s = 0.0  # decayed sum of the times that these requests waited in their routers
 
-    def add(self, request_id: str, new_tokens: int, now_s: float, waited_s: float = 0.0) -> None:
+    def add(
+        self,
+        request_id: str,
+        new_tokens: int,
+        now_s: float,
+        waited_s: float = 0.0,
+        *,
+        is_batch: bool = False,
+    ) -> None:
         """Record a request that was sent to this engine.
 
         Args:
@@ -48,8 +58,12 @@ class Backlog:
             new_tokens: The number of prompt tokens that are not expected in the KV cache.
             now_s: The current time.
             waited_s: Seconds that the request waited in its router's queue.
+            is_batch: Whether the request gives way to others.
         """
         self._advance(now_s)
+        if is_batch:
+            self._batch.add(request_id)
+            return
         self._arrivals += 1.0
         self._waited_s += waited_s
         prefill_s = STEP_S + new_tokens / self._tokens_per_s
@@ -60,16 +74,21 @@ class Backlog:
     def first_token(self, request_id: str, now_s: float) -> None:
         """Remove a request that got its first token, and learn the engine's speed from it."""
         self._advance(now_s)
+        self._batch.discard(request_id)
         self._queue.finish_prefill(request_id, now_s)
 
     def remove(self, request_id: str, now_s: float) -> None:
         """Remove a request that ended. This has no effect if it has got its first token."""
         self._advance(now_s)
+        self._batch.discard(request_id)
         self._queue.leave(request_id)
 
     @property
     def pending_tokens(self) -> int:
-        """Return the prompt tokens to compute for all requests without a first token."""
+        """Return the prompt tokens to compute for requests without a first token.
+
+        Batch requests do not count.
+        """
         return sum(request.new_tokens for request in self._queue.waiting.values())
 
     def wait_s(self, now_s: float) -> float:
@@ -103,7 +122,7 @@ class Backlog:
     def _advance(self, now_s: float) -> None:
         busy_decay = math.exp((self._updated_s - now_s) / BUSY_S)
         wait_decay = math.exp((self._updated_s - now_s) / ROUTER_WAIT_S)
-        is_busy = bool(self._queue.waiting)
+        is_busy = bool(self._queue.waiting or self._batch)
         self._busy_share = busy_decay * self._busy_share + (1.0 - busy_decay) * is_busy
         self._arrivals *= wait_decay
         self._waited_s *= wait_decay

@@ -104,7 +104,9 @@ class Rank:
         """Run a request and emit its chunks. Cancelling this call aborts the request."""
         is_first, tokens, began_s = True, 0, time.monotonic()
         new_tokens = len(request.token_ids) - request.expected_tokens
-        self.backlog.add(request.request_id, new_tokens, began_s, request.waited_s)
+        self.backlog.add(
+            request.request_id, new_tokens, began_s, request.waited_s, is_batch=request.is_batch
+        )
 
         def count(chunk: Chunk) -> None:
             nonlocal is_first, tokens

@@ -41,6 +41,8 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     order_s: float = 0.0
     waited_s: float = 0.0  # seconds in the router's queue because no replica had capacity
     keep: RetentionHint | None = None  # retention hint for the blocks; None: evict by age only
+    # True: a batch request; it gives way to other requests in the engine (contract/priority.py).
+    is_batch: bool = False
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps the blocks in host memory, not in the KV cache
 

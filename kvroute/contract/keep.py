@@ -45,6 +45,24 @@ class RetentionHint(Struct, frozen=True, array_like=True):
     session: Session = 0  # the session that the blocks belong to; 0: unknown
 
 
+BATCH_SESSION = 1  # session of the blocks that only batch requests have used
+
+
+def batch_hint(hint: RetentionHint, *, is_named: bool) -> RetentionHint:
+    """Return the hint for a batch request's blocks, which are evicted before those of others.
+
+    Blocks that other requests have used, too, are not affected. If the client has named the
+    session, further turns may follow, so blocks of ended sessions go first.
+
+    Args:
+        hint: the hint that the request would have otherwise.
+        is_named: whether the client sent an id of the session.
+    """
+    if not is_named:
+        return RetentionHint(Order.ENDED, BATCH_SESSION)
+    return RetentionHint(min(hint.order, Order.UNLIKELY), hint.session)
+
+
 class SessionTurn(NamedTuple):
     """The place of a prompt in its conversation."""
 

@@ -38,6 +38,7 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
     lora: Name = ""
     loads_first: bool = False  # whether an adapter or blocks from slower tiers must be loaded first
     turn: SessionTurn | None = None  # place of the prompt in its conversation; None: unknown
+    is_batch: bool = False  # whether it gives way to others at the replica
 
     @property
     def known_block(self) -> Fingerprint | None:

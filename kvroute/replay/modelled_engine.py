@@ -1,20 +1,23 @@
 """A model of a vLLM replica with chunked prefill, batched decode and a paged prefix cache.
 
 A request reserves the blocks for its whole answer when it is admitted, so no request is preempted.
-If a part of its prompt is in a slower tier (host memory), it may wait for a copy of these blocks
-before it joins the batch. Other requests run in the meantime.
+The exceptions are batch requests, which give way to others by the rules in contract/priority.py.
+If a part of a prompt is in a slower tier (host memory), its request may wait for a copy of these
+blocks before it joins the batch. Other requests run in the meantime.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count, takewhile
 from types import MappingProxyType
+from typing import NamedTuple
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import RetentionHint
+from kvroute.contract.priority import lane_tokens
 from kvroute.contract.records import Load, TierFacts
 from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.policies.protocol import LoadReport
@@ -31,6 +34,8 @@ class Running:
     computed: int  # number of prompt tokens whose keys and values are cached, including hits
     blocks: list[int]  # indices of the cache blocks for the prompt and the answer
     keep: RetentionHint  # when the blocks may be evicted after the answer
+    waited: "Waiting"  # the request as it waited, in case it is preempted
+    is_in_lane: bool = False  # whether it gives way to others
 
 
 @dataclass(slots=True)
@@ -74,8 +79,19 @@ class Plan:
         return min(self.steps, max(1, math.ceil(root)))
 
 
-# A waiting request: sort key in seconds, number of the arrival, request, its retention hint.
-Waiting = tuple[float, int, Request, RetentionHint]
+class Waiting(NamedTuple):
+    """A waiting request. They are admitted in the order of their first two fields."""
+
+    due_s: float  # time of arrival, plus the order from the router
+    number: int  # number of the arrival
+    request: Request
+    keep: RetentionHint
+    is_batch: bool = False
+    generated: int = 0  # tokens of the answer that were generated before it was preempted
+
+    def is_in_lane(self, now_s: float) -> bool:
+        return self.is_batch and self.due_s > now_s
+
 
 NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
 
@@ -115,6 +131,7 @@ class ModelledReplica:
         self._prefilling: list[Running] = []
         # Heap: number of the last step, index of the request, sequence.
         self._decoding: list[tuple[int, int, Running]] = []
+        self._others = 0  # admitted requests that are not in the batch lane
         self._arrivals = count()
         self._steps = 0  # number of steps since the start
         self._context_tokens = 0  # sum of the context tokens of all decodes
@@ -131,6 +148,7 @@ class ModelledReplica:
         order_s: float = 0.0,
         new_tokens: int | None = None,
         keep: RetentionHint | None = None,
+        is_batch: bool = False,
     ) -> None:
         """Queue a request. If only decodes run, end the plan early, so that it is admitted soon.
 
@@ -140,15 +158,17 @@ class ModelledReplica:
             order_s: Requests are admitted in the order of now_s + order_s.
             new_tokens: Prompt tokens to compute, as the router expects; None: look into the cache.
             keep: Retention hint for the request's blocks.
+            is_batch: Whether the request gives way to others.
         """
         self._now_s = now_s
-        heappush(
-            self._waiting, (now_s + order_s, next(self._arrivals), request, keep or RetentionHint())
+        waiting = Waiting(
+            now_s + order_s, next(self._arrivals), request, keep or RetentionHint(), is_batch
         )
+        heappush(self._waiting, waiting)
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )
-        if self.plan is None or self._waiting[0][2] is request:
+        if self.plan is None or self._waiting[0].request is request:
             self._shorten_plan(now_s)
 
     def end_reload(self, now_s: float) -> None:
@@ -190,8 +210,9 @@ class ModelledReplica:
             if sequence.computed == sequence.request.input_tokens:
                 self._prefilling.remove(sequence)
                 self._decode(sequence)
-                result.first_tokens.append(sequence.request)
                 del self._pending_tokens[sequence.request.index]
+                if not sequence.waited.generated:
+                    result.first_tokens.append(sequence.request)
 
     def _end_answers(self, result: StepResult) -> None:
         while self._decoding and self._decoding[0][0] <= self._steps:
@@ -199,6 +220,7 @@ class ModelledReplica:
             request = sequence.request
             self._context_tokens -= request.input_tokens + request.output_tokens
             self._release(sequence)
+            self._others -= not sequence.is_in_lane
             result.finished.append(request)
 
     def report(self) -> LoadReport:
@@ -217,9 +239,9 @@ class ModelledReplica:
         return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
-        request = sequence.request
-        self._context_tokens += request.input_tokens + 1
-        last_step = self._steps + request.output_tokens - 1
+        request, generated = sequence.request, sequence.waited.generated
+        self._context_tokens += request.input_tokens + 1 + generated
+        last_step = self._steps + request.output_tokens - 1 - generated
         heappush(self._decoding, (last_step, request.index, sequence))
 
     def _shorten_plan(self, now_s: float) -> None:
@@ -257,20 +279,73 @@ class ModelledReplica:
         """Admit waiting requests in their order, and choose the prompt tokens of the next step."""
         chunks: list[tuple[Running, int]] = []
         for sequence in self._prefilling:
-            budget -= self._chunk(sequence, budget, chunks)
+            if not sequence.is_in_lane:
+                budget -= self._chunk(sequence, budget, chunks)
+        budget = self._admit_waiting(budget, chunks, lane=False)
+        is_blocked = bool(self._waiting) and not self._waiting[0].is_in_lane(self._now_s)
+        if self._others or is_blocked:
+            budget = 0 if chunks else min(budget, lane_tokens(self._model.chunk_tokens))
+        for sequence in self._prefilling:
+            if sequence.is_in_lane:
+                budget -= self._chunk(sequence, budget, chunks)
+        if not is_blocked:
+            self._admit_waiting(budget, chunks, lane=True)
+        return chunks
+
+    def _admit_waiting(self, budget: int, chunks: list[tuple[Running, int]], *, lane: bool) -> int:
+        """Admit waiting requests while they are in the batch lane, or while they are not.
+
+        Args:
+            budget: Tokens that the step has left for them.
+            chunks: The prompt tokens of the step; those of admitted requests are added.
+            lane: Whether to admit requests of the batch lane.
+
+        Returns:
+            The remaining budget.
+        """
         while budget > 0 and self._waiting and self._sequences < self._model.max_sequences:
-            request, keep = self._waiting[0][2:]
-            if self._is_reloading_block(request):
-                self._blocked.append(heappop(self._waiting))
-                continue
-            admitted = self._admit(request, keep)
-            if admitted is None:
+            if self._waiting[0].is_in_lane(self._now_s) != lane:
                 break
-            heappop(self._waiting)
+            waiting = heappop(self._waiting)
+            if self._is_reloading_block(waiting.request):
+                self._blocked.append(waiting)
+                continue
+            admitted = self._admit(waiting)
+            while admitted is None and not lane and self._preempt_last():
+                admitted = self._admit(waiting)
+            if admitted is None:
+                heappush(self._waiting, waiting)
+                break
+            self._others += not lane
             if not self._reload(admitted):
                 self._prefilling.append(admitted)
                 budget -= self._chunk(admitted, budget, chunks)
-        return chunks
+        return budget
+
+    def _preempt_last(self) -> bool:
+        """Preempt the batch request that is last in order; return False if there is none.
+
+        Its prompt is computed again, as far as it is not cached then.
+        """
+        decoding = (sequence for *_, sequence in self._decoding)
+        in_lane = [each for each in (*self._prefilling, *decoding) if each.is_in_lane]
+        if not in_lane:
+            return False
+        last = max(in_lane, key=lambda sequence: sequence.waited[:2])
+        request, waited = last.request, last.waited
+        if last in self._prefilling:
+            self._prefilling.remove(last)
+        else:  # its answer continues later
+            entry = next(entry for entry in self._decoding if entry[2] is last)
+            self._decoding.remove(entry)
+            heapify(self._decoding)
+            generated = request.output_tokens - (entry[0] - self._steps)
+            self._context_tokens -= request.input_tokens + generated
+            waited = waited._replace(generated=generated)
+        self.cache.release(last.blocks)
+        heappush(self._waiting, waited)
+        self._pending_tokens[request.index] = self._missing_tokens(request)
+        return True
 
     def _is_reloading_block(self, request: Request) -> bool:
         """Return whether another request copies the first block that this one's prefix lacks."""
@@ -307,15 +382,17 @@ class ModelledReplica:
         chunks.append((sequence, tokens))
         return tokens
 
-    def _admit(self, request: Request, keep: RetentionHint) -> Running | None:
+    def _admit(self, waiting: Waiting) -> Running | None:
         """Admit a request and reserve its blocks; return None if too few blocks are free."""
+        request = waiting.request
         needed = blocks_needed(request)
         hits = self.cache.admit(request.reusable, needed)
         if hits is None:
             return None
         tokens = len(hits) * request.block_tokens
         blocks = hits + self.cache.take(needed - len(hits))
-        return Running(request, tokens, blocks, keep)
+        in_lane = waiting.is_in_lane(self._now_s)
+        return Running(request, tokens, blocks, waiting.keep, waiting, in_lane)
 
     def _fill(self, sequence: Running, start: int, end: int) -> None:
         """Cache the blocks that become full when the prompt grows from `start` to `end` tokens."""

@@ -141,6 +141,7 @@ def simulate(
     follow_ups: Mapping[int, FollowUp] = OPEN_LOOP.follow_ups,
     queued: Sequence[int] = (),
     on_first_token: Callable[[], None] = lambda: None,
+    until_s: float = math.inf,
 ) -> Outcome:
     """Replay the requests until all are answered. Equal arguments give equal outcomes.
 
@@ -152,11 +153,13 @@ def simulate(
         seed: Seed of all random numbers.
         follow_ups: Index of a request -> the request that arrives after its answer.
         queued: Indices of requests. When a request without a follow-up is answered, the next one of
-            these arrives.
+            these arrives, if both are batch requests or neither is.
         on_first_token: Called at each request's first token.
+        until_s: The replay ends at this time; the times of later events are then 0 in the outcome.
     """
     _check_capacity(requests, cluster)
-    return _Simulation(requests, cluster, policy, seed, follow_ups, queued, on_first_token).run()
+    simulation = _Simulation(requests, cluster, policy, seed, follow_ups, queued, on_first_token)
+    return simulation.run(until_s)
 
 
 class _Simulation:
@@ -179,6 +182,7 @@ class _Simulation:
             cluster.engine.prefill,
             block_tokens,
             cluster.engine.chunk_tokens,
+            cluster.engine.max_sequences,
             cluster.tiers(block_tokens),
         )
         self._cluster = cluster
@@ -217,9 +221,11 @@ class _Simulation:
             reload_s=[],
         )
 
-    def run(self) -> Outcome:
+    def run(self, until_s: float) -> Outcome:
         while self._events:
             now_s, _, event = heappop(self._events)
+            if now_s > until_s:
+                break
             match event:
                 case Arrival(request):
                     self._arrive(request, now_s)
@@ -260,9 +266,9 @@ class _Simulation:
     def _send(self, router: int, now_s: float) -> None:
         """Deliver the requests that a router dispatches now, and its message to other routers."""
         policy = self._routers[router]
-        for request, chosen, order_s, new_tokens, keep in policy.take_decisions(now_s):
+        for request, chosen, order_s, new_tokens, keep, is_batch in policy.take_decisions(now_s):
             old_plan = self._replicas[chosen].plan
-            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep)
+            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep, is_batch)
             if self._replicas[chosen].plan is not old_plan:
                 self._await_step(chosen)
             self._await_reloads(chosen)
@@ -303,7 +309,7 @@ class _Simulation:
             if follow_up := self._follow_ups.get(request.index):
                 arrival = Arrival(self._requests[follow_up.index])
                 self._push(at_s + follow_up.think_s, arrival)
-            elif self._queued:
+            elif self._queued and self._requests[self._queued[0]].is_batch == request.is_batch:
                 self._push(at_s, Arrival(self._requests[self._queued.popleft()]))
         if self._replicas[replica].plan:
             self._await_step(replica)

@@ -97,6 +97,10 @@ class BlockPool:
         table.cached = len(hits)
         return len(hits)
 
+    def has_space(self, table: Table) -> bool:
+        """Return whether `admit` would admit the table now."""
+        return self._cache.has_space(self._reusable(table), self._blocks_for(len(table.token_ids)))
+
     def extend(self, table: Table, tokens: int) -> bool:
         """Hold blocks for the first `tokens` tokens, and cache the full ones.
 

@@ -5,6 +5,7 @@ It works with hashes and not with tokens. The simulated engine and the engine mo
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import RetentionHint
@@ -83,18 +84,24 @@ class PagedCache:
         Returns:
             None, and no block is held, if the sequence cannot get all the blocks that it needs.
         """
-        hits: list[int] = []
-        idle_hits = 0
-        for hash_ in hashes:
-            copies = self._blocks_of.get(hash_)
-            if copies is None:
-                break
-            hits.append(copies[0])
-            idle_hits += not self._holders[copies[0]]
-        if blocks - len(hits) + idle_hits > len(self.free):
+        hits = self._hits(hashes)
+        if self._missing(hits, blocks) > len(self.free):
             return None
         self.hold(hits)
         return hits
+
+    def has_space(self, hashes: Sequence[Fingerprint], blocks: int) -> bool:
+        """Return whether `admit` would get all blocks with these arguments."""
+        return self._missing(self._hits(hashes), blocks) <= len(self.free)
+
+    def _hits(self, hashes: Sequence[Fingerprint]) -> list[int]:
+        """Return the cached blocks of a sequence, up to the first block that is missing."""
+        copies = (self._blocks_of.get(hash_) for hash_ in hashes)
+        return [blocks[0] for blocks in takewhile(bool, copies) if blocks]
+
+    def _missing(self, hits: Sequence[int], blocks: int) -> int:
+        """Return how many free blocks a sequence of `blocks` blocks takes: also its idle hits."""
+        return blocks - sum(1 for block in hits if self._holders[block])
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Add a holder to these blocks, which must be cached."""

@@ -1,13 +1,15 @@
 """The scheduler of a simulated engine: it decides which tokens each step computes.
 
-Requests are admitted to the batch and preempted as in vLLM. The caller passes the time, in seconds
-of any clock.
+Requests are admitted to the batch and preempted as in vLLM. Batch requests give way to others by
+the rules in contract/priority.py. The caller passes the time, in seconds of any clock.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 from kvroute.contract.keep import RetentionHint
+from kvroute.contract.priority import lane_tokens
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.config import SimulatedConfig
@@ -29,6 +31,7 @@ class SimulatedScheduler:
         self.running: list[RunningChoice] = []  # in the order of admission
         # Admitted choices that wait for copies from host memory. They are not in `running` yet.
         self.reloads = Copies[RunningChoice]()
+        self._preemptions = 0  # number of preemptions since the start
         self._config = config
         self._pool = pool
         self._prefill = prefill
@@ -79,14 +82,51 @@ class SimulatedScheduler:
 
         The blocks that the step will fill are held and cached before the step runs, as in vLLM.
         """
-        running = len(self.running)
-        batch, budget = self._continue_running(self._config.max_batched_tokens)
-        if len(self.running) == running:  # no choice was preempted
-            batch |= self._admit_waiting(budget, now_s)
-        return batch
+        self._make_space(now_s)
+        before = self._preemptions
+        others, prompts = self._divided(now_s)
+        batch, budget = self._continue(others, self._config.max_batched_tokens)
+        if self._preemptions == before:
+            admitted, budget = self._admit_waiting(budget, now_s, lane=False)
+            batch |= admitted
+        if any(tokens > 1 for each, tokens in batch.items() if not each.is_in_lane(now_s)):
+            budget = 0
+        elif self._has_others(now_s):
+            budget = min(budget, lane_tokens(self._config.max_batched_tokens))
+        in_lane, budget = self._continue(prompts, budget)
+        if self._preemptions == before:
+            in_lane |= self._admit_waiting(budget, now_s, lane=True)[0]
+        elif in_lane:  # a prompt of the lane may have taken the blocks of an answer in the lane
+            running = {*self.running}
+            batch = {choice: tokens for choice, tokens in batch.items() if choice in running}
+        return batch | in_lane
 
-    def _continue_running(self, budget: int) -> tuple[Batch, int]:
-        """Divide the token budget among the running choices, in the order of their admission.
+    def _divided(self, now_s: float) -> tuple[list[RunningChoice], list[RunningChoice]]:
+        """Return the running choices without the prompts of the batch lane, and these prompts."""
+        others, prompts = list[RunningChoice](), list[RunningChoice]()
+        for choice in self.running:
+            is_prompt = not choice.is_decoding and choice.is_in_lane(now_s)
+            (prompts if is_prompt else others).append(choice)
+        return others, prompts
+
+    def _has_others(self, now_s: float) -> bool:
+        """Return whether there are requests that are not in the batch lane."""
+        choices = (*self.running, *self.waiting, *self.reloads)
+        return not all(choice.is_in_lane(now_s) for choice in choices)
+
+    def _make_space(self, now_s: float) -> None:
+        """Preempt batch requests while the first other request lacks blocks."""
+        first = self.waiting[0] if self.waiting else None
+        if first is None or first.is_in_lane(now_s):
+            return
+        while not self._pool.has_space(first.table):
+            last = max(self.running, key=ORDER, default=None)
+            if last is None or not last.is_in_lane(now_s):
+                return
+            self._preempt_latest()
+
+    def _continue(self, choices: Sequence[RunningChoice], budget: int) -> tuple[Batch, int]:
+        """Divide the token budget among running choices, in their order.
 
         If there are too few free blocks, the choices with the largest `order` are preempted.
         Usually, only the last admitted choice needs further prefill. The choices before it are
@@ -96,11 +136,16 @@ class SimulatedScheduler:
             The batch, and the remaining budget.
         """
         batch: Batch = {}
-        while budget and len(batch) < len(self.running):
-            choice = self.running[len(batch)]
+        running = {*self.running}
+        for choice in choices:
+            if not budget:
+                break
+            if choice not in running:  # it was preempted for an earlier one
+                continue
             tokens = min(choice.missing, budget)
             while not self._pool.extend(choice.table, choice.computed + tokens):
                 victim = self._preempt_latest()
+                running.discard(victim)
                 budget += batch.pop(victim, 0)
                 if victim is choice:
                     return batch, budget
@@ -110,17 +155,28 @@ class SimulatedScheduler:
 
     def _preempt_latest(self) -> RunningChoice:
         victim = max(self.running, key=ORDER)
+        self._preemptions += 1
         self._pool.forget(victim.table, victim.computed)
         self.remove(victim)
         victim.computed = 0
         self.add(victim)
         return victim
 
-    def _admit_waiting(self, budget: int, now_s: float) -> Batch:
+    def _admit_waiting(self, budget: int, now_s: float, *, lane: bool) -> tuple[Batch, int]:
+        """Admit waiting choices in their order, while they are in the lane or while they are not.
+
+        Args:
+            budget: Tokens that the step has left for them.
+            now_s: The current time.
+            lane: Whether to admit choices of the batch lane.
+
+        Returns:
+            The admitted choices, and the remaining budget.
+        """
         batch: Batch = {}
         while budget and len(self.running) + len(self.reloads) < self._config.max_running:
             choice = self._next_waiting()
-            if choice is None:
+            if choice is None or choice.is_in_lane(now_s) != lane:
                 break
             hit_blocks = self._pool.admit(choice.table)
             if hit_blocks is None:
@@ -137,7 +193,7 @@ class SimulatedScheduler:
             self._pool.extend(choice.table, choice.computed + tokens)
             batch[choice] = tokens
             budget -= tokens
-        return batch
+        return batch, budget
 
     def _reload(self, choice: RunningChoice, now_s: float) -> int:
         """Begin to copy blocks from host memory, if that is faster than computing them.

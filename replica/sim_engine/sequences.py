@@ -43,6 +43,10 @@ class RunningChoice:
         """Return the sort key: admission in ascending order, preemption in descending order."""
         return (*self.job.order, self.index)
 
+    def is_in_lane(self, now_s: float) -> bool:
+        """Return whether this is a batch request that still has to give way to others."""
+        return self.job.request.is_batch and self.job.order[0] > now_s
+
     @property
     def lora(self) -> str:
         return self.job.request.lora

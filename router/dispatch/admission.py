@@ -13,6 +13,8 @@ from collections.abc import Collection, Sequence
 from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
+from kvroute.contract.keep import RetentionHint, batch_hint
+from kvroute.contract.priority import BATCH_S
 from kvroute.contract.ranks import replica_of
 from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.connections.liveness import Liveness
@@ -78,7 +80,12 @@ class Ticket:
         self._seating = None if context.is_resumed else gate.seating
         self._seat_s = 0.0  # seconds that the prompt has waited for a seat
         # A prompt that a lost replica has begun does not wait again.
-        self._admitted = Admitted(context.ready_s) if context.is_resumed else None
+        self._admitted: Admitted | None = None
+        if context.is_resumed:
+            is_in_lane = context.urgency.is_batch
+            order_s = context.ready_s + (BATCH_S if is_in_lane else 0.0)
+            self._admitted = Admitted(order_s, is_in_lane=is_in_lane)
+            self.context = replace(context, is_in_lane=is_in_lane)
 
     async def running(self, excluded_ids: Collection[str]) -> Sequence[str]:
         """Return the ranks that the prompt may be sent to.
@@ -130,8 +137,15 @@ class Ticket:
             request,
             order_s=self._admitted.order_s - now_s,
             waited_s=max(self._admitted.missed_s, min(self._seat_s, MAX_REFUSED_S)),
-            keep=self.context.retention.keep if self.context.retention else None,
+            keep=self._retention_hint(),
+            is_batch=self._admitted.is_in_lane,
         )
+
+    def _retention_hint(self) -> RetentionHint | None:
+        retention = self.context.retention
+        if retention is None or not self.context.is_in_lane:
+            return retention and retention.keep
+        return batch_hint(retention.keep, is_named=retention.turn.is_named)
 
     async def _get_seat(self, placement: Placement) -> bool:
         """Wait for a seat if the session needs one; return False if the prompt had to wait."""
@@ -151,7 +165,11 @@ class Ticket:
             return True
         self._admitted = await self._gate.holding.admit(placement, self.context)
         wait = self._admitted.wait
-        self.context = replace(self.context, wait=wait.after_seat(self._seat_s))
+        self.context = replace(
+            self.context,
+            wait=wait.after_seat(self._seat_s),
+            is_in_lane=self._admitted.is_in_lane,
+        )
         return wait.reason == "none"
 
 

@@ -115,6 +115,7 @@ class RequestContext(Struct, frozen=True):
     urgency: Urgency = DEFAULT_URGENCY  # priority in the queue, and limits of the wait there
     sharer: str = ""  # tenant whose share of the fleet's time the call uses; empty: none
     wait: Wait = NO_WAIT  # this prompt's wait in the router
+    is_in_lane: bool = False  # whether this prompt gives way to others at its replica
     hints: SessionHints = NO_HINTS  # what the client has declared about the session
     # How long a replica should keep this prompt's blocks; None: the prompt was not placed yet.
     retention: Retention | None = None
@@ -305,7 +306,14 @@ class Attempt:
             self.load.speed.step((self.last_chunk_s - self.first_token_s) / later_tokens)
 
     def _learn_answer(self) -> None:
-        """Update the fleet's mean answer time."""
+        """Update the fleet's mean answer time, and the mean length of answers.
+
+        The times of batch requests say nothing about others.
+        """
+        if self.output_tokens:
+            self.load.record_answer(self.output_tokens)
+        if self.dispatch.is_batch:
+            return
         if self.first_token_s is not None and self.last_chunk_s is not None:
             self.scale.record_answer(self.last_chunk_s - self.first_token_s)
 

@@ -202,6 +202,25 @@ class Fleet:
             partial_blocks=self.caches.partial(chain, best),
         )
 
+    def place_batch(self, placement: Placement, running: Sequence[str], now_s: float) -> Placement:
+        """Rank replicas for a batch request that was placed before.
+
+        It waits for all other requests and for the batch requests before it.
+        """
+        again = self.place_chain(
+            placement.chain, placement.prompt_tokens, running, now_s, lora=placement.lora
+        )
+        ids = [candidate.replica_id for candidate in again.ranking]
+        ahead_s = self.loads.lane_backlogs_s(ids, now_s)
+        candidates = [
+            candidate._replace(backlog_s=candidate.backlog_s + lane_s)
+            for candidate, lane_s in zip(again.ranking, ahead_s, strict=True)
+        ]
+        ranking = self._rank(
+            candidates, rng=self._rng, busy_s=again.busy_s, pressure=again.pressure, forks=0.0
+        )
+        return replace(again, ranking=tuple(ranking))
+
     def _candidates(
         self,
         running: Sequence[str],
@@ -308,6 +327,7 @@ class Fleet:
         """
         candidate, load = placement.candidate(replica_id), self.loads.of(replica_id)
         retention = context.retention if context else None
+        is_batch = context is not None and context.is_in_lane
         hit_tokens = candidate.hit_blocks * self._block_size
         prefill_s = load.model.seconds(hit_tokens, placement.prompt_tokens)
         dispatch = Dispatch(
@@ -322,10 +342,11 @@ class Fleet:
             ),
             lora=placement.lora,
             loads_first=candidate.lora_s > 0 or candidate.reload_s > 0,
-            turn=retention and retention.turn,
+            turn=None if is_batch else retention and retention.turn,
+            is_batch=is_batch,
         )
         # A request that is sent again was recorded the first time.
-        if retention and not self.returns.knows(retention.turn):
+        if retention and not is_batch and not self.returns.knows(retention.turn):
             self.pressure.record(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
@@ -343,7 +364,8 @@ class Fleet:
             reload_s: seconds until its blocks are copied back from slower tiers, such as host
                 memory. The engine computes other prompts meanwhile.
         """
-        replica_id, load = dispatch.replica_id, self.loads.of(dispatch.replica_id)
+        replica_id, loads = dispatch.replica_id, self.loads
+        load = loads.lane(replica_id) if dispatch.is_batch else loads.of(replica_id)
         load.send(
             dispatch.request_id,
             PendingRequest(
@@ -355,11 +377,13 @@ class Fleet:
                 loads_first=dispatch.loads_first,
                 reload_s=reload_s,
                 prefix=dispatch.known_block,
+                blocks=dispatch.expected.blocks if dispatch.is_batch else (),
             ),
         )
-        fleet = self.mirror.replica_ids | {replica_id}
-        self._branches.take(dispatch.known_prefix.blocks, replica_id, fleet)
-        self.loads.scale.record_prefill(load.speed.slowness * dispatch.prefill_s)
+        if not dispatch.is_batch:
+            fleet = self.mirror.replica_ids | {replica_id}
+            self._branches.take(dispatch.known_prefix.blocks, replica_id, fleet)
+            self.loads.scale.record_prefill(load.speed.slowness * dispatch.prefill_s)
         self.mirror.forget_computed(now_s)
         self.mirror.expect(replica_id, dispatch.expected.blocks)
         if dispatch.turn:

@@ -47,6 +47,7 @@ class PendingRequest:
     # requests of other routers, since routers do not publish this time.
     reload_s: float = 0.0
     prefix: Fingerprint | None = None  # last block of its prompt that any replica had
+    blocks: Collection[Fingerprint] = ()  # blocks that it computes; known for batch requests only
 
     @property
     def ready_s(self) -> float:
@@ -85,6 +86,7 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     mean_tokens: float = 0.0  # moving average of the requests' tokens to compute
     reloads: Reloads = field(default_factory=Reloads)  # pending copies from slower tiers
     kv: KvUse = field(default_factory=KvUse)  # KV cache that unanswered requests hold
+    answer_tokens: float = 0.0  # moving average of the length of answers
 
     def send(self, request_id: str, sent: PendingRequest) -> None:
         """Add a request that is sent to the replica."""
@@ -94,6 +96,7 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
             new_tokens=sent.new_tokens,
             cached_tokens=sent.prompt_tokens - sent.new_tokens,
             prefix=sent.prefix,
+            blocks=sent.blocks,
         )
         if sent.reload_s:
             self.reloads.begin(request_id, sent.ready_s)
@@ -127,6 +130,11 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         unknown_tokens = max(0, pending_tokens - max(self.peaks))
         self.unknown_s = self._seconds(unknown_tokens) if unknown_tokens else 0.0
         self.peaks = (self.pending_tokens, self.peaks[0])
+
+    def record_answer(self, tokens: int) -> None:
+        """Record the length of an answer."""
+        weight = MEAN_SHARE if self.answer_tokens else 1.0
+        self.answer_tokens += weight * (tokens - self.answer_tokens)
 
     def _seconds(self, tokens: int) -> float:
         """Return the seconds to compute so many tokens, at the mean time of recent tokens."""

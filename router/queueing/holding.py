@@ -8,10 +8,11 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 
-from kvroute.contract.priority import Priority
+from kvroute.contract.priority import BATCH_S, Priority
 from kvroute.router.admission.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.attempts import (
@@ -21,7 +22,6 @@ from kvroute.router.placement.attempts import (
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.forecast import ArrivalRates, Correction, Margin
 from kvroute.router.queueing.queue import (
-    BATCH_S,
     Queue,
     QueuedRequest,
     QueueState,
@@ -50,6 +50,7 @@ class Admitted(Struct, frozen=True):
     order_s: float  # order time, by which the engine's queue is sorted too; on this router's clock
     wait: Wait = NO_WAIT  # the request's wait in the queue
     allowed_ids: Sequence[str] = ()  # the replicas that may get the request; empty: all
+    is_in_lane: bool = False  # whether it gives way to others at the replica
     refused_s: float = 0.0  # wait of the last request refused within REFUSED_S; 0: none
 
     @property
@@ -119,6 +120,7 @@ class Holding:
         """
         now_s, urgency = self._clock(), context.urgency
         queued = _queued(placement, context)
+        queued.place = partial(self._fleet.place_batch, placement)
         least_s = min([candidate.backlog_s for candidate in placement.ranking])
         if self._queue.is_free(queued, least_s):
             order_s = self._queue.order_s(queued)
@@ -154,7 +156,8 @@ class Holding:
         # Only background requests have `allowed_ids`. They are ordered later in the engines, too.
         delay_s = BATCH_S if queued.allowed_ids else 0.0
         order_s = queued.order_s + delay_s
-        return Admitted(order_s, wait, queued.allowed_ids, self._refused_s(end_s))
+        is_in_lane = queued.is_batch and not queued.is_promoted
+        return Admitted(order_s, wait, queued.allowed_ids, is_in_lane, self._refused_s(end_s))
 
     def _is_full(self, queued: QueuedRequest[Answer]) -> bool:
         """Return whether the limit of waiting requests is reached for this kind of request."""
@@ -223,8 +226,9 @@ class Holding:
             replicas = self._trusted()
 
     def _pop_next(self, replicas: Sequence[str]) -> QueuedRequest[Answer] | None:
-        now_s = self._clock()
-        return self._queue.pop_next(self._fleet.loads.capacities(replicas, now_s), now_s)
+        now_s, lanes = self._clock(), self._queue.batch > 0
+        capacities = self._fleet.loads.capacities(replicas, now_s, lanes=lanes)
+        return self._queue.pop_next(capacities, now_s)
 
     def _replicas(self) -> list[str]:
         """Return the replicas that take requests.

@@ -12,9 +12,10 @@ prefill time after it.
 
 Background requests are batch requests, and requests of a tenant that has recently used more than
 its share of the fleet's time. They wait in lines of their own; all other requests wait in the
-default line. While the default line is empty, background requests are sent to replicas that are
-nearly idle and have free memory. After BATCH_S a background request is promoted to the default
-line.
+default line. While the default line is empty, requests of tenants above their share are sent to
+replicas that are nearly idle and have free memory. Batch requests are sent while replicas have room
+for them, whatever waits in the default line (lane.py). After BATCH_S a background request is
+promoted to the default line.
 
 Each router publishes the order times of its first requests to the other routers. Before a router
 sends its first request, it counts the requests of other routers that have an earlier order time. It
@@ -31,18 +32,20 @@ from itertools import accumulate
 from typing import Generic, TypeVar
 
 from kvroute.contract.messages import Waiting
+from kvroute.contract.priority import BATCH_S
 from kvroute.router.placement.loads import ReplicaCapacity
 from kvroute.router.queueing.forecast import waiting_s
+from kvroute.router.queueing.lane import Lane, Place
 from kvroute.router.queueing.shares import Shares
 
 # Some constants are multiples of Scale.busy_s, the fleet's unit of time (placement/scale.py).
 
 BUSY_BACKLOG = 0.45  # requests wait while every replica has at least this backlog, in Scale.busy_s
-IDLE_BACKLOG = 0.11  # background requests go to replicas with a smaller backlog, in Scale.busy_s
-SPARE_SHARE = 0.5  # background requests go to replicas with a larger free share of the KV cache
+# Requests of tenants above their share go to replicas with a smaller backlog, in Scale.busy_s, and
+# with a larger free share of the KV cache.
+IDLE_BACKLOG, SPARE_SHARE = 0.11, 0.5
 DELAY = 40.0  # seconds by which each second of prefill delays a request's order time
 INTERACTIVE = 14.0  # interactive requests are ordered this much earlier, in Scale.busy_s
-BATCH_S = 300.0  # seconds after which a background request is promoted to the default line
 # Only this many requests at the front of a line are examined: for a prompt that an idle replica has
 # cached, and for the tenants that wait.
 LOOKED_AT = 64
@@ -71,6 +74,7 @@ class QueuedRequest(Generic[R]):
     tenant: str = ""  # the tenant whose share the request uses; empty: it uses no share
     # The replica that has most of its prompt cached; empty: no replica has a large part.
     holder_id: str = ""
+    place: Place | None = None  # ranks replicas for it again; batch requests have it
     order_s: float = 0.0  # set by the queue: the order time
     was_background: bool = False  # set by the queue: it has waited as a background request
     is_promoted: bool = False  # set by the queue: it was promoted to the default line
@@ -118,7 +122,7 @@ class Queue(Generic[R]):
         self.on_change: Callable[[], object] = lambda: None  # is called when the queue changes
         self._line = _Line[R]()
         self._above = _Line[R]()  # background requests of tenants above their share
-        self._batch = _Line[R]()
+        self._batch = Lane[QueuedRequest[R]](busy_s)
         self._shares = Shares()
         # Other routers' waiting requests, by router. Order times are on this router's clock.
         self._others: dict[str, Waiting] = {}
@@ -135,12 +139,12 @@ class Queue(Generic[R]):
     def __iter__(self) -> Iterator[QueuedRequest[R]]:
         yield from self._line.requests
         yield from self._above.requests
-        yield from self._batch.requests
+        yield from self._batch
 
     @property
     def batch(self) -> int:
         """Return the number of waiting batch requests, without promoted ones."""
-        return len(self._batch.requests)
+        return len(self._batch)
 
     @property
     def background(self) -> int:
@@ -158,7 +162,12 @@ class Queue(Generic[R]):
         return min(MAX_WAKE_S, max(MIN_WAKE_S, WAKE * self._busy_s()))
 
     def order_s(self, queued: QueuedRequest[R]) -> float:
-        """Return the order time of a request; the module's docstring has the formula."""
+        """Return the order time of a request; the module's docstring has the formula.
+
+        Batch requests keep the order in which their sender sends them.
+        """
+        if queued.is_batch and not queued.is_promoted:
+            return queued.arrived_s + queued.priority_s
         order_s = queued.arrived_s + queued.priority_s + DELAY * queued.prefill_s
         return order_s - INTERACTIVE * self._busy_s() if queued.is_interactive else order_s
 
@@ -170,7 +179,7 @@ class Queue(Generic[R]):
         """
         is_first = not (self._line.requests or self._others)
         is_free = backlog_s < self.busy_backlog_s
-        return is_first and is_free and self._line_of(queued) is self._line
+        return is_first and is_free and not self._is_background(queued)
 
     def add(self, queued: QueuedRequest[R]) -> None:
         """Add a request to its line."""
@@ -181,7 +190,9 @@ class Queue(Generic[R]):
     def remove(self, queued: QueuedRequest[R]) -> bool:
         """Remove a request. Return False if it is not in the queue."""
         self._changed()
-        return any(line.remove(queued) for line in (self._line, self._above, self._batch))
+        if self._batch.remove(queued, queued.order_s):
+            return True
+        return any(line.remove(queued) for line in (self._line, self._above))
 
     def sent(self, queued: QueuedRequest[R], now_s: float) -> None:
         """Count a request that is sent to a replica, whether it has waited or not."""
@@ -203,21 +214,30 @@ class Queue(Generic[R]):
         if self._line.requests:
             queued = self._line.requests[0] if self._may_send(replicas, now_s) else None
         else:
-            queued = self._next_background(replicas)
+            queued = self._next_above(replicas)
         if queued is not None:
             self.remove(queued)
-        return queued
+            return queued
+        return self._next_batch(replicas, now_s)
 
     def _put(self, queued: QueuedRequest[R]) -> None:
-        line = self._line_of(queued)
-        queued.was_background |= line is not self._line
-        line.add(queued)
+        queued.was_background |= self._is_background(queued)
+        if self._is_in_lane(queued):
+            assert queued.place is not None, "batch requests are placed again and again"
+            self._batch.add(queued, queued.order_s, queued.place)
+        else:
+            self._line_of(queued).add(queued)
+
+    def _is_background(self, queued: QueuedRequest[R]) -> bool:
+        return self._is_in_lane(queued) or self._line_of(queued) is not self._line
+
+    def _is_in_lane(self, queued: QueuedRequest[R]) -> bool:
+        return queued.is_batch and not queued.is_promoted
 
     def _line_of(self, queued: QueuedRequest[R]) -> _Line[R]:
+        """Return the line of a request that is not in the batch lane."""
         if queued.is_promoted:
             return self._line
-        if queued.is_batch:
-            return self._batch
         return self._above if self._shares.are_exceeded(queued.tenant) else self._line
 
     def _divide(self, now_s: float) -> None:
@@ -234,12 +254,14 @@ class Queue(Generic[R]):
 
     def _promote(self, now_s: float) -> None:
         """Move background requests that have waited for BATCH_S to the default line."""
-        for line in (self._above, self._batch):
-            while line.requests and line.requests[0].order_s + BATCH_S < now_s:
-                queued = line.requests.pop(0)
-                queued.is_promoted = True
-                queued.order_s += BATCH_S
-                self._put(queued)
+        above = self._above.requests
+        promoted = [*self._batch.pop_before(now_s - BATCH_S)]
+        while above and above[0].order_s + BATCH_S < now_s:
+            promoted.append(above.pop(0))
+        for queued in promoted:
+            queued.is_promoted = True
+            queued.order_s = self.order_s(queued) + BATCH_S
+            self._put(queued)
 
     def _may_send(self, replicas: Sequence[ReplicaCapacity], now_s: float) -> bool:
         """Return whether the first request of the default line may be sent now.
@@ -258,13 +280,24 @@ class Queue(Generic[R]):
         self._open_s = {open_id: self._open_s.get(open_id, now_s) for open_id in open_ids}
         return now_s - min(self._open_s.values(), default=now_s) > PATIENCE_S
 
-    def _next_background(self, replicas: Sequence[ReplicaCapacity]) -> QueuedRequest[R] | None:
-        """Return the background request to send now, and set its `allowed_ids` to idle replicas.
+    def _next_batch(
+        self, replicas: Sequence[ReplicaCapacity], now_s: float
+    ) -> QueuedRequest[R] | None:
+        """Remove and return the batch request to send now, and set its `allowed_ids`."""
+        if not self._batch or (found := self._batch.pop_next(replicas, now_s)) is None:
+            return None
+        queued, replica_id = found
+        queued.allowed_ids = [replica_id]
+        self._changed()
+        return queued
+
+    def _next_above(self, replicas: Sequence[ReplicaCapacity]) -> QueuedRequest[R] | None:
+        """Return the request to send now of a tenant above its share, and set its `allowed_ids`.
 
         This is the first of LOOKED_AT requests whose prompt an idle replica has cached, or no
         replica at all. If there is no such request, it is the first of the line.
         """
-        line = self._above if self._above.requests else self._batch
+        line = self._above
         if not line.requests or self._others:
             return None
         idle = [
@@ -303,7 +336,9 @@ class Queue(Generic[R]):
         order_s = self.order_s(queued)
         ahead_s = sum(_work_s(waiting, order_s) for waiting in self._others.values())
         ahead_s += _sooner_s(self._line.requests, order_s)
-        if (line := self._line_of(queued)) is not self._line:
+        if self._is_in_lane(queued):
+            ahead_s += sum(each.prefill_s for each in self._batch if each.order_s < order_s)
+        elif (line := self._line_of(queued)) is not self._line:
             ahead_s += _sooner_s(line.requests, order_s)
         return waiting_s(ahead_s, order_s - now_s, sooner, replicas, self._busy_s())
 
@@ -311,7 +346,7 @@ class Queue(Generic[R]):
         """Return the state of the lines, by name. Other threads may call this."""
         lines = {
             "default": [*self._line.requests],
-            "filling": [*self._above.requests, *self._batch.requests],  # background requests
+            "filling": [*self._above.requests, *self._batch],  # background requests
         }
         return {name: _state(requests, now_s) for name, requests in lines.items()}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.contract.priority import Priority
+from kvroute.contract.priority import BATCH_S, Priority
 from kvroute.router.admission.waits import Refusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.placement.attempts import (
@@ -21,12 +21,13 @@ from kvroute.router.placement.attempts import (
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing import holding
 from kvroute.router.queueing.holding import RECOVERY_S, Admitted, Holding
-from kvroute.router.queueing.queue import BATCH_S, DELAY, INTERACTIVE, Queue
+from kvroute.router.queueing.queue import DELAY, INTERACTIVE, Queue
 from kvroute.router.queueing.refusals import too_long
 from kvroute.router.queueing.wake import Wake
 from tests.support.waiting import until
 
 SHORT, LONG = 100, 60_000  # tokens
+BATCH = Urgency("batch")
 
 
 class Diary(RequestObserver):
@@ -78,10 +79,10 @@ class Router:
         prompt = np.full(tokens, self._prompts, np.uint32)
         return self.fleet.place(prompt, self.replicas, self.now_s)
 
-    def send(self, tokens: int, replica: str) -> Attempt:
-        """Send a request without a wait."""
-        placement = self.place(tokens)
-        return self.fleet.sent(placement, replica, f"sent {self._prompts}", self.now_s)
+    def send(self, tokens: int, replica: str, *, is_in_lane: bool = False) -> Attempt:
+        """Send a request without a wait, as a batch request if it is in the lane."""
+        placement, context = self.place(tokens), RequestContext(is_in_lane=is_in_lane)
+        return self.fleet.sent(placement, replica, f"sent {self._prompts}", self.now_s, context)
 
     async def turn(self, tokens: int = SHORT, urgency: Urgency | None = None) -> Admitted:
         context = RequestContext(self.now_s, urgency=urgency or Urgency())
@@ -260,6 +261,28 @@ async def test_a_replica_that_starts_gets_the_waiting_requests() -> None:
         assert (await task).wait.reason == "busy"
 
 
+async def test_batch_requests_do_not_wait_for_others_nor_others_for_them() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a")
+        batch = await router.turn(urgency=BATCH)
+        assert (batch.is_in_lane, batch.allowed_ids) == (True, ["a"])
+    router = Router("a")
+    router.send(LONG, "a", is_in_lane=True)
+    assert (await router.turn()).wait.reason == "none"  # no task runs that would release it
+
+
+async def test_a_batch_request_waits_for_room_and_leaves_the_lane_after_a_time() -> None:
+    router = Router("a")
+    async with router.running():
+        router.send(LONG, "a", is_in_lane=True)
+        task = await router.asks(urgency=BATCH)
+        router.now_s += BATCH_S + 1.0
+        admitted = await task
+    assert not admitted.is_in_lane
+    assert not admitted.allowed_ids
+
+
 async def test_an_interactive_request_goes_first_and_a_batch_one_last() -> None:
     router, went = Router("a"), list[str]()
     kinds: tuple[Priority, ...] = ("batch", "default", "interactive")
@@ -269,10 +292,11 @@ async def test_an_interactive_request_goes_first_and_a_batch_one_last() -> None:
         went.append(kind)
 
     async with router.running():
-        sent = router.send(LONG, "a")
+        sent = [router.send(LONG, "a", is_in_lane=is_in_lane) for is_in_lane in (False, True)]
         tasks = [asyncio.create_task(ask(kind)) for kind in kinds]
         await until(lambda: len(router.queue) == 3)
-        sent.first_token(router.now_s + 5)
+        for attempt in sent:
+            attempt.first_token(router.now_s + 5)
         await asyncio.wait(tasks)
     assert went == ["interactive", "default", "batch"]
 
@@ -288,10 +312,7 @@ async def test_engines_get_the_same_order() -> None:
     assert default.order_s - router.now_s == pytest.approx(DELAY * prefill_s)
     sooner_s = INTERACTIVE * router.fleet.loads.scale.busy_s
     assert default.order_s - interactive.order_s == pytest.approx(sooner_s)
-    assert batch.order_s - default.order_s == pytest.approx(BATCH_S)
-
-
-BATCH = Urgency("batch")
+    assert batch.order_s - router.now_s == pytest.approx(BATCH_S)
 
 
 async def test_batch_requests_do_not_count_in_the_limit_of_other_requests(
@@ -302,6 +323,7 @@ async def test_batch_requests_do_not_count_in_the_limit_of_other_requests(
     router = Router("a")
     async with router.running():
         router.send(LONG, "a")
+        router.send(LONG, "a", is_in_lane=True)
         tasks = [await router.asks(urgency=BATCH) for _ in range(3)]
         tasks += [await router.asks() for _ in range(2)]
         for urgency in (BATCH, Urgency()):
@@ -314,7 +336,7 @@ async def test_batch_requests_do_not_count_in_the_limit_of_other_requests(
 async def test_forecasts_do_not_learn_from_batch_requests() -> None:
     router = Router("a")
     async with router.running():
-        sent = router.send(LONG, "a")
+        sent = router.send(LONG, "a", is_in_lane=True)
         task = await router.asks(urgency=BATCH)
         router.now_s += 200
         sent.end()

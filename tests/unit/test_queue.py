@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.messages import MAX_POSITIONS, RouterMessage, Waiting, decode, encode
+from kvroute.contract.priority import BATCH_S
 from kvroute.contract.records import VERSION
-from kvroute.router.placement.loads import ReplicaCapacity
+from kvroute.prefill.speed import PrefillModel
+from kvroute.router.placement.load import ReplicaLoad
+from kvroute.router.placement.loads import LaneRoom, ReplicaCapacity
 from kvroute.router.queueing.forecast import (
     DELAYS,
     LATE,
@@ -24,7 +27,6 @@ from kvroute.router.queueing.forecast import (
     waiting_s,
 )
 from kvroute.router.queueing.queue import (
-    BATCH_S,
     BUSY_BACKLOG,
     DELAY,
     DIVIDE_S,
@@ -36,6 +38,7 @@ from kvroute.router.queueing.queue import (
     QueuedRequest,
 )
 from kvroute.router.queueing.shares import MAX_TENANTS, SCARCE_S, SHARE_S, Shares
+from tests.support.placements import anywhere
 
 UNIT_S = 2.0  # the fleet's unit of time
 BUSY_S, IDLE_BACKLOG_S = BUSY_BACKLOG * UNIT_S, IDLE_BACKLOG * UNIT_S
@@ -52,7 +55,7 @@ Requests = partial(Queue[str], unit_s)
 def held(
     name: str, at_s: float = 0.0, prefill_s: float = 0.1, **more: object
 ) -> QueuedRequest[str]:
-    return QueuedRequest(name, at_s, prefill_s, **more)  # type: ignore[arg-type]
+    return QueuedRequest(name, at_s, prefill_s, place=anywhere, **more)  # type: ignore[arg-type]
 
 
 def queue_of(*requests: QueuedRequest[str]) -> Queue[str]:
@@ -142,26 +145,39 @@ def test_a_priority_moves_the_order_time() -> None:
 # Background requests.
 
 
-def test_a_batch_request_goes_to_an_idle_replica_with_free_memory_when_nothing_else_waits() -> None:
+def with_room(replica_id: str, backlog_s: float = 0.0) -> ReplicaCapacity:
+    """Return a replica that has room for batch requests."""
+    lane = ReplicaLoad(PrefillModel(1000.0, 1e6))
+    return ReplicaCapacity(replica_id, backlog_s, lane=LaneRoom(lane, 1e6, 1e6, 1e6))
+
+
+def test_a_batch_request_goes_to_a_replica_with_room_whatever_else_waits() -> None:
     queue = queue_of(held("batch", is_batch=True), held("other", 50.0))
-    assert sent(queue, ReplicaCapacity("a", IDLE_BACKLOG_S)) == ["other"]
-    assert sent(queue, ReplicaCapacity("a", 0.0, free_share=0.4)) == []
-    replicas = (
-        ReplicaCapacity("a", IDLE_BACKLOG_S),
-        ReplicaCapacity("b", 0.0),
-        ReplicaCapacity("c", 0.0, free_share=0.1),
-    )
-    batch = queue.pop_next(replicas, 0.0)
+    assert sent(queue, BUSY) == []
+    batch = queue.pop_next([BUSY, with_room("b", BUSY_S)], 0.0)
     assert batch
-    assert batch.allowed_ids == ["b"]
+    assert (batch.request, batch.allowed_ids) == ("batch", ["b"])
+    assert sent(queue, BUSY) == []
 
 
-def test_batch_requests_wait_while_another_router_has_requests() -> None:
-    queue = queue_of(held("batch", is_batch=True))
+def test_other_requests_are_sent_before_batch_requests() -> None:
+    queue = queue_of(held("batch", is_batch=True), held("other", 50.0))
+    assert sent(queue, with_room("a")) == ["other", "batch"]
+
+
+def test_a_tenant_above_its_share_waits_while_another_router_has_requests() -> None:
+    queue = shared()
+    queue.add(held("g", tenant="greedy"))
     queue.receive("other", told(held("a")), 0.0)
     assert sent(queue, IDLE) == []
     queue.forget("other")
-    assert sent(queue, IDLE) == ["batch"]
+    assert sent(queue, IDLE) == ["g"]
+
+
+def test_batch_requests_keep_the_order_of_their_sender() -> None:
+    """Short prompts do not pass long ones: neighbours share their beginnings."""
+    batch = [held("long", 0.0, 9.0, is_batch=True), held("short", 1.0, 0.1, is_batch=True)]
+    assert sent(queue_of(*batch), with_room("a")) == ["long", "short"]
 
 
 def test_a_batch_request_is_promoted_after_a_time() -> None:
@@ -240,11 +256,9 @@ def test_the_number_of_counted_tenants_is_bounded() -> None:
 
 def test_a_background_request_that_an_idle_replica_has_cached_goes_first() -> None:
     holders = ["busy"] * 5 + ["idle"] + ["busy"] * LOOKED_AT
-    background = [
-        held(str(number), number, is_batch=True, holder_id=holder_id)
-        for number, holder_id in enumerate(holders)
-    ]
-    queue = queue_of(*background)
+    queue = shared(1e3)
+    for number, holder_id in enumerate(holders):
+        queue.add(held(str(number), number, tenant="greedy", holder_id=holder_id))
     assert sent(queue, IDLE)[:2] == ["5", "0"]
 
 

@@ -19,6 +19,7 @@ from kvroute.router.page import waiting
 from kvroute.router.page.recent import WINDOW_S
 from kvroute.router.page.recent_waits import RecentWaits
 from kvroute.router.queueing.queue import Queue, QueuedRequest
+from tests.support.placements import anywhere
 
 ELSEWHERE = Waiting([1, 7], [0.5, 3.0], [0.25, 8.0])
 
@@ -36,7 +37,7 @@ def filled() -> Queue[None]:
     queue = Queue[None](lambda: 1.0)
     queue.add(QueuedRequest(None, arrived_s=100.0, prefill_s=1.0))
     queue.add(QueuedRequest(None, arrived_s=103.0, prefill_s=0.5))
-    queue.add(QueuedRequest(None, arrived_s=90.0, prefill_s=2.0, is_batch=True))
+    queue.add(QueuedRequest(None, arrived_s=90.0, prefill_s=2.0, is_batch=True, place=anywhere))
     queue.receive("other", ELSEWHERE, 104.0)
     return queue
 
@@ -149,7 +150,7 @@ def test_long_waiting_requests_are_a_warning_with_a_remedy() -> None:
 
 def test_short_waits_and_waiting_batch_requests_are_ok() -> None:
     queue = Queue[None](lambda: 1.0)
-    queue.add(QueuedRequest(None, arrived_s=0.0, prefill_s=1.0, is_batch=True))
+    queue.add(QueuedRequest(None, arrived_s=0.0, prefill_s=1.0, is_batch=True, place=anywhere))
     queue.add(QueuedRequest(None, arrived_s=59.5, prefill_s=1.0))
     (check,) = judged(queue, at_s=60.0)
     assert check.grade == "ok"

@@ -9,8 +9,9 @@ from functools import partial
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST
-from kvroute.contract.keep import SESSION_BITS, RetentionHint, hash_number
+from kvroute.contract.keep import SESSION_BITS, RetentionHint, batch_hint, hash_number
 from kvroute.contract.messages import RouterMessage
+from kvroute.contract.priority import BATCH_S
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
 from kvroute.replay.policies.protocol import Decision, LoadReport, Policy, Setup
@@ -83,6 +84,7 @@ class Production:
             prefill_tokens_per_s=setup.prefill.tokens_per_s,
             attention_tokens=setup.prefill.attention_tokens,
             step_tokens=setup.chunk_tokens,
+            max_num_seqs=setup.max_sequences,
             host=setup.tiers.get(HOST),
         )
         self._fleet.update(ReplicaRecord(name, "replay", 0, facts, Load()) for name in self._names)
@@ -97,6 +99,9 @@ class Production:
         shortest_s = min([candidate.backlog_s for candidate in placement.ranking])
         is_busy = shortest_s >= self._queue.busy_backlog_s
         self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure.value)
+        if request.is_batch:
+            self._queue_up(request, placement, now_s)
+            return
         waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
         if self._seats.can_send(waiter, now_s):
             self._queue_up(request, placement, now_s)
@@ -111,7 +116,12 @@ class Production:
         candidate = placement.ranking[0]
         self._queue.add(
             QueuedRequest(
-                request, now_s, candidate.own_s + candidate.copy_s, holder_id=placement.holder_id
+                request,
+                now_s,
+                candidate.own_s + candidate.copy_s,
+                is_batch=request.is_batch,
+                holder_id=placement.holder_id,
+                place=partial(self._fleet.place_batch, placement),
             )
         )
 
@@ -124,16 +134,19 @@ class Production:
         yield from self._queue_decisions(now_s)
 
     def _queue_decisions(self, now_s: float) -> Iterator[Decision]:
-        while queued := self._queue.pop_next(
-            self._fleet.loads.capacities(self._names, now_s), now_s
-        ):
+        while queued := self._pop_next(now_s):
             yield self._send(queued, now_s)
+
+    def _pop_next(self, now_s: float) -> QueuedRequest[Request] | None:
+        lanes = self._queue.batch > 0
+        capacities = self._fleet.loads.capacities(self._names, now_s, lanes=lanes)
+        return self._queue.pop_next(capacities, now_s)
 
     def wake_after_s(self) -> float | None:
         """Return the seconds until a replica may have capacity, or a session may be idle."""
         waits_s = [RETRY_SHARE * IDLE_S] if self._seats else []
         # Requests in other routers' queues may come first, so their messages matter, too.
-        if self._queue and self._peer_subscriber.alive:
+        if self._queue.batch or (self._queue and self._peer_subscriber.alive):
             waits_s.append(self._queue.wake_s)
         elif self._queue:
             waits_s.append(
@@ -152,16 +165,25 @@ class Production:
         placement = self._place(request, now_s, queued.allowed_ids)
         best = self.best(placement)
         retention = self._retentions.pop(request.index)
-        context = RequestContext(now_s, retention=retention)
+        is_in_lane = self.is_in_lane(queued)
+        context = RequestContext(now_s, retention=retention, is_in_lane=is_in_lane)
         attempt = self._fleet.sent(placement, best.replica_id, str(request.index), now_s, context)
         self._attempts[request.index] = attempt
+        keep = retention.keep
+        if is_in_lane:
+            keep = batch_hint(keep, is_named=request.session is not None)
         return Decision(
             request,
             int(best.replica_id),
-            queued.order_s - now_s,
+            queued.order_s - now_s + (BATCH_S if queued.allowed_ids else 0.0),
             attempt.dispatch.new_tokens,
-            self.retention_hint(retention.keep),
+            self.retention_hint(keep),
+            is_batch=is_in_lane,
         )
+
+    def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
+        """Return whether the request gives way to others at its replica."""
+        return queued.is_batch and not queued.is_promoted
 
     def best(self, placement: Placement) -> Candidate:
         """Return the replica to which the request goes."""
@@ -177,6 +199,7 @@ class Production:
     def on_finish(self, request: Request, now_s: float) -> None:
         attempt = self._attempts.pop(request.index)
         attempt.last_chunk_s, attempt.is_complete = now_s, True
+        attempt.load.record_answer(request.output_tokens)
         attempt.end()
 
     def on_index_change(

@@ -22,6 +22,7 @@ class Setup:
     prefill: PrefillModel
     block_tokens: int  # tokens of one block
     chunk_tokens: int = 8192  # maximum tokens in an engine step: vLLM's max_num_batched_tokens
+    max_sequences: int = 0  # maximum sequences in an engine step; 0: unknown
     tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)  # slower tiers of each replica
 
     @property
@@ -37,6 +38,7 @@ class Decision(NamedTuple):
     order_s: float = 0.0  # added to the request's time of arrival in the replica's queue
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
     keep: RetentionHint | None = None  # retention hint for the request's blocks
+    is_batch: bool = False  # whether the request gives way to others in the replica
 
 
 class LoadReport(NamedTuple):

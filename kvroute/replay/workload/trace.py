@@ -9,6 +9,7 @@ size, the requested model, and the time and outcome of each request. Optional fi
 - `session`: the session of the request.
 - `tools`: true if the model may call tools. `tool_call`, or a `hint` of 1, means the same.
 - `session_end`: true if the client sent the hint that the session ends.
+- `priority`: the priority class if it is not `default`. `batch` requests give way to others.
 """
 
 import json
@@ -49,6 +50,7 @@ class Request:
     answered_s: float | None = None  # recorded seconds from arrival to the end of the answer
     has_tools: bool = False  # whether the model may call tools in this session
     is_end: bool = False  # whether the client sent the hint that the session ends
+    is_batch: bool = False  # whether the request gives way to others: its class is `batch`
     own_blocks: int = 0  # number of blocks at the prompt's end for which the trace has no ids
 
     @property
@@ -185,6 +187,7 @@ def _request(location: str, line: str) -> Request | None:
             answered_s=_answered_s(row),
             has_tools=bool(row.get("tools") or row.get("tool_call") or row.get("hint") == 1),
             is_end=bool(row.get("session_end")),
+            is_batch=row.get("priority") == "batch",
             own_blocks=max(0, reusable - len(ids)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:

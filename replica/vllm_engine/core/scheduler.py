@@ -1,4 +1,4 @@
-"""vLLM's schedulers with nine additions.
+"""vLLM's schedulers with ten additions.
 
 1. Events about blocks have fingerprints.
 2. When the cache is cleared, the event about it is published at once.
@@ -9,6 +9,7 @@
 7. A preempted request leaves no uncomputed blocks in the cache.
 8. If another engine began a response, its grammar continues after the tokens generated so far.
 9. The engine's process ends when its replica ends.
+10. Batch requests give way to other requests in each step (lane.py).
 
 vLLM loads these classes by name in the engine's process. They use private API of the pinned
 version. tests/slow/engines/test_engine.py checks the behaviour that they rely on.
@@ -35,6 +36,7 @@ from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
+from kvroute.replica.vllm_engine.core.lane import BatchLane
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 
@@ -74,6 +76,7 @@ class _Kvroute:
         super().__init__(*args, **kwargs)
         Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
+        self.lane = BatchLane(self)
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()  # None: there is no host tier
         die_with_parent()
@@ -96,6 +99,22 @@ class _Kvroute:
         from kvroute.replica.vllm_engine.host.tier import host_tier_of
 
         return host_tier_of(connector)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan the next step, within the limits of the batch lane; call vLLM's method."""
+        self.lane.begin_step()
+        planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self.lane.end_step(planned)
+        return planned
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """Return how many tokens a request gets in this step; call vLLM's method and the lane."""
+        tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
+            request, num_computed_tokens, num_new_tokens
+        )
+        return self.lane.tokens(request, num_computed_tokens, tokens)
 
     def _free_blocks(self, request: Request) -> None:
         """Pin a request's blocks and set their retention, before they are freed.
