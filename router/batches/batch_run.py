@@ -203,6 +203,7 @@ class BatchRun:
         async with client:
             answering = asyncio.create_task(runner.run(lambda progress: None))
             reason = await self._until_end(answering)
+        await output.sync()  # raises the error if results could not be written
         finalizing_at = int(time.time())
         await self._report(finalizing_at)
         if reason != "done":

@@ -6,12 +6,17 @@ from kvroute.router.batches.records import KINDS, Kind, Run
 
 
 class Output:
-    """The results of one run. They are complete only after `sync`."""
+    """The results of one run. They are complete only after `sync`.
+
+    If `sync` fails once, it fails always: nobody knows which lines were written. The next run finds
+    that out.
+    """
 
     def __init__(self, state: BatchState, run: Run) -> None:
         self._state = state
         self._run = run
         self._lines = {kind: bytearray() for kind in KINDS}
+        self._error: OSError | None = None  # why lines could not be written
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
         """Add the answer to a line."""
@@ -24,8 +29,14 @@ class Output:
 
     async def sync(self) -> None:
         """Write everything to the store. Raises OSError."""
-        for kind in KINDS:
-            await self._sync(kind)
+        if self._error:
+            raise self._error
+        try:
+            for kind in KINDS:
+                await self._sync(kind)
+        except OSError as error:
+            self._error = error
+            raise
 
     async def _sync(self, kind: Kind) -> None:
         if lines := self._lines[kind]:

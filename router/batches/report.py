@@ -20,7 +20,7 @@ def export(runner: BatchRunner, readings: Readings) -> None:
     readings.gauge(
         "kvroute_batches_paused",
         "Batches of this router that wait because files cannot be read or written.",
-        lambda: len(runner.pauses),
+        lambda: len(runner.paused),
     )
     readings.gauge(
         "kvroute_batch_lines_left",
@@ -69,7 +69,7 @@ async def facts(
                 "status": snapshot.status,
                 "still_s": now_s - max(snapshot.record.created_at, snapshot.progress.updated_at),
                 "left_s": snapshot.record.expires_at - now_s,
-                "pause": pause.reason if (pause := runner.pauses.get(snapshot.id)) else "",
+                "pause": runner.paused.get(snapshot.id, ""),
             }
             for snapshot in running[:MAX_SHOWN]
         ],

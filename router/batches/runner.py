@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import httpx
 from redis.exceptions import RedisError
@@ -21,16 +20,9 @@ log = logging.getLogger("kvroute.batches")
 
 LOOK_S = 1.0  # seconds between two looks for batches that nobody runs
 TIDY_S = 600.0  # seconds between two deletions of expired files
-RETRY_S = 5.0  # seconds until a batch is tried again after the store has failed
+RETRY_S, MAX_RETRY_S = 5.0, 60.0  # pause after a failed run of a batch; it doubles each time
 # Each batch that a router runs delays its next attempt to take one, so that routers share them.
 POLITE_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """Why a batch does not go on at the moment."""
-
-    reason: str
 
 
 class BatchRunner:
@@ -66,7 +58,7 @@ class BatchRunner:
         self._max_open = max_open
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, BatchRun] = {}
-        self.pauses: dict[str, Pause] = {}
+        self._reasons: dict[str, str] = {}  # batch -> why its latest run has failed
         self._completed = self._failed = 0  # lines of runs that have ended
         self._usage = Usage()  # tokens of these lines
         self.problem = ""  # why the store cannot be used; empty: it can
@@ -134,7 +126,7 @@ class BatchRunner:
                 await self._leases.release(record.id)
         finally:
             self._tasks.pop(record.id, None)
-            self.pauses.pop(record.id, None)
+            self._reasons.pop(record.id, None)
 
     async def _keep_lease(self, id_: str) -> None:
         """Renew a lease until another router has it."""
@@ -148,20 +140,28 @@ class BatchRunner:
                 continue  # without Redis, no other router can take it
 
     async def _work(self, record: BatchRecord) -> None:
-        """Run a batch to its end; try again while the store fails."""
+        """Run a batch to its end; try again if a run fails."""
+        pause_s = RETRY_S
         while True:
             run = self.runs[record.id] = BatchRun(self._environment, record)
             try:
                 await run.run()
                 return
-            except OSError as error:
-                if record.id not in self.pauses:
-                    log.error("batch %s pauses: %s", record.id, error)
-                self.pauses[record.id] = Pause(str(error))
+            except Exception as error:  # whatever is wrong with a batch must not end the runner
+                if record.id not in self._reasons:
+                    is_known = isinstance(error, OSError)
+                    log.error("batch %s pauses: %s", record.id, error, exc_info=not is_known)
+                self._reasons[record.id] = str(error) or type(error).__name__
             finally:
                 self._count(run)
                 self.runs.pop(record.id, None)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(MAX_RETRY_S, 2 * pause_s)
+
+    @property
+    def paused(self) -> dict[str, str]:
+        """Return the batches that wait for their next run, and why their latest one has failed."""
+        return {id_: why for id_, why in [*self._reasons.items()] if id_ not in self.runs}
 
     @property
     def completed(self) -> int:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
@@ -178,6 +179,26 @@ async def test_only_one_of_two_routers_begins_a_run(tmp_path: Path) -> None:
     assert sum(claim is not None and claim.number == 1 for claim in claims) == 1
     numbers = [claim.number for claim in claims if claim]
     assert len(numbers) == len(set(numbers))
+
+
+async def test_results_that_could_not_be_written_are_not_taken_for_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path)
+    await place.state.create(record(place.state.id))
+    router = await place.begin()
+    router.output.write("1", status=200, request_id="r", body=b"{}")
+
+    async def fail(run: Run, kind: Kind, lines: bytes) -> None:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as context:
+        context.setattr(place.state, "append", fail)
+        with pytest.raises(OSError, match="full"):
+            await router.output.sync()
+    with pytest.raises(OSError, match="full"):
+        await router.output.sync()
+    assert (await place.begin()).left == [*range(LINES)]
 
 
 async def test_a_damaged_record_hides_only_its_batch(tmp_path: Path) -> None:
