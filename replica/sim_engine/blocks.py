@@ -76,10 +76,6 @@ class BlockPool:
         """Return the number of blocks cached under each hash."""
         return dict(self._cache.copies())
 
-    def copies_in_host(self) -> dict[BlockHash, int]:
-        """Return the number of blocks in host memory under each hash."""
-        return dict.fromkeys(self._host or (), 1)
-
     def table(self, token_ids: TokenIds, scope: Scope) -> Table:
         """Return a new block table that holds no blocks yet."""
         return Table(token_ids.tolist(), scope, self._space.chain(token_ids, scope))
@@ -233,7 +229,7 @@ class BlockPool:
     def emit_held(self) -> None:
         """Emit an event with all cached blocks."""
         if self.prefix_caching:
-            host = [] if self._host is None else [self.copies_in_host()]
+            host = [] if self._host is None else [dict.fromkeys(self._host, 1)]
             self._events.append(BlocksHeld([self.copies(), *host]))
 
     def drain(self) -> list[KVEvent]:
