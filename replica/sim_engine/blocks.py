@@ -229,8 +229,10 @@ class BlockPool:
     def emit_held(self) -> None:
         """Emit an event with all cached blocks."""
         if self.prefix_caching:
-            host = [] if self._host is None else [dict.fromkeys(self._host, 1)]
-            self._events.append(BlocksHeld([self.copies(), *host]))
+            copies = [self.copies()]
+            if self._host is not None:
+                copies.append(dict.fromkeys(self._host, 1))
+            self._events.append(BlocksHeld(copies))
 
     def drain(self) -> list[KVEvent]:
         """Return the events since the last call, in order."""

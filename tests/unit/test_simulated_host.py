@@ -196,7 +196,7 @@ async def test_the_block_table_publishes_host_blocks_as_such(make: MakeEngine) -
     table.apply(await pending_events(engine), Changes())
     gpu = {hash_ for hash_ in engine._pool.copies() if isinstance(hash_, int)}
     host = {hash_ for hash_ in engine._pool._host or () if isinstance(hash_, int)}
-    assert set(table.held()) == gpu | {group_fingerprint(hash_, HOST_GROUPS) for hash_ in host}  # type: ignore[arg-type]
+    assert set(table.held()) == gpu | {group_fingerprint(hash_, HOST_GROUPS) for hash_ in host}
     assert len(host) == 12
 
 
