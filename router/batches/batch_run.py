@@ -89,6 +89,7 @@ class BatchRun:
         self._before = Report()  # the results of earlier runs
         self._given_up = 0  # lines that got an error because the batch has ended
         self._reported = Progress()
+        self._output: Output | None = None  # None: no line was sent yet
         self.progress = RunProgress(0)
         self._speed = _Speed()
 
@@ -187,7 +188,7 @@ class BatchRun:
         remaining = await self._path(_remaining(run))
         order = await asyncio.to_thread(np.load, remaining)
         await asyncio.to_thread(remaining.unlink)
-        output = Output(self._state, run)
+        output = self._output = Output(self._state, run)
         client = self._environment.client(self.record)
         runner = Runner(
             client,
@@ -203,7 +204,6 @@ class BatchRun:
         async with client:
             answering = asyncio.create_task(runner.run(lambda progress: None))
             reason = await self._until_end(answering)
-        await output.sync()  # raises the error if results could not be written
         finalizing_at = int(time.time())
         await self._report(finalizing_at)
         if reason != "done":
@@ -234,7 +234,10 @@ class BatchRun:
             await asyncio.gather(working, return_exceptions=True)
 
     async def _report(self, finalizing_at: int | None = None) -> None:
+        """Record how far the batch is. All results that it counts can be read then."""
         progress = msgspec.structs.replace(self.counted(), finalizing_at=finalizing_at)
+        if self._output:
+            await self._output.sync()
         if progress == msgspec.structs.replace(self._reported, updated_at=0):
             return
         progress = msgspec.structs.replace(progress, updated_at=int(time.time()))

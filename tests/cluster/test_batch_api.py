@@ -26,17 +26,18 @@ def line(custom_id: str, body: dict[str, Any], url: str = CHAT) -> str:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
 
 
-def chats(model: str, count: int, *, max_tokens: int = 2) -> list[str]:
+def chats(model: str, count: int, *, long: int = 0) -> list[str]:
+    """Return lines with short answers, and `long` lines with answers that take ten seconds."""
     return [
         line(
             str(number),
             {
                 "model": model,
                 "messages": [{"role": "user", "content": f"{number % 7} {'x ' * 50}{number}"}],
-                "max_tokens": max_tokens,
+                "max_tokens": 2 if number < count else 5000,
             },
         )
-        for number in range(count)
+        for number in range(count + long)
     ]
 
 
@@ -133,7 +134,7 @@ def test_a_bad_file_is_refused_with_its_line_numbers(client: OpenAI, model: str)
 
 
 def test_a_cancelled_batch_keeps_its_results(client: OpenAI, model: str) -> None:
-    batch = create(client, chats(model, 2000, max_tokens=100))
+    batch = create(client, chats(model, 30, long=300))
     wait_until(lambda: completed(client, batch) > 0)
     output = client.batches.retrieve(batch.id).output_file_id
     assert results(client, output)  # it can be read while the batch runs
@@ -144,7 +145,7 @@ def test_a_cancelled_batch_keeps_its_results(client: OpenAI, model: str) -> None
     assert batch.status == "cancelled"
     assert batch.cancelling_at is not None
     done, left = results(client, batch.output_file_id), results(client, batch.error_file_id)
-    assert len(done) + len(left) == 2000
+    assert len(done) + len(left) == 330
     assert done.keys().isdisjoint(left)
     assert {error["error"]["code"] for error in left.values()} == {"batch_cancelled"}
     assert {error["response"] for error in left.values()} == {None}
@@ -152,14 +153,12 @@ def test_a_cancelled_batch_keeps_its_results(client: OpenAI, model: str) -> None
 
 
 def test_a_batch_expires_at_the_end_of_its_window(client: OpenAI, model: str) -> None:
-    batch = ended(
-        client, create(client, chats(model, 2000, max_tokens=100), completion_window="4s")
-    )
+    batch = ended(client, create(client, chats(model, 30, long=300), completion_window="4s"))
     assert batch.status == "expired"
     left = results(client, batch.error_file_id)
     assert {error["error"]["code"] for error in left.values()} == {"batch_expired"}
     assert batch.request_counts is not None
-    assert batch.request_counts.completed + len(left) == 2000
+    assert batch.request_counts.completed + len(left) == 330
 
 
 def test_a_file_is_stored_listed_and_deleted(client: OpenAI, cluster: Cluster) -> None:
@@ -256,8 +255,8 @@ def test_other_requests_are_answered_while_a_large_file_is_uploaded(cluster: Clu
 
 
 def test_a_batch_does_not_delay_other_clients(client: OpenAI, model: str) -> None:
-    """A request is answered at once although a batch has thousands of lines left."""
-    batch = create(client, chats(model, 3000, max_tokens=50))
+    """A request is answered at once although a batch has hundreds of lines left."""
+    batch = create(client, chats(model, 30, long=300))
     wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
     try:
         for _ in range(5):

@@ -54,7 +54,8 @@ def test_the_order_of_a_batch_saves_two_thirds_of_the_tokens(
         found = client.batches.retrieve(batch)
         assert found.output_file_id is not None
         ordered = computed_tokens(client.files.content(found.output_file_id).text)
-    assert ordered < plain / 3, (ordered, plain)
+    print(f"computed prompt tokens: {plain} in the order of the file, {ordered} as a batch")
+    assert ordered < plain / 3
 
 
 def asked(client: OpenAI, run: str) -> list[str]:

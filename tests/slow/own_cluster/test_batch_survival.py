@@ -46,13 +46,18 @@ def test_another_router_goes_on(tmp_path: Path, blow: signal.Signals) -> None:
         for share in (0.2, 0.4, 0.6):
             wait_until(lambda: completed(client, batch) >= share * LINES)  # noqa: B023
             before = runs_in(tmp_path, batch)
-            victim = next(router for router in cluster.routers() if router not in struck)
+            wait_until(lambda: unstruck(cluster, struck))
+            victim = unstruck(cluster, struck)[0]
             victim.send_signal(blow)
             go_on(struck)
             struck.append(victim)
             wait_until(lambda: runs_in(tmp_path, batch) > before or is_final(client, batch))  # noqa: B023
         go_on(struck)
         ends(client, batch)
+
+
+def unstruck(cluster: Cluster, struck: list[psutil.Process]) -> list[psutil.Process]:
+    return [router for router in cluster.routers() if router not in struck]
 
 
 def go_on(processes: list[psutil.Process]) -> None:
