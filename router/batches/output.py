@@ -1,5 +1,7 @@
 """Collects the results of one run of a batch, and writes them to the store."""
 
+import asyncio
+
 from kvroute.batch.results import result_line, unanswered_line
 from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.records import KINDS, Kind, Run
@@ -16,6 +18,7 @@ class Output:
         self._state = state
         self._run = run
         self._lines = {kind: bytearray() for kind in KINDS}
+        self._lock = asyncio.Lock()  # only one call at a time may append to a file
         self._error: OSError | None = None  # why lines could not be written
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
@@ -29,14 +32,15 @@ class Output:
 
     async def sync(self) -> None:
         """Write everything to the store. Raises OSError."""
-        if self._error:
-            raise self._error
-        try:
-            for kind in KINDS:
-                await self._sync(kind)
-        except OSError as error:
-            self._error = error
-            raise
+        async with self._lock:
+            if self._error:
+                raise self._error
+            try:
+                for kind in KINDS:
+                    await self._sync(kind)
+            except OSError as error:
+                self._error = error
+                raise
 
     async def _sync(self, kind: Kind) -> None:
         if lines := self._lines[kind]:
