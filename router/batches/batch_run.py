@@ -106,7 +106,7 @@ class BatchRun:
         if not faults:
             preparing = asyncio.create_task(self._prepare(run, path))
             if (reason := await self._until_end(preparing)) != "done":
-                await self._state.finish(run, "cancelled" if reason == "cancelled" else "expired")
+                await self._state.finish(run, "expired" if reason == "expired" else "cancelled")
                 return
             self._before = preparing.result()
             faults = self._before.faults

@@ -26,6 +26,8 @@ PURPOSE = "batch"  # purpose of files that are the input of batches
 RESULTS = "batch_output"  # purpose of files with the results of batches
 WINDOW = re.compile(r"(\d{1,6})([smhd])\Z")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+RESULTS_TTL_S = 30 * 86_400  # seconds until results expire, as in OpenAI's API
+FORGOTTEN_S = 60 * 86_400  # seconds after its end for which a batch is kept, without its results
 MAX_WINDOW_S = 30 * 86_400  # longest completion window
 
 Text = Annotated[str, Field(max_length=512)]
@@ -145,18 +147,25 @@ class Batches:
         found.sort(key=lambda snapshot: (-snapshot.record.created_at, snapshot.record.id))
         return found
 
+    async def delete_old(self) -> None:
+        """Delete batches that ended long ago and have no results any more. Raises OSError."""
+        limit = time.time() - FORGOTTEN_S
+        kept = {record.batch for record in await self._files.all()}
+        for snapshot in await self.listed(None):
+            if snapshot.end and snapshot.end.at < limit and snapshot.id not in kept:
+                await BatchState(self._store, snapshot.id).delete()
+                self._ended.pop(snapshot.id, None)
+
     async def register_results(self, record: BatchRecord, kind: Kind) -> None:
         """Add the file with the results of a batch to the files. Raises OSError."""
-        expires_at = None
-        if record.output_ttl_s is not None:
-            expires_at = record.created_at + record.output_ttl_s
+        ttl_s = RESULTS_TTL_S if record.output_ttl_s is None else record.output_ttl_s
         file = FileRecord(
             record.output_file_id if kind == "output" else record.error_file_id,
             record.tenant,
             filename=f"{record.id}_{kind}.jsonl",
             purpose=RESULTS,
             created_at=record.created_at,
-            expires_at=expires_at,
+            expires_at=int(time.time()) + ttl_s,
             batch=record.id,
             kind=kind,
         )

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,9 +52,20 @@ class Files:
         self._uploading = Counter[str]()  # bytes of running uploads, by tenant
 
     async def add(
-        self, upload: Upload, parts: AsyncIterable[bytes], tenant: str, limits: TenantLimits | None
+        self,
+        parts: AsyncIterable[bytes],
+        describe: Callable[[], Upload],
+        tenant: str,
+        limits: TenantLimits | None,
     ) -> FileRecord:
         """Store a file whose content arrives in parts.
+
+        Args:
+            parts: the content.
+            describe: returns what the client says about the file; called after the last part. If
+                it raises ApiError, the file is deleted.
+            tenant: the owner; empty: the cluster has no API keys.
+            limits: the limits of the tenant.
 
         Raises:
             ApiError: the file is too large, or a quota is exceeded.
@@ -70,6 +81,10 @@ class Files:
         bounded = self._bounded(parts, tenant, used=used, total=total, limits=limits)
         try:
             size = await self._store.upload(f"{FOLDER}/{id_}.data", bounded.chunks())
+            upload = describe()
+        except ApiError:
+            await self._store.delete(f"{FOLDER}/{id_}.data")
+            raise
         finally:
             self._uploading[tenant] -= bounded.size
         record = FileRecord(

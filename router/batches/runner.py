@@ -77,6 +77,7 @@ class BatchRunner:
                     tidied_s = asyncio.get_running_loop().time()
                     with suppress(OSError):
                         await self._files.delete_expired()
+                        await self._batches.delete_old()
         finally:
             await self.stop()
 

@@ -32,15 +32,14 @@ async def upload_file(request: Request, service: Service) -> Response:
     """Store an uploaded file."""
     form = UploadForm(request)
     await form.begin()
-    upload = Upload(
-        filename=(form.filename or "file")[:MAX_NAME],
-        purpose=_purpose(form.fields),
-        ttl_s=_ttl_s(form.fields),
-    )
-    content = form.content()
+    if "purpose" in form.fields:
+        _described(form)  # refuse it before the file is read
     with needing_store():
         record = await service.files.add(
-            upload, content, tenant_of(caller_of(request)), limits_of(request)
+            form.content(),
+            lambda: _described(form),  # some clients send fields behind the file
+            tenant_of(caller_of(request)),
+            limits_of(request),
         )
     return JSONResponse(as_object(record))
 
@@ -124,13 +123,21 @@ async def _found(file_id: str, request: Request, service: BatchService) -> FileR
         return await service.files.get(file_id, tenant_of(caller_of(request)))
 
 
+def _described(form: UploadForm) -> Upload:
+    """Return what the fields of a form say about its file. Raises ApiError."""
+    return Upload(
+        filename=(form.filename or "file")[:MAX_NAME],
+        purpose=_purpose(form.fields),
+        ttl_s=_ttl_s(form.fields),
+    )
+
+
 def _purpose(fields: dict[str, str]) -> str:
     purpose = fields.get("purpose")
     if purpose not in PURPOSES:
         raise invalid(
             "purpose",
-            f"purpose is {shown(purpose)}; expected {', '.join(PURPOSES)}, as a field of the form "
-            "before the file",
+            f"purpose is {shown(purpose)}; expected {', '.join(PURPOSES)}, as a field of the form",
         )
     return purpose
 

@@ -236,6 +236,21 @@ def test_wrong_uploads_are_refused(client: OpenAI, cluster: Cluster) -> None:
     assert answer.status_code == 403
 
 
+def test_a_purpose_may_follow_the_file(cluster: Cluster) -> None:
+    """OpenAI's JavaScript client sends the file first."""
+    body = (
+        b'--x\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n{}\r\n'
+        b'--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
+    )
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    answer = httpx.post(f"{cluster.url}/v1/files", content=body, headers=headers)
+    assert (answer.json()["purpose"], answer.json()["bytes"]) == ("batch", 2)
+    refused = httpx.post(
+        f"{cluster.url}/v1/files", content=body.replace(b"batch", b"other"), headers=headers
+    )
+    assert refused.status_code == 400
+
+
 def test_other_requests_are_answered_while_a_large_file_is_uploaded(cluster: Cluster) -> None:
     """An upload is neither kept in memory nor does it stop the router."""
     seen: list[int] = []

@@ -11,13 +11,13 @@ from kvroute.files.folder import Folder
 from kvroute.keys.keyring import Caller
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
+from kvroute.router.batches import batches as batches_module
 from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.batches import BatchBody, Batches, as_object
 from kvroute.router.batches.files import Files, Upload
 from kvroute.router.batches.records import FileRecord
 
 CHAT = "/v1/chat/completions"
-UPLOAD = Upload("name", "batch", ttl_s=None)
 
 
 @pytest.fixture
@@ -43,9 +43,8 @@ async def parts(size: int) -> AsyncIterator[bytes]:
 async def add(
     files: Files, size: int = 1, tenant: str = "", limits: TenantLimits | None = None, **more: Any
 ) -> FileRecord:
-    return await files.add(
-        Upload("name", "batch", ttl_s=more.get("ttl_s")), parts(size), tenant, limits
-    )
+    upload = Upload("name", "batch", ttl_s=more.get("ttl_s"))
+    return await files.add(parts(size), lambda: upload, tenant, limits)
 
 
 async def test_a_tenant_sees_only_its_own_files(files: Files) -> None:
@@ -151,6 +150,35 @@ async def test_results_cannot_be_deleted_while_their_batch_runs(
     await state.finish(run, "completed")
     await files.delete(output)
     assert await files.listed("") == [file]
+
+
+async def test_a_file_that_is_described_wrongly_is_not_kept(files: Files, store: Folder) -> None:
+    def refuse() -> Upload:
+        raise ApiError(400, "no purpose")
+
+    with pytest.raises(ApiError, match="no purpose"):
+        await files.add(parts(5), refuse, "", None)
+    assert await store.names("files") == []
+
+
+async def test_batches_without_results_are_forgotten_after_a_long_time(
+    files: Files, batches: Batches, store: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = await add(files)
+    created = [
+        await batches.create(BatchBody(input_file_id=file.id, endpoint=CHAT), None, None)
+        for _ in range(3)
+    ]
+    for batch in created[:2]:
+        run = await BatchState(store, batch.id).claim("router")
+        assert run is not None
+        await BatchState(store, batch.id).finish(run, "completed")
+    await batches.register_results(created[0].record, "output")
+    await batches.delete_old()
+    assert len(await batches.listed("")) == 3
+    monkeypatch.setattr(batches_module, "FORGOTTEN_S", -10)
+    await batches.delete_old()
+    assert {batch.id for batch in await batches.listed("")} == {created[0].id, created[2].id}
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("24h", 86_400), ("90m", 5400), ("7d", 604_800)])
