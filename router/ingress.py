@@ -102,9 +102,10 @@ class Router:
 
         `kvroute serve` calls this through Serve when it shuts down.
         """
+        running = self._answers.stop()
         if self._batches:
             await self._batches.stop()
-        return self._answers.stop()
+        return running
 
     async def end_answers(self) -> None:
         """End all running answers with an error."""

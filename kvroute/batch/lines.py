@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from kvroute.contract.unreadable import DECODE_ERRORS
 
 MAX_FAULTS = 100  # faults of a file that are reported
-MAX_LINE_BYTES = 256 << 20  # longest line that is read into memory; the cluster's limit is lower
+MAX_LINE_BYTES = 64 << 20  # default limit of a line
 # Paths of requests with one answer that is not a stream.
 PATHS = (
     "/v1/chat/completions",
@@ -122,7 +122,11 @@ class Lines:
 
 
 def open_lines(
-    path: Path, observe: Callable[[BatchLine], None] = lambda line: None, *, endpoint: str = ""
+    path: Path,
+    observe: Callable[[BatchLine], None] = lambda line: None,
+    *,
+    endpoint: str = "",
+    max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Lines:
     """Read a file and check all of its lines.
 
@@ -130,6 +134,7 @@ def open_lines(
         path: the file.
         observe: called with each line, in the order of the file.
         endpoint: the `url` that all lines must have; empty: each line has its own.
+        max_line_bytes: longer lines are faults.
 
     Raises:
         BadLinesError: lines are not valid, or share a custom_id, or there are none.
@@ -137,20 +142,26 @@ def open_lines(
     """
     with ExitStack() as opened:
         file = opened.enter_context(path.open("rb"))
-        lines = _checked(file, observe, endpoint)
+        lines = _checked(file, observe, endpoint, max_line_bytes)
         opened.pop_all()  # the file stays open
     return lines
 
 
-def _checked(file: BinaryIO, observe: Callable[[BatchLine], None], endpoint: str) -> Lines:
+def _checked(
+    file: BinaryIO, observe: Callable[[BatchLine], None], endpoint: str, max_line_bytes: int
+) -> Lines:
     starts, ids, faults = array("Q"), array("Q"), list[Fault]()
     numbers = array("Q")  # number of each line in the file, counted from 1 with empty lines
     end = 0
-    for number, (start, text) in enumerate(_texts(file), start=1):
+    for number, (start, text) in enumerate(_texts(file, max_line_bytes), start=1):
         end = start + len(text)
         if text.isspace():
             continue
-        line = _decoded(number, text, endpoint)
+        line = (
+            _decoded(number, text, endpoint)
+            if len(text) <= max_line_bytes
+            else _too_long(number, max_line_bytes)
+        )
         if isinstance(line, Fault):
             faults.append(line)
             if len(faults) == MAX_FAULTS:
@@ -171,12 +182,12 @@ def _checked(file: BinaryIO, observe: Callable[[BatchLine], None], endpoint: str
     return Lines(file, np.array(starts, dtype=np.uint64), hashes)
 
 
-def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield where each line starts, and its first MAX_LINE_BYTES + 1 bytes."""
+def _texts(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line starts, and its first `limit + 1` bytes."""
     start = 0
-    while text := file.readline(MAX_LINE_BYTES + 1):
+    while text := file.readline(limit + 1):
         yield start, text
-        while not text.endswith(b"\n") and (more := file.readline(MAX_LINE_BYTES)):
+        while not text.endswith(b"\n") and (more := file.readline(limit)):
             start += len(text)
             text = more
         start += len(text)
@@ -184,9 +195,6 @@ def _texts(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 def _decoded(number: int, text: bytes, endpoint: str) -> BatchLine | Fault:
     """Return a line of the file, or why it cannot be used."""
-    if len(text) > MAX_LINE_BYTES:
-        message = f"the line has more than {MAX_LINE_BYTES} bytes; send a shorter prompt"
-        return Fault(number, "line_too_long", message)
     try:
         line = _DECODER.decode(text)
     except msgspec.ValidationError as error:
@@ -198,6 +206,11 @@ def _decoded(number: int, text: bytes, endpoint: str) -> BatchLine | Fault:
         message = f"url is {line.url}, but the batch's endpoint is {endpoint}"
         return Fault(number, "mismatched_endpoint", message)
     return line
+
+
+def _too_long(number: int, limit: int) -> Fault:
+    message = f"the line has more than {limit} bytes; send a shorter prompt, or raise --max-body-mb"
+    return Fault(number, "line_too_long", message)
 
 
 def id_hash(custom_id: str) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from kvroute.batch.lines import BadLinesError, Fault, Lines, id_hash, open_lines
+from kvroute.batch.lines import MAX_LINE_BYTES, BadLinesError, Fault, Lines, id_hash, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.usage import Answer, Usage
 from kvroute.contract.unreadable import DECODE_ERRORS
@@ -42,6 +42,7 @@ class Job(Struct, frozen=True):
     index: str  # path of the index; it is made if it is missing
     remaining: str  # path of the file for the indexes of lines without a result, in their order
     parts: tuple[Part, ...] = ()
+    max_line_bytes: int = MAX_LINE_BYTES
 
 
 class Report(Struct, frozen=True):
@@ -95,7 +96,13 @@ def _make_index(job: Job, index: Path) -> None:
     temporary.mkdir(mode=0o700)
     try:
         sorter = Sorter(folder=temporary)
-        with closing(open_lines(Path(job.file), sorter.add, endpoint=job.endpoint)) as lines:
+        lines = open_lines(
+            Path(job.file),
+            sorter.add,
+            endpoint=job.endpoint,
+            max_line_bytes=job.max_line_bytes,
+        )
+        with closing(lines):
             np.save(temporary / STARTS, lines.starts)
             np.save(temporary / IDS, lines.ids)
         np.save(temporary / ORDER, np.array(sorter.order(), dtype=np.uint64))

@@ -10,8 +10,9 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import httpx
 import msgspec
@@ -68,6 +69,8 @@ class Runner:
         total: int,
         max_open: Callable[[], int],
         headers: Callable[[], Mapping[str, str]] = dict,
+        max_tries: int | None = MAX_TRIES,
+        threads: Executor | None = None,
     ) -> None:
         """Create a runner.
 
@@ -79,6 +82,8 @@ class Runner:
             total: number of all lines.
             max_open: returns the upper bound of the open requests.
             headers: returns further headers of the next request.
+            max_tries: answers with TRY_AGAIN after which a line has failed; None: no limit.
+            threads: reads the lines; None: asyncio's own threads.
         """
         self._client = client
         self._read = read
@@ -91,6 +96,8 @@ class Runner:
         self._results = results
         self._max_open = max_open
         self._headers = headers
+        self._max_tries = max_tries
+        self._threads = threads
         self._window = float(START_OPEN)  # requests that may be open
         self.progress = Progress(total, done=total - len(self._waiting))
 
@@ -143,8 +150,22 @@ class Runner:
 
     async def _answer(self, index: int) -> None:
         """Send a line until it has a final answer, and write the answer."""
+        line = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, index)
+        try:
+            self._write(line, await self._final_answer(line))
+        except (OSError, RefusedError):
+            raise
+        except Exception as error:  # whatever is wrong with a line must not end the others
+            text = f"{type(error).__name__}: {error}"
+            body = msgspec.json.encode({"error": {"message": text, "type": "server_error"}})
+            self._results.write(line.custom_id, status=500, request_id="", body=body)
+            self.progress.done += 1
+            self.progress.failed += 1
+        self._sent.remove(index)
+
+    async def _final_answer(self, line: SentLine) -> httpx.Response:
+        """Send a line until it has a final answer."""
         pause_s, tries = FIRST_PAUSE_S, 0
-        line = await asyncio.to_thread(self._read, index)
         content, id_ = _without_stream(line.body), uuid.uuid4().hex
         while True:
             headers = {REQUEST_ID: id_, **self._headers()}
@@ -158,10 +179,10 @@ class Runner:
                 if response.status_code == httpx.codes.UNAUTHORIZED:
                     raise RefusedError(response.text)
                 tries += 1
-                if response.status_code not in TRY_AGAIN or tries == MAX_TRIES:
-                    self._write(line, response)
-                    self._sent.remove(index)
-                    return
+                may_help = response.headers.get("x-should-retry") != "false"
+                may_help &= response.status_code in TRY_AGAIN and tries != self._max_tries
+                if not may_help:
+                    return response
                 self._window = max(1.0, self._window - 1)
                 pause_s = max(pause_s, _retry_after_s(response))
             await asyncio.sleep(pause_s)
@@ -169,7 +190,7 @@ class Runner:
 
     def _write(self, line: SentLine, response: httpx.Response) -> None:
         is_queued = float(response.headers.get(QUEUED_HEADER) or 0) > 0
-        change = -1 if is_queued else 1
+        change = -1 if is_queued or response.is_error else 1
         self._window = min(float(self._max_open()), max(1.0, self._window + change))
         self._results.write(
             line.custom_id,
@@ -186,7 +207,7 @@ def _without_stream(body: msgspec.Raw) -> bytes:
     """Return a body that does not ask for a stream, since a line has one answer."""
     if b"stream" not in bytes(body):
         return bytes(body)
-    fields: dict[str, Any] = msgspec.json.decode(body)
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     kept = {name: value for name, value in fields.items() if not name.startswith("stream")}
     return msgspec.json.encode(kept)
 

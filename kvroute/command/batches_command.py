@@ -106,16 +106,14 @@ def results(
         fail(f"the batch has no {'failed lines' if errors else 'answers'}; {found['status']}")
     path = f"/v1/files/{file}/content"
     try:
-        with (
-            httpx.stream("GET", url + path, headers=key_headers(), timeout=TIMEOUT) as response,
-            output.open("wb") as written,
-        ):
+        with httpx.stream("GET", url + path, headers=key_headers(), timeout=TIMEOUT) as response:
             if response.is_error:
                 response.read()
                 fail(error_message(response.json()) or f"GET {path}: {response.status_code}")
-            for chunk in response.iter_bytes():
-                written.write(chunk)
-    except httpx.HTTPError as error:
+            with output.open("wb") as written:
+                for chunk in response.iter_bytes():
+                    written.write(chunk)
+    except (httpx.HTTPError, ValueError) as error:
         fail(no_cluster(url, error))
     except OSError as error:
         fail(f"{output} cannot be written ({error.strerror})")

@@ -5,6 +5,7 @@ NAME/000000000001 and so on. Routers read files through a local copy where they 
 """
 
 import shutil
+import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -121,13 +122,18 @@ class Bucket:
         path, size = self._local / name, await self.size(name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if size and not (path.exists() and path.stat().st_size == size):
-            with path.open("wb") as file:
+            temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+            with temporary.open("wb") as file:
                 async for chunk in self.chunks(name, 0, size):
                     file.write(chunk)
+            temporary.replace(path)
         return path
 
     async def free_bytes(self) -> int:
         return UNLIMITED
+
+    def used_bytes_now(self) -> int:
+        return 0
 
     def free_bytes_now(self) -> int:
         return UNLIMITED

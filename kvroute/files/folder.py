@@ -92,6 +92,10 @@ class Folder:
     async def free_bytes(self) -> int:
         return await self._run(self.free_bytes_now)
 
+    def used_bytes_now(self) -> int:
+        """Return the size of all files in the folder. This waits for the disk."""
+        return sum(path.lstat().st_size for path in self.root.rglob("*"))
+
     def free_bytes_now(self) -> int:
         """Return how many more bytes the disk can store. This waits for the disk."""
         return shutil.disk_usage(self.root).free

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,7 @@ from kvroute.contract.priority import less_urgent
 from kvroute.files.store import FileStore
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import PRIORITY
-from kvroute.router.batches.batch_state import BatchState
+from kvroute.router.batches.batch_state import BatchState, Snapshot
 from kvroute.router.batches.batches import Batches
 from kvroute.router.batches.files import Files
 from kvroute.router.batches.output import Output
@@ -61,6 +62,9 @@ class Environment:
     client: Callable[[BatchRecord], httpx.AsyncClient]
     may_run: Callable[[BatchRecord], bool]
     share: Callable[[], int]
+    max_line_bytes: int
+    threads: Executor  # reads lines
+    checks: asyncio.Semaphore  # limits how many files are checked at the same time
 
 
 @dataclass
@@ -100,25 +104,33 @@ class BatchRun:
             OSError: the store cannot be used.
         """
         run = await self._state.claim(self._environment.router)
-        if run is None:
-            return  # another router has begun a run at the same moment
+        snapshot = await self._state.snapshot()
+        if run is None or snapshot is None:
+            return
+        try:
+            await self._run(run, snapshot)
+        finally:
+            with suppress(OSError):
+                await self._state.tidy()
+
+    async def _run(self, run: Run, snapshot: Snapshot) -> None:
         path, faults = await self._input()
         if not faults:
             preparing = asyncio.create_task(self._prepare(run, path))
-            if (reason := await self._until_end(preparing)) != "done":
+            if snapshot.started is None and (reason := await self._until_end(preparing)) != "done":
                 await self._state.finish(run, "expired" if reason == "expired" else "cancelled")
                 return
-            self._before = preparing.result()
+            self._before = await preparing
             faults = self._before.faults
         if faults:
-            await self._state.finish(run, "failed", faults=faults)
+            progress = snapshot.progress
+            await self._state.finish(run, "failed", faults=faults, progress=progress)
             return
         await self._environment.batches.register_results(self.record, "output")
         await self._state.start(self._before.total)
         lines = await asyncio.to_thread(open_index, path, await self._path("index"))
         with closing(lines):
             await self._answer(run, lines)
-        await self._state.tidy()
 
     def counted(self) -> Progress:
         """Return how far the batch is, with earlier runs."""
@@ -149,7 +161,7 @@ class BatchRun:
         """Return the path of the input, or why there is none."""
         files, record = self._environment.files, self.record
         try:
-            file = await files.get(record.input_file_id, record.tenant)
+            file = await files.find(record.input_file_id, record.tenant)
         except ApiError as error:
             return Path(), (Fault(None, "input_file_missing", str(error)),)
         return await files.path_of(file), ()
@@ -167,21 +179,10 @@ class BatchRun:
             index=str(await self._path("index")),
             remaining=str(await self._path(_remaining(run))),
             parts=tuple(parts),
+            max_line_bytes=self._environment.max_line_bytes,
         )
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", prepare.__name__),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        try:
-            output, problem = await process.communicate(msgspec.json.encode(job))
-        finally:
-            with suppress(ProcessLookupError):
-                process.kill()
-        if process.returncode:
-            raise OSError(f"its lines cannot be read: {problem.decode(errors='replace')[-300:]}")
-        return msgspec.json.decode(output, type=Report)
+        async with self._environment.checks:
+            return await _prepared(job)
 
     async def _answer(self, run: Run, lines: Lines) -> None:
         """Answer the lines without a result, and end the batch."""
@@ -198,6 +199,8 @@ class BatchRun:
             total=len(lines),
             max_open=self._environment.share,
             headers=self._headers,
+            max_tries=None,
+            threads=self._environment.threads,
         )
         self.progress = runner.progress
         self._speed = _Speed(done=runner.progress.done)
@@ -218,17 +221,17 @@ class BatchRun:
         """Wait until a task is done, or until the batch has to end; then cancel the task."""
         try:
             while True:
-                done, _ = await asyncio.wait({working}, timeout=REPORT_S)
-                if done:
-                    working.result()
-                    return "done"
-                await self._report()
                 if time.time() >= self.record.expires_at:
                     return "expired"
                 if await self._state.is_cancelled():
                     return "cancelled"
                 if not self._environment.may_run(self.record):
                     return "refused"
+                done, _ = await asyncio.wait({working}, timeout=REPORT_S)
+                if done:
+                    working.result()
+                    return "done"
+                await self._report()
         finally:
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
@@ -268,6 +271,24 @@ class BatchRun:
 
     async def _path(self, file: str) -> Path:
         return await self._environment.store.path_of(self._state.name(file))
+
+
+async def _prepared(job: Job) -> Report:
+    """Do a job in a child process. Raises OSError."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", prepare.__name__),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        output, problem = await process.communicate(msgspec.json.encode(job))
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+    if process.returncode:
+        raise OSError(f"its lines cannot be read: {problem.decode(errors='replace')[-300:]}")
+    return msgspec.json.decode(output, type=Report)
 
 
 def _remaining(run: Run) -> str:

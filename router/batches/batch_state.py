@@ -104,8 +104,13 @@ class BatchState:
         return await self._store.size(self.name("cancel.json")) > 0
 
     async def claim(self, router: str) -> Run | None:
-        """Begin a run. Return None if another router has begun one at the same moment."""
+        """Begin a run.
+
+        Return None if the batch has ended, or if another router has begun a run at the same moment.
+        """
         names = await self._store.names(f"{FOLDER}/{self.id}")
+        if "end.json" in names:
+            return None
         latest = await self._read(f"run-{_latest(names)}.json", Run, names)
         run = Run(
             _latest(names) + 1,
@@ -168,7 +173,9 @@ class BatchState:
 
     async def tidy(self) -> None:
         """Delete what only a batch that runs needs."""
-        await self._store.delete(self.name("index"))
+        for name in await self._store.names(f"{FOLDER}/{self.id}"):
+            if name.startswith(("index", "remaining-")):
+                await self._store.delete(self.name(name))
 
     async def _segments(self, run: Run | None, kind: Kind) -> tuple[Segment, ...]:
         """Return the results that count if this is the latest run."""

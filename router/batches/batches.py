@@ -147,6 +147,14 @@ class Batches:
         found.sort(key=lambda snapshot: (-snapshot.record.created_at, snapshot.record.id))
         return found
 
+    async def inputs(self) -> set[str]:
+        """Return the ids of the files that batches still need. Raises OSError."""
+        return {
+            snapshot.record.input_file_id
+            for snapshot in await self.listed(None)
+            if not snapshot.end
+        }
+
     async def delete_old(self) -> None:
         """Delete batches that ended long ago and have no results any more. Raises OSError."""
         limit = time.time() - FORGOTTEN_S
@@ -165,7 +173,7 @@ class Batches:
             filename=f"{record.id}_{kind}.jsonl",
             purpose=RESULTS,
             created_at=record.created_at,
-            expires_at=int(time.time()) + ttl_s,
+            expires_at=record.expires_at + ttl_s,
             batch=record.id,
             kind=kind,
         )

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,21 +82,21 @@ class Files:
         try:
             size = await self._store.upload(f"{FOLDER}/{id_}.data", bounded.chunks())
             upload = describe()
-        except ApiError:
-            await self._store.delete(f"{FOLDER}/{id_}.data")
+            record = FileRecord(
+                id_,
+                tenant,
+                upload.filename,
+                upload.purpose,
+                created_at=now,
+                expires_at=None if upload.ttl_s is None else now + upload.ttl_s,
+                bytes=size,
+            )
+            await self.register(record)
+        except BaseException:
+            await asyncio.shield(self._store.delete(f"{FOLDER}/{id_}.data"))
             raise
         finally:
             self._uploading[tenant] -= bounded.size
-        record = FileRecord(
-            id_,
-            tenant,
-            upload.filename,
-            upload.purpose,
-            created_at=now,
-            expires_at=None if upload.ttl_s is None else now + upload.ttl_s,
-            bytes=size,
-        )
-        await self.register(record)
         return record
 
     async def register(self, record: FileRecord) -> None:
@@ -104,19 +104,28 @@ class Files:
         await self._store.create(f"{FOLDER}/{record.id}.json", encode(record))
 
     async def get(self, id_: str, tenant: str) -> FileRecord:
-        """Return a file of a tenant, with its present size.
+        """Return a file of a tenant that has not expired, with its present size.
 
         Raises:
             ApiError: 404.
             OSError: the store cannot be used.
         """
-        if FILE_ID.match(id_):
-            record = await self._read(id_)  # another router may have deleted it
-            if record and record.tenant == tenant and not is_expired(record):
-                return await self._sized(record)
-        raise ApiError(
-            404, f"No such File object: {id_[:80]}; it may have expired", "id", code="not_found"
-        )
+        record = await self.find(id_, tenant)
+        if is_expired(record):
+            raise _missing(id_)
+        return await self._sized(record)
+
+    async def find(self, id_: str, tenant: str) -> FileRecord:
+        """Return a file of a tenant, also if it has expired and is not deleted yet.
+
+        Raises:
+            ApiError: 404.
+            OSError: the store cannot be used.
+        """
+        record = await self._read(id_) if FILE_ID.match(id_) else None
+        if record is None or record.tenant != tenant:
+            raise _missing(id_)
+        return record
 
     async def listed(self, tenant: str) -> list[FileRecord]:
         """Return the files of a tenant, the oldest first. Raises OSError."""
@@ -183,10 +192,10 @@ class Files:
         """Return how many more bytes can be stored. Raises OSError."""
         return await self._store.free_bytes()
 
-    async def delete_expired(self) -> None:
-        """Delete the files that have expired. Raises OSError."""
+    async def delete_expired(self, needed: Collection[str] = ()) -> None:
+        """Delete the files that have expired, except those that batches need. Raises OSError."""
         for record in await self.all():
-            if is_expired(record):
+            if is_expired(record) and record.id not in needed:
                 try:
                     await self.delete(record)
                 except ApiError:  # its batch still runs
@@ -276,6 +285,11 @@ class _Bounded:
 
 def is_expired(record: FileRecord) -> bool:
     return record.expires_at is not None and record.expires_at <= time.time()
+
+
+def _missing(id_: str) -> ApiError:
+    message = f"No such File object: {id_[:80]}; it may have expired"
+    return ApiError(404, message, "id", code="not_found")
 
 
 def _over(limit: str, use: str, allowed: str) -> ApiError:

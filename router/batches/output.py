@@ -19,6 +19,7 @@ class Output:
         self._run = run
         self._lines = {kind: bytearray() for kind in KINDS}
         self._lock = asyncio.Lock()  # only one call at a time may append to a file
+        self._writing = set[asyncio.Task[None]]()
         self._error: OSError | None = None  # why lines could not be written
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
@@ -32,6 +33,12 @@ class Output:
 
     async def sync(self) -> None:
         """Write everything to the store. Raises OSError."""
+        writing = asyncio.create_task(self._write_all())
+        self._writing.add(writing)
+        writing.add_done_callback(self._written)
+        await asyncio.shield(writing)  # a caller that is cancelled does not stop it
+
+    async def _write_all(self) -> None:
         async with self._lock:
             if self._error:
                 raise self._error
@@ -41,6 +48,11 @@ class Output:
             except OSError as error:
                 self._error = error
                 raise
+
+    def _written(self, writing: "asyncio.Task[None]") -> None:
+        self._writing.discard(writing)
+        if not writing.cancelled():
+            writing.exception()  # `_error` has it; without this, asyncio would log it, too
 
     async def _sync(self, kind: Kind) -> None:
         if lines := self._lines[kind]:

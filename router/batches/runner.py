@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import suppress
 
 import httpx
@@ -23,6 +25,8 @@ TIDY_S = 600.0  # seconds between two deletions of expired files
 RETRY_S, MAX_RETRY_S = 5.0, 60.0  # pause after a failed run of a batch; it doubles each time
 # Each batch that a router runs delays its next attempt to take one, so that routers share them.
 POLITE_S = 0.5
+MAX_RUNS = 16  # the most batches that a router runs at the same time
+CHECKED_AT_ONCE = 2  # the most files that are checked at the same time
 
 
 class BatchRunner:
@@ -37,6 +41,8 @@ class BatchRunner:
         client: returns a client that sends requests for the tenant of a batch.
         may_run: returns whether the tenant of a batch still has an API key.
         max_open: the most requests that all batches of this router may have open.
+        max_line_bytes: batches with longer lines fail.
+        threads: reads lines.
     """
 
     def __init__(
@@ -50,6 +56,8 @@ class BatchRunner:
         client: Callable[[BatchRecord], httpx.AsyncClient],
         may_run: Callable[[BatchRecord], bool],
         max_open: int,
+        max_line_bytes: int,
+        threads: Executor,
     ) -> None:
         self._router = router
         self._batches = batches
@@ -63,7 +71,16 @@ class BatchRunner:
         self._usage = Usage()  # tokens of these lines
         self.problem = ""  # why the store cannot be used; empty: it can
         self._environment = Environment(
-            router, store, files, batches, client=client, may_run=may_run, share=self._share
+            router,
+            store,
+            files,
+            batches,
+            client=client,
+            may_run=may_run,
+            share=self._share,
+            max_line_bytes=max_line_bytes,
+            threads=threads,
+            checks=asyncio.Semaphore(CHECKED_AT_ONCE),
         )
 
     async def run(self) -> None:
@@ -76,7 +93,7 @@ class BatchRunner:
                 if asyncio.get_running_loop().time() - tidied_s > TIDY_S:
                     tidied_s = asyncio.get_running_loop().time()
                     with suppress(OSError):
-                        await self._files.delete_expired()
+                        await self._files.delete_expired(await self._batches.inputs())
                         await self._batches.delete_old()
         finally:
             await self.stop()
@@ -98,7 +115,14 @@ class BatchRunner:
                 log.error("batches cannot be read: %s", error)
             self.problem = str(error)
             return
-        for snapshot in reversed(waiting):  # the oldest first
+        if len(self._tasks) >= MAX_RUNS:
+            return
+        running = Counter(
+            found.record.tenant for found in waiting if found.record.id in self._tasks
+        )
+        # Tenants with few running batches come first, and then the oldest batches.
+        waiting.sort(key=lambda found: (running[found.record.tenant], found.record.created_at))
+        for snapshot in waiting:
             id_ = snapshot.record.id
             if id_ in self._tasks:
                 continue
@@ -123,9 +147,9 @@ class BatchRunner:
                 for result in results:
                     if isinstance(result, Exception):
                         log.error("batch %s failed", record.id, exc_info=result)
+        finally:
             with suppress(RedisError, OSError):
                 await self._leases.release(record.id)
-        finally:
             self._tasks.pop(record.id, None)
             self._reasons.pop(record.id, None)
 

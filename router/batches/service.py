@@ -4,6 +4,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
@@ -40,7 +41,9 @@ log = logging.getLogger("kvroute.batches")
 
 PLACE = "place.id"  # file with the id of the folder
 ANNOUNCE_S = 2.0  # seconds between two announcements of the folder's id
-QUOTA_SHARE = 0.5  # share of the free disk space that files may use if no quota is set
+STOP_S = 1.0  # longest wait for the last results at the shutdown
+LINE_THREADS = 4  # threads that read lines of batches
+QUOTA_SHARE = 0.5  # share of the free disk space, and of their own, that files may use by default
 OPEN_SHARE = 0.5  # share of --max-requests that the lines of batches may use
 
 
@@ -57,11 +60,14 @@ class BatchService:
         quota_bytes: int,
     ) -> None:
         redis = connect(settings.redis_url)
+        # Threads of their own, so that a disk that hangs stops nothing else.
+        self._threads = ThreadPoolExecutor(LINE_THREADS, thread_name_prefix="batch-lines")
         self._store = store
         self._keys = keys
         self._places = FilePlaces(redis, cluster=settings.cluster)
         self._tasks: list[asyncio.Task[None]] = []
         self.application: ASGIApp | None = None  # set when the router has built it
+        self._is_stopping = False
         self.problem = ""  # why the API cannot be used; empty: it can
         self._is_default = settings.files_dir is None  # nobody has chosen the place
         self.quota_bytes = quota_bytes
@@ -77,6 +83,8 @@ class BatchService:
             leases=BatchLeases(redis, router, cluster=settings.cluster),
             client=self._client,
             may_run=self._may_run,
+            max_line_bytes=settings.max_body_mb << 20,
+            threads=self._threads,
             max_open=max(1, round(OPEN_SHARE * settings.max_requests)),
         )
 
@@ -113,20 +121,32 @@ class BatchService:
                 task.result()
 
     async def stop(self) -> None:
-        """End the runs of this router, so that other routers go on with them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End the runs of this router, so that other routers go on with them.
+
+        A disk that hangs delays this by at most STOP_S.
+        """
+        if not self._is_stopping:
+            self._is_stopping = True
+            for task in self._tasks:
+                task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STOP_S)
 
     def close(self) -> None:
         self._store.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _announce(self) -> None:
         """Compare this router's folder with those of the other routers, until cancelled."""
         id_ = ""
         while True:
             try:
-                id_ = id_ or await self._place_id()
+                id_ = await self._place_id(id_)
+            except OSError as error:
+                self._set_problem(f"the folder for files cannot be used: {error}")
+                await asyncio.sleep(ANNOUNCE_S)
+                continue
+            try:
                 places = await self._places.announce(id_)
                 self._set_problem(
                     f"the routers of this cluster use {places} different folders; start it with "
@@ -134,10 +154,8 @@ class BatchService:
                     if places > 1
                     else ""
                 )
-            except RedisError:
+            except (RedisError, OSError):
                 pass  # the folders are compared again when Redis is back
-            except OSError as error:
-                self._set_problem(f"the folder for files cannot be used: {error}")
             await asyncio.sleep(ANNOUNCE_S)
 
     def _set_problem(self, problem: str) -> None:
@@ -146,9 +164,21 @@ class BatchService:
             log.log(level, "no files and no batches: %s", problem)
         self.problem = problem
 
-    async def _place_id(self) -> str:
-        await self._store.create(PLACE, uuid.uuid4().hex.encode())
-        return (await self._store.read(PLACE)).decode(errors="replace")
+    async def _place_id(self, known: str) -> str:
+        """Return the folder's id.
+
+        Args:
+            known: the id that was read before; empty: none was.
+
+        Raises:
+            OSError: the folder cannot be used, or is another one now.
+        """
+        if not known:
+            await self._store.create(PLACE, uuid.uuid4().hex.encode())
+        id_ = (await self._store.read(PLACE)).decode(errors="replace")
+        if known and id_ != known:
+            raise OSError("it is another folder than before; is a disk missing?")
+        return id_
 
     def _caller(self, record: BatchRecord) -> Caller | None:
         if self._keys is None:
@@ -175,12 +205,12 @@ def batch_service(
     place = f"{settings.files_dir or state_folder() / 'files'}/{quote(settings.cluster, safe='')}"
     try:
         store = _opened(place)
-        free_bytes = store.free_bytes_now()
+        space_bytes = store.free_bytes_now() + store.used_bytes_now()
     except OSError as error:
         log.error("files and batches are off: %s cannot be used: %s", place, error)
         return None
     quota_mb = settings.files_quota_mb
-    quota_bytes = round(QUOTA_SHARE * free_bytes) if quota_mb is None else quota_mb << 20
+    quota_bytes = round(QUOTA_SHARE * space_bytes) if quota_mb is None else quota_mb << 20
     return BatchService(router, store, settings, keys=keys, quota_bytes=quota_bytes)
 
 

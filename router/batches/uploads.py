@@ -49,6 +49,7 @@ class UploadForm:
         self.filename = ""
         self._has_file = False
         self._stream = aiter(request.stream())
+        self._parts = 0  # number of fields so far
         self._part = _Part()
         self._data: list[bytes] = []  # parts of the file that were read but not yet returned
         self._parser = MultipartParser(
@@ -110,7 +111,8 @@ class UploadForm:
     # Callbacks of the parser. Each gets a buffer and the range in it.
 
     def _begin_part(self) -> None:
-        if len(self.fields) >= MAX_FIELDS:
+        self._parts += 1
+        if self._parts > MAX_FIELDS:
             raise invalid(None, f"the form has more than {MAX_FIELDS} fields")
         self._part = _Part()
 

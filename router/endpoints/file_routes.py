@@ -78,6 +78,10 @@ async def delete_file(file_id: str, request: Request, service: Service) -> Respo
     """Delete a file."""
     record = await _found(file_id, request, service)
     with needing_store():
+        if record.id in await service.batches.inputs():
+            raise ApiError(
+                409, f"file {record.id} is the input of a batch that has not ended", "id"
+            )
         await service.files.delete(record)
     return JSONResponse({"id": record.id, "object": "file", "deleted": True})
 
@@ -147,7 +151,8 @@ def _ttl_s(fields: dict[str, str]) -> int | None:
     text = fields.get("expires_after[seconds]")
     if text is None:
         return DEFAULT_TTL_S if fields.get("purpose") == "batch" else None
-    if not (text.isascii() and text.isdecimal() and MIN_TTL_S <= int(text[:12]) <= MAX_TTL_S):
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 12
+    if not (is_number and MIN_TTL_S <= int(text) <= MAX_TTL_S):
         raise invalid(
             "expires_after",
             f"expires_after[seconds] is {shown(text)}; expected {MIN_TTL_S} to {MAX_TTL_S}",

@@ -43,7 +43,8 @@ def limit_of(text: str | None, *, default: int, most: int) -> int:
     """
     if text is None:
         return default
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:9]) <= most):
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 9
+    if not (is_number and 1 <= int(text) <= most):
         raise invalid("limit", f"limit is {shown(text)}; expected a number from 1 to {most}")
     return int(text)
 

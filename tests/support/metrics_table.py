@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -100,6 +101,8 @@ def _batch_runner() -> BatchRunner:
         client=lambda record: client_for(FastAPI(), None),
         may_run=lambda record: True,
         max_open=1,
+        max_line_bytes=1,
+        threads=ThreadPoolExecutor(1),
     )
 
 

@@ -156,3 +156,11 @@ def test_a_line_needs_few_bytes_of_memory(tmp_path: Path) -> None:
     lines.close()
     assert isinstance(lines.ids, np.ndarray)
     assert lines.ids.itemsize + lines.starts.itemsize == 16
+
+
+def test_a_line_that_is_too_long_is_named_and_not_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", [chat_line("a", "x"), chat_line("b", "x" * 5000)])
+    with pytest.raises(BadLinesError, match="line 2: the line has more than 1000 bytes") as refused:
+        open_lines(path, max_line_bytes=1000)
+    assert [fault.code for fault in refused.value.faults] == ["line_too_long"]
+    open_lines(path, max_line_bytes=10_000).close()

@@ -139,3 +139,28 @@ async def test_a_body_that_is_not_one_line_of_json_is_written_in_one_line(tmp_pa
         "1": "no JSON\n",
         "2": "\ufffd",
     }
+
+
+async def test_a_line_that_breaks_something_costs_only_itself(tmp_path: Path) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if prompt_of(request) == "3":
+            raise RuntimeError("broken")
+        return httpx.Response(200, json=ANSWER)
+
+    with runner_of(tmp_path, 6, answer) as runner:
+        await runner.run(lambda progress: None)
+    (failed,) = written(tmp_path / "errors")
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("3", 500)
+    assert len(written(tmp_path / "out")) == 5
+
+
+async def test_an_answer_that_forbids_another_try_is_final(tmp_path: Path) -> None:
+    sent = Counter[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent[prompt_of(request)] += 1
+        return httpx.Response(503, headers={"x-should-retry": "false"}, json={})
+
+    with runner_of(tmp_path, 3, answer) as runner:
+        await runner.run(lambda progress: None)
+    assert set(sent.values()) == {1}

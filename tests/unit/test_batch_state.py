@@ -216,3 +216,35 @@ def test_a_file_that_cannot_be_used_leaves_no_index(tmp_path: Path) -> None:
     write_input(path)
     shutil.rmtree(index, ignore_errors=True)
     assert run(Job(str(path), CHAT, str(index), str(tmp_path / "remaining.npy"))).total == LINES
+
+
+async def test_a_cancelled_caller_does_not_stop_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place(tmp_path)
+    await place.state.create(record(place.state.id))
+    router = await place.begin()
+    router.output.write("1", status=200, request_id="r", body=b"{}")
+    may_write, append = asyncio.Event(), place.state.append
+
+    async def slow(run: Run, kind: Kind, lines: bytes) -> None:
+        await may_write.wait()
+        await append(run, kind, lines)
+
+    monkeypatch.setattr(place.state, "append", slow)
+    first = asyncio.create_task(router.output.sync())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    may_write.set()
+    await router.output.sync()
+    assert [result["custom_id"] for result in await place.results("output")] == ["1"]
+
+
+async def test_a_batch_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    await place.state.create(record(place.state.id))
+    router = await place.begin()
+    await place.state.finish(router.run, "cancelled")
+    assert await place.state.claim("router") is None

@@ -133,9 +133,9 @@ class RouterOptions(CommonOptions):
         Positive,
         Option(
             ENDPOINT,
-            "Maximum size of all files together in MB.",
+            "Maximum size of all uploaded files together in MB.",
             example="100000",
-            default="half of the disk space that is free at the start",
+            default="half of the disk space that files could use",
         ),
     ] = None
     request_log: Annotated[
