@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.batch.prepare import Job, Part, Report, run
 from kvroute.files.folder import Folder
@@ -109,6 +109,7 @@ class OneResultForEachLine(RuleBasedStateMachine):
         self.place.store.close()
         self.temporary.cleanup()
 
+    @precondition(lambda self: not self.ended)
     @rule(target=routers)
     def begin(self) -> Router:
         return asyncio.run(self.place.begin())
