@@ -157,11 +157,7 @@ def _checked(
         end = start + len(text)
         if text.isspace():
             continue
-        line = (
-            _decoded(number, text, endpoint)
-            if len(text) <= max_line_bytes
-            else _too_long(number, max_line_bytes)
-        )
+        line = _decoded(number, text, endpoint, max_line_bytes)
         if isinstance(line, Fault):
             faults.append(line)
             if len(faults) == MAX_FAULTS:
@@ -193,8 +189,14 @@ def _texts(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes]]:
         start += len(text)
 
 
-def _decoded(number: int, text: bytes, endpoint: str) -> BatchLine | Fault:
+def _decoded(number: int, text: bytes, endpoint: str, max_bytes: int) -> BatchLine | Fault:
     """Return a line of the file, or why it cannot be used."""
+    if len(text) > max_bytes:
+        message = (
+            f"the line has more than {max_bytes} bytes; send a shorter prompt, or raise "
+            "--max-body-mb"
+        )
+        return Fault(number, "line_too_long", message)
     try:
         line = _DECODER.decode(text)
     except msgspec.ValidationError as error:
@@ -206,11 +208,6 @@ def _decoded(number: int, text: bytes, endpoint: str) -> BatchLine | Fault:
         message = f"url is {line.url}, but the batch's endpoint is {endpoint}"
         return Fault(number, "mismatched_endpoint", message)
     return line
-
-
-def _too_long(number: int, limit: int) -> Fault:
-    message = f"the line has more than {limit} bytes; send a shorter prompt, or raise --max-body-mb"
-    return Fault(number, "line_too_long", message)
 
 
 def id_hash(custom_id: str) -> int:

@@ -107,8 +107,7 @@ class Folder:
 
     def _create(self, name: str, data: bytes) -> bool:
         temporary = self._written(data)
-        path = self.root / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._path_for(name)
         try:
             os.link(temporary, path)  # fails if there is a file already, also on network disks
         except FileExistsError:
@@ -119,15 +118,10 @@ class Folder:
         return True
 
     def _replace(self, name: str, data: bytes) -> None:
-        temporary = self._written(data)
-        path = self.root / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
+        self._rename(self._written(data), name)
 
     def _append(self, name: str, data: bytes) -> None:
-        path = self.root / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self._path_for(name)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, MODE)
         try:
             _write(file, data)
@@ -152,10 +146,18 @@ class Folder:
     def _publish(self, file: int, temporary: Path, name: str) -> None:
         """Give a complete temporary file its name."""
         os.fsync(file)
-        path = self.root / name
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._rename(temporary, name)
+
+    def _rename(self, temporary: Path, name: str) -> None:
+        path = self._path_for(name)
         os.replace(temporary, path)
         _sync_folder(path.parent)
+
+    def _path_for(self, name: str) -> Path:
+        """Return the path of a file to write; create its folder if it is missing."""
+        path = self.root / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return path
 
     def _size(self, name: str) -> int:
         with suppress(FileNotFoundError):

@@ -1,5 +1,7 @@
 """OpenAI's Batch API."""
 
+from operator import attrgetter
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
@@ -8,7 +10,7 @@ from kvroute.router.api.bodies import BodyReader
 from kvroute.router.batches.batches import BatchBody, as_object
 from kvroute.router.batches.service import Service, needing_store
 from kvroute.router.endpoints.limited import limits_of
-from kvroute.router.endpoints.pages import limit_of, page_of
+from kvroute.router.endpoints.pages import page_of
 from kvroute.router.middleware.access import caller_of
 
 BATCHES = "/v1/batches"
@@ -27,16 +29,12 @@ async def create_batch(request: Request, service: Service, bodies: BodyReader) -
 
 
 @routes.get(BATCHES)
-async def list_batches(
-    request: Request,
-    service: Service,
-    after: str | None = None,
-    limit: str | None = None,
-) -> Response:
+async def list_batches(request: Request, service: Service) -> Response:
     """Return the client's batches, the newest first."""
     with needing_store():
         batches = await service.batches.listed(tenant_of(caller_of(request)))
-    page = page_of(batches, after, limit_of(limit, default=20, most=MAX_LISTED))
+    query = request.query_params
+    page = page_of(batches, query, id_of=attrgetter("id"), default=20, most=MAX_LISTED)
     return JSONResponse(page.as_object([as_object(batch) for batch in page.items]))
 
 

@@ -1,6 +1,7 @@
 """OpenAI's Files API, for the inputs and results of batches."""
 
 import re
+from operator import attrgetter
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,7 +14,7 @@ from kvroute.router.batches.records import FileRecord
 from kvroute.router.batches.service import BatchService, Service, needing_store
 from kvroute.router.batches.uploads import UploadForm
 from kvroute.router.endpoints.limited import limits_of
-from kvroute.router.endpoints.pages import limit_of, page_of
+from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.middleware.access import caller_of
 
 FILES = "/v1/files"
@@ -45,24 +46,20 @@ async def upload_file(request: Request, service: Service) -> Response:
 
 
 @routes.get(FILES)
-async def list_files(
-    request: Request,
-    service: Service,
-    purpose: str | None = None,
-    after: str | None = None,
-    order: str = "desc",
-    limit: str | None = None,
-) -> Response:
+async def list_files(request: Request, service: Service, purpose: str | None = None) -> Response:
     """Return the client's files."""
     with needing_store():
         records = await service.files.listed(tenant_of(caller_of(request)))
         if purpose is not None:
             records = [record for record in records if record.purpose == purpose]
-        if order == "desc":
-            records.reverse()
-        elif order != "asc":
-            raise invalid("order", f"order is {shown(order)}; expected asc or desc")
-        page = page_of(records, after, limit_of(limit, default=MAX_LISTED, most=MAX_LISTED))
+        query = request.query_params
+        page = page_of(
+            in_order(records, query),
+            query,
+            id_of=attrgetter("id"),
+            default=MAX_LISTED,
+            most=MAX_LISTED,
+        )
         files = await service.files.sized(page.items)
     return JSONResponse(page.as_object([as_object(record) for record in files]))
 

@@ -3,16 +3,18 @@
 A response can only be read with the API key and the `cache_salt` of the request that created it.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Awaitable, Callable
+from operator import itemgetter
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.keys.keyring import owner
 from kvroute.router.api.calls import RESPONSES
-from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
+from kvroute.router.api.errors import ApiError, shown, unsupported
 from kvroute.router.api.response_object import listed
+from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.conversations import OPTION, Conversations
 from kvroute.router.serving.models import Models, Served
@@ -56,7 +58,10 @@ async def list_input_items(
 ) -> Response:
     """Return the input items of a response, including the earlier conversation."""
     items = await _first(models, response_id, lambda store: store.input_items(response_id, salt))
-    return JSONResponse(_page(listed(items, response_id), request.query_params))
+    query = request.query_params
+    ordered = in_order(listed(items, response_id), query)
+    page = page_of(ordered, query, id_of=itemgetter("id"), default=20, most=MAX_LISTED)
+    return JSONResponse(page.as_object(page.items))
 
 
 @routes.post(f"{RESPONSE}/cancel")
@@ -87,39 +92,3 @@ async def _first(
         else f"this server does not store responses; start it with {OPTION}"
     )
     raise ApiError(404, f"Response with id {shown(id_)} not found: {reason}", code="not_found")
-
-
-def _page(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of items in OpenAI's format.
-
-    Args:
-        items: all items, the oldest first.
-        query: the parameters of the request. `order`, `after` and `limit` are optional.
-
-    Raises:
-        ApiError: a parameter is not valid.
-    """
-    order, after, limit = query.get("order", "desc"), query.get("after"), query.get("limit", "20")
-    if order not in ("asc", "desc"):
-        raise invalid("order", f"order is {shown(order)}; expected asc or desc")
-    if not (limit.isdecimal() and 1 <= int(limit[:9]) <= MAX_LISTED):
-        raise invalid("limit", f"limit is {shown(limit)}; expected a number up to {MAX_LISTED}")
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        items = items[_position(items, after) + 1 :]
-    page = items[: int(limit)]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > len(page),
-    }
-
-
-def _position(items: list[dict[str, Any]], id_: str) -> int:
-    for position, item in enumerate(items):
-        if item["id"] == id_:
-            return position
-    raise invalid("after", f"after is {shown(id_)}; expected the id of one of the items")

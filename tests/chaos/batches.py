@@ -76,7 +76,7 @@ class Run:
         while len(self.open) < BATCHES:
             with suppress(Exception):  # the router died meanwhile: the next attempt succeeds
                 model = client.models.list().data[0].id
-                self.open.append(create(client, questions(model, LINES)))
+                self.open.append(create(client, questions(model, LINES)).id)
 
     def _check(self, client: OpenAI) -> None:
         for batch in [*self.open]:

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -10,11 +9,9 @@ import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, OpenAI
 from openai.types import Batch
 
+from tests.support.batches import CHAT, FINAL, completed, create
 from tests.support.serving import Cluster
 from tests.support.waiting import wait_until
-
-CHAT = "/v1/chat/completions"
-FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 @pytest.fixture
@@ -41,12 +38,6 @@ def chats(model: str, count: int, *, long: int = 0) -> list[str]:
     ]
 
 
-def create(client: OpenAI, lines: Sequence[str], endpoint: str = CHAT, **more: Any) -> Batch:
-    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
-    more = {"completion_window": "24h"} | more
-    return client.batches.create(input_file_id=file.id, endpoint=endpoint, **more)  # type: ignore[arg-type]
-
-
 def ended(client: OpenAI, batch: Batch) -> Batch:
     """Wait until a batch has ended, and return it."""
     found = [batch]
@@ -57,12 +48,6 @@ def ended(client: OpenAI, batch: Batch) -> Batch:
 
     wait_until(is_ended)
     return found[-1]
-
-
-def completed(client: OpenAI, batch: Batch) -> int:
-    counts = client.batches.retrieve(batch.id).request_counts
-    assert counts is not None
-    return counts.completed
 
 
 def results(client: OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
@@ -135,7 +120,7 @@ def test_a_bad_file_is_refused_with_its_line_numbers(client: OpenAI, model: str)
 
 def test_a_cancelled_batch_keeps_its_results(client: OpenAI, model: str) -> None:
     batch = create(client, chats(model, 30, long=300))
-    wait_until(lambda: completed(client, batch) > 0)
+    wait_until(lambda: completed(client, batch.id) > 0)
     output = client.batches.retrieve(batch.id).output_file_id
     assert results(client, output)  # it can be read while the batch runs
     with pytest.raises(ConflictError, match="still runs"):

@@ -4,8 +4,10 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from openai import APIError, OpenAI
+from openai.types import Batch
 
 CHAT = "/v1/chat/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -24,15 +26,11 @@ def questions(model: str, count: int, *, words: int = 60, each: int = 5) -> list
     return lines
 
 
-def create(client: OpenAI, lines: Sequence[str]) -> str:
-    """Create a batch, and return its id."""
+def create(client: OpenAI, lines: Sequence[str], endpoint: str = CHAT, **more: Any) -> Batch:
+    """Create a batch with these lines; `more` has further fields of the request."""
     file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=file.id,
-        endpoint=CHAT,  # type: ignore[arg-type]
-        completion_window="24h",
-    )
-    return batch.id
+    more = {"completion_window": "24h"} | more
+    return client.batches.create(input_file_id=file.id, endpoint=endpoint, **more)  # type: ignore[arg-type]
 
 
 def completed(client: OpenAI, batch: str) -> int:

@@ -158,9 +158,15 @@ OneResultForEachLine.TestCase.settings = settings(
 TestOneResultForEachLine = OneResultForEachLine.TestCase
 
 
-async def test_a_run_goes_on_where_the_earlier_ones_ended(tmp_path: Path) -> None:
-    place = Place(tmp_path)
+async def created(folder: Path) -> Place:
+    """Return a place with a new batch."""
+    place = Place(folder)
     await place.state.create(record(place.state.id))
+    return place
+
+
+async def test_a_run_goes_on_where_the_earlier_ones_ended(tmp_path: Path) -> None:
+    place = await created(tmp_path)
     first = await place.begin()
     assert (first.report.total, first.left) == (LINES, list(range(LINES)))
     body = b'{"usage": {"prompt_tokens": 5, "completion_tokens": 2}}'
@@ -185,8 +191,7 @@ async def test_only_one_of_two_routers_begins_a_run(tmp_path: Path) -> None:
 async def test_results_that_could_not_be_written_are_not_taken_for_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place(tmp_path)
-    await place.state.create(record(place.state.id))
+    place = await created(tmp_path)
     router = await place.begin()
     router.output.write("1", status=200, request_id="r", body=b"{}")
 
@@ -222,8 +227,7 @@ def test_a_file_that_cannot_be_used_leaves_no_index(tmp_path: Path) -> None:
 async def test_a_cancelled_caller_does_not_stop_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = Place(tmp_path)
-    await place.state.create(record(place.state.id))
+    place = await created(tmp_path)
     router = await place.begin()
     router.output.write("1", status=200, request_id="r", body=b"{}")
     may_write, append = asyncio.Event(), place.state.append
@@ -244,8 +248,7 @@ async def test_a_cancelled_caller_does_not_stop_a_write(
 
 
 async def test_a_batch_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
-    place = Place(tmp_path)
-    await place.state.create(record(place.state.id))
+    place = await created(tmp_path)
     router = await place.begin()
     await place.state.finish(router.run, "cancelled")
     assert await place.state.claim("router") is None

@@ -31,7 +31,8 @@ class BatchLane:
     def __init__(self, scheduler: Any, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._scheduler = scheduler
-        self._tokens: int | None = None  # what the step has left for the lane; None: all of it
+        # Prompt tokens that this step may still compute for batch requests; None: no limit.
+        self._tokens: int | None = None
         # The first waiting request after the latest step, if it is not in the lane.
         self._left: Request | None = None
         self._lacks_blocks = False  # whether that request waits for blocks

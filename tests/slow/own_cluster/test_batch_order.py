@@ -49,7 +49,7 @@ def test_the_order_of_a_batch_saves_two_thirds_of_the_tokens(
         command = [*KVROUTE, "batch", "run", f"{file}", "-o", f"{output}", "--url", cluster.url]
         subprocess.run([*command, "--keep-order"], check=True, timeout=TIMEOUT_S)
         plain = computed_tokens(output.read_text())
-        batch = create(client, asked(client, "2"))
+        batch = create(client, asked(client, "2")).id
         wait_until(lambda: is_final(client, batch), within_s=TIMEOUT_S)
         found = client.batches.retrieve(batch)
         assert found.output_file_id is not None

@@ -30,7 +30,7 @@ def running(folder: Path) -> Iterator[tuple[Cluster, OpenAI]]:
 
 
 def new_batch(client: OpenAI) -> str:
-    return create(client, questions(client.models.list().data[0].id, LINES))
+    return create(client, questions(client.models.list().data[0].id, LINES)).id
 
 
 def ends(client: OpenAI, batch: str) -> None:

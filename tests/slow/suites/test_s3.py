@@ -67,7 +67,7 @@ def test_a_batch_runs_in_a_bucket(s3: str) -> None:
     options = ("--engine", "simulated", "--routers", "2", "--files-dir", "s3://bucket/batches")
     with start_cluster(*options, env=env) as cluster, openai_client(cluster) as client:
         model = client.models.list().data[0].id
-        batch = create(client, questions(model, LINES))
+        batch = create(client, questions(model, LINES)).id
         wait_until(lambda: is_final(client, batch))
         assert_complete(client, batch, LINES)
         names = [file.filename for file in client.files.list(purpose="batch_output")]
