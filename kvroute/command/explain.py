@@ -66,10 +66,11 @@ def explain(
         if as_json:
             typer.echo(json.dumps(receipt))
         else:
-            _show(receipt)
+            print_receipt(receipt)
 
 
-def _show(receipt: Facts) -> None:
+def print_receipt(receipt: Facts) -> None:
+    """Print where the prompt goes and why, all replicas, and in which costs the best two differ."""
     replicas = receipt["replicas"]
     for sentence in sentences(receipt):
         print_sentence(sentence)

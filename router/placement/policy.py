@@ -155,9 +155,19 @@ class CostTerms(NamedTuple):
 
 def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
     """Return the terms of the candidate's cost."""
+    return CostTerms(*_terms(candidate, prices))
+
+
+def cost_s(candidate: Candidate, prices: Prices) -> float:
+    """Return the candidate's cost: the sum of its terms."""
+    return sum(_terms(candidate, prices))
+
+
+def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
+    """Return the fields of `CostTerms` as a plain tuple, which is made in a third of the time."""
     own_s, copy_s = candidate.own_s, candidate.copy_s
     price = (prices.alpha - 1.0) * candidate.worth
-    return CostTerms(
+    return (
         candidate.backlog_s,
         candidate.reload_s,
         candidate.memory_s,
@@ -167,11 +177,6 @@ def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
         prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
     )
-
-
-def cost_s(candidate: Candidate, prices: Prices) -> float:
-    """Return the candidate's cost: the sum of its terms."""
-    return sum(terms_s(candidate, prices))
 
 
 def rank(

@@ -318,9 +318,10 @@ def test_a_request_gets_a_receipt_when_it_asks_for_one(client: OpenAI, stream: b
     assert receipt["cached_tokens"] == with_usage.usage.prompt_tokens_details.cached_tokens
 
 
-def test_explain_prints_what_tipped_the_scales(simulated_cluster: Cluster) -> None:
-    prompt = f"{uuid.uuid4().hex} {people_table()}"  # so long that its prefill is never shown as 0
+def test_explain_prints_the_choice_and_all_replicas(simulated_cluster: Cluster) -> None:
+    prompt = f"{uuid.uuid4().hex} {people_table()}"
     command = [*KVROUTE, "explain", prompt, "--url", simulated_cluster.url]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert shown.startswith("Goes to ")
-    assert "prefill" in shown
+    (receipt,) = post(simulated_cluster, "/v1/route", {"prompt": prompt}).json()["receipts"]
+    assert {replica["id"] for replica in receipt["replicas"]} <= {*shown.split()}

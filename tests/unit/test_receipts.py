@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, TierBlocks
-from kvroute.command.explain import TERMS, sentences
+from kvroute.command.explain import TERMS, print_receipt, sentences
 from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, CostTerms, rank
@@ -94,6 +94,18 @@ def test_explain_shows_reloads_if_there_are_any() -> None:
     plain = replica("plain", hit_blocks=20)
     found = " ".join(sentences(receipt(placement(plain), policy="kvroute")))
     assert "host memory" not in found
+
+
+def test_explain_prints_the_costs_in_which_the_best_replicas_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = receipt(placement(replica("best"), replica("busy", backlog_s=2.0)), policy="kvroute")
+    print_receipt(shown)
+    replicas, costs = capsys.readouterr().out.split("extra cost")
+    assert replicas.startswith("Goes to best: busy has 2 s more prefill queued")
+    assert "busy" in replicas.split("prefill", 2)[-1]
+    assert re.search(r"prefill queued there +0 +2 s", costs)
+    assert "host memory" not in costs
 
 
 def test_a_policy_without_costs_has_receipts_without_costs() -> None:
