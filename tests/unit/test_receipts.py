@@ -104,7 +104,7 @@ def test_explain_prints_the_costs_in_which_the_best_replicas_differ(
     replicas, costs = capsys.readouterr().out.split("extra cost")
     assert replicas.startswith("Goes to best: busy has 2 s more prefill queued")
     assert "busy" in replicas.split("prefill", 2)[-1]
-    assert re.search(r"prefill queued there +0 +2 s", costs)
+    assert re.search(r"prefill queued there +0 +2\.0 s", costs)
     assert "host memory" not in costs
 
 
