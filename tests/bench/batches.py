@@ -1,22 +1,15 @@
 """Batches on modelled replicas: alone on a fleet, and beside interactive requests.
 
-The rows of `background` follow the rule before batch requests had a lane: they wait until no other
-request waits, and go to replicas that are nearly idle.
-
-    python -m tests.bench.batches --trace conversation_trace.jsonl
+python -m tests.bench.batches --trace conversation_trace.jsonl --seeds 3
 """
 
-import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
-from unittest.mock import patch
 
 import typer
 
-from kvroute.replay.policies.production import POLICIES, Production
-from kvroute.replay.policies.protocol import Setup
 from kvroute.replay.simulate import ENGINE, Cluster, Outcome, simulate
 from kvroute.replay.workload.trace import (
     Request,
@@ -25,41 +18,17 @@ from kvroute.replay.workload.trace import (
     native_rps,
     read,
 )
-from kvroute.router.queueing.queue import Queue, QueuedRequest
 from tests.bench.batch_lines import BATCHES, documents, in_order, requests, unshared
 from tests.bench.report import Row, Section
 
 BLOCK_TOKENS = 64  # of the batches that run alone; beside a trace, the trace's block size
 OPEN = 500  # requests that the sender of a batch keeps open
 PLAIN_OPEN = (500, 1000)  # the same for plain requests, of which the best is compared
+FLEETS = tuple((replicas, kv) for replicas in (4, 16) for kv in (50_000, 200_000))
+BESIDE_BATCHES = ("documents", "unshared")
 RATES = (3.0, 3.6)  # interactive requests per second: prefill is 53% and 62% busy
 SPAN_S, WARM_S, END_S = 900.0, 30.0, 20.0  # the first and the last seconds are not measured
 BESIDE = Cluster(replicas=4, kv_tokens=500_000)
-
-
-class BackgroundQueue(Queue[Request]):
-    """A queue in which batch requests wait like those of a tenant above its share."""
-
-    def _is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
-        return False
-
-    def _line_of(self, queued: QueuedRequest[Request]) -> object:  # type: ignore[override]
-        is_waiting = queued.is_batch and not queued.is_promoted
-        return self._above if is_waiting else super()._line_of(queued)
-
-
-class Background(Production):
-    """The rule before batch requests had a lane."""
-
-    def __init__(self, setup: Setup, rng: random.Random) -> None:
-        super().__init__(setup, rng)
-        self._queue = BackgroundQueue(lambda: self._fleet.loads.scale.busy_s)
-
-    def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
-        return False
-
-    def wake_after_s(self) -> float | None:
-        return self._queue.wake_s if self._queue else None
 
 
 def alone(replicas: int, kv_tokens: int, batch: str, seed: int = 0) -> list[Row]:
@@ -71,11 +40,10 @@ def alone(replicas: int, kv_tokens: int, batch: str, seed: int = 0) -> list[Row]
     plain = [replace(line, is_batch=False) for line in lines]
     outcomes = {
         "plain requests": min(
-            (_run_alone(plain, cluster, "kvroute", open_) for open_ in PLAIN_OPEN),
+            (_run_alone(plain, cluster, open_requests) for open_requests in PLAIN_OPEN),
             key=lambda outcome: max(outcome.finished_s),
         ),
-        "background": _run_alone(lines, cluster, "background", OPEN),
-        "lane": _run_alone(lines, cluster, "kvroute", OPEN),
+        "lane": _run_alone(lines, cluster, OPEN),
     }
     plain_s = max(outcomes["plain requests"].finished_s)
     return [
@@ -93,12 +61,9 @@ def alone(replicas: int, kv_tokens: int, batch: str, seed: int = 0) -> list[Row]
     ]
 
 
-def _run_alone(
-    lines: Sequence[Request], cluster: Cluster, policy: str, open_requests: int
-) -> Outcome:
+def _run_alone(lines: Sequence[Request], cluster: Cluster, open_requests: int) -> Outcome:
     queued = range(min(open_requests, len(lines)), len(lines))
-    with patch.dict(POLICIES, {"background": Background}):
-        return simulate(lines, cluster, policy, queued=queued)
+    return simulate(lines, cluster, "kvroute", queued=queued)
 
 
 def beside(trace: Path, rate: float, batch: str, seed: int = 0) -> list[Row]:
@@ -160,27 +125,23 @@ def _costs_s(lines: Sequence[Request]) -> dict[int, float]:
     return costs_s
 
 
-def batches(trace: Path | None, seeds: int = 1) -> list[Section]:
-    """Return the tables of batches alone, and beside a trace if there is one."""
-    fleets = [(replicas, kv) for replicas in (4, 16) for kv in (50_000, 200_000)]
-    rows = [
-        row
-        for seed in range(seeds)
-        for replicas, kv_tokens in fleets
-        for batch in BATCHES
-        for row in alone(replicas, kv_tokens, batch, seed)
-    ]
-    sections = [Section("A batch alone on a modelled fleet", rows)]
-    if trace is not None:
+def tables(trace: Path | None, seeds: Iterable[int]) -> Iterator[Section]:
+    """Yield a table for each fleet on which batches run alone, and for each rate of the trace."""
+    for replicas, kv in FLEETS:
+        rows = [r for seed in seeds for batch in BATCHES for r in alone(replicas, kv, batch, seed)]
+        yield Section(f"Batches alone on {replicas} modelled replicas of {kv:,} tokens", rows)
+    if trace is None:
+        return
+    for rate in RATES:
         rows = [
-            row
-            for seed in range(seeds)
-            for rate in RATES
-            for batch in ("unshared", "documents")
-            for row in beside(trace, rate, batch, seed)
+            r
+            for seed in seeds
+            for batch in BESIDE_BATCHES
+            for r in beside(trace, rate, batch, seed)
         ]
-        sections.append(Section(f"A batch beside {trace.name}, 4 replicas of 500,000 tokens", rows))
-    return sections
+        yield Section(
+            f"Batches beside {rate}/s of {trace.name} on {BESIDE.replicas} replicas", rows
+        )
 
 
 def main(
@@ -188,8 +149,10 @@ def main(
         Path | None, typer.Option(envvar="KVROUTE_BENCH_TRACE", help="A trace to run beside.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Number of repetitions with other batches.")] = 1,
+    first_seed: Annotated[int, typer.Option(help="Seed of the first repetition.")] = 0,
 ) -> None:
-    for section in batches(trace, seeds):
+    """Print the tables, each when it is complete."""
+    for section in tables(trace, range(first_seed, first_seed + seeds)):
         typer.echo(section.markdown() + "\n")
 
 
