@@ -127,7 +127,7 @@ def limit(
         str | None, typer.Option(help="Stored files, with the results of batches.")
     ] = None,
     max_file_bytes: Annotated[
-        str | None, typer.Option(help="Bytes of all uploaded files together.")
+        str | None, typer.Option(help="Bytes of all files: uploaded files, and results of batches.")
     ] = None,
     max_open_batches: Annotated[
         str | None, typer.Option(help="Batches that have not ended.")

@@ -4,11 +4,14 @@ Objects in a bucket cannot grow. So a file to which data is appended is stored a
 NAME/000000000001 and so on. Routers read files through a local copy where they need a path.
 """
 
+import asyncio
 import shutil
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Iterator
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from obstore.store import ObjectStore, from_url
 
 from kvroute.files.store import CHUNK_BYTES
 
+READ_AT_ONCE = 8  # parts of a file that are fetched at the same time
 UNLIMITED = 1 << 60  # free bytes of a bucket, which has no limit
 
 
@@ -88,17 +92,20 @@ class Bucket:
         objects = await self._objects(name)
         if not objects:
             raise FileNotFoundError(name)
-        for found in objects:
-            first, last = max(0, start), min(end, found.size)
-            while first < last:
-                stop = min(last, first + CHUNK_BYTES)
-                with _as_os_error():
-                    data = await obstore.get_range_async(
-                        self._store, found.path, start=first, end=stop
-                    )
-                first = stop
-                yield bytes(data)
-            start, end = start - found.size, end - found.size
+        ranges = _ranges(objects, start, end)
+        reading = deque[asyncio.Task[bytes]]()
+        try:
+            while True:
+                for path, first, stop in islice(ranges, READ_AT_ONCE - len(reading)):
+                    reading.append(asyncio.create_task(self._range(path, first, stop)))
+                if not reading:
+                    return
+                yield await reading[0]
+                reading.popleft()
+        finally:
+            for task in reading:
+                task.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
 
     async def size(self, name: str) -> int:
         return sum(found.size for found in await self._objects(name))
@@ -129,6 +136,12 @@ class Bucket:
             temporary.replace(path)
         return path
 
+    async def release(self, name: str) -> None:
+        (self._local / name).unlink(missing_ok=True)
+
+    async def tidy(self) -> None:
+        pass  # uploads that were not completed are invisible; the service deletes them by its rules
+
     async def free_bytes(self) -> int:
         return UNLIMITED
 
@@ -137,6 +150,10 @@ class Bucket:
 
     def free_bytes_now(self) -> int:
         return UNLIMITED
+
+    async def _range(self, path: str, start: int, end: int) -> bytes:
+        with _as_os_error():
+            return bytes(await obstore.get_range_async(self._store, path, start=start, end=end))
 
     async def _objects(self, name: str) -> list[_Object]:
         """Return the objects of a file in their order; none if there is no such file."""
@@ -149,6 +166,15 @@ class Bucket:
                 async for listed in obstore.list(self._store, f"{name}/"):
                     objects += [_Object(found["path"], found["size"]) for found in listed]
                 return sorted(objects, key=lambda found: found.path)
+
+
+def _ranges(objects: Iterable[_Object], start: int, end: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the parts of objects, as path, start and end, that make up a range of a file."""
+    for found in objects:
+        last = min(end, found.size)
+        for first in range(max(0, start), last, CHUNK_BYTES):
+            yield found.path, first, min(last, first + CHUNK_BYTES)
+        start, end = start - found.size, end - found.size
 
 
 @dataclass

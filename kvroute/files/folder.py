@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import shutil
+import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,39 @@ from kvroute.files.store import CHUNK_BYTES, StoreFullError
 
 THREADS = 8  # calls of the operating system that may run, or hang, at the same time
 MODE = 0o600  # only the user who runs kvroute can read the files
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # flags that open a new file
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk and of an exceeded quota
 UPLOADS = "uploads"  # folder of files that are not complete yet
+STALE_S = 86_400  # an incomplete file that has not grown for so long is left from a crash
 
 T = TypeVar("T")
+
+
+class _OpenFile:
+    """An open file, which is closed when nothing refers to it any more.
+
+    A call that was cancelled may still use it in its thread. If the file were closed before, the
+    call could write into another file that got the same descriptor.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self._descriptor = os.open(path, flags, MODE)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # it could not be opened
+            os.close(self._descriptor)
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+    def read(self, size: int, start: int) -> bytes:
+        return os.pread(self._descriptor, size, start)
+
+    def sync(self) -> None:
+        """Wait until the content is on the disk."""
+        os.fsync(self._descriptor)
 
 
 class Folder:
@@ -48,34 +78,29 @@ class Folder:
 
     async def upload(self, name: str, parts: AsyncIterable[bytes]) -> int:
         temporary, size = self.root / UPLOADS / uuid.uuid4().hex, 0
-        file = await self._run(os.open, temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
         try:
+            file = await self._run(_OpenFile, temporary, NEW)
             async for part in parts:
-                await self._run(_write, file, part)
+                await self._run(file.write, part)
                 size += len(part)
             await self._run(self._publish, file, temporary, name)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
             raise
-        finally:
-            os.close(file)
         return size
 
     async def read(self, name: str) -> bytes:
         return await self._run((self.root / name).read_bytes)
 
     async def chunks(self, name: str, start: int, end: int) -> AsyncIterator[bytes]:
-        file = await self._run(os.open, self.root / name, os.O_RDONLY)
-        try:
-            while start < end:
-                data = await self._run(os.pread, file, min(CHUNK_BYTES, end - start), start)
-                if not data:
-                    return
-                start += len(data)
-                yield data
-        finally:
-            os.close(file)
+        file = await self._run(_OpenFile, self.root / name, os.O_RDONLY)
+        while start < end:
+            data = await self._run(file.read, min(CHUNK_BYTES, end - start), start)
+            if not data:
+                return
+            start += len(data)
+            yield data
 
     async def size(self, name: str) -> int:
         return await self._run(self._size, name)
@@ -88,6 +113,12 @@ class Folder:
 
     async def path_of(self, name: str) -> Path:
         return self.root / name
+
+    async def release(self, name: str) -> None:
+        pass  # there is no copy
+
+    async def tidy(self) -> None:
+        await self._run(self._delete_stale)
 
     async def free_bytes(self) -> int:
         return await self._run(self.free_bytes_now)
@@ -121,31 +152,25 @@ class Folder:
         self._rename(self._written(data), name)
 
     def _append(self, name: str, data: bytes) -> None:
-        path = self._path_for(name)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, MODE)
-        try:
-            _write(file, data)
-            os.fdatasync(file)
-        finally:
-            os.close(file)
+        file = _OpenFile(self._path_for(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file.write(data)
+        file.sync()
 
     def _written(self, data: bytes) -> Path:
         """Write a temporary file, and return its path."""
         path = self.root / UPLOADS / uuid.uuid4().hex
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, MODE)
+        file = _OpenFile(path, NEW)
         try:
-            _write(file, data)
-            os.fsync(file)
+            file.write(data)
+            file.sync()
         except BaseException:
             os.unlink(path)
             raise
-        finally:
-            os.close(file)
         return path
 
-    def _publish(self, file: int, temporary: Path, name: str) -> None:
+    def _publish(self, file: _OpenFile, temporary: Path, name: str) -> None:
         """Give a complete temporary file its name."""
-        os.fsync(file)
+        file.sync()
         self._rename(temporary, name)
 
     def _rename(self, temporary: Path, name: str) -> None:
@@ -169,6 +194,13 @@ class Folder:
             return os.listdir(self.root / folder)
         return []
 
+    def _delete_stale(self) -> None:
+        limit_s = time.time() - STALE_S
+        for path in (self.root / UPLOADS).iterdir():
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < limit_s:
+                    path.unlink()
+
     def _delete(self, name: str) -> None:
         path = self.root / name
         with suppress(FileNotFoundError):
@@ -176,12 +208,6 @@ class Folder:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
-
-
-def _write(file: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file, view) :]
 
 
 def _sync_folder(path: Path) -> None:

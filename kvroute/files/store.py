@@ -59,7 +59,16 @@ class FileStore(Protocol):
         """Delete a file, or a folder with all its files. There may be none."""
 
     async def path_of(self, name: str) -> Path:
-        """Return the path of a file on this machine with the same content."""
+        """Return the path of a file on this machine with the same content.
+
+        It may be a copy, which stays until `release` is called.
+        """
+
+    async def release(self, name: str) -> None:
+        """Delete this machine's copy of a file, if it is one."""
+
+    async def tidy(self) -> None:
+        """Delete what crashed processes have left."""
 
     async def free_bytes(self) -> int:
         """Return how many more bytes can be stored."""

@@ -26,7 +26,7 @@ class TenantLimits(Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     max_prefixes: Count | None = None  # declared named prefixes of each model
     max_pinned_blocks: Count | None = None  # full KV blocks of the tenant's pinned prefixes
     max_files: Count | None = None  # files of the Files API, with the results of batches
-    max_file_bytes: Count | None = None  # bytes of all uploaded files together
+    max_file_bytes: Count | None = None  # bytes of all files, with results
     max_open_batches: Count | None = None  # batches that have not ended
     adapters: tuple[Adapter, ...] | None = None  # LoRA adapters that the tenant may use; (): none
 

@@ -112,6 +112,8 @@ class BatchRun:
         finally:
             with suppress(OSError):
                 await self._state.tidy()
+                await self._environment.store.release(self._state.name("index"))
+                await self._environment.files.release(self.record.input_file_id)
 
     async def _run(self, run: Run, snapshot: Snapshot) -> None:
         path, faults = await self._input()

@@ -85,6 +85,7 @@ class Batches:
                 f"{PURPOSE}",
             )
         await self._check_open(tenant, limits)
+        await self._files.check_room(tenant, limits)
         expires = body.output_expires_after
         record = BatchRecord(
             new_batch_id(),

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class Files:
     Args:
         store: where the files are.
         max_file_bytes: limit of one file.
-        quota_bytes: limit of all uploaded files together.
+        quota_bytes: limit of all files together.
     """
 
     def __init__(self, store: FileStore, *, max_file_bytes: int, quota_bytes: int) -> None:
@@ -49,6 +49,8 @@ class Files:
         self._max_file_bytes = max_file_bytes
         self._quota_bytes = quota_bytes
         self._records: dict[str, FileRecord] = {}
+        self._sizes: dict[str, int] = {}  # file with the results of a batch that has ended -> bytes
+        self._unrecorded: set[str] = set()  # contents that had no record at the last `tidy`
         self._uploading = Counter[str]()  # bytes of running uploads, by tenant
 
     async def add(
@@ -71,14 +73,14 @@ class Files:
             ApiError: the file is too large, or a quota is exceeded.
             OSError: the store cannot be used.
         """
-        records = await self.all()
+        records = await self.sized(await self.all())
         own = [record for record in records if record.tenant == tenant]
         if limits and limits.max_files is not None and len(own) >= limits.max_files:
             raise _over("max_files", f"{len(own)} files", f"{limits.max_files}")
         id_, now = new_file_id(), int(time.time())
-        used = sum(record.bytes for record in own)
-        total = sum(record.bytes for record in records)
-        bounded = self._bounded(parts, tenant, used=used, total=total, limits=limits)
+        bounded = self._bounded(
+            parts, tenant, used=_bytes(own), total=_bytes(records), limits=limits
+        )
         try:
             size = await self._store.upload(f"{FOLDER}/{id_}.data", bounded.chunks())
             upload = describe()
@@ -102,6 +104,23 @@ class Files:
     async def register(self, record: FileRecord) -> None:
         """Add a file whose content is already stored. Raises OSError."""
         await self._store.create(f"{FOLDER}/{record.id}.json", encode(record))
+
+    async def check_room(self, tenant: str, limits: TenantLimits | None) -> None:
+        """Check that the results of another batch may be stored.
+
+        Raises:
+            ApiError: the files of this tenant, or of all tenants, take all the space that they may.
+            OSError: the store cannot be used.
+        """
+        records = await self.sized(await self.all())
+        own = [record for record in records if record.tenant == tenant]
+        self._bounded(
+            _nothing(), tenant, used=_bytes(own), total=_bytes(records), limits=limits
+        ).check()
+
+    async def used_bytes(self) -> int:
+        """Return the size of all files. Raises OSError."""
+        return _bytes(await self.sized(await self.all()))
 
     async def get(self, id_: str, tenant: str) -> FileRecord:
         """Return a file of a tenant that has not expired, with its present size.
@@ -139,7 +158,10 @@ class Files:
 
     async def sized(self, records: Sequence[FileRecord]) -> list[FileRecord]:
         """Return files with their present sizes. Raises OSError."""
-        return [await self._sized(record) for record in records]
+        found = list[FileRecord]()
+        for first in range(0, len(records), READ_AT_ONCE):
+            found += await asyncio.gather(*map(self._sized, records[first : first + READ_AT_ONCE]))
+        return found
 
     async def content(self, record: FileRecord, start: int, end: int) -> AsyncIterator[bytes]:
         """Yield the bytes of a file from `start` to `end`. Raises OSError."""
@@ -179,6 +201,7 @@ class Files:
         ids = {name[:-5] for name in names if name.endswith(".json") and FILE_ID.match(name[:-5])}
         for gone in self._records.keys() - ids:
             del self._records[gone]
+            self._sizes.pop(gone, None)
         missing = sorted(ids - self._records.keys())
         for first in range(0, len(missing), READ_AT_ONCE):
             await asyncio.gather(*map(self._read, missing[first : first + READ_AT_ONCE]))
@@ -187,6 +210,10 @@ class Files:
     async def path_of(self, record: FileRecord) -> Path:
         """Return the path on this machine of an uploaded file. Raises OSError."""
         return await self._store.path_of(f"{FOLDER}/{record.id}.data")
+
+    async def release(self, id_: str) -> None:
+        """Delete this machine's copy of an uploaded file, if it has one."""
+        await self._store.release(f"{FOLDER}/{id_}.data")
 
     async def free_bytes(self) -> int:
         """Return how many more bytes can be stored. Raises OSError."""
@@ -201,6 +228,20 @@ class Files:
                 except ApiError:  # its batch still runs
                     continue
 
+    async def tidy(self) -> None:
+        """Delete what crashed routers have left. Raises OSError.
+
+        A content without a record is deleted at the second call that finds it: at the first, a
+        router may be about to write the record.
+        """
+        await self._store.tidy()
+        names = {*await self._store.names(FOLDER)}
+        contents = {name for name in names if name.endswith(".data")}
+        unrecorded = {name for name in contents if f"{name[:-5]}.json" not in names}
+        for name in unrecorded & self._unrecorded:
+            await self._store.delete(f"{FOLDER}/{name}")
+        self._unrecorded = unrecorded
+
     async def _read(self, id_: str) -> FileRecord | None:
         record = await read_record(self._store, f"{FOLDER}/{id_}.json", FileRecord)
         if record:
@@ -212,8 +253,15 @@ class Files:
     async def _sized(self, record: FileRecord) -> FileRecord:
         if not record.batch:
             return record
-        segments = await self._segments(record)
-        return replace(record, bytes=sum(segment.size for segment in segments))
+        if record.id not in self._sizes:
+            state = BatchState(self._store, record.batch)
+            snapshot = await state.snapshot()
+            segments = await state.results(snapshot, record.kind) if snapshot else ()
+            size = sum(segment.size for segment in segments)
+            if not (snapshot and snapshot.end):
+                return replace(record, bytes=size)
+            self._sizes[record.id] = size
+        return replace(record, bytes=self._sizes[record.id])
 
     async def _segments(self, record: FileRecord) -> Sequence[Segment]:
         state = BatchState(self._store, record.batch)
@@ -259,10 +307,10 @@ class _Bounded:
         async for part in self.parts:
             self.size += len(part)
             self.uploading[self.tenant] += len(part)
-            self._check()
+            self.check()
             yield part
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise ApiError if a limit is exceeded."""
         if self.size > self.max_file_bytes:
             raise ApiError(
@@ -281,6 +329,16 @@ class _Bounded:
                 "files, or start kvroute with a larger --files-quota-mb",
                 "file",
             )
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    """Yield no content."""
+    return
+    yield
+
+
+def _bytes(records: Iterable[FileRecord]) -> int:
+    return sum(record.bytes for record in records)
 
 
 def is_expired(record: FileRecord) -> bool:

@@ -5,11 +5,13 @@ from typing import Any
 
 from kvroute.batch.usage import Usage
 from kvroute.process.exposition import Readings
+from kvroute.router.batches.batch_state import Snapshot
 from kvroute.router.batches.batches import Batches
 from kvroute.router.batches.files import Files
 from kvroute.router.batches.runner import BatchRunner
 
 MAX_SHOWN = 100  # the most batches in the facts
+MAX_LIVE = 20  # the most batches on the live page
 
 
 def export(runner: BatchRunner, readings: Readings) -> None:
@@ -53,6 +55,32 @@ def export(runner: BatchRunner, readings: Readings) -> None:
     )
 
 
+def live(runner: BatchRunner) -> dict[str, Any]:
+    """Return the batches that have not ended, for the live page."""
+    batches = [_live(snapshot, runner) for snapshot in runner.unfinished[:MAX_LIVE]]
+    return {"batches": batches, "others": max(0, len(runner.unfinished) - MAX_LIVE)}
+
+
+def _live(snapshot: Snapshot, runner: BatchRunner) -> dict[str, Any]:
+    run = runner.runs.get(snapshot.id)
+    progress = run.counted() if run else snapshot.progress
+    return {
+        "id": snapshot.id,
+        "status": snapshot.status,
+        "endpoint": snapshot.record.endpoint,
+        "created_at": snapshot.record.created_at,
+        "expires_at": snapshot.record.expires_at,
+        "total": snapshot.started.total if snapshot.started else None,
+        "completed": progress.completed,
+        "failed": progress.failed,
+        "prompt_tokens": progress.usage.prompt_tokens,
+        "cached_tokens": progress.usage.cached_tokens,
+        # Only the router that runs the batch knows its speed.
+        "needed_s": round(run.needed_s) if run and run.needed_s else None,
+        "pause": runner.paused.get(snapshot.id, ""),
+    }
+
+
 async def facts(
     files: Files, batches: Batches, runner: BatchRunner, *, quota_bytes: int
 ) -> dict[str, Any]:
@@ -60,7 +88,7 @@ async def facts(
     running = [snapshot for snapshot in await batches.listed(None) if not snapshot.end]
     now_s = time.time()
     return {
-        "used_bytes": sum(record.bytes for record in await files.all()),
+        "used_bytes": await files.used_bytes(),
         "quota_bytes": quota_bytes,
         "free_bytes": await files.free_bytes(),
         "running": [

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from redis.exceptions import RedisError
 from kvroute.batch.usage import Usage
 from kvroute.files.store import FileStore
 from kvroute.router.batches.batch_run import BatchRun, Environment
+from kvroute.router.batches.batch_state import Snapshot
 from kvroute.router.batches.batches import Batches
 from kvroute.router.batches.files import Files
 from kvroute.router.batches.records import BatchRecord
@@ -26,6 +28,7 @@ RETRY_S, MAX_RETRY_S = 5.0, 60.0  # pause after a failed run of a batch; it doub
 # Each batch that a router runs delays its next attempt to take one, so that routers share them.
 POLITE_S = 0.5
 MAX_RUNS = 16  # the most batches that a router runs at the same time
+MAX_ENDING = 4  # cancelled and expired batches that a router may end in addition to them
 CHECKED_AT_ONCE = 2  # the most files that are checked at the same time
 
 
@@ -66,6 +69,7 @@ class BatchRunner:
         self._max_open = max_open
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, BatchRun] = {}
+        self.unfinished: Sequence[Snapshot] = ()  # all that have not ended, as they were seen last
         self._reasons: dict[str, str] = {}  # batch -> why its latest run has failed
         self._completed = self._failed = 0  # lines of runs that have ended
         self._usage = Usage()  # tokens of these lines
@@ -95,6 +99,7 @@ class BatchRunner:
                     with suppress(OSError):
                         await self._files.delete_expired(await self._batches.inputs())
                         await self._batches.delete_old()
+                        await self._files.tidy()
         finally:
             await self.stop()
 
@@ -109,14 +114,20 @@ class BatchRunner:
         """Take one batch that nobody runs."""
         try:
             waiting = [found for found in await self._batches.listed(None) if not found.end]
-            self.problem = ""
+            self.unfinished, self.problem = [*waiting], ""
         except OSError as error:
             if not self.problem:
                 log.error("batches cannot be read: %s", error)
             self.problem = str(error)
             return
         if len(self._tasks) >= MAX_RUNS:
-            return
+            # Those that only have to be ended do not wait for the others.
+            now_s, most = time.time(), MAX_RUNS + MAX_ENDING
+            waiting = [
+                found
+                for found in waiting
+                if (found.cancelled or found.record.expires_at <= now_s) and len(self._tasks) < most
+            ]
         running = Counter(
             found.record.tenant for found in waiting if found.record.id in self._tasks
         )

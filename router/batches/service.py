@@ -114,6 +114,10 @@ class BatchService:
                 problem = f"the folder for files cannot be used: {error}"
         return {"problem": problem, "is_default": self._is_default}
 
+    def live(self) -> dict[str, Any] | None:
+        """Return the batches for the live page; None if the API cannot be used."""
+        return None if self.problem else report.live(self.runner)
+
     def check(self) -> None:
         """Raise the error of a task that has ended. No task should end by itself."""
         for task in self._tasks:

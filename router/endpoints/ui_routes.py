@@ -3,10 +3,12 @@
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter, Response
+import msgspec
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
 from kvroute.router.api.errors import ApiError
+from kvroute.router.batches.service import BatchService
 from kvroute.router.page.live import Live, State
 from kvroute.router.page.recorder import Recorder
 from kvroute.router.serving.model_router import ModelRouter
@@ -55,7 +57,9 @@ async def file(name: str, models: Served) -> Response:
 
 
 @routes.get("/v1/cluster/live")
-async def live(models: Served, model: str | None = None, replica: str | None = None) -> Response:
+async def live(
+    request: Request, models: Served, model: str | None = None, replica: str | None = None
+) -> Response:
     """Return a stream of the live page's events for a model; without `model`, the first model.
 
     The events include the samples of the charts: those of `replica`, or those of the fleet if no
@@ -64,10 +68,13 @@ async def live(models: Served, model: str | None = None, replica: str | None = N
     """
     recorder = _recorder(models, model)
 
-    def samples() -> State:
-        return {"history": recorder.encoded(replica)}
+    batches: BatchService | None = request.app.state.batches
 
-    events = await _live(models, model).listen(samples)
+    def more() -> State:
+        unfinished = msgspec.json.encode(batches.live() if batches else None)
+        return {"history": recorder.encoded(replica), "batches": unfinished}
+
+    events = await _live(models, model).listen(more)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(events, headers=headers, media_type="text/event-stream")
 

@@ -1,5 +1,6 @@
 // The live page: follows /v1/cluster/live and shows what it says, once for each event.
 
+import { showBatches } from "./batches.js";
 import { charted, chartFleet, onCharted, showCharts } from "./charts.js";
 import { showDecisions } from "./decisions.js";
 import { el, setText } from "./dom.js";
@@ -105,6 +106,7 @@ function show() {
   showLedger(ledger);
   showNamed(things.get("named"));
   showPrefixes(things.get("prefixes"));
+  showBatches(things.get("batches"));
   showDecisions(decisions, router.policy);
   live.setAttribute("aria-busy", "false");
 }

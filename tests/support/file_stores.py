@@ -36,6 +36,23 @@ async def data_is_appended_and_read_by_range(store: FileStore) -> None:
     assert (await store.path_of("grown/x")).read_bytes() == b"abcdefgh"
 
 
+async def many_appended_parts_are_read_in_order(store: FileStore) -> None:
+    texts = [b"%d," % number for number in range(40)]
+    for text in texts:
+        await store.append("many", text)
+    whole = b"".join(texts)
+    assert await content(store, "many") == whole
+    assert await content(store, "many", 7, 63) == whole[7:63]
+
+
+async def a_released_file_can_be_read_again(store: FileStore) -> None:
+    await store.create("released", b"abc")
+    for _ in range(2):
+        assert (await store.path_of("released")).read_bytes() == b"abc"
+        await store.release("released")
+    await store.release("missing")
+
+
 async def a_file_is_replaced(store: FileStore) -> None:
     for text in (b"old", b"newer"):
         await store.replace("replaced", text)
@@ -88,6 +105,8 @@ async def a_folder_is_deleted_with_its_files(store: FileStore) -> None:
 BEHAVIOURS: tuple[Behaviour, ...] = (
     only_one_of_many_creates_a_file,
     data_is_appended_and_read_by_range,
+    many_appended_parts_are_read_in_order,
+    a_released_file_can_be_read_again,
     a_file_is_replaced,
     what_is_missing_is_empty,
     an_upload_that_fails_leaves_no_file,

@@ -76,6 +76,43 @@ async def test_limits_hold(
     assert len(await store.names("files")) == 2 * (len(sizes) - 1)
 
 
+@pytest.mark.parametrize(
+    ("limits", "problem"), [(TenantLimits(max_file_bytes=800), "max_file_bytes"), (None, "quota")]
+)
+async def test_results_count_in_the_limits(
+    files: Files, batches: Batches, store: Folder, limits: TenantLimits | None, problem: str
+) -> None:
+    acme = Caller("acme", frozenset({"use"}), "salt")
+    file = await add(files, tenant="acme")
+    body = BatchBody(input_file_id=file.id, endpoint=CHAT)
+    batch = await batches.create(body, acme, limits)
+    await batches.register_results(batch.record, "output")
+    state = BatchState(store, batch.id)
+    run = await state.claim("router")
+    assert run is not None
+    await store.append(state.name(run.own("output")), b"x" * 999 + b"\n")
+    for is_over in (False, True):
+        if is_over:
+            await state.finish(run, "completed")
+        with pytest.raises(ApiError, match=problem):
+            await add(files, tenant="acme", limits=limits)
+        with pytest.raises(ApiError, match=problem):
+            await batches.create(body, acme, limits)
+    assert await files.used_bytes() == 1001
+    await files.delete(await files.get(batch.record.output_file_id, "acme"))
+    await add(files, tenant="acme", limits=limits)
+    assert await files.used_bytes() == 2
+
+
+async def test_a_content_without_a_record_is_deleted(files: Files, store: Folder) -> None:
+    kept = await add(files)
+    await store.upload("files/file-1.data", parts(1))
+    for left in (3, 2):
+        await files.tidy()
+        assert len(await store.names("files")) == left
+    assert await files.get(kept.id, "")
+
+
 async def test_other_tenants_do_not_use_a_tenants_limit(files: Files) -> None:
     limits = TenantLimits(max_files=1, max_file_bytes=5)
     await add(files, 5, "acme", limits)

@@ -3,8 +3,11 @@
 The first tests hold for a folder and for a bucket; tests/slow/suites/test_s3.py runs them on S3.
 """
 
+import asyncio
 import errno
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -52,10 +55,10 @@ async def test_only_the_owner_can_read_files(own_folder: Folder) -> None:
 async def test_a_full_disk_has_an_error_of_its_own(
     own_folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(file: int, data: bytes) -> None:
+    def full(file: object, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(folder, "_write", full)
+    monkeypatch.setattr(folder._OpenFile, "write", full)
     calls = (
         own_folder.create("a", b"x"),
         own_folder.append("b", b"x"),
@@ -66,3 +69,42 @@ async def test_a_full_disk_has_an_error_of_its_own(
             await writing
     assert await own_folder.names(UPLOADS) == []
     assert not await own_folder.size("a")
+
+
+async def test_a_cancelled_write_goes_on_in_its_own_file(
+    own_folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, written = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(file: int, data: memoryview) -> int:
+        begun.set()
+        may_end.wait()
+        try:
+            return write(file, data)
+        finally:
+            written.set()
+
+    write = os.write
+    monkeypatch.setattr(os, "write", slow)
+    uploading = asyncio.create_task(own_folder.upload("a", file_stores.parts(b"of the upload")))
+    await asyncio.to_thread(begun.wait)
+    uploading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await uploading
+    others = [os.open(own_folder.root / f"other-{i}", os.O_RDWR | os.O_CREAT) for i in range(20)]
+    may_end.set()
+    await asyncio.to_thread(written.wait)
+    assert [os.pread(other, 100, 0) for other in others] == [b""] * len(others)
+    assert await own_folder.names(UPLOADS) == []
+    for other in others:
+        os.close(other)
+
+
+async def test_an_upload_that_a_crash_has_left_is_deleted_a_day_later(own_folder: Folder) -> None:
+    old, new = (own_folder.root / UPLOADS / name for name in ("old", "new"))
+    for path in (old, new):
+        path.touch()
+    day_before_yesterday = time.time() - 2 * 86_400
+    os.utime(old, (day_before_yesterday, day_before_yesterday))
+    await own_folder.tidy()
+    assert await own_folder.names(UPLOADS) == ["new"]

@@ -133,7 +133,7 @@ class RouterOptions(CommonOptions):
         Positive,
         Option(
             ENDPOINT,
-            "Maximum size of all uploaded files together in MB.",
+            "Maximum size of all files together in MB: uploads, and results of batches.",
             example="100000",
             default="half of the disk space that files could use",
         ),

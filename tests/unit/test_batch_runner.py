@@ -1,0 +1,100 @@
+"""Which batches a router runs, and what it shows of them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from kvroute.files.folder import Folder
+from kvroute.router.batches import report, runner
+from kvroute.router.batches.batches import BatchBody, Batches
+from kvroute.router.batches.files import Files, Upload
+from kvroute.router.batches.runner import BatchRunner
+
+CHAT = "/v1/chat/completions"
+LINE = {"custom_id": "1", "url": CHAT, "body": {"model": "m", "messages": []}}
+
+
+class Cluster:
+    """A store with batches, and one router without a cluster behind it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Folder(folder)
+        self.files = Files(self.store, max_file_bytes=1 << 20, quota_bytes=1 << 30)
+        self.batches = Batches(self.store, self.files)
+        self.threads = ThreadPoolExecutor(1)
+
+        async def yes(batch: str) -> bool:
+            return True
+
+        leases: Any = SimpleNamespace(take=yes, release=yes)
+        transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"usage": {}}))
+        self.runner = BatchRunner(
+            "router",
+            self.store,
+            self.files,
+            self.batches,
+            leases=leases,
+            client=lambda record: httpx.AsyncClient(transport=transport, base_url="http://none"),
+            may_run=lambda record: True,
+            max_open=1,
+            max_line_bytes=1 << 20,
+            threads=self.threads,
+        )
+
+    async def create(self) -> str:
+        """Create a batch with one line; return its id."""
+
+        async def content() -> AsyncIterator[bytes]:
+            yield json.dumps(LINE).encode()
+
+        upload = Upload("in.jsonl", "batch", ttl_s=None)
+        file = await self.files.add(content(), lambda: upload, "", None)
+        body = BatchBody(input_file_id=file.id, endpoint=CHAT)
+        return (await self.batches.create(body, None, None)).id
+
+    async def status(self, id_: str) -> str:
+        return (await self.batches.get(id_, "")).status
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setattr(runner, "LOOK_S", 0.01)
+    monkeypatch.setattr(runner, "POLITE_S", 0.01)
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.store.close()
+    cluster.threads.shutdown()
+
+
+async def test_a_cancelled_batch_ends_while_others_wait_for_a_place(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_RUNS", 0)
+    waiting, cancelled = await cluster.create(), await cluster.create()
+    await cluster.batches.cancel(cancelled, "")
+    running = asyncio.create_task(cluster.runner.run())
+    while await cluster.status(cancelled) != "cancelled":
+        await asyncio.sleep(0.01)
+    assert await cluster.status(waiting) == "validating"
+    running.cancel()
+
+
+async def test_the_live_page_shows_batches_until_they_end(cluster: Cluster) -> None:
+    id_ = await cluster.create()
+    running = asyncio.create_task(cluster.runner.run())
+    seen = set()
+    while await cluster.status(id_) != "completed":
+        shown = report.live(cluster.runner)
+        seen |= {(batch["id"], shown["others"]) for batch in shown["batches"]}
+        await asyncio.sleep(0.01)
+    assert seen == {(id_, 0)}
+    while report.live(cluster.runner)["batches"]:
+        await asyncio.sleep(0.01)
+    running.cancel()
