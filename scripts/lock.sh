@@ -23,6 +23,7 @@ main() {
     for group in langchain-tests lm-eval open-responses s3-server sdk-tests site; do
         lock "$group" --group "$group"
     done
+    lock older-vllm --group older-vllm --no-deps # the other packages are those of cpu.lock
     local shared
     readarray -t shared < <(comm -12 <(pins cpu | names) <(pins gpu | names))
     lock dev pyproject.toml --extra dev --constraints <(comm -12 <(pins cpu) <(pins gpu)) \

@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ CACHE = Path.home() / ".cache/kvroute"
 UV = str(Path(sys.executable).with_name("uv"))
 
 
-def environment(name: str) -> Path:
+def environment(name: str, *, with_ours: bool = False) -> Path:
     """Return the Python of an environment with the packages of `requirements/NAME.lock`.
 
     The environment is created once for each version of the file. The test is skipped if the
     packages cannot be downloaded.
+
+    Args:
+        name: the name of the lock.
+        with_ours: also show the packages of kvroute's environment that the lock does not have.
     """
     lock = ROOT / f"requirements/{name}.lock"
     folder = CACHE / "environments" / f"{name}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:12]}"
@@ -25,8 +30,17 @@ def environment(name: str) -> Path:
     if not ready.exists():
         _run("venv", "--clear", "--python", sys.executable, str(folder))
         _run("pip", "sync", "--require-hashes", "--python", str(python), str(lock))
+        if with_ours:
+            ours = sysconfig.get_path("purelib")
+            (_packages(folder) / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         ready.touch()
     return python
+
+
+def _packages(environment: Path) -> Path:
+    """Return the folder with the packages of an environment."""
+    (folder,) = environment.glob("lib/python*/site-packages")
+    return folder
 
 
 def _run(*arguments: str) -> None:

@@ -1,5 +1,6 @@
 """Sessions that wait for a seat: what their clients see, and what operators do."""
 
+import json
 import subprocess
 import time
 from collections.abc import Iterator
@@ -27,7 +28,16 @@ def cluster() -> Iterator[Cluster]:
     """Two routers whose replica serves one session at a time."""
     options = ("--engine", "simulated", "--max-sessions", "1", "--routers", "2")
     with start_cluster(*options, "--simulated-decode-ms", "1") as cluster:
+        # A router does not know the seats that others gave before it heard them.
+        wait_until(lambda: all(known_routers(cluster) == 2 for _ in range(8)))
         yield cluster
+
+
+def known_routers(cluster: Cluster) -> int:
+    """Return how many routers the answering router knows, with itself."""
+    with httpx.stream("GET", f"{cluster.url}/v1/cluster/live", timeout=30) as events:
+        data = next(line for line in events.iter_lines() if line.startswith("data: "))
+        return int(json.loads(data.removeprefix("data: "))["changed"]["router"]["routers"])
 
 
 @pytest.fixture
