@@ -76,7 +76,7 @@ class Files:
         records = await self.sized(await self.all())
         own = [record for record in records if record.tenant == tenant]
         if limits and limits.max_files is not None and len(own) >= limits.max_files:
-            raise _over("max_files", f"{len(own)} files", f"{limits.max_files}")
+            raise _over("max_files", f"{len(own) + 1} files", f"{limits.max_files}")
         id_, now = new_file_id(), int(time.time())
         bounded = self._bounded(
             parts, tenant, used=_bytes(own), total=_bytes(records), limits=limits
