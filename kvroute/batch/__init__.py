@@ -1,1 +1,1 @@
-"""Batches: files of requests in OpenAI's format, answered in the order that caches like."""
+"""Batches: files of requests in OpenAI's format, sent in an order that gives many cache hits."""

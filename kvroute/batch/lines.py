@@ -1,4 +1,4 @@
-"""The lines of a batch's input file: checked, and found again by their number.
+"""Checks the lines of a batch's input file, and reads single lines by their index.
 
 A line is a JSON object in the format of OpenAI's Batch API:
 `{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}`.
@@ -24,7 +24,7 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 
 MAX_FAULTS = 100  # faults of a file that are reported
 MAX_LINE_BYTES = 64 << 20  # default limit of a line
-# Paths of requests with one answer that is not a stream.
+# Paths that lines may have. Requests to them can be answered by one JSON object, without a stream.
 PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -54,7 +54,7 @@ class BatchLine(msgspec.Struct, frozen=True):
 
 
 class SentLine(msgspec.Struct, frozen=True):
-    """What is sent of a line: its body is not decoded."""
+    """The fields of a line that are needed to send it. The body stays encoded."""
 
     custom_id: str
     url: str
@@ -100,7 +100,7 @@ class Lines:
 
     Args:
         file: the file.
-        starts: where each line starts, and at last where the file ends.
+        starts: where each line starts; the last item is where the file ends.
         ids: hash of each line's custom_id.
     """
 
@@ -151,7 +151,7 @@ def _checked(
     file: BinaryIO, observe: Callable[[BatchLine], None], endpoint: str, max_line_bytes: int
 ) -> Lines:
     starts, ids, faults = array("Q"), array("Q"), list[Fault]()
-    numbers = array("Q")  # number of each line in the file, counted from 1 with empty lines
+    numbers = array("Q")  # number of each line in the file, from 1; empty lines have numbers, too
     end = 0
     for number, (start, text) in enumerate(_texts(file, max_line_bytes), start=1):
         end = start + len(text)
@@ -216,7 +216,7 @@ def id_hash(custom_id: str) -> int:
 
 
 def _repeated(ids: NDArray[np.uint64], numbers: "array[int]") -> list[Fault]:
-    """Return a fault for each line whose custom_id an earlier line has."""
+    """Return a fault for each line that has the same custom_id as an earlier line."""
     _, first = np.unique(ids, return_index=True)
     if len(first) == len(ids):
         return []

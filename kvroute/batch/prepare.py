@@ -35,7 +35,7 @@ class Part(Struct, frozen=True):
 
 
 class Job(Struct, frozen=True):
-    """What to do."""
+    """The paths and limits of one call of `run`."""
 
     file: str  # path of the batch's input
     endpoint: str  # the `url` that all lines must have
@@ -46,7 +46,7 @@ class Job(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """What was found."""
+    """The result of `run`: the input's faults, or the counts of its lines."""
 
     faults: tuple[Fault, ...] = ()  # why the input cannot be used; empty: it can be used
     total: int = 0  # number of lines

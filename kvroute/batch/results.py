@@ -50,14 +50,14 @@ class Results:
             known: NDArray[np.bool_] = np.isin(lines.ids, np.array(written, dtype=np.uint64))
             if (others := len(written) - int(known.sum())) > 0:
                 raise ResultsError(
-                    f"{output} and {errors} have {others} lines that are not in the input or are "
-                    "there twice; name another output file"
+                    f"{output} and {errors} have {others} lines that are not in the input or have "
+                    "the custom_id of an earlier line; name another output file"
                 )
             opened.pop_all()  # the files stay open
         self.is_done = known  # for each line of the input, whether it was answered before
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
-        """Write an answer. The body is JSON; any other body is written as a JSON string."""
+        """Write an answer. A body that is not JSON is written as a JSON string."""
         line = result_line(custom_id, status=status, request_id=request_id, body=body)
         _write(self._output if status < 400 else self._errors, line)
 
@@ -104,13 +104,13 @@ def _written(file: BinaryIO, path: Path) -> "array[int]":
 
 
 def result_line(custom_id: str, *, status: int, request_id: str, body: bytes) -> bytes:
-    """Return the line of an answered request. The body is JSON; another body becomes a string."""
+    """Return the line of an answered request. A body that is not JSON becomes a JSON string."""
     response = {"status_code": status, "request_id": request_id, "body": _in_one_line(body)}
     return _line({"custom_id": custom_id, "response": response, "error": None})
 
 
 def unanswered_line(custom_id: str, *, code: str, message: str) -> bytes:
-    """Return the line of a request that has no answer, because its batch ended before."""
+    """Return the line of a request that has no answer, because its batch has ended early."""
     error = {"code": code, "message": message}
     return _line({"custom_id": custom_id, "response": None, "error": error})
 
@@ -126,7 +126,7 @@ def _write(file: BinaryIO, line: bytes) -> None:
 
 
 def _in_one_line(body: bytes) -> object:
-    """Return a body of JSON as a value that is written in one line; another body as a string."""
+    """Return a value for a body: JSON without line breaks, or a string if the body is not JSON."""
     try:
         if b"\n" in body:
             return msgspec.json.decode(body)

@@ -23,11 +23,12 @@ from kvroute.batch.usage import Usage, usage_of
 START_OPEN = 8  # open requests at the start
 QUEUED_HEADER = "x-kvroute-queued-s"  # seconds that the request waited in the queue
 REQUEST_ID = "x-request-id"  # header with the id of a request
-# Statuses that a later try may change: no place in the queue, or no replica at the moment.
+# Statuses after which a line is sent again, since the cause may be temporary: a full queue, or no
+# ready replica.
 TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
-MAX_TRIES = 20  # answers with these statuses after which a line counts as failed
+MAX_TRIES = 20  # a line fails after this many answers with a status in TRY_AGAIN
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # pause before the next try; it doubles with each try
-SYNC_INTERVAL_S = 1.0  # seconds between two waits until everything written is on the disk
+SYNC_INTERVAL_S = 1.0  # seconds between two calls of Results.sync
 
 
 @dataclass(slots=True)
@@ -82,13 +83,13 @@ class Runner:
             total: number of all lines.
             max_open: returns the upper bound of the open requests.
             headers: returns further headers of the next request.
-            max_tries: answers with TRY_AGAIN after which a line has failed; None: no limit.
+            max_tries: see MAX_TRIES; None: a line is sent again without a limit.
             threads: reads the lines; None: asyncio's own threads.
         """
         self._client = client
         self._read = read
         self._waiting = array("Q", order)
-        self._waiting.reverse()  # the next line is the last one, which is removed in no time
+        self._waiting.reverse()  # the next line comes last, where `pop` is fast
         self._sent = set[int]()  # lines that were sent and have no answer yet
         self._running = set[asyncio.Task[None]]()
         self._changed = asyncio.Event()  # is set when a task has ended
@@ -179,9 +180,9 @@ class Runner:
                 if response.status_code == httpx.codes.UNAUTHORIZED:
                     raise RefusedError(response.text)
                 tries += 1
-                may_help = response.headers.get("x-should-retry") != "false"
-                may_help &= response.status_code in TRY_AGAIN and tries != self._max_tries
-                if not may_help:
+                may_retry = response.headers.get("x-should-retry") != "false"
+                may_retry &= response.status_code in TRY_AGAIN and tries != self._max_tries
+                if not may_retry:
                     return response
                 self._window = max(1.0, self._window - 1)
                 pause_s = max(pause_s, _retry_after_s(response))

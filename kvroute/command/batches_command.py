@@ -17,7 +17,7 @@ from kvroute.command.tables import Column, number, print_lines, print_table
 __all__ = ["batch"]
 
 FINAL = ("completed", "failed", "expired", "cancelled")  # statuses of batches that have ended
-POLL_S = 1.0  # seconds between two looks at a batch
+POLL_S = 1.0  # seconds between two requests for the status of a batch
 SHOWN_FAULTS = 10  # how many faults of an input file are shown
 TIMEOUT = httpx.Timeout(60.0, write=600.0)
 
@@ -103,7 +103,8 @@ def results(
     found = call("GET", url, f"/v1/batches/{id}")
     file = found["error_file_id" if errors else "output_file_id"]
     if file is None:
-        fail(f"the batch has no {'failed lines' if errors else 'answers'}; {found['status']}")
+        kind = "failed lines" if errors else "answers"
+        fail(f"the batch has no {kind}; its status is {found['status']}")
     path = f"/v1/files/{file}/content"
     try:
         with httpx.stream("GET", url + path, headers=key_headers(), timeout=TIMEOUT) as response:

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from kvroute.doctor.checks import Check, Facts
 
 STILL_S = 300.0  # seconds without a result after which a batch is reported
-FULL_SHARE = 0.9  # share of the quota, or of the space, whose use is reported
+# The files are reported if they use more than about this share of the quota, or of the disk space
+# that is free or that they already use.
+FULL_SHARE = 0.9
 MAX_NAMED = 3  # the most batches that are named
 
 

@@ -179,7 +179,7 @@ def _ranges(objects: Iterable[_Object], start: int, end: int) -> Iterator[tuple[
 
 @dataclass
 class _Counted:
-    """The parts of an upload, counted; `error` is what ended them."""
+    """Counts the bytes of an upload's parts, and keeps the error that ended the upload, if any."""
 
     parts: AsyncIterable[bytes]
     size: int = 0

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from kvroute.files.store import CHUNK_BYTES, StoreFullError
 
-THREADS = 8  # calls of the operating system that may run, or hang, at the same time
+THREADS = 8  # threads that call the operating system; each may hang with the disk
 MODE = 0o600  # only the user who runs kvroute can read the files
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # flags that open a new file
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk and of an exceeded quota
@@ -52,7 +52,7 @@ class _OpenFile:
 
 
 class Folder:
-    """A FileStore in a folder. All calls of the operating system run in threads of its own.
+    """A FileStore in a folder. It has its own threads, in which it calls the operating system.
 
     So a disk that hangs stops only what needs this folder.
     """

@@ -56,7 +56,7 @@ class FileStore(Protocol):
         """Return the names of the files and folders in a folder, without the folder's name."""
 
     async def delete(self, name: str) -> None:
-        """Delete a file, or a folder with all its files. There may be none."""
+        """Delete a file, or a folder with all its files. Do nothing if it does not exist."""
 
     async def path_of(self, name: str) -> Path:
         """Return the path of a file on this machine with the same content.

@@ -1,10 +1,10 @@
-"""The folder for files that outlive a run."""
+"""The folder for files that are kept after kvroute has stopped."""
 
 import os
 from pathlib import Path
 
 
 def state_folder() -> Path:
-    """Return the folder for files that outlive a run, according to the XDG specification."""
+    """Return the folder for files that are kept, according to the XDG specification."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "kvroute"

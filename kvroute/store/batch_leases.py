@@ -2,8 +2,8 @@
 
 kvroute:{CLUSTER/}:batch:BATCH    string    id of the router; it expires unless the router renews it
 
-A lease only keeps routers from running the same batch in vain. That each line gets one result does
-not depend on it (router/batches/batch_state.py).
+A lease only saves work: it keeps two routers from running the same batch. Even without leases, each
+line gets exactly one result (router/batches/batch_state.py).
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 LEASE_S = 6.0  # seconds without a renewal after which another router takes over
 
-# KEYS lease; ARGV router, lease in ms. Take the lease, or renew it: 1 if this router has it then.
+# KEYS lease; ARGV router, lease in ms. Take or renew the lease. Return 1 if this router now has it.
 _TAKE = """
 local owner = redis.call('GET', KEYS[1])
 if owner and owner ~= ARGV[1] then return 0 end

@@ -29,9 +29,13 @@ from kvroute.router.batches.files import Files
 from kvroute.router.batches.output import Output
 from kvroute.router.batches.records import KINDS, BatchRecord, FinalStatus, Progress, Run
 
-REPORT_S = 1.0  # seconds between two reports of the progress, and two checks whether to end
-CHUNK_LINES = 2000  # lines that are given up between two writes
+# A run reports its progress, and checks whether it has to end, once per this many seconds.
+REPORT_S = 1.0
+# When a batch ends early, the errors of its remaining lines are written in chunks of this many
+# lines, so that they take little memory.
+CHUNK_LINES = 2000
 # A batch is late if, at its present speed, it needs more than this share of the time that is left.
+# The rest is a reserve for changes of the speed.
 LATE = 0.8
 # Why a batch has ended. refused: its tenant has no API key any more.
 Reason = Literal["done", "expired", "cancelled", "refused"]
@@ -72,7 +76,7 @@ class _Speed:
     """How fast lines are answered."""
 
     start_s: float = field(default_factory=time.monotonic)
-    done: int = 0  # lines that were done at the start
+    done: int = 0  # lines that already had a result when this run started to send
 
     def needed_s(self, progress: RunProgress) -> float:
         """Return the seconds until all lines are done, at the present speed."""
@@ -135,7 +139,7 @@ class BatchRun:
             await self._answer(run, lines)
 
     def counted(self) -> Progress:
-        """Return how far the batch is, with earlier runs."""
+        """Return the counts and the usage of this run and all earlier runs together."""
         before, progress = self._before, self.progress
         return Progress(
             completed=before.completed + self.answered,
@@ -220,7 +224,10 @@ class BatchRun:
         await self._state.finish(run, status, progress=self._reported)
 
     async def _until_end(self, working: "asyncio.Task[Any]") -> "Reason":
-        """Wait until a task is done, or until the batch has to end; then cancel the task."""
+        """Wait until a task is done or the batch has to end, and return which of them it was.
+
+        If the batch has to end, the task is cancelled.
+        """
         try:
             while True:
                 if time.time() >= self.record.expires_at:
@@ -239,7 +246,7 @@ class BatchRun:
             await asyncio.gather(working, return_exceptions=True)
 
     async def _report(self, finalizing_at: int | None = None) -> None:
-        """Record how far the batch is. All results that it counts can be read then."""
+        """Write the results to the store, then the progress, which counts only written results."""
         progress = msgspec.structs.replace(self.counted(), finalizing_at=finalizing_at)
         if self._output:
             await self._output.sync()
@@ -265,7 +272,11 @@ class BatchRun:
             self._given_up += len(ids)
 
     def _headers(self) -> Mapping[str, str]:
-        """Return the headers of the next request: a batch that is late is not in the background."""
+        """Return the headers of the next request.
+
+        Lines have the priority class `batch`. In a late batch, they have the class `default`, or
+        the class of the batch's API key if that is less urgent.
+        """
         left_s = self.record.expires_at - time.time()
         is_late = self.needed_s > LATE * left_s
         priority = less_urgent(self.record.priority, "default") if is_late else "batch"

@@ -1,9 +1,10 @@
 """The state of one batch in the store, and the rules by which routers change it.
 
 Several routers may try to run a batch at the same time: a router that seems to be dead may only
-have been stopped for a while. The store decides: each run creates its own `run-N.json`, which only
-one router can, and says how much of the earlier runs' results counts. And only one router can
-create `end.json`. So each line has exactly one result that counts.
+have been stopped for a while. The store decides which router's results count. A router begins a run
+by creating the file `run-N.json` with the next number N, and only one router can create it. This
+file says how many bytes of the earlier runs' results count. Likewise, only one router can create
+`end.json`. So each line has exactly one result that counts.
 """
 
 import logging
@@ -122,11 +123,11 @@ class BatchState:
         return run if await self._store.create(name, encode(run)) else None
 
     async def start(self, total: int) -> None:
-        """Record that the input can be used, and has so many lines."""
+        """Record that the input can be used, and that it has `total` lines."""
         await self._store.create(self.name("started.json"), encode(Started(_now(), total)))
 
     async def report(self, progress: Progress) -> None:
-        """Record how far the batch is."""
+        """Replace the recorded progress."""
         await self._store.replace(self.name("progress.json"), encode(progress))
 
     async def append(self, run: Run, kind: Kind, lines: bytes) -> None:
@@ -153,7 +154,7 @@ class BatchState:
     async def lines(
         self, segments: Sequence[Segment], start: int, end: int
     ) -> AsyncIterator[bytes]:
-        """Yield the bytes of several segments, which follow each other, from `start` to `end`."""
+        """Join segments in their order, and yield their bytes from `start` to `end`."""
         for segment in segments:
             if start < segment.size and end > 0:
                 name, stop = self.name(segment.name), min(end, segment.size)
@@ -172,13 +173,13 @@ class BatchState:
         await self._store.delete(f"{FOLDER}/{self.id}")
 
     async def tidy(self) -> None:
-        """Delete what only a batch that runs needs."""
+        """Delete the files that only a running batch needs."""
         for name in await self._store.names(f"{FOLDER}/{self.id}"):
             if name.startswith(("index", "remaining-")):
                 await self._store.delete(self.name(name))
 
     async def _segments(self, run: Run | None, kind: Kind) -> tuple[Segment, ...]:
-        """Return the results that count if this is the latest run."""
+        """Return the segments that count, given the latest run; None: there was no run."""
         if run is None:
             return ()
         size = await self._complete_size(self.name(run.own(kind)))

@@ -27,7 +27,9 @@ RESULTS = "batch_output"  # purpose of files with the results of batches
 WINDOW = re.compile(r"(\d{1,6})([smhd])\Z")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 RESULTS_TTL_S = 30 * 86_400  # seconds until results expire, as in OpenAI's API
-FORGOTTEN_S = 60 * 86_400  # seconds after its end for which a batch is kept, without its results
+# The record of a batch is kept for this many seconds after the batch's end. By default, its results
+# are deleted earlier.
+FORGOTTEN_S = 60 * 86_400
 MAX_WINDOW_S = 30 * 86_400  # longest completion window
 
 Text = Annotated[str, Field(max_length=512)]
@@ -59,7 +61,7 @@ class Batches:
     def __init__(self, store: FileStore, files: Files) -> None:
         self._store = store
         self._files = files
-        # Batches that have ended do not change any more.
+        # A cache of the batches that have ended, since these do not change any more.
         self._ended: dict[str, Snapshot] = {}
 
     async def create(
@@ -166,7 +168,7 @@ class Batches:
                 self._ended.pop(snapshot.id, None)
 
     async def register_results(self, record: BatchRecord, kind: Kind) -> None:
-        """Add the file with the results of a batch to the files. Raises OSError."""
+        """Register the file with a batch's results, so that clients can read it. Raises OSError."""
         ttl_s = RESULTS_TTL_S if record.output_ttl_s is None else record.output_ttl_s
         file = FileRecord(
             record.output_file_id if kind == "output" else record.error_file_id,

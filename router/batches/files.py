@@ -36,7 +36,7 @@ class Upload:
 class Files:
     """The files of all tenants.
 
-    Records never change, so each router keeps those that it has read in memory.
+    Records never change, so each router caches the ones that it has read.
 
     Args:
         store: where the files are.

@@ -8,10 +8,10 @@ from kvroute.router.batches.records import KINDS, Kind, Run
 
 
 class Output:
-    """The results of one run. They are complete only after `sync`.
+    """The results of one run. They are in the store only after `sync`.
 
-    If `sync` fails once, it fails always: nobody knows which lines were written. The next run finds
-    that out.
+    After `sync` has failed once, it always fails, since it is unknown which lines were written. The
+    batch's next run reads the files and so finds out.
     """
 
     def __init__(self, state: BatchState, run: Run) -> None:
@@ -28,7 +28,7 @@ class Output:
         self._lines["output" if status < 400 else "errors"] += line
 
     def write_unanswered(self, custom_id: str, *, code: str, message: str) -> None:
-        """Add a line that gets no answer, because the batch ends before."""
+        """Add an error for a line that has no answer, because the batch has ended early."""
         self._lines["errors"] += unanswered_line(custom_id, code=code, message=message)
 
     async def sync(self) -> None:
@@ -52,7 +52,7 @@ class Output:
     def _written(self, writing: "asyncio.Task[None]") -> None:
         self._writing.discard(writing)
         if not writing.cancelled():
-            writing.exception()  # `_error` has it; without this, asyncio would log it, too
+            writing.exception()  # keeps asyncio from logging the error, which is in `_error`
 
     async def _sync(self, kind: Kind) -> None:
         if lines := self._lines[kind]:

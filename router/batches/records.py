@@ -1,4 +1,6 @@
-"""What is stored about files and batches, each as a small JSON file that is written once.
+"""The records of files and batches in the store.
+
+Each record is a small JSON file. All of them but progress.json are written only once.
 
 Layout of the store:
 
@@ -71,7 +73,7 @@ class Started(Struct, frozen=True):
 
 
 class Segment(Struct, frozen=True, array_like=True):
-    """The beginning of a file with results that counts."""
+    """The first `size` bytes of a file with results. Only these bytes count."""
 
     name: str  # name of the file in the batch's folder
     size: int  # bytes
@@ -80,9 +82,10 @@ class Segment(Struct, frozen=True, array_like=True):
 class Run(Struct, frozen=True):
     """One run of a batch, by one router.
 
-    Only the results in `output` and `errors`, and those of the latest run itself count. If the
-    router of an earlier run goes on writing, for example because it was stopped for a while, its
-    later results are ignored, and the latest run computes those lines again.
+    `output` and `errors` say which results of earlier runs count. The results of the latest run
+    itself count, too. If the router of an earlier run goes on writing, for example because it was
+    stopped for a while, its later results are ignored, and the latest run computes these lines
+    again.
     """
 
     number: int  # 1 for the first run
@@ -105,8 +108,8 @@ class Progress(Struct, frozen=True, omit_defaults=True):
     completed: int = 0
     failed: int = 0
     usage: Usage = Usage()
-    finalizing_at: int | None = None  # when all lines had a result
-    updated_at: int = 0  # when there was the latest new result
+    finalizing_at: int | None = None  # when the batch stopped sending lines
+    updated_at: int = 0  # when a report last had a new result
 
 
 class Cancelled(Struct, frozen=True):

@@ -50,7 +50,7 @@ def export(runner: BatchRunner, readings: Readings) -> None:
     readings.labelled_counter(
         "source",
         "kvroute_batch_prompt_tokens",
-        "Prompt tokens of these lines; cached: from a cache.",
+        "Prompt tokens of the batch lines that this router has answered; cached: from a cache.",
         lambda: _tokens(runner.usage),
     )
 

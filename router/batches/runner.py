@@ -25,7 +25,8 @@ log = logging.getLogger("kvroute.batches")
 LOOK_S = 1.0  # seconds between two looks for batches that nobody runs
 TIDY_S = 600.0  # seconds between two deletions of expired files
 RETRY_S, MAX_RETRY_S = 5.0, 60.0  # pause after a failed run of a batch; it doubles each time
-# Each batch that a router runs delays its next attempt to take one, so that routers share them.
+# A router waits this many seconds longer, for each batch that it runs, before it looks for another
+# batch. So routers with fewer batches take the next one, and batches spread over the routers.
 POLITE_S = 0.5
 MAX_RUNS = 16  # the most batches that a router runs at the same time
 MAX_ENDING = 4  # cancelled and expired batches that a router may end in addition to them
@@ -142,7 +143,7 @@ class BatchRunner:
                     self._tasks[id_] = asyncio.create_task(self._own(snapshot.record))
                     return
             except (RedisError, OSError):
-                return  # without Redis, no batch changes its router
+                return  # without Redis, a router takes no further batches
 
     async def _own(self, record: BatchRecord) -> None:
         """Run a batch for as long as this router has its lease."""

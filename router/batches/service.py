@@ -43,7 +43,8 @@ PLACE = "place.id"  # file with the id of the folder
 ANNOUNCE_S = 2.0  # seconds between two announcements of the folder's id
 STOP_S = 1.0  # longest wait for the last results at the shutdown
 LINE_THREADS = 4  # threads that read lines of batches
-QUOTA_SHARE = 0.5  # share of the free disk space, and of their own, that files may use by default
+# By default, files may use this share of the disk space that is free or that they already use.
+QUOTA_SHARE = 0.5
 OPEN_SHARE = 0.5  # share of --max-requests that the lines of batches may use
 
 
@@ -60,7 +61,7 @@ class BatchService:
         quota_bytes: int,
     ) -> None:
         redis = connect(settings.redis_url)
-        # Threads of their own, so that a disk that hangs stops nothing else.
+        # Lines are read in these threads only, so that a disk that hangs blocks no other work.
         self._threads = ThreadPoolExecutor(LINE_THREADS, thread_name_prefix="batch-lines")
         self._store = store
         self._keys = keys
@@ -172,7 +173,7 @@ class BatchService:
         """Return the folder's id.
 
         Args:
-            known: the id that was read before; empty: none was.
+            known: the id from an earlier call; empty: there was no earlier call.
 
         Raises:
             OSError: the folder cannot be used, or is another one now.
@@ -258,4 +259,5 @@ async def _service(request: Request) -> BatchService:
     return service
 
 
-Service = Annotated[BatchService, Depends(_service)]  # a route's parameter of this type gets it
+# FastAPI passes the service to each route that has a parameter of this type.
+Service = Annotated[BatchService, Depends(_service)]

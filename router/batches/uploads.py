@@ -150,7 +150,7 @@ class UploadForm:
 
 
 def _decoded(filename: bytes) -> str:
-    """Return a file's name. HTML's standard escapes three characters in it."""
+    """Decode a file's name, in which clients escape three characters, as HTML's standard says."""
     text = filename.decode(errors="replace")
     return text.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 

@@ -34,11 +34,11 @@ async def upload_file(request: Request, service: Service) -> Response:
     form = UploadForm(request)
     await form.begin()
     if "purpose" in form.fields:
-        _described(form)  # refuse it before the file is read
+        _described(form)  # refuses bad fields before the file is read
     with needing_store():
         record = await service.files.add(
             form.content(),
-            lambda: _described(form),  # some clients send fields behind the file
+            lambda: _described(form),  # some clients send fields after the file
             tenant_of(caller_of(request)),
             limits_of(request),
         )
