@@ -15,12 +15,13 @@ from typing import Literal
 
 # interactive: a person waits for the answer. batch: the request gives way to all others.
 Priority = Literal["interactive", "default", "batch"]
-# A batch request that has waited for this many seconds becomes a normal request: the patience of
-# people who wait for a batch. Until then, it is this much later than others in an engine's queue.
+# A batch request that has waited for this many seconds becomes a normal request. Until then, an
+# engine's queue sorts the request as if it had arrived this much later. People who wait for a batch
+# are assumed to accept such a delay.
 BATCH_S = 300.0
 # Beside the answers of other requests, the prompts of batch requests get this part of a step's
 # tokens: 512 of 8,192. In simulation, a share four times as large adds up to 150% to the p90 of
-# other requests' time to the first token, and half of it costs the batch 2% of its work.
+# other requests' time to the first token. With half of this share, the batch gets 2% less done.
 STEP_PARTS = 16
 PRIORITIES: tuple[Priority, ...] = ("interactive", "default", "batch")  # the most urgent first
 
@@ -36,7 +37,7 @@ def less_urgent(first: Priority, second: Priority) -> Priority:
 
 
 def lane_tokens(step_tokens: int) -> int:
-    """Return the batch lane's tokens in a step that computes answers of other requests only.
+    """Return the most prompt tokens that batch requests get beside others' answers in a step.
 
     Args:
         step_tokens: the most tokens of a step.

@@ -1,7 +1,7 @@
 """The loads of all replicas, as this router knows them.
 
-Batch requests give way to all others in the engines, so they have loads of their own: the lanes.
-Nobody else's placement or wait depends on a lane.
+Batch requests give way to all others in the engines. So each replica has a second load, the lane,
+for its batch requests. The placement and the waits of other requests do not depend on the lane.
 """
 
 import math
@@ -15,21 +15,24 @@ from kvroute.router.placement.scale import Scale
 
 # Assumed seconds of one engine step, including the network, until answers show the real value.
 UNKNOWN_STEP_S = 0.01
-# Beside other requests, open batch requests may hold KV_PART of the share of the KV cache by which
-# its free share exceeds KV_RESERVE, within KV_BOUNDS. Without others, it is KV_ALONE: the rest is
-# for requests that arrive. In simulation with one seed, constant shares of 0.08 and 0.12 added 13
-# to 25% to the p90 of others' time to the first token, and this rule 4 and 6%.
+# While a replica has other requests, its batch requests may hold this share of its KV cache:
+# KV_PART * (share that the others leave free - KV_RESERVE), within KV_BOUNDS. While it has none,
+# they may hold the share KV_ALONE, and the rest stays free for requests that arrive. In simulation
+# with one seed, constant shares of 0.08 and 0.12 made the p90 of others' time to the first token 13
+# to 25% longer, and this rule made it 4 to 6% longer.
 KV_PART, KV_RESERVE, KV_BOUNDS = 0.3, 0.4, (0.05, 0.2)
 KV_ALONE = 0.9
-# What they may use of other things, beside other requests and without any.
-SEAT_SHARES = 0.5, 0.9  # share of the places in the engine's batch
-PENDING_STEPS = 1.0, 3.0  # prompt tokens without a first token, in full steps of the engine
-# Seconds without other requests until a replica counts as free for batch requests, in
-# Scale.busy_s: the next other request often follows soon.
+# Further limits for a replica's batch requests: the first number while it has other requests, the
+# second while it has none.
+SEAT_SHARES = 0.5, 0.9  # share of max_num_seqs, the most requests in an engine's step
+PENDING_STEPS = 1.0, 3.0  # prompt tokens still to compute, as a multiple of a full step
+# A replica counts as having no other requests only after this time without one, in Scale.busy_s,
+# since the next one often follows soon.
 QUIET = 0.44
 
 
-RoomState = tuple[float, ...]  # equal states of a replica's room take the same requests
+# The limits and loads that decide which requests fit. With equal states, the same requests fit.
+RoomState = tuple[float, ...]
 
 
 class LaneRoom(NamedTuple):
@@ -130,7 +133,7 @@ class Loads:
         return load
 
     def lane(self, replica_id: str) -> ReplicaLoad:
-        """Return the load by batch requests of a replica; it is created if there was none."""
+        """Return the load of a replica's batch requests; it is created if there was none."""
         lane = self._lanes.get(replica_id)
         if lane is None:
             lane = self._lanes[replica_id] = ReplicaLoad(self._replicas.speed(replica_id))
@@ -195,7 +198,7 @@ class Loads:
         return min([load.time_until_below_s(limit_s, now_s) for load in loads], default=math.inf)
 
     def lane_backlogs_s(self, replica_ids: Sequence[str], now_s: float) -> list[float]:
-        """Return the seconds of prefill of the batch requests on each replica, without others."""
+        """Return the pending seconds of prefill of each replica's batch requests."""
         lanes, loads = self._lanes, self.of_all(replica_ids)
         return [
             lanes[replica_id].backlog_s(load.speed.slowness, now_s) if replica_id in lanes else 0.0
@@ -229,13 +232,13 @@ class Loads:
         quiet_s = now_s - self._busy_at_s.get(replica_id, -math.inf)
         is_alone = quiet_s > QUIET * self.scale.busy_s
         record = self._replicas.get(replica_id)
-        seats = record.facts.max_num_seqs if record else 0
+        max_requests = record.facts.max_num_seqs if record else 0
         capacity = load.capacity_tokens or math.inf
         return LaneRoom(
             lane=self.lane(replica_id),
             kv_tokens=(KV_ALONE if is_alone else _kv_share(load)) * capacity,
             pending_tokens=PENDING_STEPS[is_alone] * load.step_tokens,
-            requests=SEAT_SHARES[is_alone] * (seats or math.inf),
+            requests=SEAT_SHARES[is_alone] * (max_requests or math.inf),
         )
 
     def prefill_s(self, replica_id: str, tokens: int) -> float:
@@ -253,7 +256,7 @@ class Loads:
 
 
 def _kv_share(load: ReplicaLoad) -> float:
-    """Return the share of the KV cache that batch requests may hold beside these requests."""
+    """Return the share of the KV cache for batch requests, beside the requests of `load`."""
     if not load.capacity_tokens:
         return 1.0
     free = 1.0 - load.kv.tokens / load.capacity_tokens

@@ -5,8 +5,9 @@ other requests have left the router. They wait for room: a replica takes a limit
 requests, and more of them while it has no other requests (LaneRoom in placement/loads.py).
 
 A request goes to the replica with the lowest cost, in which the cached part of its prompt counts.
-If that replica has most of the prompt's cached part and no room, the request waits for it, and
-later requests pass. Otherwise, the request goes to the next replica in the ranking that has room.
+If it has no room, the request goes to the next replica in the ranking that has room. But a request
+with a large cache hit never skips the replica with the longest hit (Placement.holder_id). While
+that replica has no room, the request waits for it, and later requests may pass.
 """
 
 from bisect import bisect_left, insort
@@ -18,12 +19,13 @@ from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.loads import LaneRoom, ReplicaCapacity, RoomState
 from kvroute.router.placement.policy import Candidate
 
-LOOKED_AT = 512  # requests at the front that are examined for one that a replica can take
+# Only this many requests at the front are examined, which limits the time of a search.
+LOOKED_AT = 512
 # Time after which a request that waits for a replica is placed again, in Scale.busy_s. Meanwhile,
 # the replica may have evicted the prompt, or got a long backlog.
 PLACED = 1.0
 
-# Ranks replicas for a request, at a time.
+# Ranks the replicas with these ids for one request, given the current time.
 Place = Callable[[Sequence[str], float], Placement]
 R = TypeVar("R")
 
@@ -49,7 +51,8 @@ class Lane(Generic[R]):
     def __init__(self, busy_s: Callable[[], float]) -> None:
         self._busy_s = busy_s
         self._requests: list[LaneRequest[R]] = []
-        # Replica -> the state of its room in which the first request that needs it did not fit.
+        # Replica -> the state of its room when a request did not fit. The replica is tried again
+        # only after this state has changed.
         self._full: dict[str, RoomState] = {}
 
     def __len__(self) -> int:

@@ -7,8 +7,8 @@ This module only computes: it uses no clock and no socket. Times are seconds of 
 Here, `arrival` is the time of the request's arrival, `priority` the seconds that its priority adds,
 and `prefill` its predicted prefill time. The order time of interactive requests is earlier by
 INTERACTIVE. Requests are sent in the order of their order times, so short prompts pass long ones.
-But a prompt never waits for prompts of its priority that arrive more than DELAY times its own
-prefill time after it.
+But a prompt of `prefill` seconds is only passed by prompts of its priority that arrive at most
+DELAY x prefill seconds after it. So no prompt is passed forever.
 
 Background requests are batch requests, and requests of a tenant that has recently used more than
 its share of the fleet's time. They wait in lines of their own; all other requests wait in the
@@ -17,11 +17,12 @@ replicas that are nearly idle and have free memory. Batch requests are sent whil
 for them, whatever waits in the default line (lane.py). After BATCH_S a background request is
 promoted to the default line.
 
-Each router publishes the order times of its first requests to the other routers. Before a router
-sends its first request, it counts the requests of other routers that have an earlier order time. It
-sends its request only if more replicas than that can take one. Routers may disagree about which
-replicas can take a request. So if a replica could take one for PATIENCE_S and got none from another
-router, the router sends its first request without counting.
+Each router publishes the order times of its waiting requests to the other routers. Before a router
+sends the request at the front of its queue, it counts the requests of other routers with an earlier
+order time. If these are n requests, it sends its own only while more than n replicas can take a
+request. Routers may disagree about which replicas can take a request. So if a replica was able to
+take a request for PATIENCE_S, and no other router sent it one, the router sends its request without
+counting.
 """
 
 import math
@@ -52,7 +53,8 @@ LOOKED_AT = 64
 DIVIDE_S = 1.0  # seconds between two checks of which tenants are above their share
 # Order times are published again after this many seconds, so that new routers get them.
 AGAIN_S = 0.9
-PATIENCE_S = 0.4  # seconds that other routers have to send their requests that come first
+# For this many seconds, a free replica is left to other routers with earlier requests.
+PATIENCE_S = 0.4
 STALE_S = 1.0  # seconds after which a router's last check of the replicas is outdated
 WAKE = 0.01  # time between two checks of the replicas while requests wait, in Scale.busy_s
 MIN_WAKE_S, MAX_WAKE_S = 0.005, 0.1  # bounds of that time, which keep the router's CPU use low
@@ -153,7 +155,7 @@ class Queue(Generic[R]):
 
     @property
     def busy_backlog_s(self) -> float:
-        """Return the backlog from which on a replica is busy; requests wait if all are busy."""
+        """Return the backlog at which a replica is busy. Requests wait while all are busy."""
         return BUSY_BACKLOG * self._busy_s()
 
     @property
@@ -292,10 +294,11 @@ class Queue(Generic[R]):
         return queued
 
     def _next_above(self, replicas: Sequence[ReplicaCapacity]) -> QueuedRequest[R] | None:
-        """Return the request to send now of a tenant above its share, and set its `allowed_ids`.
+        """Return the next request of the tenants above their share; None if none may be sent now.
 
-        This is the first of LOOKED_AT requests whose prompt an idle replica has cached, or no
-        replica at all. If there is no such request, it is the first of the line.
+        It is the first request whose prompt is cached on an idle replica or on no replica. If the
+        first LOOKED_AT requests have no such request, it is the first one. Its `allowed_ids` are
+        set.
         """
         line = self._above
         if not line.requests or self._others:

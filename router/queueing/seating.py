@@ -34,7 +34,7 @@ class Seating:
     """One router's requests for one model that wait for a seat.
 
     Args:
-        busy_backlog_s: returns the backlog from which on a replica is busy.
+        busy_backlog_s: returns the backlog at which a replica counts as busy.
         max_wait_s: the longest wait; 0: no limit.
         wake: is set when a seat may be free.
         notice_s: see NOTICE_S.

@@ -1,14 +1,14 @@
 """The batch lane of vLLM's scheduler: which prompt tokens of batch requests a step computes.
 
-The rules are in contract/priority.py. vLLM asks for each request, just before it gives it blocks,
-how many tokens the request may get in this step (Scheduler._reserve_prefill_lookahead). The lane
-answers with fewer tokens, or with 0. vLLM then leaves out a running request in this step; it admits
-neither the waiting request nor those behind it, which are later in its order.
+The rules are in contract/priority.py. Before vLLM allocates blocks for a request, it asks how many
+tokens the request may get in this step (Scheduler._reserve_prefill_lookahead). The lane may answer
+with fewer tokens than vLLM would give. If the answer is 0, vLLM skips the request in this step. If
+the request is a waiting one, vLLM also admits no request behind it in this step.
 
 If another request waits for blocks while batch requests run, the lane preempts one of them in each
 step. vLLM itself preempts only for requests that run.
 
-If a version of vLLM no longer asks, batch requests are only ordered behind the others.
+If a version of vLLM no longer asks, the only effect left is the order: batch requests come last.
 """
 
 import time
@@ -63,7 +63,7 @@ class BatchLane:
         self._lacks_blocks = (
             first is not None
             and first.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            and first.lora_request is None  # it may wait for a place of its adapter
+            and first.lora_request is None  # else it may wait for its adapter to be loaded
             and planned.total_num_scheduled_tokens < scheduler.max_num_scheduled_tokens
             and len(scheduler.running) < scheduler.max_num_active_reqs
         )
@@ -100,8 +100,8 @@ class BatchLane:
 
         Args:
             others: the running requests that are not in the lane.
-            first: the first waiting request, if it is not in the lane. If it was there in the last
-                step, too, it does not count: it waits for blocks or something else.
+            first: the first waiting request, if it is not in the lane. It is ignored if it already
+                waited after the last step, since it then waits for blocks or something else.
         """
         if any(map(_is_prompt, others)) or (first is not None and first is not self._left):
             return 0
@@ -117,7 +117,7 @@ class BatchLane:
 
 
 def _is_prompt(request: Request, computed: int | None = None) -> bool:
-    """Return whether the step computes more than the token that follows the last one."""
+    """Return whether a step computes the request's prompt, and not only its next answer token."""
     computed = request.num_computed_tokens if computed is None else computed
     is_prompt: bool = computed < request.num_tokens - 1
     return is_prompt
