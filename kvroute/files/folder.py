@@ -19,7 +19,8 @@ MODE = 0o600  # only the user who runs kvroute can read the files
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # flags that open a new file
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # errors of a full disk and of an exceeded quota
 UPLOADS = "uploads"  # folder of files that are not complete yet
-STALE_S = 86_400  # an incomplete file that has not grown for so long is left from a crash
+# An incomplete file that has not grown for this many seconds belongs to a process that has crashed.
+STALE_S = 86_400
 
 T = TypeVar("T")
 
@@ -27,8 +28,8 @@ T = TypeVar("T")
 class _OpenFile:
     """An open file, which is closed when nothing refers to it any more.
 
-    A call that was cancelled may still use it in its thread. If the file were closed before, the
-    call could write into another file that got the same descriptor.
+    A call that was cancelled may still use the file in its thread. If the file were closed while
+    the call runs, the call could write into another file that got the same descriptor.
     """
 
     def __init__(self, path: Path, flags: int) -> None:

@@ -59,13 +59,14 @@ class FileStore(Protocol):
         """Delete a file, or a folder with all its files. Do nothing if it does not exist."""
 
     async def path_of(self, name: str) -> Path:
-        """Return the path of a file on this machine with the same content.
+        """Return a path on this machine at which the file can be read.
 
-        It may be a copy, which stays until `release` is called.
+        The path may be that of a copy, which stays until `release` is called. If there is no such
+        file, other processes on this machine can create one at this path.
         """
 
     async def release(self, name: str) -> None:
-        """Delete this machine's copy of a file, if it is one."""
+        """Delete the local copy of a file if `path_of` has made a copy. The file itself stays."""
 
     async def tidy(self) -> None:
         """Delete what crashed processes have left."""

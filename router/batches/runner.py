@@ -29,7 +29,7 @@ RETRY_S, MAX_RETRY_S = 5.0, 60.0  # pause after a failed run of a batch; it doub
 # batch. So routers with fewer batches take the next one, and batches spread over the routers.
 POLITE_S = 0.5
 MAX_RUNS = 16  # the most batches that a router runs at the same time
-MAX_ENDING = 4  # cancelled and expired batches that a router may end in addition to them
+MAX_ENDING = 4  # besides MAX_RUNS batches, a router may end this many cancelled or expired ones
 CHECKED_AT_ONCE = 2  # the most files that are checked at the same time
 
 
@@ -70,7 +70,8 @@ class BatchRunner:
         self._max_open = max_open
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, BatchRun] = {}
-        self.unfinished: Sequence[Snapshot] = ()  # all that have not ended, as they were seen last
+        # The batches of all routers that had not ended when this router last looked.
+        self.unfinished: Sequence[Snapshot] = ()
         self._reasons: dict[str, str] = {}  # batch -> why its latest run has failed
         self._completed = self._failed = 0  # lines of runs that have ended
         self._usage = Usage()  # tokens of these lines
@@ -122,7 +123,7 @@ class BatchRunner:
             self.problem = str(error)
             return
         if len(self._tasks) >= MAX_RUNS:
-            # Those that only have to be ended do not wait for the others.
+            # Take only cancelled and expired batches, which do not wait until other batches end.
             now_s, most = time.time(), MAX_RUNS + MAX_ENDING
             waiting = [
                 found
