@@ -49,15 +49,19 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
     cores = claim_cores(settings.cores)
     prepare_vllm(folder, cores.threads(settings.data_parallel_size))
     if unfit := await asyncio.to_thread(_unfit):
-        log.warning(
-            "kvroute's changes do not fit the installed vLLM, so replicas run it without them: "
-            "pins, host memory and continued answers are missing. Reason: %s",
-            unfit,
-        )
-        return await _start_unpatched(settings, folder, unfit)
+        reason = f"pins, host memory and continued answers are off: {unfit}"[:MAX_REASON]
+        log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
+        return await _start_unpatched(settings, folder, reason)
+    from kvroute.replica.vllm_engine import features
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
 
-    return await VllmEngine.start(settings, folder, cores)
+    off = await asyncio.to_thread(features.misfits)
+    reasons = [f"{feature.name}: off, because {reason}" for feature, reason in off.items()]
+    for reason in reasons:
+        log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
+    if features.HOST_MEMORY in off:
+        settings = settings.model_copy(update={"host_cache_gb": "0"})
+    return await VllmEngine.start(settings, folder, cores, unfit="; ".join(reasons)[:MAX_REASON])
 
 
 async def _start_unpatched(settings: ReplicaSettings, folder: str, unfit: str) -> Sequence[Engine]:
@@ -72,11 +76,9 @@ def _unfit() -> str:
         importlib.import_module("kvroute.replica.vllm_engine.async_llm")
     except (ImportError, AttributeError) as error:
         return str(error)
-    if vllm_build.installed_version().startswith(vllm_build.TESTED):
-        return ""
-    from kvroute.replica.vllm_engine import hooks
+    from kvroute.replica.vllm_engine import features
 
-    return "; ".join(hooks.problems())[:MAX_REASON]
+    return features.misfit_of_the_rest()
 
 
 def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:

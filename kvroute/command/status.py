@@ -46,6 +46,8 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
     for replica in replicas:
         if reason := replica["degraded"]:
             yield "DEGRADED", f"the cache of {replica['id']} is ignored: {reason}"
+    for reason in sorted({replica.get("unfit", "") for replica in replicas} - {""}):
+        yield "vLLM", f"kvroute's changes do not fit the installed version: {reason}"
 
 
 def _recent(recent: Facts) -> Iterator[tuple[str, str]]:

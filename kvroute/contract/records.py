@@ -88,7 +88,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     server: Name = ""  # address of the attached server; empty: the engine is kvroute's own
     # Whether the cached blocks are a guess, because the attached server publishes no events.
     guesses_cache: bool = False
-    # Why kvroute's changes do not fit the installed vLLM, so that it runs unpatched; else empty.
+    # Which features are off because kvroute's changes do not fit the installed vLLM, and why.
     unfit: Annotated[str, Meta(max_length=1000)] = ""
 
     @property

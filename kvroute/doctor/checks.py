@@ -265,12 +265,11 @@ def hooks(unfit: Mapping[str, str]) -> Iterator[Check]:
     """Check that kvroute's changes to vLLM fit the installed version.
 
     Args:
-        unfit: Replica -> why the changes do not fit.
+        unfit: Replica -> which features are off, and why.
     """
     if unfit:
-        finding = f"{len(unfit)} replicas run vLLM without pins, host memory and continued answers"
-        finding += ", because kvroute's changes do not fit the installed vLLM: "
-        finding += next(iter(unfit.values()))
+        finding = "kvroute's changes do not fit the installed vLLM"
+        finding += f" of {len(unfit)} replicas: {next(iter(unfit.values()))}"
         remedy = f"install vLLM {', or '.join(vllm_build.TESTED)}; or set --engine-hooks off"
         yield Check("hooks", "warning", finding, remedy)
 

@@ -35,6 +35,7 @@ from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.vllm_engine import features
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
@@ -98,13 +99,16 @@ class VllmEngine(Engine):
         self._health = EngineHealth()
 
     @classmethod
-    async def start(cls, settings: ReplicaSettings, model: str, cores: Cores) -> "list[VllmEngine]":
+    async def start(
+        cls, settings: ReplicaSettings, model: str, cores: Cores, *, unfit: str = ""
+    ) -> "list[VllmEngine]":
         """Start vLLM, and return one object for each rank.
 
         Args:
             settings: The replica's settings.
             model: A folder, or a name on the Hugging Face Hub.
             cores: The CPU cores for the engine's processes.
+            unfit: Which features are off because they do not fit the installed vLLM, and why.
 
         Raises:
             CannotRunError: vLLM rejects the model, or crashes while it generates the first tokens.
@@ -140,7 +144,7 @@ class VllmEngine(Engine):
         return [
             cls(
                 core,
-                _facts(llm, settings, division, http),
+                replace(_facts(llm, settings, division, http), unfit=unfit),
                 division.group_entries,
                 subscriptions[core.rank],
                 stats[core.rank],
@@ -314,7 +318,7 @@ class _Stats(StatLoggerBase):
         pass
 
 
-def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> ContinuingLLM:
+def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> AsyncLLM:
     """Start vLLM and load the model.
 
     Call this in a separate thread: the thread is bound to `cores`, and the engine's processes
@@ -332,7 +336,8 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Conti
     os.environ[REGEX_TIMEOUT] = "0"  # no limit by vLLM; kvroute's --max-compile-s replaces it
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]
-        llm: ContinuingLLM = ContinuingLLM.from_engine_args(args, stat_loggers=loggers)
+        kind = ContinuingLLM if features.is_on(features.CONTINUATION) else AsyncLLM
+        llm: AsyncLLM = kind.from_engine_args(args, stat_loggers=loggers)
         return llm
 
 

@@ -8,7 +8,7 @@ kvroute only uses through their documented interface.
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,21 @@ class GoneError(LookupError):
 
 
 def listed() -> list[str]:
-    """Return the lines of hooks.txt that are hooks; the other lines are comments and headings."""
-    return [line.strip() for line in LIST.read_text().splitlines() if line.startswith(" ")]
+    """Return all hooks of hooks.txt."""
+    return [hook for hooks in by_module().values() for hook in hooks]
+
+
+def by_module() -> dict[str, list[str]]:
+    """Return the hooks of hooks.txt by kvroute's module that relies on them."""
+    hooks: dict[str, list[str]] = {}
+    module = ""
+    for line in LIST.read_text().splitlines():
+        if line.startswith(" "):
+            hooks[module].append(line.strip())
+        elif not line.startswith("#"):
+            module = line
+            hooks.setdefault(module, [])
+    return hooks
 
 
 def name_of(hook: str) -> str:
@@ -30,10 +43,10 @@ def name_of(hook: str) -> str:
     return re.split(r"[(:]", hook)[0]
 
 
-def problems() -> list[str]:
-    """Return a message for each hook that does not fit the installed vLLM."""
+def problems(hooks: Iterable[str]) -> list[str]:
+    """Return a message for each of these hooks that does not fit the installed vLLM."""
     messages = []
-    for hook in listed():
+    for hook in hooks:
         try:
             installed = as_installed(name_of(hook))
         except GoneError:

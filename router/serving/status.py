@@ -213,6 +213,7 @@ class Status:
             "running": record.load.running,
             "waiting": record.load.waiting,
             "loras": record.load.loras,
+            "unfit": record.facts.unfit,
             "degraded": self._parts.fleet.replicas.degraded.get(record.id),
             "tool_parser": record.facts.tool_parser,
             "reasoning_parser": record.facts.reasoning_parser,

@@ -2,11 +2,12 @@
 
 import importlib
 import re
+from collections.abc import Iterator
 
 import pytest
 
 from kvroute.process import vllm_build
-from kvroute.replica.vllm_engine import hooks
+from kvroute.replica.vllm_engine import features, hooks
 from kvroute.replica.vllm_engine.hooks import GoneError, as_installed, listed, name_of
 from tests.support.documents import ROOT
 from tests.support.hooks import imported, replaced
@@ -26,7 +27,7 @@ def test_every_hook_is_as_in_the_pinned_version() -> None:
             if name in pinned and now != pinned[name]:
                 changed.append(f"{pinned[name]} is now {now}")
     assert not changed, "\n".join(["", *dict.fromkeys(changed)])
-    assert hooks.problems() == []
+    assert hooks.problems(listed()) == []
 
 
 def test_names_that_moved_are_found() -> None:
@@ -35,11 +36,29 @@ def test_names_that_moved_are_found() -> None:
     assert vllm_build.problem(vllm_build.installed_version()) == ""
 
 
-@pytest.mark.parametrize("hook", listed(), ids=name_of)
-def test_each_broken_hook_is_noticed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a version that was not tested, a replica then runs vLLM without kvroute's changes."""
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the installed version of vLLM be one that was not tested."""
+    caches = (features.misfit, features.misfit_of_the_rest)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setattr(vllm_build, "TESTED", ("none",))
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+MODULES = [(module, hook) for module, hooks_ in hooks.by_module().items() for hook in hooks_]
+
+
+@pytest.mark.usefixtures("untested")
+@pytest.mark.parametrize(("module", "hook"), MODULES, ids=[name_of(hook) for _, hook in MODULES])
+def test_each_broken_hook_switches_its_feature_off(
+    module: str, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hook that no feature has for itself switches all of kvroute's changes off."""
     name = name_of(hook)
-    monkeypatch.setattr(hooks, "listed", lambda: [hook])
+    monkeypatch.setattr(hooks, "by_module", lambda: {module: [hook]})
     original = hooks._object
 
     def without(wanted: str) -> object:
@@ -48,7 +67,21 @@ def test_each_broken_hook_is_noticed(hook: str, monkeypatch: pytest.MonkeyPatch)
         return original(wanted)
 
     monkeypatch.setattr(hooks, "_object", without)
-    assert hooks.problems() == [f"{name} is gone"]
+    expected = {
+        feature: f"{name} is gone"
+        for feature in features.FEATURES
+        if module.startswith(feature.modules)
+    }
+    assert features.misfits() == expected
+    assert features.misfit_of_the_rest() == ("" if expected else f"{name} is gone")
+
+
+@pytest.mark.usefixtures("untested")
+def test_all_features_are_on_if_all_hooks_fit() -> None:
+    assert features.misfits() == {}
+    assert features.misfit_of_the_rest() == ""
+    for feature in features.FEATURES:
+        assert any(module.startswith(feature.modules) for module in hooks.by_module())
 
 
 @pytest.mark.parametrize(

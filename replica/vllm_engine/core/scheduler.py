@@ -31,6 +31,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvroute.blocks.chain import Space
+from kvroute.replica.vllm_engine import features
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
 from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
@@ -74,9 +75,11 @@ class _Kvroute:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
+        if features.is_on(features.GRAMMARS):
+            Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
-        self.lane = BatchLane(self)
+        # None: vLLM schedules batch requests like others, in its order of priorities.
+        self.lane = BatchLane(self) if features.is_on(features.BATCH_LANE) else None
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()  # None: there is no host tier
         die_with_parent()
@@ -102,18 +105,19 @@ class _Kvroute:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan the next step, within the limits of the batch lane; call vLLM's method."""
+        if self.lane is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.lane.begin_step()
         planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self.lane.end_step(planned)
         return planned
 
-    def _reserve_prefill_lookahead(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
+    def _reserve_prefill_lookahead(self, *args: Any, **kwargs: Any) -> int:
         """Return how many tokens a request gets in this step; call vLLM's method and the lane."""
-        tokens: int = super()._reserve_prefill_lookahead(  # type: ignore[misc]
-            request, num_computed_tokens, num_new_tokens
-        )
+        tokens: int = super()._reserve_prefill_lookahead(*args, **kwargs)  # type: ignore[misc]
+        if self.lane is None:
+            return tokens
+        request, num_computed_tokens, *_ = args
         return self.lane.tokens(request, num_computed_tokens, tokens)
 
     def _free_blocks(self, request: Request) -> None:

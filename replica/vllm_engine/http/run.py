@@ -36,6 +36,7 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.contract.preparation import prepared
+from kvroute.replica.vllm_engine import features
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import (
@@ -203,7 +204,12 @@ class RequestRun:
         # A stream of /v1/responses ends with the log-probabilities of all its tokens. A replica
         # that continues the response does not have those of the first tokens.
         repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None
-        allows_continuing = not repeats_logprobs and can_continue(params)
+        allows_continuing = (
+            features.is_on(features.CONTINUATION)
+            and features.is_on(features.GRAMMARS)
+            and not repeats_logprobs
+            and can_continue(params)
+        )
         self._can_continue = self._prompts == 1 and has_ids and allows_continuing
         deltas = _delta_params(params, hint_args(self.request))
         if is_final_only:
