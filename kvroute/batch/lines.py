@@ -65,6 +65,7 @@ FaultCode = Literal[
     "duplicate_custom_id",
     "empty_file",
     "input_file_missing",
+    "invalid_api_key",
     "invalid_json_line",
     "invalid_request",
     "line_too_long",

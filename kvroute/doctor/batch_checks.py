@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kvroute.doctor.checks import Check, Facts
+from kvroute.files.store import UNLIMITED
 
 STILL_S = 300.0  # seconds without a result after which a batch is reported
 # The files are reported if they use more than about this share of the quota, or of the disk space
@@ -50,7 +51,11 @@ def _running(running: list[Facts]) -> Iterator[Check]:
 
 def _space(facts: Facts) -> Check:
     used, quota, free = facts["used_bytes"], facts["quota_bytes"], facts["free_bytes"]
-    text = f"files take {_gb(used)} of {_gb(quota)}; {_gb(free)} are free on the disk"
+    text = f"files take {_gb(used)}"
+    if quota < UNLIMITED:
+        text += f" of {_gb(quota)}"
+    if free < UNLIMITED:
+        text += f"; {_gb(free)} are free on the disk"
     if used > FULL_SHARE * quota:
         return Check("files", "warning", text, "delete files, or raise --files-quota-mb")
     if free < (1 - FULL_SHARE) * used:

@@ -7,7 +7,7 @@ NAME/000000000001 and so on. Routers read files through a local copy where they 
 import asyncio
 import shutil
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -19,10 +19,9 @@ import obstore
 from obstore import exceptions
 from obstore.store import ObjectStore, from_url
 
-from kvroute.files.store import CHUNK_BYTES
+from kvroute.files.store import CHUNK_BYTES, UNLIMITED
 
 READ_AT_ONCE = 8  # parts of a file that are fetched at the same time
-UNLIMITED = 1 << 60  # free bytes of a bucket, which has no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class Bucket:
         self._local = local
         shutil.rmtree(local, ignore_errors=True)
         local.mkdir(mode=0o700, parents=True)
+        self._users = Counter[str]()  # file -> how many users its local copy has
         self._appended: dict[str, int] = {}  # file -> number of its latest object
 
     def close(self) -> None:
@@ -117,8 +117,10 @@ class Bucket:
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     async def delete(self, name: str) -> None:
-        shutil.rmtree(self._local / name, ignore_errors=True)
-        (self._local / name).unlink(missing_ok=True)
+        self._delete_copy(name)
+        for appended in [*self._appended]:
+            if f"{appended}/".startswith(f"{name}/"):
+                del self._appended[appended]
         with _as_os_error():
             async for listed in obstore.list(self._store, f"{name}/"):
                 await obstore.delete_async(self._store, [found["path"] for found in listed])
@@ -127,6 +129,7 @@ class Bucket:
 
     async def path_of(self, name: str) -> Path:
         path, size = self._local / name, await self.size(name)
+        self._users[name] += 1
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if size and not (path.exists() and path.stat().st_size == size):
             temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
@@ -137,7 +140,10 @@ class Bucket:
         return path
 
     async def release(self, name: str) -> None:
-        (self._local / name).unlink(missing_ok=True)
+        self._users[name] -= 1
+        if self._users[name] <= 0:
+            del self._users[name]
+            self._delete_copy(name)
 
     async def tidy(self) -> None:
         pass  # uploads that were not completed are invisible; the service deletes them by its rules
@@ -150,6 +156,13 @@ class Bucket:
 
     def free_bytes_now(self) -> int:
         return UNLIMITED
+
+    def _delete_copy(self, name: str) -> None:
+        path = self._local / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
     async def _range(self, path: str, start: int, end: int) -> bytes:
         with _as_os_error():

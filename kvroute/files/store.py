@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 SCHEMES = ("s3://", "s3a://", "gs://", "az://")  # beginnings of the URLs of buckets
+UNLIMITED = 1 << 60  # free bytes of a place that has no limit, such as a bucket
 CHUNK_BYTES = 1 << 20  # how much of a file is read or written at a time
 
 
@@ -66,7 +67,7 @@ class FileStore(Protocol):
         """
 
     async def release(self, name: str) -> None:
-        """Delete the local copy of a file if `path_of` has made a copy. The file itself stays."""
+        """Say that a path from `path_of` is not used any more. A copy without users is deleted."""
 
     async def tidy(self) -> None:
         """Delete what crashed processes have left."""

@@ -55,6 +55,15 @@ UNANSWERED: Mapping[Reason, tuple[str, str]] = {  # code and message of lines wi
 }
 
 
+NO_KEY = Fault(None, "invalid_api_key", "The tenant of this batch has no API key any more.")
+FINAL_STATUS: Mapping[Reason, FinalStatus] = {  # why a batch has ended -> its status
+    "done": "completed",
+    "expired": "expired",
+    "cancelled": "cancelled",
+    "refused": "failed",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """What all runs of this router use; BatchRunner explains the fields."""
@@ -97,6 +106,7 @@ class BatchRun:
         self._before = Report()  # the results of earlier runs
         self._given_up = 0  # lines that got an error because the batch has ended
         self._reported = Progress()
+        self._used: list[str] = []  # files of the store whose paths this run uses
         self._output: Output | None = None  # None: no line was sent yet
         self.progress = RunProgress(0)
         self._speed = _Speed()
@@ -116,15 +126,16 @@ class BatchRun:
         finally:
             with suppress(OSError):
                 await self._state.tidy()
-                await self._environment.store.release(self._state.name("index"))
-                await self._environment.files.release(self.record.input_file_id)
+            for name in self._used:
+                await self._environment.store.release(name)
 
     async def _run(self, run: Run, snapshot: Snapshot) -> None:
         path, faults = await self._input()
         if not faults:
             preparing = asyncio.create_task(self._prepare(run, path))
             if snapshot.started is None and (reason := await self._until_end(preparing)) != "done":
-                await self._state.finish(run, "expired" if reason == "expired" else "cancelled")
+                faults = (NO_KEY,) if reason == "refused" else ()
+                await self._state.finish(run, FINAL_STATUS[reason], faults=faults)
                 return
             self._before = await preparing
             faults = self._before.faults
@@ -134,7 +145,7 @@ class BatchRun:
             return
         await self._environment.batches.register_results(self.record, "output")
         await self._state.start(self._before.total)
-        lines = await asyncio.to_thread(open_index, path, await self._path("index"))
+        lines = await asyncio.to_thread(open_index, path, await self._own_path("index"))
         with closing(lines):
             await self._answer(run, lines)
 
@@ -170,20 +181,20 @@ class BatchRun:
             file = await files.find(record.input_file_id, record.tenant)
         except ApiError as error:
             return Path(), (Fault(None, "input_file_missing", str(error)),)
-        return await files.path_of(file), ()
+        return await self._path(files.name_of(file)), ()
 
     async def _prepare(self, run: Run, path: Path) -> Report:
         """Check and order the lines in a child process, and find those without a result."""
         parts = [
-            Part(str(await self._path(segment.name)), segment.size, kind == "errors")
+            Part(str(await self._own_path(segment.name)), segment.size, kind == "errors")
             for kind in KINDS
             for segment in run.segments(kind)
         ]
         job = Job(
             str(path),
             self.record.endpoint,
-            index=str(await self._path("index")),
-            remaining=str(await self._path(_remaining(run))),
+            index=str(await self._own_path("index")),
+            remaining=str(await self._own_path(_remaining(run))),
             parts=tuple(parts),
             max_line_bytes=self._environment.max_line_bytes,
         )
@@ -192,7 +203,7 @@ class BatchRun:
 
     async def _answer(self, run: Run, lines: Lines) -> None:
         """Answer the lines without a result, and end the batch."""
-        remaining = await self._path(_remaining(run))
+        remaining = await self._own_path(_remaining(run))
         order = await asyncio.to_thread(np.load, remaining)
         await asyncio.to_thread(remaining.unlink)
         output = self._output = Output(self._state, run)
@@ -217,11 +228,8 @@ class BatchRun:
         await self._report(finalizing_at)
         if reason != "done":
             await self._give_up(lines, runner.left, output, reason)
-        status: FinalStatus = "completed"
-        if reason in ("expired", "cancelled"):
-            status = reason
         await self._report(finalizing_at)
-        await self._state.finish(run, status, progress=self._reported)
+        await self._state.finish(run, FINAL_STATUS[reason], progress=self._reported)
 
     async def _until_end(self, working: "asyncio.Task[Any]") -> "Reason":
         """Wait until a task is done or the batch has to end, and return which of them it was.
@@ -282,8 +290,15 @@ class BatchRun:
         priority = less_urgent(self.record.priority, "default") if is_late else "batch"
         return {PRIORITY: priority, "content-type": "application/json"}
 
-    async def _path(self, file: str) -> Path:
-        return await self._environment.store.path_of(self._state.name(file))
+    async def _own_path(self, file: str) -> Path:
+        """Return the path of a file in the batch's folder, until the end of the run."""
+        return await self._path(self._state.name(file))
+
+    async def _path(self, name: str) -> Path:
+        """Return the path of a file of the store, until the end of the run."""
+        path = await self._environment.store.path_of(name)
+        self._used.append(name)
+        return path
 
 
 async def _prepared(job: Job) -> Report:

@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -51,6 +50,7 @@ class Files:
         self._records: dict[str, FileRecord] = {}
         self._sizes: dict[str, int] = {}  # file with the results of a batch that has ended -> bytes
         self._unrecorded: set[str] = set()  # contents that had no record at the last `tidy`
+        self._adding = asyncio.Lock()  # only one upload at a time checks the limits at its end
         self._uploading = Counter[str]()  # bytes of running uploads, by tenant
 
     async def add(
@@ -73,16 +73,13 @@ class Files:
             ApiError: the file is too large, or a quota is exceeded.
             OSError: the store cannot be used.
         """
-        records = await self.sized(await self.all())
-        own = [record for record in records if record.tenant == tenant]
-        if limits and limits.max_files is not None and len(own) >= limits.max_files:
-            raise _over("max_files", f"{len(own) + 1} files", f"{limits.max_files}")
         id_, now = new_file_id(), int(time.time())
-        bounded = self._bounded(
-            parts, tenant, used=_bytes(own), total=_bytes(records), limits=limits
-        )
+        bounded = await self._bounded(parts, tenant, limits, new_files=1)
         try:
-            size = await self._store.upload(f"{FOLDER}/{id_}.data", bounded.chunks())
+            try:
+                size = await self._store.upload(f"{FOLDER}/{id_}.data", bounded.chunks())
+            finally:
+                self._uploading[tenant] -= bounded.size
             upload = describe()
             record = FileRecord(
                 id_,
@@ -93,12 +90,15 @@ class Files:
                 expires_at=None if upload.ttl_s is None else now + upload.ttl_s,
                 bytes=size,
             )
-            await self.register(record)
+            async with self._adding:  # other uploads may have ended meanwhile
+                now_used = await self._bounded(_nothing(), tenant, limits, new_files=1)
+                now_used.used += size
+                now_used.total += size
+                now_used.check()
+                await self.register(record)
         except BaseException:
             await asyncio.shield(self._store.delete(f"{FOLDER}/{id_}.data"))
             raise
-        finally:
-            self._uploading[tenant] -= bounded.size
         return record
 
     async def register(self, record: FileRecord) -> None:
@@ -112,11 +112,7 @@ class Files:
             ApiError: the files of this tenant, or of all tenants, take all the space that they may.
             OSError: the store cannot be used.
         """
-        records = await self.sized(await self.all())
-        own = [record for record in records if record.tenant == tenant]
-        self._bounded(
-            _nothing(), tenant, used=_bytes(own), total=_bytes(records), limits=limits
-        ).check()
+        (await self._bounded(_nothing(), tenant, limits)).check()
 
     async def used_bytes(self) -> int:
         """Return the size of all files. Raises OSError."""
@@ -207,13 +203,9 @@ class Files:
             await asyncio.gather(*map(self._read, missing[first : first + READ_AT_ONCE]))
         return [*self._records.values()]
 
-    async def path_of(self, record: FileRecord) -> Path:
-        """Return the path on this machine of an uploaded file. Raises OSError."""
-        return await self._store.path_of(f"{FOLDER}/{record.id}.data")
-
-    async def release(self, id_: str) -> None:
-        """Delete this machine's copy of an uploaded file, if it has one."""
-        await self._store.release(f"{FOLDER}/{id_}.data")
+    def name_of(self, record: FileRecord) -> str:
+        """Return the name in the store of an uploaded file."""
+        return f"{FOLDER}/{record.id}.data"
 
     async def free_bytes(self) -> int:
         """Return how many more bytes can be stored. Raises OSError."""
@@ -268,21 +260,31 @@ class Files:
         snapshot = await state.snapshot()
         return await state.results(snapshot, record.kind) if snapshot else ()
 
-    def _bounded(
+    async def _bounded(
         self,
         parts: AsyncIterable[bytes],
         tenant: str,
-        *,
-        used: int,
-        total: int,
         limits: TenantLimits | None,
+        *,
+        new_files: int = 0,
     ) -> "_Bounded":
+        """Return the content of an upload with its limits.
+
+        Raises:
+            ApiError: the tenant has as many files as it may have.
+            OSError: the store cannot be used.
+        """
+        records = await self.sized(await self.all())
+        own = [record for record in records if record.tenant == tenant]
+        files = len(own) + new_files
+        if new_files and limits and limits.max_files is not None and files > limits.max_files:
+            raise _over("max_files", f"{files} files", f"{limits.max_files}")
         return _Bounded(
             parts,
             self._uploading,
             tenant,
-            used=used,
-            total=total,
+            used=_bytes(own),
+            total=_bytes(records),
             max_file_bytes=self._max_file_bytes,
             tenant_bytes=limits.max_file_bytes if limits else None,
             quota_bytes=round((1 - SPARE_SHARE) * self._quota_bytes),

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
 from kvroute.files.folder import Folder
-from kvroute.files.store import SCHEMES, StoreFullError
+from kvroute.files.store import SCHEMES, UNLIMITED, StoreFullError
 from kvroute.keys.keyring import Caller
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process.exposition import Readings
@@ -215,7 +215,9 @@ def batch_service(
         log.error("files and batches are off: %s cannot be used: %s", place, error)
         return None
     quota_mb = settings.files_quota_mb
-    quota_bytes = round(QUOTA_SHARE * space_bytes) if quota_mb is None else quota_mb << 20
+    quota_bytes = space_bytes if space_bytes >= UNLIMITED else round(QUOTA_SHARE * space_bytes)
+    if quota_mb is not None:
+        quota_bytes = quota_mb << 20
     return BatchService(router, store, settings, keys=keys, quota_bytes=quota_bytes)
 
 

@@ -24,7 +24,7 @@ KV_PART, KV_RESERVE, KV_BOUNDS = 0.3, 0.4, (0.05, 0.2)
 KV_ALONE = 0.9
 # Further limits for a replica's batch requests: the first number while it has other requests, the
 # second while it has none.
-SEAT_SHARES = 0.5, 0.9  # share of max_num_seqs, the most requests in an engine's step
+REQUEST_SHARES = 0.5, 0.9  # share of max_num_seqs, the most requests in an engine's step
 PENDING_STEPS = 1.0, 3.0  # prompt tokens still to compute, as a multiple of a full step
 # A replica counts as having no other requests only after this time without one, in Scale.busy_s,
 # since the next one often follows soon.
@@ -238,7 +238,7 @@ class Loads:
             lane=self.lane(replica_id),
             kv_tokens=(KV_ALONE if is_alone else _kv_share(load)) * capacity,
             pending_tokens=PENDING_STEPS[is_alone] * load.step_tokens,
-            requests=SEAT_SHARES[is_alone] * (max_requests or math.inf),
+            requests=REQUEST_SHARES[is_alone] * (max_requests or math.inf),
         )
 
     def prefill_s(self, replica_id: str, tokens: int) -> float:

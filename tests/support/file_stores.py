@@ -50,6 +50,11 @@ async def a_released_file_can_be_read_again(store: FileStore) -> None:
     for _ in range(2):
         assert (await store.path_of("released")).read_bytes() == b"abc"
         await store.release("released")
+    await store.append("folder/released", b"abc")
+    for _ in range(2):
+        await store.path_of("folder/released")
+    await store.release("folder/released")
+    assert (await store.path_of("folder/released")).read_bytes() == b"abc"
     await store.release("missing")
 
 

@@ -1,5 +1,6 @@
 """Files and batches of tenants: whose they are, their limits, and when they expire."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -74,6 +75,24 @@ async def test_limits_hold(
         await add(files, sizes[-1], "acme", limits)
     assert len(await files.listed("acme")) == len(sizes) - 1
     assert len(await store.names("files")) == 2 * (len(sizes) - 1)
+
+
+@pytest.mark.parametrize("limits", [TenantLimits(max_files=1), TenantLimits(max_file_bytes=100)])
+async def test_limits_hold_for_uploads_at_the_same_time(files: Files, limits: TenantLimits) -> None:
+    may_end = asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield b"x" * 90
+        await may_end.wait()
+
+    upload = Upload("name", "batch", ttl_s=None)
+    slow = asyncio.create_task(files.add(slowly(), lambda: upload, "acme", limits))
+    await asyncio.sleep(0.05)
+    (fast,) = await asyncio.gather(add(files, 60, "acme", limits), return_exceptions=True)
+    may_end.set()
+    results = [fast, *await asyncio.gather(slow, return_exceptions=True)]
+    assert len([result for result in results if isinstance(result, FileRecord)]) == 1
+    assert len(await files.listed("acme")) == 1
 
 
 @pytest.mark.parametrize(

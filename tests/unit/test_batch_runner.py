@@ -29,6 +29,7 @@ class Cluster:
         self.files = Files(self.store, max_file_bytes=1 << 20, quota_bytes=1 << 30)
         self.batches = Batches(self.store, self.files)
         self.threads = ThreadPoolExecutor(1)
+        self.may_run = True
 
         async def yes(batch: str) -> bool:
             return True
@@ -42,7 +43,7 @@ class Cluster:
             self.batches,
             leases=leases,
             client=lambda record: httpx.AsyncClient(transport=transport, base_url="http://none"),
-            may_run=lambda record: True,
+            may_run=lambda record: self.may_run,
             max_open=1,
             max_line_bytes=1 << 20,
             threads=self.threads,
@@ -98,3 +99,14 @@ async def test_the_live_page_shows_batches_until_they_end(cluster: Cluster) -> N
     while report.live(cluster.runner)["batches"]:
         await asyncio.sleep(0.01)
     running.cancel()
+
+
+async def test_a_batch_fails_if_its_tenant_has_no_key_any_more(cluster: Cluster) -> None:
+    cluster.may_run = False
+    id_ = await cluster.create()
+    running = asyncio.create_task(cluster.runner.run())
+    while (batch := await cluster.batches.get(id_, "")).end is None:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    assert batch.status == "failed"
+    assert [fault.code for fault in batch.end.faults] == ["invalid_api_key"]

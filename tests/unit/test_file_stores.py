@@ -108,3 +108,19 @@ async def test_an_upload_that_a_crash_has_left_is_deleted_a_day_later(own_folder
     os.utime(old, (day_before_yesterday, day_before_yesterday))
     await own_folder.tidy()
     assert await own_folder.names(UPLOADS) == ["new"]
+
+
+async def test_a_bucket_keeps_a_copy_while_it_is_used(tmp_path: Path) -> None:
+    bucket = Bucket(MemoryStore(), tmp_path / "local")
+    await bucket.create("a", b"abc")
+    path = await bucket.path_of("a")
+    assert await bucket.path_of("a") == path
+    await bucket.release("a")
+    assert path.read_bytes() == b"abc"
+    await bucket.release("a")
+    assert not path.exists()
+    index = await bucket.path_of("b/index")
+    index.mkdir()
+    (index / "lines").touch()
+    await bucket.release("b/index")
+    assert not index.exists()
