@@ -28,7 +28,7 @@ setup: $(DEV) ## A .venv with everything in it; GPU=1 for NVIDIA GPUs
 serve: $(READY) ## The cluster, in the foreground; options as in ARGS="--port 8123 --replicas 2"
 	@exec $(BIN)/kvroute serve $(ARGS)
 
-check: $(DEV) ## Unit tests, formatting, lint and types; takes a minute
+check: $(DEV) ## Unit tests, formatting, lint and types; takes two minutes
 	@$(MAKE) -j2 --output-sync=target unit lint
 
 unit: $(DEV)
@@ -38,7 +38,7 @@ test: $(DEV) ## Lint, types, and the tests of every main promise; takes ten minu
 	@$(MAKE) lint
 	@exec $(PYTEST) $(ARGS)
 
-test-all: $(DEV) ## The same, and tests/slow but for its nodes; takes half an hour
+test-all: $(DEV) ## The same, and tests/slow but for its nodes; takes one to two hours
 	@$(MAKE) lint
 	@exec $(PYTEST) tests $(ARGS)
 

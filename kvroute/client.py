@@ -30,7 +30,8 @@ def find_url(url: str) -> str:
             f"several clusters run on this machine: {', '.join(urls)}; choose one with --url or "
             f"with the variable {URL}"
         )
-    return urls[0].rstrip("/") if urls else LOCAL
+    # Clients of OpenAI's API need the address with /v1, so it is often copied.
+    return urls[0].rstrip("/").removesuffix("/v1") if urls else LOCAL
 
 
 Url = Annotated[

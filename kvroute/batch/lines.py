@@ -201,7 +201,10 @@ def _decoded(number: int, text: bytes, endpoint: str, max_bytes: int) -> BatchLi
     try:
         line = _DECODER.decode(text)
     except msgspec.ValidationError as error:
-        return Fault(number, "invalid_request", f"{error}; expected a line such as {EXAMPLE}")
+        problem = f"{error}; expected a line such as {EXAMPLE}"
+        if "$.url" in str(error):
+            problem = f"{error}; expected {', '.join(PATHS)}"
+        return Fault(number, "invalid_request", problem)
     except DECODE_ERRORS as error:
         message = f"not valid JSON ({error}); expected a line such as {EXAMPLE}"
         return Fault(number, "invalid_json_line", message)

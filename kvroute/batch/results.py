@@ -67,6 +67,9 @@ class Results:
             await asyncio.to_thread(os.fsync, file.fileno())
 
     def close(self) -> None:
+        """Close the files. If no line has failed, there is no error file afterwards."""
+        if not os.fstat(self._errors.fileno()).st_size:
+            os.unlink(self._errors.name)
         self._output.close()
         self._errors.close()
 

@@ -20,6 +20,7 @@ from kvroute.batch.results import Results, ResultsError
 from kvroute.batch.run import Progress, RefusedError, Runner
 from kvroute.client import FIND, Url, fail, key_headers
 from kvroute.command.help_page import HelpfulCommand, typer_app
+from kvroute.command.tables import plural
 from kvroute.contract.priority import Priority
 from kvroute.local.own_cluster import NotStartedError, own_cluster
 
@@ -46,8 +47,7 @@ def run(
     priority: Annotated[
         Priority,
         typer.Option(
-            help="Priority class of the requests. With batch, all other requests go first, but "
-            "fewer tokens are found in caches."
+            help="Priority class of the requests. With batch, all other requests go first."
         ),
     ] = "default",
     keep_order: Annotated[
@@ -79,8 +79,10 @@ def run(
         running.enter_context(closing(lines))
         try:
             results = running.enter_context(closing(Results(output, errors, lines)))
-        except (ResultsError, OSError) as error:
+        except ResultsError as error:
             fail(str(error))
+        except OSError as error:
+            fail(f"{error.filename} cannot be written ({error.strerror})")
         if not results.is_done.all():
             url = _start(serve, running) if serve is not None else url
         headers = {"content-type": "application/json", "x-kvroute-priority": priority}
@@ -208,9 +210,9 @@ def _duration(seconds: float) -> str:
 
 
 def _summarize(progress: Progress, output: Path, errors: Path) -> None:
-    text = f"{progress.done:,} of {progress.total:,} lines are answered; answers are in {output}"
+    text = f"{progress.done:,} of {progress.total:,} lines have a result; answers are in {output}"
     if progress.failed:
-        text += f"; {progress.failed:,} failed lines of this run are in {errors}"
+        text += f", and {plural(progress.failed, 'failed line')} of this run in {errors}"
     typer.echo(text)
     if progress.failed:
         raise typer.Exit(1)

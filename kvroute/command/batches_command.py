@@ -12,7 +12,7 @@ from rich.status import Status
 from kvroute.client import FIND, Url, call, error_message, fail, key_headers, no_cluster
 from kvroute.command.batch_command import batch
 from kvroute.command.help_page import HelpfulCommand
-from kvroute.command.tables import Column, number, print_lines, print_table
+from kvroute.command.tables import Column, number, plural, print_lines, print_table
 
 __all__ = ["batch"]
 
@@ -177,8 +177,9 @@ def _row(found: dict[str, Any]) -> list[str]:
 
 
 def _counted(counts: dict[str, int]) -> str:
-    text = f"{counts['completed']:,} of {counts['total']:,} lines are answered"
-    return f"{text}, {counts['failed']:,} failed" if counts["failed"] else text
+    results = counts["completed"] + counts["failed"]
+    text = f"{results:,} of {plural(counts['total'], 'line')} have a result"
+    return f"{text}, {counts['failed']:,} of them failed" if counts["failed"] else text
 
 
 def _tokens(usage: dict[str, Any]) -> str:

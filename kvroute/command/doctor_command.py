@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvroute.client import FIND, Url
-from kvroute.command.tables import Column, print_table, prose
+from kvroute.command.tables import Column, plural, print_table, prose
 
 if TYPE_CHECKING:
     from kvroute.doctor.checks import Check
@@ -52,7 +52,9 @@ def _show(checks: "Sequence[Check]") -> None:
     problems = [f"{counts[grade]} {grade}" for grade in ("wrong", "warning") if counts[grade]]
     summary = f"{', '.join(problems)}, {counts['ok']} ok" if problems else "everything is ok"
     worst = min((check.grade for check in checks), key=[*STYLES].index)
-    Console(highlight=False).print(Text(f"{len(checks)} checks: {summary}\n", STYLES[worst]))
+    Console(highlight=False).print(
+        Text(f"{plural(len(checks), 'check')}: {summary}\n", STYLES[worst])
+    )
     columns = (Column("grade"), Column("check"), prose("finding, and what to do"))
     ranked = sorted(checks, key=lambda check: [*STYLES].index(check.grade))
     print_table(columns, [_row(check) for check in ranked])

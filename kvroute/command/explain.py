@@ -11,6 +11,7 @@ from kvroute.command.tables import (
     MIN_SHOWN_S,
     Column,
     number,
+    plural,
     print_sentence,
     print_table,
     prose,
@@ -56,7 +57,11 @@ def explain(
     model: Model = None,
     url: Url = FIND,
 ) -> None:
-    """Show to which replica a prompt would be sent now, and why; nothing is generated."""
+    """Show to which replica a prompt would be sent now, and why; nothing is generated.
+
+    The prompt goes to the replica with the lowest weighted cost. In it, computing what another
+    replica has cached counts differently from computing what no replica has.
+    """
     if (prompt is None) == (body is None):
         fail("set either PROMPT or --body FILE")
     request = _read(body) if body else _request(str(prompt), is_raw=raw)
@@ -101,7 +106,7 @@ def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
         number("queued\nprefill"): [seconds(replica["backlog_s"]) for replica in replicas],
         number("prompt's\nprefill"): [seconds(replica["prefill_s"]) for replica in replicas],
         number("unanswered\nrequests"): [f"{replica['unanswered']:,}" for replica in replicas],
-        number("total\ncost"): [seconds(replica["cost_s"] or 0.0) for replica in replicas],
+        number("weighted\ncost"): [seconds(replica["cost_s"] or 0.0) for replica in replicas],
     }
     columns = {column: cells for column, cells in all_columns.items() if {*cells} != {"0"}}
     ids = [replica["id"] for replica in replicas]
@@ -127,13 +132,12 @@ def _terms(replicas: list[Facts]) -> list[list[str]]:
 
 def sentences(receipt: Facts) -> list[str]:
     """Return sentences that say where the prompt goes, why, and what is known about its blocks."""
-    tokens = f"The prompt has {receipt['prompt_tokens']:,} tokens"
-    count, size = receipt["reusable_blocks"], receipt["block_size"]
-    blocks = f"{count:,} whole block{'s' if count != 1 else ''} of {size}"
+    tokens = f"The prompt has {plural(receipt['prompt_tokens'], 'token')}"
+    blocks = plural(receipt["reusable_blocks"], "whole block")
     choice, reason = receipt["choice"], receipt["reason"]
     return [
         f"Goes to {choice}: {reason}." if choice else f"Goes nowhere: {reason}.",
-        f"{tokens}; {blocks} tokens can be cached.",
+        f"{tokens}. All but the last can be cached, in {blocks} of {receipt['block_size']} tokens.",
         *filter(None, [_reloaded(receipt["replicas"]), _evicted(receipt["evicted"])]),
         *filter(None, [_broken(receipt["broken"])]),
     ]

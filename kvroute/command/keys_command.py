@@ -52,7 +52,10 @@ def add(
     file: File,
     role: Annotated[
         list[str] | None,
-        typer.Option(help=f"What the key may do: {', '.join(ROLES)}. Repeat --role for several."),
+        typer.Option(
+            help=f"What the key may do: {', '.join(ROLES)}. Repeat --role for several.",
+            show_default="use",
+        ),
     ] = None,
     priority: Annotated[
         str,

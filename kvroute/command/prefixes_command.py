@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.tables import Column, number, print_sentence, print_table
+from kvroute.command.tables import Column, number, plural, print_sentence, print_table
 
 # A prefix is warm on a replica that has all of it cached.
 POLL_S = 0.3  # seconds between two queries of the prefix's state
@@ -89,9 +89,14 @@ def add(
     if wait:
         prefix = _until_warm(prefix, url, model)
     print_sentence(
-        f"{id}: version {prefix['version']}, {prefix['tokens']:,} tokens "
-        f"({prefix['full_blocks']:,} full blocks), warm on {_warm(prefix)} replicas"
+        f"{id}: version {prefix['version']}, {plural(prefix['tokens'], 'token')} "
+        f"({plural(prefix['full_blocks'], 'full block')}), warm on {_warm(prefix)} replicas"
     )
+    if replicas.isdecimal() and int(replicas) > (found := len(prefix["assigned_to"])):
+        print_sentence(
+            f"WARNING: --replicas is {replicas}, and the model has {plural(found, 'replica')}; "
+            "replicas that start later get the prefix, too"
+        )
     if warning := prefix.get("warning"):
         print_sentence(f"WARNING: {warning}")
 

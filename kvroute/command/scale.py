@@ -91,7 +91,9 @@ def check_resources(replicas: int, deployed: Deployed, free: Mapping[str, float]
 def describe(deployed: Deployed) -> str:
     """Return a line for the terminal about the state of the replicas."""
     ready = deployed.states.get("RUNNING", 0)
-    line = f"{ready} of {deployed.target} replicas ready"
+    line = f"{min(ready, deployed.target)} of {deployed.target} replicas ready"
+    if ready > deployed.target:
+        line += f", {ready - deployed.target} to be removed"
     if finishing := deployed.states.get("STOPPING", 0):
         line += f", {finishing} draining (for --drain-timeout-s at most)"
     if deployed.message and ready < deployed.target and SLOW_START not in deployed.message:

@@ -31,6 +31,10 @@ class HttpCall(Struct, frozen=True, array_like=True):
     has_prefix: bool = False  # True: the token ids begin with a named prefix that the body lacks
 
 
+# A value of HttpCall.problem: no replica is in the index, for example because Redis was emptied.
+NO_RECORD = "the router does not know the replicas' chat template yet"
+
+
 class HttpPart(Struct, frozen=True, array_like=True):
     """The part of the HTTP response that the application made from exactly one chunk's tokens."""
 

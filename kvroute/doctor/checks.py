@@ -122,7 +122,10 @@ def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
     if not unhealthy:
         yield Check("serve", "ok", "; ".join(f"{name}: {counts[name]}" for name in counts))
     for name, state in unhealthy.items():
-        is_moving = state["status"] in ("UPDATING", "UPSCALING", "DOWNSCALING")
+        # Serve calls a deployment unhealthy also while it replaces a replica that has died.
+        is_moving = state["status"] in ("UPDATING", "UPSCALING", "DOWNSCALING") or bool(
+            state["replicas"].get("RUNNING") and state["replicas"].get("STARTING")
+        )
         reason = f". {last_line(state['message'])}" if state["message"] else ""
         finding = f"{name} is {state['status']}: {counts[name]}{reason}"
         remedy = (

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
-from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
+from kvroute.contract.http_call import NO_RECORD, HttpCall, HttpPart, Rendered
 from kvroute.replica.sim_engine.output import Output
 from kvroute.replica.sim_engine.sampling import (
     Body,
@@ -98,6 +98,8 @@ def _refusal(call: HttpCall) -> UnsupportedRequestError:
         check(kind, call.body)
     except UnsupportedRequestError as error:
         return error
+    if call.problem == NO_RECORD:
+        return UnsupportedRequestError(f"{NO_RECORD}; try again", status=503, code="unavailable")
     param = "messages" if kind is Chat else "prompt"
     return UnsupportedRequestError(
         f"the simulated engine cannot render this body: {call.problem}", param

@@ -79,7 +79,7 @@ class Batches:
                 "endpoint", f"endpoint is {shown(body.endpoint)}; expected {', '.join(PATHS)}"
             )
         window_s = _window_s(body.completion_window)
-        file = await self._files.get(body.input_file_id, tenant)
+        file = await self._files.get(body.input_file_id, tenant, param="input_file_id")
         if file.purpose != PURPOSE:
             raise invalid(
                 "input_file_id",

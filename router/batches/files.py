@@ -118,19 +118,19 @@ class Files:
         """Return the size of all files. Raises OSError."""
         return _bytes(await self.sized(await self.all()))
 
-    async def get(self, id_: str, tenant: str) -> FileRecord:
+    async def get(self, id_: str, tenant: str, *, param: str = "id") -> FileRecord:
         """Return a file of a tenant that has not expired, with its present size.
 
         Raises:
             ApiError: 404.
             OSError: the store cannot be used.
         """
-        record = await self.find(id_, tenant)
+        record = await self.find(id_, tenant, param=param)
         if is_expired(record):
-            raise _missing(id_)
+            raise _missing(id_, param)
         return await self._sized(record)
 
-    async def find(self, id_: str, tenant: str) -> FileRecord:
+    async def find(self, id_: str, tenant: str, *, param: str = "id") -> FileRecord:
         """Return a file of a tenant, also if it has expired and is not deleted yet.
 
         Raises:
@@ -139,7 +139,7 @@ class Files:
         """
         record = await self._read(id_) if FILE_ID.match(id_) else None
         if record is None or record.tenant != tenant:
-            raise _missing(id_)
+            raise _missing(id_, param)
         return record
 
     async def listed(self, tenant: str) -> list[FileRecord]:
@@ -347,9 +347,9 @@ def is_expired(record: FileRecord) -> bool:
     return record.expires_at is not None and record.expires_at <= time.time()
 
 
-def _missing(id_: str) -> ApiError:
+def _missing(id_: str, param: str) -> ApiError:
     message = f"No such File object: {id_[:80]}; it may have expired"
-    return ApiError(404, message, "id", code="not_found")
+    return ApiError(404, message, param, code="not_found")
 
 
 def _over(limit: str, use: str, allowed: str) -> ApiError:

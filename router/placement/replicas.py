@@ -106,9 +106,14 @@ class ReplicaRegistry:
         return min((record.facts.max_model_len for record in self.own_records), default=None)
 
     @property
-    def content_format(self) -> str:
-        """Return vLLM's content format of the replicas' chat templates; empty: they differ."""
+    def content_format(self) -> str | None:
+        """Return vLLM's content format of the replicas' chat templates.
+
+        Empty: they differ, or there is no template. None: no replica has a record.
+        """
         formats = {record.facts.content_format for record in self.own_records}
+        if not formats:
+            return None
         return formats.pop() if len(formats) == 1 else ""
 
     def get(self, replica_id: str) -> ReplicaRecord | None:

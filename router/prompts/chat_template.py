@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvroute.contract.http_call import NO_RECORD
 from kvroute.router.api.errors import invalid
 
 Message = dict[str, Any]
@@ -68,7 +69,7 @@ class ChatTemplate:
     def text(
         self,
         body: Mapping[str, Any],
-        content_format: str,
+        content_format: str | None,
         *,
         before: Sequence[Mapping[str, Any]] = (),
     ) -> str:
@@ -76,13 +77,16 @@ class ChatTemplate:
 
         Args:
             content_format: how the template expects the content of a message, "string" or "openai",
-                as a replica reported it. Empty if replicas do not use the template.
+                as a replica reported it. Empty if replicas do not use the template. None: no
+                replica has reported it yet.
             before: messages of a prefix, which come before those of the body.
 
         Raises:
             OnlyReplicaError: only a replica can render the body.
             TemplateError: the template refuses the body.
         """
+        if content_format is None:
+            raise OnlyReplicaError(NO_RECORD)
         if not content_format:
             raise OnlyReplicaError("this model's chats are not rendered by a template")
         if any(body.get(name) is not None for name in ONLY_REPLICAS):

@@ -57,7 +57,7 @@ class PrefixComposer:
         self,
         body: Mapping[str, Any],
         prefix: Prefix | None,
-        content_format: str,
+        content_format: str | None,
         *,
         max_model_len: int,
     ) -> TokenIds:

@@ -210,7 +210,7 @@ class Prompts:
     async def chat_text(
         self,
         body: Mapping[str, Any],
-        content_format: str,
+        content_format: str | None,
         *,
         before: Sequence[Mapping[str, Any]] = (),
     ) -> str:

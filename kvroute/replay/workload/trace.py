@@ -191,7 +191,8 @@ def _request(location: str, line: str) -> Request | None:
             own_blocks=max(0, reusable - len(ids)),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise TraceError(f"{location} is not a request of a Mooncake trace: {error!r}") from None
+        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise TraceError(f"{location} is not a request of a Mooncake trace: {problem}") from None
     return None if row.get("outcome") in NOT_RUN else request
 
 
