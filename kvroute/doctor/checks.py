@@ -122,14 +122,14 @@ def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
     if not unhealthy:
         yield Check("serve", "ok", "; ".join(f"{name}: {counts[name]}" for name in counts))
     for name, state in unhealthy.items():
-        # Serve calls a deployment unhealthy also while it replaces a replica that has died.
-        is_moving = state["status"] in ("UPDATING", "UPSCALING", "DOWNSCALING") or bool(
-            state["replicas"].get("RUNNING") and state["replicas"].get("STARTING")
-        )
+        is_moving = state["status"] in ("UPDATING", "UPSCALING", "DOWNSCALING")
         reason = f". {last_line(state['message'])}" if state["message"] else ""
         finding = f"{name} is {state['status']}: {counts[name]}{reason}"
         remedy = (
-            "wait, then run the doctor again" if is_moving else "see Serve's message and its log"
+            "wait, then run the doctor again"
+            if is_moving
+            else "Serve replaces a replica that has died: wait, then run the doctor again; if "
+            "nothing has changed, see Serve's message and its log"
         )
         yield Check("serve", "warning" if is_moving else "wrong", finding, remedy)
 

@@ -258,3 +258,10 @@ def test_a_request_that_cannot_use_the_cache_is_placed_without_cache_hits(
         for features in ((), rendered.placed_features(), rendered.placed_features())
     ]
     assert len({chain[0] for chain in (plain, *chains)}) == (1 if reads_cache else 3)
+
+
+@pytest.mark.parametrize("messages", [3, "Hello", {"role": "user"}])
+def test_messages_that_are_no_list_are_named_with_what_is_expected(messages: Any) -> None:
+    with pytest.raises(ApiError, match="expected a list of messages") as refused:
+        parse_call(CHAT_COMPLETIONS, json.dumps({"messages": messages}).encode())
+    assert (refused.value.status, refused.value.param) == (400, "messages")

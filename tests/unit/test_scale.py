@@ -30,6 +30,7 @@ def test_more_replicas_than_the_resources_allow_are_refused_with_the_largest_num
 def test_draining_replicas_are_shown() -> None:
     deployed = Deployed(1, {"RUNNING": 1, "STOPPING": 2}, "", {})
     assert "1 of 1 replicas ready, 2 draining" in describe(deployed)
+    assert describe(Deployed(2, {"RUNNING": 3}, "", {})) == "2 of 2 replicas ready, 1 to be removed"
 
 
 def test_a_reason_is_shown_only_while_replicas_are_missing_and_if_it_helps() -> None:

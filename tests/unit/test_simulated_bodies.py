@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.http_call import HttpCall
+from kvroute.contract.http_call import NO_RECORD, HttpCall
 from kvroute.replica.sim_engine.http_response import rendered
 from kvroute.replica.sim_engine.sampling import (
     UNSUPPORTED,
@@ -179,6 +179,12 @@ def test_a_body_that_no_router_renders_is_rejected_with_the_reason(path: str) ->
         assert (refused.status, "an unknown role" in message) == (400, True)
     else:
         assert (refused.status, "--engine vllm" in message) == (404, True)
+
+
+def test_a_simulated_replica_asks_to_try_again_if_the_router_knows_no_template_yet() -> None:
+    refused = rendered(HttpCall(CHATS, b'{"messages": []}', 1.0, problem=NO_RECORD)).refusal
+    assert refused
+    assert (refused.status, json.loads(refused.data)["error"]["code"]) == (503, "unavailable")
 
 
 json_values = st.recursive(
