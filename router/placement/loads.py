@@ -17,9 +17,9 @@ from kvroute.router.placement.scale import Scale
 UNKNOWN_STEP_S = 0.01
 # While a replica has other requests, its batch requests may hold this share of its KV cache:
 # KV_PART * (share that the others leave free - KV_RESERVE), within KV_BOUNDS. While it has none,
-# they may hold the share KV_ALONE, and the rest stays free for requests that arrive. In simulation
-# with one seed, constant shares of 0.08 and 0.12 made the p90 of others' time to the first token 13
-# to 25% longer, and this rule made it 4 to 6% longer.
+# they may hold the share KV_ALONE, and the rest stays free for requests that arrive. In simulation,
+# constant shares of 0.08 and 0.12 made the p90 of others' time to the first token 13 to 25% longer
+# (one seed), and this rule makes it at most 12% longer (four seeds, docs/measurements.md).
 KV_PART, KV_RESERVE, KV_BOUNDS = 0.3, 0.4, (0.05, 0.2)
 KV_ALONE = 0.9
 # Further limits for a replica's batch requests: the first number while it has other requests, the
