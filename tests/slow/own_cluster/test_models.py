@@ -65,7 +65,7 @@ def test_one_model_has_the_deployment_it_always_had_and_several_have_one_each() 
     def deployments(**given: Any) -> dict[str, int]:
         """Replicas by Serve's name for them."""
         (bound,) = build({"redis_url": "redis://r", **given})._bound_deployment.init_args
-        found = [replica._bound_deployment for _, replica in bound]
+        found = [replica._bound_deployment for _, replicas in bound for replica in replicas]
         return {each.name: each.num_replicas for each in found}
 
     assert deployments() == {"Replica": 2}
