@@ -28,9 +28,12 @@ def test_without_metrics_there_are_no_targets(cluster: Cluster, client: OpenAI) 
     assert requests.get(f"{cluster.url}/v1/metrics/targets", timeout=10).json() == []
 
 
-@pytest.mark.parametrize(
-    "path", ["/ui", "/ui/app.js", "/v1/cluster/live", "/v1/cluster/history", "/"]
-)
+def test_without_the_page_the_root_leads_to_the_list_of_routes(cluster: Cluster) -> None:
+    answer = requests.get(cluster.url, timeout=10)
+    assert (answer.status_code, answer.url) == (200, f"{cluster.url}/docs")
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/app.js", "/v1/cluster/live", "/v1/cluster/history"])
 def test_without_the_page_it_is_said_how_to_have_it(cluster: Cluster, path: str) -> None:
     answer = requests.get(cluster.url + path, timeout=10)
     assert answer.status_code == 404
