@@ -52,14 +52,14 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
         reason = f"pins, host memory and continued answers are off: {unfit}"[:MAX_REASON]
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
         return await _start_unpatched(settings, folder, reason)
-    from kvroute.replica.vllm_engine import features
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
+    from kvroute.replica.vllm_engine.features import HOST_MEMORY, misfits
 
-    off = await asyncio.to_thread(features.misfits)
+    off = await asyncio.to_thread(misfits)
     reasons = [f"{feature.name}: off, because {reason}" for feature, reason in off.items()]
     for reason in reasons:
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
-    if features.HOST_MEMORY in off:
+    if HOST_MEMORY in off:
         settings = settings.model_copy(update={"host_cache_gb": "0"})
     return await VllmEngine.start(settings, folder, cores, unfit="; ".join(reasons)[:MAX_REASON])
 
@@ -76,9 +76,9 @@ def _unfit() -> str:
         importlib.import_module("kvroute.replica.vllm_engine.async_llm")
     except (ImportError, AttributeError) as error:
         return str(error)
-    from kvroute.replica.vllm_engine import features
+    from kvroute.replica.vllm_engine.features import misfit_of_the_rest
 
-    return features.misfit_of_the_rest()
+    return misfit_of_the_rest()
 
 
 def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:

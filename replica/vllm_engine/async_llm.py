@@ -35,7 +35,6 @@ from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
 from kvroute.replica.engine.protocol import Engine
-from kvroute.replica.vllm_engine import features
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
@@ -47,6 +46,7 @@ from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
 from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.engine_args import front_args
+from kvroute.replica.vllm_engine.features import CONTINUATION, is_on
 from kvroute.replica.vllm_engine.host.args import check_tier
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.http.app import HttpApp
@@ -336,7 +336,7 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Async
     os.environ[REGEX_TIMEOUT] = "0"  # no limit by vLLM; kvroute's --max-compile-s replaces it
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]
-        kind = ContinuingLLM if features.is_on(features.CONTINUATION) else AsyncLLM
+        kind = ContinuingLLM if is_on(CONTINUATION) else AsyncLLM
         llm: AsyncLLM = kind.from_engine_args(args, stat_loggers=loggers)
         return llm
 

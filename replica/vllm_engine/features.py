@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from kvroute.process import vllm_build
-from kvroute.replica.vllm_engine import hooks
+from kvroute.replica.vllm_engine.hooks import by_module, problems
 
 
 class Feature(NamedTuple):
@@ -47,17 +47,17 @@ def misfits() -> dict[Feature, str]:
 def misfit_of_the_rest() -> str:
     """Return why kvroute's changes cannot be used at all; empty: they can."""
     optional = tuple(module for feature in FEATURES for module in feature.modules)
-    rest = [module for module in hooks.by_module() if not module.startswith(optional)]
+    rest = [module for module in by_module() if not module.startswith(optional)]
     return _problems(tuple(rest))
 
 
 def _problems(modules: tuple[str, ...]) -> str:
     if vllm_build.installed_version().startswith(vllm_build.TESTED):
         return ""  # the tests have compared all hooks with this version
-    found = hooks.by_module().items()
+    found = by_module().items()
     return "; ".join(
         problem
         for module, lines in found
         if module.startswith(modules)
-        for problem in hooks.problems(lines)
+        for problem in problems(lines)
     )

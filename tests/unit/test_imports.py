@@ -21,6 +21,8 @@ ORDER = (
     "kvroute.replica.engine",
     "kvroute.replica.sim_engine",
     "kvroute.replica.vllm_engine.compat",
+    "kvroute.replica.vllm_engine.hooks",
+    "kvroute.replica.vllm_engine.features",
     "kvroute.replica.vllm_engine.process",
     "kvroute.replica.vllm_engine.blocks",
     "kvroute.replica.vllm_engine.host",

@@ -58,7 +58,7 @@ def test_each_broken_hook_switches_its_feature_off(
 ) -> None:
     """A hook that no feature has for itself switches all of kvroute's changes off."""
     name = name_of(hook)
-    monkeypatch.setattr(hooks, "by_module", lambda: {module: [hook]})
+    monkeypatch.setattr(features, "by_module", lambda: {module: [hook]})
     original = hooks._object
 
     def without(wanted: str) -> object:

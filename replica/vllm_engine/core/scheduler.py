@@ -31,13 +31,13 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from kvroute.blocks.chain import Space
-from kvroute.replica.vllm_engine import features
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
 from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.core.lane import BatchLane
+from kvroute.replica.vllm_engine.features import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 
@@ -75,11 +75,11 @@ class _Kvroute:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if features.is_on(features.GRAMMARS):
+        if is_on(GRAMMARS):
             Grammars.take_over(self.structured_output_manager)  # type: ignore[attr-defined]
         self.pins: dict[str, _Pin] = {}
         # None: vLLM schedules batch requests like others, in its order of priorities.
-        self.lane = BatchLane(self) if features.is_on(features.BATCH_LANE) else None
+        self.lane = BatchLane(self) if is_on(BATCH_LANE) else None
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()  # None: there is no host tier
         die_with_parent()

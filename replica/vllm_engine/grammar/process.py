@@ -172,12 +172,12 @@ class Compiler:
     def __init__(self, config: Any) -> None:
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from kvroute.replica.vllm_engine import features
+        from kvroute.replica.vllm_engine.features import GRAMMARS, is_on
         from kvroute.replica.vllm_engine.grammar.backends import Grammars
 
         self._config = config
         self._manager = StructuredOutputManager(config)
-        if features.is_on(features.GRAMMARS):
+        if is_on(GRAMMARS):
             Grammars.take_over(self._manager)
         for schema in PRELOADED_SCHEMAS:
             with suppress(Exception):  # the first request that needs this backend gets the error

@@ -36,7 +36,6 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.contract.preparation import prepared
-from kvroute.replica.vllm_engine import features
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import (
@@ -45,6 +44,7 @@ from kvroute.replica.vllm_engine.core.continued import (
     repeated_outputs,
 )
 from kvroute.replica.vllm_engine.core.priority import priority_of
+from kvroute.replica.vllm_engine.features import CONTINUATION, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 from kvroute.replica.vllm_engine.http import option_names
 from kvroute.replica.vllm_engine.http.sampling_checks import (
@@ -205,8 +205,8 @@ class RequestRun:
         # that continues the response does not have those of the first tokens.
         repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None
         allows_continuing = (
-            features.is_on(features.CONTINUATION)
-            and features.is_on(features.GRAMMARS)
+            is_on(CONTINUATION)
+            and is_on(GRAMMARS)
             and not repeats_logprobs
             and can_continue(params)
         )
