@@ -234,7 +234,8 @@ def parse_call(path: str, raw: bytes) -> Call:
     check_media_options(body)
     check_name("cache_salt", body.get("cache_salt"))
     messages = body.get("messages")
-    if messages is not None and not isinstance(messages, list):
+    is_chat = path in (CHAT_COMPLETIONS, MESSAGES)
+    if is_chat and messages is not None and not isinstance(messages, list):
         raise invalid("messages", f"messages is {shown(messages)}; expected a list of messages")
     check_count("n", body.get("n"), MAX_N)
     given = body.get("input")

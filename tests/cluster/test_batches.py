@@ -67,7 +67,7 @@ def test_every_line_has_one_answer_although_the_command_is_killed(
         command(cluster, file, output), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert finished.returncode == 0, finished.stderr
-    assert f"{len(ids)} of {len(ids)} lines are answered" in finished.stdout
+    assert f"{len(ids)} of {len(ids)} lines have a result" in finished.stdout
     answers = results(output)
     assert sorted(answer["custom_id"] for answer in answers) == sorted(ids)
     assert {answer["response"]["status_code"] for answer in answers} == {200}

@@ -244,7 +244,7 @@ def test_the_cluster_tells_of_its_replicas(simulated_cluster: Cluster, client: O
     assert len(replicas) == 4
     assert set(replicas[0]) == {
         *("id", "model", "pid", "incarnation", "node", "server", "block_size", "blocks"),
-        *("capacity_blocks", "running", "waiting", "loras", "degraded"),
+        *("capacity_blocks", "running", "waiting", "loras", "unfit", "degraded"),
         *("tool_parser", "reasoning_parser"),
     }
 

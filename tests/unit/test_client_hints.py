@@ -237,7 +237,7 @@ JSON = st.recursive(
     max_leaves=12,
 )
 OTHERS = (  # fields of other APIs
-    *("metadata", "cache_control", "system", "tools", "messages", "input"),
+    *("metadata", "cache_control", "system", "tools", "input"),
     *("prompt_cache_retention", "prompt_cache_options", "prompt_cache_key", "user"),
 )
 

@@ -147,7 +147,7 @@ def test_the_doctor_begins_with_a_summary_and_the_worst(doctor: Callable[..., st
     summary, _, _, *rows = doctor(*checks).splitlines()
     assert summary == "4 checks: 1 wrong, 1 warning, 2 ok"
     assert [row.split()[1] for row in rows] == ["four", "two", "one", "three"]
-    assert doctor(checks[0]).startswith("1 checks: everything is ok\n")
+    assert doctor(checks[0]).startswith("1 check: everything is ok\n")
 
 
 def receipt(*names: str) -> dict[str, Any]:
