@@ -1,6 +1,7 @@
 """The command `kvroute batch`."""
 
 import asyncio
+import json
 import shlex
 import sys
 import time
@@ -18,7 +19,7 @@ from kvroute.batch.lines import BadLinesError, Lines, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.results import Results, ResultsError
 from kvroute.batch.run import Progress, RefusedError, Runner
-from kvroute.client import FIND, Url, fail, key_headers
+from kvroute.client import FIND, Url, error_message, fail, key_headers
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import plural
 from kvroute.contract.priority import Priority
@@ -142,10 +143,18 @@ async def _run(
             try:
                 await runner.run(display.update)
             except RefusedError as error:
-                fail(f"the cluster refuses the batch: {error}")
+                fail(f"the cluster refuses the batch: {_message(str(error))}")
             except OSError as error:
                 fail(f"the answers cannot be written ({error}); run the command again later")
         return runner.progress
+
+
+def _message(body: str) -> str:
+    """Return the message of an error response, or its whole body if it has another format."""
+    try:
+        return error_message(json.loads(body)) or body
+    except ValueError:
+        return body
 
 
 class _Display:

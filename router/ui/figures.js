@@ -7,7 +7,7 @@ import { explain } from "./tips.js";
 const ABOUT = {
   "Tokens from cache": "The share of this router’s prompt tokens that came from a KV cache and were not computed.",
   "First token": "Time from a request’s arrival to its first token, with the time in the queue.",
-  "In flight": "Requests that this router has sent to replicas and that have not ended. Below: the engines’ own counts, for all routers.",
+  "In flight": "Requests that this router has sent to replicas and that have not ended. Below: the engines’ own counts, for all routers, which are about a second old.",
   Queued: "Requests that all routers hold back while every replica is busy.",
   "Sessions with a seat": "While the contexts of all sessions exceed the caches, sessions need a seat to send requests.",
   Answered: "Requests that this router answered.",
