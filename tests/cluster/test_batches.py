@@ -71,7 +71,7 @@ def test_every_line_has_one_answer_although_the_command_is_killed(
     answers = results(output)
     assert sorted(answer["custom_id"] for answer in answers) == sorted(ids)
     assert {answer["response"]["status_code"] for answer in answers} == {200}
-    assert not results(tmp_path / "out.jsonl.errors")
+    assert not Path(f"{output}.errors").exists()
     before = output.read_bytes()
     again = subprocess.run(
         command(cluster, file, output), capture_output=True, text=True, timeout=TIMEOUT_S
