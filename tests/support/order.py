@@ -16,6 +16,7 @@ FOLDERS = (
     *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "slow/clients", "vllm"),
     *(
         "slow/own_cluster",
+        "slow/versions",
         "slow/suites",
         "slow/nodes",
         "redis",
