@@ -1,6 +1,7 @@
 """Virtual environments for test suites that need packages outside kvroute's environment."""
 
 import hashlib
+import os
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +18,8 @@ UV = str(Path(sys.executable).with_name("uv"))
 def environment(name: str, *, with_ours: bool = False) -> Path:
     """Return the Python of an environment with the packages of `requirements/NAME.lock`.
 
-    The environment is created once for each version of the file. The test is skipped if the
+    The environment is created once for each version of the file (and each place of kvroute's own
+    packages, if it shows them). The test is skipped if the
     packages cannot be downloaded.
 
     Args:
@@ -25,13 +27,14 @@ def environment(name: str, *, with_ours: bool = False) -> Path:
         with_ours: also show the packages of kvroute's environment that the lock does not have.
     """
     lock = ROOT / f"requirements/{name}.lock"
-    folder = CACHE / "environments" / f"{name}-{hashlib.sha256(lock.read_bytes()).hexdigest()[:12]}"
+    ours = os.path.realpath(sysconfig.get_path("purelib")) if with_ours else ""
+    digest = hashlib.sha256(lock.read_bytes() + ours.encode()).hexdigest()[:12]
+    folder = CACHE / "environments" / f"{name}-{digest}"
     python, ready = folder / "bin/python", folder / "ready"
     if not ready.exists():
         _run("venv", "--clear", "--python", sys.executable, str(folder))
         _run("pip", "sync", "--require-hashes", "--python", str(python), str(lock))
-        if with_ours:
-            ours = sysconfig.get_path("purelib")
+        if ours:
             (_packages(folder) / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
         ready.touch()
     return python

@@ -17,7 +17,7 @@ def test_the_engine_passes_its_tests_on_an_older_vllm() -> None:
     version = "import vllm; print(vllm.__version__)"
     assert _run(python, "-c", version).stdout.startswith("0.31.")
     ignored = [f"--ignore=tests/slow/engines/{name}" for name in WITHOUT]
-    options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rfE", *ignored)
+    options = ("-q", "-p", "no:cacheprovider", "-n", "0", "-rfE", *ignored)
     done = _run(python, "-m", "pytest", *options, "tests/slow/engines")
     assert done.returncode == 0, done.stdout[-20_000:]
 
