@@ -1,5 +1,6 @@
 """Names of kvroute's application and deployments in Ray Serve, and parsers of Ray's messages."""
 
+import re
 from urllib.parse import quote, unquote
 
 from rich.text import Text
@@ -11,6 +12,8 @@ APPLICATION = "kvroute"
 ROUTERS = "Router"  # name of the routers' deployment
 REPLICAS = "Replica"  # name of the replicas' deployment; its prefix if there are several models
 OWN_REPLICAS = "OwnReplica"  # deployment of kvroute's own replicas beside attached servers
+
+SHORT_CHARS = 200  # the most characters of a message from Ray that are shown as one line
 
 
 def deployment(model: str | None) -> str:
@@ -45,6 +48,14 @@ def final_error(message: str) -> str:
     """Return the engine's error in a message from Ray if no replica can ever start, else ""."""
     last = last_line(message) if message else ""
     return last.partition(f"{CannotRunError.__name__}: ")[2]
+
+
+def short(message: str) -> str:
+    """Return one line for a message in which Ray reports a problem of its processes."""
+    if pid := re.search(r"Worker PID: (\d+)", message):
+        return f"process {pid[1]} has ended unexpectedly; Ray replaces it"
+    lines = plain(message).strip().splitlines() or [""]
+    return f"Ray: {lines[0][:SHORT_CHARS]}"
 
 
 def last_line(message: str) -> str:

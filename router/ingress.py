@@ -20,7 +20,7 @@ from kvroute.process.logs import log_to_serve
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.batches.service import BatchService, batch_service
+from kvroute.router.batches.service import BatchService, Unusable, batch_service
 from kvroute.router.endpoints import (
     batch_routes,
     cluster_routes,
@@ -76,7 +76,8 @@ class Router:
             limits = None if self._all else self._limits
             self._all.append(await _model_router(id_, model_settings, replicas, limits))
         self._models = Models(id_, self._all)
-        self._batches = await asyncio.to_thread(batch_service, id_, settings[0], self._keys)
+        self._file_api = await asyncio.to_thread(batch_service, id_, settings[0], self._keys)
+        self._batches = self._file_api if isinstance(self._file_api, BatchService) else None
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
@@ -94,7 +95,7 @@ class Router:
             self._keys,
             self._limits,
             answers=self._answers,
-            batches=self._batches,
+            batches=self._file_api,
         )
 
     async def stop(self) -> int:
@@ -170,7 +171,7 @@ def application(
     limits: Limits | None = None,
     *,
     answers: RunningAnswers | None = None,
-    batches: BatchService | None = None,
+    batches: BatchService | Unusable | None = None,
 ) -> FastAPI:
     """Return an application with all routes for these models.
 
@@ -190,7 +191,7 @@ def application(
     http.state.keys = keys
     http.state.limits = limits
     http.state.batches = batches
-    if batches:
+    if isinstance(batches, BatchService):
         batches.application = http
     # Requests that are refused before their model is known count for the first model.
     refused = models.first.telemetry.refused

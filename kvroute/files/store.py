@@ -8,7 +8,6 @@ from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
-SCHEMES = ("s3://", "s3a://", "gs://", "az://")  # beginnings of the URLs of buckets
 UNLIMITED = 1 << 60  # free bytes of a place that has no limit, such as a bucket
 CHUNK_BYTES = 1 << 20  # how much of a file is read or written at a time
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.deployments import APPLICATION, ROUTERS
+from kvroute.deployments import APPLICATION, ROUTERS, short
 from kvroute.keys import key_file
 from kvroute.local.attach import AttachedFleet, attached
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
@@ -36,9 +36,12 @@ from kvroute.local.signals import StopSignals
 from kvroute.local.vllm_check import vllm_errors
 from kvroute.process import vllm_build
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
+from kvroute.process.hub import check_on_hub
 from kvroute.process.metrics_port import NoMetricsError, read_token
+from kvroute.process.ray_internals import redirect_messages
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Detected, ModelSettings
+from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.serve import ServeSettings
 
 POLL_S = 0.2  # seconds between two checks of the head service, or of /health
@@ -96,12 +99,14 @@ def _start(
     check_tls(settings.tls_cert, settings.tls_key)
     check_metrics_token(settings.metrics_token_file)
     check_request_log(settings.request_log)
+    check_files_dir(settings.files_dir)
     settings = attached(settings, progress)
     check_engine_installed(settings.per_model)
     check_engine_args(settings.per_model, progress)
     redis_url = _redis(settings, progress, running)
     paths = [_model(options, progress) for options in settings.per_model]
     progress.step("starting Ray")
+    redirect_messages(lambda message: progress.step(short(message)))
     with progress.waiting("Ray"):
         running.enter_context(local_ray(settings, folder))
     signals.install()  # again, because Ray has replaced a handler
@@ -197,15 +202,25 @@ def check_metrics_token(file: Path | None) -> None:
 
 def check_request_log(request_log: Path | None) -> None:
     """Create the folder for request logs. Raise StartError if it is not writable."""
-    if request_log is None:
-        return
+    if request_log is not None:
+        _check_writable("--request-log", request_log)
+
+
+def check_files_dir(files_dir: str | None) -> None:
+    """Create the folder for files and batches. Raise StartError if it is not writable."""
+    if files_dir and files_dir != "off" and not files_dir.startswith(BUCKETS):
+        _check_writable("--files-dir", Path(files_dir))
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    """Create a folder if it is missing. Raise StartError if it is not writable."""
     try:
-        request_log.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=request_log).close()
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise StartError(
-            f"--request-log is {str(request_log)!r}, which is not writable ({error.strerror}); "
-            "set it to another folder"
+            f"{option} is {str(folder)!r}, which is not writable ({error.strerror}); set it to "
+            "another folder"
         ) from None
 
 
@@ -280,6 +295,7 @@ def _model(settings: CheckedOptions, progress: Progress) -> str:
         progress.step(f"preparing {BUILTIN_MODEL} (about 15 s, the first time only)")
     try:
         model = resolve(settings.model)
+        check_on_hub(model)
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         raise StartError(str(error)) from None
     progress.step(f"model {model}")

@@ -3,6 +3,7 @@
 Ray is pinned to one version. tests/unit/test_ray_internals.py checks the parts that are used here.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,6 +70,19 @@ def omit_unused_parts() -> None:
     from ray._private import parameter
 
     parameter.RayParams = partial(parameter.RayParams, no_monitor=True, include_log_monitor=False)
+
+
+def redirect_messages(receive: Callable[[str], object]) -> None:
+    """Pass the messages that Ray would print, such as those about killed processes, to a function.
+
+    The function is called in a thread of Ray.
+    """
+    from ray._private import worker
+
+    def pass_on(message: dict[str, Any], ignore_prefix: bool) -> None:
+        receive("\n".join(message["lines"]))
+
+    worker.print_to_stdstream = pass_on
 
 
 def use_auth_token() -> None:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic_core import PydanticCustomError
 
+BUCKETS = ("s3://", "s3a://", "gs://", "az://")  # beginnings of the URLs of buckets
 MAX_SESSIONS = 1_000_000  # highest number that --max-sessions accepts
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # the form of a browser's Origin header
 
@@ -23,7 +24,15 @@ def absolute(path: Path | None) -> Path | None:
 
 def place(text: str | None) -> str | None:
     """Make a path absolute; return a bucket's URL, or "off", unchanged."""
-    return text if text is None or text == "off" or "://" in text else str(Path(text).absolute())
+    if text is None or text == "off" or text.startswith(BUCKETS):
+        return text
+    if "://" in text:
+        raise PydanticCustomError(
+            "place",
+            "expected a folder, off, or a bucket: {schemes}",
+            {"schemes": " ".join(BUCKETS)},
+        )
+    return str(Path(text).absolute())
 
 
 def listed(value: object) -> object:

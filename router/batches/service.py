@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
 from kvroute.files.folder import Folder
-from kvroute.files.store import SCHEMES, UNLIMITED, StoreFullError
+from kvroute.files.store import UNLIMITED, StoreFullError
 from kvroute.keys.keyring import Caller
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process.exposition import Readings
@@ -29,6 +29,7 @@ from kvroute.router.batches.files import Files
 from kvroute.router.batches.in_process import client_for
 from kvroute.router.batches.records import BatchRecord
 from kvroute.router.batches.runner import BatchRunner
+from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.router import RouterSettings
 from kvroute.store.batch_leases import BatchLeases
 from kvroute.store.connection import connect
@@ -198,10 +199,29 @@ class BatchService:
         return client_for(self.application, self._caller(record))
 
 
+class Unusable:
+    """Stands for the service of a router that cannot open the place for files.
+
+    The router goes on with everything else, and opens the place when it starts the next time.
+    """
+
+    def __init__(self, problem: str, *, is_default: bool) -> None:
+        """Keep why the place cannot be used, and whether nobody has chosen it."""
+        self.problem = problem
+        self._is_default = is_default
+
+    async def facts(self) -> dict[str, Any]:
+        """Return the state of files and batches for the doctor."""
+        return {"problem": self.problem, "is_default": self._is_default}
+
+    def live(self) -> None:
+        """Return the batches for the live page: there are none."""
+
+
 def batch_service(
     router: str, settings: RouterSettings, keys: WatchedKeys | None
-) -> BatchService | None:
-    """Return the service of a router; None if files are not stored, or cannot be.
+) -> BatchService | Unusable | None:
+    """Return the service of a router; None if --files-dir is off.
 
     This waits for the disk: call it in a thread.
     """
@@ -212,8 +232,9 @@ def batch_service(
         store = _opened(place)
         space_bytes = store.free_bytes_now() + store.used_bytes_now()
     except OSError as error:
-        log.error("files and batches are off: %s cannot be used: %s", place, error)
-        return None
+        problem = f"{place} cannot be used ({error}); correct this, then restart the routers"
+        log.error("no files and no batches: %s", problem)
+        return Unusable(problem, is_default=settings.files_dir is None)
     quota_mb = settings.files_quota_mb
     quota_bytes = space_bytes if space_bytes >= UNLIMITED else round(QUOTA_SHARE * space_bytes)
     if quota_mb is not None:
@@ -223,7 +244,7 @@ def batch_service(
 
 def _opened(place: str) -> "Folder | Bucket":
     """Return the store at a path or URL. Raises OSError."""
-    if not place.startswith(SCHEMES):
+    if not place.startswith(BUCKETS):
         return Folder(Path(place))
     # Imported late, since most clusters use a folder.
     from kvroute.files.bucket import open_bucket
@@ -249,14 +270,14 @@ def needing_store() -> Iterator[None]:
 
 
 async def _service(request: Request) -> BatchService:
-    service: BatchService | None = request.app.state.batches
+    service: BatchService | Unusable | None = request.app.state.batches
     if service is None:
         raise ApiError(
             404,
-            "this server stores no files and runs no batches; start it with --files-dir and a "
-            "folder that it can write",
+            "this server stores no files and runs no batches, because it was started with "
+            "--files-dir off",
         )
-    if service.problem:
+    if service.problem or isinstance(service, Unusable):
         raise ApiError(503, service.problem, code="storage_unavailable")
     return service
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.batches.service import BatchService
+from kvroute.router.batches.service import BatchService, Unusable
 from kvroute.router.page.live import Live, State
 from kvroute.router.page.recorder import Recorder
 from kvroute.router.serving.model_router import ModelRouter
@@ -68,7 +68,7 @@ async def live(
     """
     recorder = _recorder(models, model)
 
-    batches: BatchService | None = request.app.state.batches
+    batches: BatchService | Unusable | None = request.app.state.batches
 
     def more() -> State:
         unfinished = msgspec.json.encode(batches.live() if batches else None)

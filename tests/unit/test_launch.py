@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvroute.deployments import final_error
+from kvroute.deployments import final_error, short
 from kvroute.keys.key_file import new_file, new_key, write
 from kvroute.local.launch import (
     check_access,
     check_engine_installed,
+    check_files_dir,
     check_port,
     check_tls,
     gpus_per_replica,
 )
 from kvroute.local.ports import free_port
 from kvroute.local.progress import StartError
+from kvroute.process.hub import check_on_hub
 from kvroute.settings.owned_engine_args import options_for
 from kvroute.settings.serve import ServeSettings, load
 from tests.support.certificates import certificate
@@ -116,3 +118,37 @@ def test_a_cluster_of_vllm_engines_needs_vllm(monkeypatch: pytest.MonkeyPatch) -
     check_engine_installed(ServeSettings(engine="simulated").per_model)
     with pytest.raises(StartError, match=r"pip install 'kvroute\[gpu\]'"):
         check_engine_installed(ServeSettings().per_model)
+
+
+def test_a_folder_for_files_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StartError, match=r"--files-dir is '.*/file/files', which is not writable"):
+        check_files_dir(str(tmp_path / "file/files"))
+
+
+@pytest.mark.parametrize("place", [None, "off", "s3://bucket/prefix"])
+def test_other_places_for_files_are_not_checked_at_the_start(place: str | None) -> None:
+    check_files_dir(place)
+
+
+def test_a_bucket_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected a folder, off, or a bucket: s3://"):
+        load({"files_dir": "ftp://files"})
+
+
+def test_a_model_that_the_hub_cannot_deliver_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'no/such-model', which is neither .* HF_HUB_OFFLINE"):
+        check_on_hub("no/such-model")
+
+
+def test_a_folder_is_not_asked_for_on_the_hub(tmp_path: Path) -> None:
+    check_on_hub(str(tmp_path))
+
+
+def test_a_message_of_ray_about_a_killed_process_becomes_one_line() -> None:
+    message = "A worker died or was killed.\nWorker ID: ab Worker PID: 417 Worker exit type: X"
+    assert short(message) == "process 417 has ended unexpectedly; Ray replaces it"
+    assert short("\x1b[36mThe node is full\x1b[39m\nmore") == "Ray: The node is full"

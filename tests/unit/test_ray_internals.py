@@ -47,6 +47,11 @@ def test_rays_head_can_be_started_without_what_nobody_asks() -> None:
         assert name.rpartition(".")[2] in inspect.signature(parameter.RayParams).parameters
 
 
+def test_rays_messages_can_be_received() -> None:
+    assert "        print_to_stdstream(" in inspect.getsource(worker.listen_error_messages)
+    assert [*inspect.signature(worker.print_to_stdstream).parameters] == ["data", "ignore_prefix"]
+
+
 def test_a_replica_marks_that_it_shuts_down() -> None:
     source = inspect.getsource(serves_replica)
     assert "self._shutting_down = True" in source
