@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.deployments import APPLICATION, ROUTERS, short
+from kvroute.deployments import APPLICATION, ROUTERS
 from kvroute.keys import key_file
 from kvroute.local.attach import AttachedFleet, attached
 from kvroute.local.embedded_redis import check_redis, embedded_redis, without_password
@@ -38,7 +38,6 @@ from kvroute.process import vllm_build
 from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted, resolve
 from kvroute.process.hub import check_on_hub
 from kvroute.process.metrics_port import NoMetricsError, read_token
-from kvroute.process.ray_internals import redirect_messages
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.parsers import BUCKETS
@@ -106,9 +105,8 @@ def _start(
     redis_url = _redis(settings, progress, running)
     paths = [_model(options, progress) for options in settings.per_model]
     progress.step("starting Ray")
-    redirect_messages(lambda message: progress.step(short(message)))
     with progress.waiting("Ray"):
-        running.enter_context(local_ray(settings, folder))
+        running.enter_context(local_ray(settings, folder, progress))
     signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
     gpus = gpus_per_replica(settings.per_model, gpu_count())

@@ -9,7 +9,15 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
-from kvroute.deployments import APPLICATION, final_error, kind_of, last_line, model_of, plain
+from kvroute.deployments import (
+    APPLICATION,
+    final_error,
+    kind_of,
+    last_line,
+    model_of,
+    plain,
+    short,
+)
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy.health import ADMIN_SOCKET
 from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MAX_REQUESTS, TLS_CERT, TLS_KEY
@@ -37,10 +45,13 @@ SHOWN_CHARS = 4000  # how many of the last characters of a replica's error are p
 
 
 @contextmanager
-def local_ray(settings: ServeSettings, folder: Path) -> Iterator[None]:
-    """Run Ray and Serve until the block ends. All their files are in the folder."""
+def local_ray(settings: ServeSettings, folder: Path, progress: Progress) -> Iterator[None]:
+    """Run Ray and Serve until the block ends. All their files are in the folder.
+
+    A problem that Ray reports while they run is printed as one line.
+    """
     try:
-        _start(settings, folder)
+        _start(settings, folder, progress)
         yield
     finally:
         _stop()
@@ -84,7 +95,7 @@ def gpu_count() -> int:
     return int(ray.cluster_resources().get("GPU", 0)) if vllm_build.is_for_gpus() else 0
 
 
-def _start(settings: ServeSettings, folder: Path) -> None:
+def _start(settings: ServeSettings, folder: Path, progress: Progress) -> None:
     _prepare_environment(settings, folder)
     tls = {TLS_CERT: settings.tls_cert, TLS_KEY: settings.tls_key}
     os.environ |= {name: str(path) for name, path in tls.items() if path}
@@ -92,10 +103,11 @@ def _start(settings: ServeSettings, folder: Path) -> None:
     import ray
 
     from kvroute.process.logs import logging_config
-    from kvroute.process.ray_internals import omit_unused_parts
+    from kvroute.process.ray_internals import omit_unused_parts, redirect_messages
 
     try:
         omit_unused_parts()
+        redirect_messages(lambda message: progress.step(short(message)))
         _start_node(folder)
         _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

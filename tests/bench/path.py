@@ -53,7 +53,7 @@ def path() -> Section:
             simulated_prefill_tokens_per_s=0,
             simulated_decode_ms=0,
         )
-        with local_ray(settings, Path(folder)):
+        with local_ray(settings, Path(folder), Progress()):
             from kvroute.app import build
 
             application = build(settings.model_dump(mode="json"))
