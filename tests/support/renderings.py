@@ -144,5 +144,7 @@ def _config(model: str) -> VllmConfig:
     args = AsyncEngineArgs(model=model, max_model_len=8192)
     config: ModelConfig = args.create_model_config()
     config.quantization = None
+    if not hasattr(args, "create_structured_outputs_config"):  # vLLM 0.31
+        return VllmConfig(model_config=config)
     structured = args.create_structured_outputs_config()
     return VllmConfig(model_config=config, structured_outputs_config=structured)

@@ -55,7 +55,7 @@ def test_what_vllm_takes_is_not_complained_of() -> None:
     ("engine_args", "complaint"),
     [
         ({"gpu_memory_utilizaton": 0.5}, "did you mean gpu_memory_utilization"),
-        ({"swap_space": 4}, "swap_space is not an engine argument of vLLM 0.32"),
+        ({"swap_space": 4}, "swap_space is not an engine argument of vLLM 0.3"),
         ({"_api_process_count": 4}, "not an engine argument of vLLM"),
         ({"seed": "a"}, "seed is 'a': Input should be a valid integer"),
         ({"gpu_memory_utilization": 7}, "is 7: Input should be less than or equal to 1"),

@@ -55,10 +55,10 @@ async def cache(tiered: Running) -> AsyncIterator[Running]:
     assert (await tiered.compare()).drift == 0
 
 
-async def flood(running: Running) -> None:
+async def flood(running: Running, first: int = 1_000) -> None:
     """Three times what the engine's own memory holds."""
     for number in range(3 * running.engine.facts.capacity_blocks // 20 + 1):
-        await running.ask(prompt_of(PROMPT, 1_000 + number), max_tokens=1)
+        await running.ask(prompt_of(PROMPT, first + number), max_tokens=1)
 
 
 async def test_a_later_turn_finds_in_host_memory_what_was_evicted(cache: Running) -> None:
@@ -153,6 +153,7 @@ async def test_a_model_with_linear_attention_finds_its_states_there_too(tmp_path
         routed, prompt = Routed(running), prompt_of(620, 1)
         await running.ask(prompt, max_tokens=1)
         await flood(running)
+        await flood(running, first=2_000)
         await routed.receive()
         placement = routed.fleet.place(np.array(prompt, np.uint32), [REPLICA], 0.0)
         again = await running.ask(prompt, max_tokens=1)

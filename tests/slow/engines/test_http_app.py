@@ -55,6 +55,7 @@ pytestmark = [
 Stock = Callable[[str, Body | bytes], Awaitable[tuple[int, bytes]]]
 
 CUTS = (1, 2, 5, 10)  # chunks that have come
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # vLLM 0.31 omits an incomplete character at the end
 LATE = 20
 
 
@@ -288,7 +289,8 @@ async def test_what_goes_on_with_a_seed_is_whole_and_the_same_each_time(
         assert data_of(ends[0]) == data_of(ends[1])
         answer = json.loads(data_of(ends[0]))
         sent = ids_of(begun)
-        assert said(answer).startswith(tokenizer.decode(sent, skip_special_tokens=True))
+        begun_text = tokenizer.decode(sent, skip_special_tokens=True)
+        assert said(answer).startswith(begun_text.rstrip(INCOMPLETE))
         assert list(answer["usage"].values()).count(len(sent + ids_of(ends[0]))) == 1
         if path == CHATS:
             assert answer["choices"][0]["finish_reason"] == "stop"
@@ -306,7 +308,8 @@ async def test_a_seeded_stream_repeats_and_leaves_out_nothing_behind_a_cut(
         chunks = begun + await chunks_of(running, rest_of(request, begun))
         tokenizer = engine_of(running)._llm.get_tokenizer()
         text = "".join(deltas_of(chunks))
-        assert text == tokenizer.decode(ids_of(chunks), skip_special_tokens=True)
+        whole = tokenizer.decode(ids_of(chunks), skip_special_tokens=True)
+        assert text.rstrip(INCOMPLETE) == whole.rstrip(INCOMPLETE)
         assert chunks[-1].is_last
 
 

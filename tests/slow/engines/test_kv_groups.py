@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.cache_groups import CacheGroup, Layout
 from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
+from kvroute.process.vllm_build import installed_version
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError
@@ -182,6 +183,9 @@ def test_of_embeddings_nothing_is_told() -> None:
     assert sum(map(len, cache.held())) == 4
 
 
+@pytest.mark.skipif(
+    installed_version().startswith("0.31."), reason="vLLM 0.31 keeps the old tokens' hashes"
+)
 def test_a_session_whose_tokens_were_replaced_tells_of_the_new_ones() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import StreamingUpdate

@@ -7,6 +7,7 @@ import pytest
 import pytest_asyncio
 
 from kvroute.blocks.cache_groups import FULL
+from kvroute.process.vllm_build import installed_version
 from tests.support.answers import ids_of
 from tests.support.engines import BLOCK, prompt_of, started
 from tests.support.routed import REPLICA, Routed
@@ -51,6 +52,8 @@ async def routed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Model]:
     """Long prompts take two steps."""
+    if request.param == "lfm2" and installed_version().startswith("0.31."):
+        pytest.skip("vLLM 0.31 cannot run this model on CPUs")
     model = tiny_model(request.param, tmp_path_factory.mktemp(request.param))
     async with started(
         "vllm",
