@@ -26,6 +26,7 @@ from kvroute.router.endpoints import (
     cluster_routes,
     docs_routes,
     file_routes,
+    missing_routes,
     openai_routes,
     prefix_routes,
     response_routes,
@@ -227,6 +228,8 @@ async def _refuse_route(request: Request, error: HTTPException) -> Response:
     problem = f"{method} {path}: {error.detail}"
     if error.status_code == 404:
         problem = f"there is no route {path[:200]}"
+        if reason := missing_routes.reason(path):
+            problem = f"kvroute does not have vLLM's route {path}: {reason}"
     elif error.status_code == 405:
         problem = f"{path} has no method {method}; use {headers.get('Allow', 'another one')}"
     message = f"{problem}. GET /docs lists the routes."

@@ -1,0 +1,48 @@
+"""Each route of vLLM's server is one of kvroute's, or is refused with a reason."""
+
+import asyncio
+import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from fastapi import HTTPException, Request
+
+from kvroute.router.endpoints.missing_routes import MISSING
+from kvroute.router.ingress import _refuse_route
+from tests.support.routes import routes
+
+METHODS = "get|post|put|delete|websocket|add_api_route"
+ROUTE = re.compile(rf'\w*(?:router|app)\.(?:{METHODS})\(\s*"(/[^"]*)"')
+OTHER_SERVERS = ("dp_supervisor.py", "preload.py")  # these files have routes of other processes
+
+
+def _vllms() -> set[str]:
+    """Return the paths of all routes in the sources of vLLM's HTTP server."""
+    spec = find_spec("vllm.entrypoints")
+    assert spec
+    assert spec.origin
+    files = Path(spec.origin).parent.rglob("*.py")
+    sources = [file.read_text() for file in files if file.name not in OTHER_SERVERS]
+    return {path for source in sources for path in ROUTE.findall(source)}
+
+
+def test_each_route_of_vllm_is_served_or_refused_with_a_reason() -> None:
+    ours = {_plain(path) for _, path in routes()}
+    theirs = {_plain(path) for path in _vllms()}
+    assert len(theirs) > 50
+    assert theirs - ours == {*MISSING}
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/sleep"])
+def test_a_client_is_told_why_a_route_is_missing(path: str) -> None:
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    answer = asyncio.run(_refuse_route(Request(scope), HTTPException(404)))
+    assert answer.status_code == 404
+    assert MISSING[path] in json.loads(bytes(answer.body))["error"]["message"]
+
+
+def _plain(path: str) -> str:
+    """Return a path without the names of its parameters."""
+    return re.sub(r"\{[^}]*\}", "{}", path)
