@@ -24,7 +24,7 @@ def find_url(url: str) -> str:
 
     End the command if --url is not set and several clusters run on this machine.
     """
-    urls = [url] if url else running_urls()
+    urls = [url if "://" in url else f"http://{url}"] if url else running_urls()
     if len(urls) > 1:
         fail(
             f"several clusters run on this machine: {', '.join(urls)}; choose one with --url or "

@@ -27,6 +27,7 @@ class Result(msgspec.Struct, frozen=True):
     """The part of a written line that is read again."""
 
     custom_id: str
+    response: msgspec.Raw  # input lines have none, so that they do not count as results
 
 
 class ResultsError(ValueError):
@@ -46,7 +47,8 @@ class Results:
         with ExitStack() as opened:
             self._output = opened.enter_context(_open(output))
             self._errors = opened.enter_context(_open(errors))
-            written = _written(self._output, output) + _written(self._errors, errors)
+            failed = _written(self._errors, errors)
+            written = _written(self._output, output) + failed
             known: NDArray[np.bool_] = np.isin(lines.ids, np.array(written, dtype=np.uint64))
             if (others := len(written) - int(known.sum())) > 0:
                 raise ResultsError(
@@ -55,6 +57,7 @@ class Results:
                 )
             opened.pop_all()  # the files stay open
         self.is_done = known  # for each line of the input, whether it was answered before
+        self.failed = len(failed)  # how many of these lines have failed
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
         """Write an answer. A body that is not JSON is written as a JSON string."""

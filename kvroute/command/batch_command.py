@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +20,7 @@ from kvroute.batch.lines import BadLinesError, Lines, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.results import Results, ResultsError
 from kvroute.batch.run import Progress, RefusedError, Runner
-from kvroute.client import FIND, Url, error_message, fail, key_headers
+from kvroute.client import FIND, Url, error_message, fail, key_headers, no_cluster
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import plural
 from kvroute.contract.priority import Priority
@@ -75,6 +76,7 @@ def run(
     command was interrupted, run it again: it continues with the lines that have no answer yet.
     """
     errors = errors or output.with_name(f"{output.name}.errors")
+    _check_names(file, output, errors)
     lines, order = _read(file, keep_order=keep_order)
     with ExitStack() as running:
         running.enter_context(closing(lines))
@@ -86,11 +88,30 @@ def run(
             fail(f"{error.filename} cannot be written ({error.strerror})")
         if not results.is_done.all():
             url = _start(serve, running) if serve is not None else url
+            _check_answers(url)
         headers = {"content-type": "application/json", "x-kvroute-priority": priority}
         progress = asyncio.run(
             _run(url, key_headers() | headers, lines, order, results, max_open=max_open)
         )
-    _summarize(progress, output, errors)
+    _summarize(progress, results.failed + progress.failed, output, errors)
+
+
+def _check_names(file: Path, output: Path, errors: Path) -> None:
+    """End the command if two of the files are the same one."""
+    named = {"FILE": file, "--output": output, "--errors": errors}
+    for (first, path), (second, other) in combinations(named.items(), 2):
+        if path.resolve() == other.resolve():
+            fail(f"{first} and {second} are both {path}; name another file")
+
+
+def _check_answers(url: str) -> None:
+    """End the command if nothing answers at the URL. A cluster that is not ready yet does."""
+    try:
+        httpx.get(f"{url}/health", timeout=CONNECT_S, trust_env=False)
+    except httpx.TimeoutException:
+        pass  # it is busy, and the lines are sent again until it answers
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        fail(no_cluster(url, error))
 
 
 def _read(file: Path, *, keep_order: bool) -> tuple[Lines, Sequence[int]]:
@@ -218,10 +239,13 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
-def _summarize(progress: Progress, output: Path, errors: Path) -> None:
+def _summarize(progress: Progress, failed: int, output: Path, errors: Path) -> None:
     text = f"{progress.done:,} of {progress.total:,} lines have a result; answers are in {output}"
-    if progress.failed:
-        text += f", and {plural(progress.failed, 'failed line')} of this run in {errors}"
+    if failed:
+        text += (
+            f", and {plural(failed, 'failed line')} in {errors}. To send these lines again, delete "
+            "this file and run the command again"
+        )
     typer.echo(text)
-    if progress.failed:
+    if failed:
         raise typer.Exit(1)

@@ -74,32 +74,33 @@ def check_redis(url: str) -> str:
             server = client.info("server")
             if remedy := MODES.get(server.get("redis_mode")):
                 mode = server["redis_mode"]
-                raise StartError(f"redis_url is {shown!r}, which is in {mode} mode; {remedy}")
+                raise StartError(f"--redis-url is {shown!r}, which is in {mode} mode; {remedy}")
             version: str = server["redis_version"]
             client.eval(PROBE, 1, "kvroute:probe")
     except ValueError:  # its message is not shown: it may contain a part of the password
         raise StartError(
-            f"redis_url is {shown!r}, which is not the URL of a Redis; expected redis://HOST:PORT, "
-            "redis://:PASSWORD@HOST:PORT with the password in URL quoting, or rediss:// for TLS; "
+            f"--redis-url is {shown!r}, which is not the URL of a Redis; expected "
+            "redis://HOST:PORT, redis://:PASSWORD@HOST:PORT with the password in URL quoting, or "
+            "rediss:// for TLS; "
             "if neither --redis-url nor KVROUTE_REDIS_URL is set, kvroute starts one"
         ) from None
     except redis.AuthenticationError as error:
         raise StartError(
-            f"redis_url is {shown!r}, which refuses the password ({error}); correct it: "
+            f"--redis-url is {shown!r}, which refuses the password ({error}); correct it: "
             "redis://:PASSWORD@HOST:PORT, or redis://USER:PASSWORD@HOST:PORT"
         ) from None
     except redis.ResponseError as error:
         remedy = "set --redis-url to its primary" if "READONLY" in str(error) else NEEDED
         raise StartError(
-            f"redis_url is {shown!r}, which refuses a write ({error}); {remedy}"
+            f"--redis-url is {shown!r}, which refuses a write ({error}); {remedy}"
         ) from None
     except (redis.RedisError, OSError) as error:
         raise StartError(
-            f"redis_url is {shown!r}, which does not answer ({error}); {_remedy(url, error)}"
+            f"--redis-url is {shown!r}, which does not answer ({error}); {_remedy(url, error)}"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
         raise StartError(
-            f"redis_url is {shown!r}, whose version is {version}; expected Redis 6.2 or newer"
+            f"--redis-url is {shown!r}, whose version is {version}; expected Redis 6.2 or newer"
         )
     return version
 

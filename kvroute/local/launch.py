@@ -99,6 +99,7 @@ def _start(
     check_metrics_token(settings.metrics_token_file)
     check_request_log(settings.request_log)
     check_files_dir(settings.files_dir)
+    check_log_dir(settings.log_dir)
     settings = attached(settings, progress)
     check_engine_installed(settings.per_model)
     check_engine_args(settings.per_model, progress)
@@ -208,6 +209,12 @@ def check_files_dir(files_dir: str | None) -> None:
     """Create the folder for files and batches. Raise StartError if it is not writable."""
     if files_dir and files_dir != "off" and not files_dir.startswith(BUCKETS):
         _check_writable("--files-dir", Path(files_dir))
+
+
+def check_log_dir(log_dir: Path | None) -> None:
+    """Create the folder for kept logs. Raise StartError if it is not writable."""
+    if log_dir is not None:
+        _check_writable("--log-dir", log_dir)
 
 
 def _check_writable(option: str, folder: Path) -> None:

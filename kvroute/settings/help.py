@@ -94,10 +94,10 @@ def explain(
     source = (
         flags(name, field)[0] if name in command_line else next(iter(from_environment(name, field)))
     )
-    return (
-        f"{source} is {details['input']!r}; {expectation(details['msg'])}, "
-        f"such as {option(field).example or field.default}"
-    )
+    expected = expectation(details["msg"])
+    if "such as" not in expected:
+        expected += f", such as {option(field).example or field.default}"
+    return f"{source} is {details['input']!r}; {expected}"
 
 
 def expectation(message: str) -> str:

@@ -52,12 +52,16 @@ FIXED = {
 }
 
 
+# Words in vLLM's messages -> kvroute's option that helps, too.
+HELPFUL = {"gpu_memory_utilization": "--kv-cache-memory-mb (on CPUs)"}
+
+
 def options_for(text: str) -> str:
     """Return kvroute's options for the engine arguments that a message of vLLM mentions.
 
     They are joined by "and". The text is empty if there are none.
     """
-    options = {OWNED.get(word, "") for word in re.findall(r"\w+_\w+", text)}
+    options = {(OWNED | HELPFUL).get(word, "") for word in re.findall(r"\w+_\w+", text)}
     return " and ".join(sorted(option for option in options if option.startswith("--")))
 
 

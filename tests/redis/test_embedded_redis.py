@@ -117,12 +117,12 @@ def test_a_server_of_another_mode_is_refused(tmp_path: Path, option: str, said: 
 
 def test_a_redis_that_does_not_answer_is_named_with_the_remedy() -> None:
     url = f"redis://127.0.0.1:{free_port()}"
-    with pytest.raises(StartError, match=rf"redis_url is '{url}'.*kvroute starts one"):
+    with pytest.raises(StartError, match=rf"--redis-url is '{url}'.*kvroute starts one"):
         check_redis(url)
 
 
 def test_what_is_no_url_is_refused() -> None:
-    with pytest.raises(StartError, match="redis_url is 'localhost'"):
+    with pytest.raises(StartError, match=r"--redis-url is 'localhost'"):
         check_redis("localhost")
 
 

@@ -125,6 +125,7 @@ def test_a_run_goes_on_where_the_one_before_was_killed(tmp_path: Path) -> None:
         file.write('{"id": "batch_req_1", "custom_id": "1", "resp')  # it was killed while it wrote
     again = Results(output, errors, lines)
     assert again.is_done.tolist() == [True, False, True, False]
+    assert again.failed == 1
     again.write("1", status=503, request_id="r", body=b"away")
     again.close()
     lines.close()
@@ -139,7 +140,8 @@ def test_a_run_goes_on_where_the_one_before_was_killed(tmp_path: Path) -> None:
 def test_files_of_another_batch_are_not_touched(tmp_path: Path) -> None:
     lines = open_lines(write(tmp_path / "in", [chat_line("a", "x")]))
     output = tmp_path / "out"
-    for content in ('{"custom_id": "b"}\n', '{"custom_id": "a"}\n' * 2, "notes\n"):
+    other, same = (f'{{"custom_id": "{each}", "response": null}}\n' for each in "ba")
+    for content in (other, same * 2, "notes\n", f"{json.dumps(chat_line('a', 'x'))}\n"):
         output.write_text(content)
         with pytest.raises(ResultsError, match="name another output file"):
             Results(output, tmp_path / "errors", lines)

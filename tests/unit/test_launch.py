@@ -13,6 +13,7 @@ from kvroute.local.launch import (
     check_access,
     check_engine_installed,
     check_files_dir,
+    check_log_dir,
     check_port,
     check_tls,
     gpus_per_replica,
@@ -124,6 +125,8 @@ def test_a_folder_for_files_that_cannot_be_made_is_refused(tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(StartError, match=r"--files-dir is '.*/file/files', which is not writable"):
         check_files_dir(str(tmp_path / "file/files"))
+    with pytest.raises(StartError, match=r"--log-dir is '.*, which is not writable"):
+        check_log_dir(tmp_path / "file/logs")
 
 
 @pytest.mark.parametrize("place", [None, "off", "s3://bucket/prefix"])

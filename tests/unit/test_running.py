@@ -70,6 +70,7 @@ def test_a_given_url_comes_before_a_running_cluster_and_that_before_the_default(
     with registered("http://127.0.0.1:8123"):
         assert find_url("") == "http://127.0.0.1:8123"
         assert find_url("http://elsewhere:1/") == "http://elsewhere:1"
+        assert find_url("elsewhere:1") == "http://elsewhere:1"
 
 
 @pytest.mark.parametrize(
