@@ -5,7 +5,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from kvroute.command.batch_command import batch
+from kvroute.cli import app
 from kvroute.local.ports import free_port
 
 NOWHERE = ("--url", "http://127.0.0.1:9")
@@ -17,7 +17,9 @@ LINE = json.dumps(
 def test_an_output_that_is_the_input_is_refused_and_not_touched(tmp_path: Path) -> None:
     file = tmp_path / "in.jsonl"
     file.write_text(LINE)
-    done = CliRunner().invoke(batch, ["run", str(file), "-o", f"{tmp_path}/./in.jsonl", *NOWHERE])
+    done = CliRunner().invoke(
+        app, ["batch", "run", str(file), "-o", f"{tmp_path}/./in.jsonl", *NOWHERE]
+    )
     assert done.exit_code == 1
     assert "FILE and --output are both" in done.output
     assert file.read_text() == LINE
@@ -26,6 +28,8 @@ def test_an_output_that_is_the_input_is_refused_and_not_touched(tmp_path: Path) 
 def test_an_address_where_nothing_answers_is_named(tmp_path: Path) -> None:
     file, url = tmp_path / "in.jsonl", f"127.0.0.1:{free_port()}"
     file.write_text(LINE)
-    done = CliRunner().invoke(batch, ["run", str(file), "-o", str(tmp_path / "out"), "--url", url])
+    done = CliRunner().invoke(
+        app, ["batch", "run", str(file), "-o", str(tmp_path / "out"), "--url", url]
+    )
     assert done.exit_code == 1
     assert f"no kvroute answers at http://{url}" in done.output
