@@ -165,6 +165,8 @@ class SimulatedEngine(Engine):
         if not 1 <= prompt_tokens <= longest:
             raise ValueError(f"the prompt has {prompt_tokens} tokens; send 1 to {longest} tokens")
         max_tokens = min(sampling.max_tokens, self.config.max_model_len - prompt_tokens)
+        if request.answered >= max_tokens:
+            raise ValueError(f"the answer has all of its {max_tokens} tokens already")
         # The KV of the last generated token is never computed, so it needs no place in a block.
         blocks = -(-(prompt_tokens + max_tokens - 1) // self.config.block_size)
         if blocks > self.config.capacity_blocks:

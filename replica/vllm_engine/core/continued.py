@@ -51,8 +51,15 @@ def can_continue(params: SamplingParams) -> bool:
 
 
 def remaining_params(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
-    """Change `params` to the parameters for the tokens after `answered`, and return them."""
+    """Change `params` to the parameters for the tokens after `answered`, and return them.
+
+    Raises:
+        ValueError: No token is left. vLLM checks new parameters only. In the engine's process, an
+            invalid limit would end the thread that receives requests.
+    """
     params.max_tokens = (params.max_tokens or 0) - len(answered)
+    if params.max_tokens < 1:
+        raise ValueError(f"the answer has all of its {len(answered)} tokens already")
     params.min_tokens = max(0, params.min_tokens - len(answered))
     if params.seed is not None:
         # With the same seed, the generator would draw the first engine's random numbers again, and

@@ -108,4 +108,6 @@ async def test_an_answer_goes_on_under_its_adapter(running: Running) -> None:
         pytest.skip("what it says comes from the prompt alone")
     request = under("law", prompt_of(100, seed=59))
     whole = await running.run(request)
+    while whole[0].is_last:  # the engine was faster than this process
+        whole = await running.run(request)
     assert ids_of(whole[:1] + await running.run(rest_of(request, whole[:1]))) == ids_of(whole)

@@ -2,6 +2,7 @@
 engine, and of vLLM with the whole built-in model, whose words these tests know."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvroute.contract.generation import Chunk, EngineDeadError
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.replica.vllm_engine.process.engine_health import STOPPED_CHECKS
 from tests.support.answers import end_of, ids_of, logprobs_of, text_of
-from tests.support.engines import Running, request_of, rest_of, started
+from tests.support.engines import Running, prompt_of, request_of, rest_of, started
 from tests.support.waiting import until
 
 pytestmark = [
@@ -70,3 +71,13 @@ def heard_in(chunks: list[Chunk]) -> tuple[object, ...]:
     """What a client makes of an answer."""
     tokens = [token for token, _ in logprobs_of(chunks)]
     return text_of(chunks), ids_of(chunks), tokens, end_of(chunks)
+
+
+async def test_an_answer_that_is_complete_already_harms_no_other(whole_model: Running) -> None:
+    request = request_of(prompt_of(30, seed=1), max_tokens=2)
+    whole = await whole_model.run(request)
+    rest = []
+    with suppress(ValueError):  # vLLM's application reports it to the client instead
+        rest = await whole_model.run(rest_of(request, whole))
+    assert ids_of(rest) == []
+    assert ids_of(await whole_model.run(request)) == ids_of(whole)
