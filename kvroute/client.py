@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,16 +34,18 @@ def find_url(url: str) -> str:
     return urls[0].rstrip("/").removesuffix("/v1") if urls else LOCAL
 
 
-Url = Annotated[
-    str,
-    typer.Option(
+def _option(callback: Callable[[str], str] | None) -> Any:
+    return typer.Option(
         envvar=URL,
         show_envvar=True,
         show_default="the cluster on this machine",
-        callback=find_url,
+        callback=callback,
         help="The cluster's URL.",
-    ),
-]
+    )
+
+
+Url = Annotated[str, _option(find_url)]
+GivenUrl = Annotated[str, _option(None)]  # for commands that may not need a cluster
 Model = Annotated[
     str | None, typer.Option(help="Name of the model; required if the cluster serves several.")
 ]

@@ -20,7 +20,15 @@ from kvroute.batch.lines import BadLinesError, Lines, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.results import Results, ResultsError
 from kvroute.batch.run import Progress, RefusedError, Runner
-from kvroute.client import FIND, Url, error_message, fail, key_headers, no_cluster
+from kvroute.client import (
+    FIND,
+    GivenUrl,
+    error_message,
+    fail,
+    find_url,
+    key_headers,
+    no_cluster,
+)
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import plural
 from kvroute.contract.priority import Priority
@@ -67,7 +75,7 @@ def run(
             show_default="use a running cluster",
         ),
     ] = None,
-    url: Url = FIND,
+    url: GivenUrl = FIND,
 ) -> None:
     """Answer all lines of a file.
 
@@ -87,7 +95,7 @@ def run(
         except OSError as error:
             fail(f"{error.filename} cannot be written ({error.strerror})")
         if not results.is_done.all():
-            url = _start(serve, running) if serve is not None else url
+            url = _start(serve, running) if serve is not None else find_url(url)
             _check_answers(url)
         headers = {"content-type": "application/json", "x-kvroute-priority": priority}
         progress = asyncio.run(

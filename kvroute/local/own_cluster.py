@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from tempfile import TemporaryFile
 
 import httpx
@@ -28,17 +29,17 @@ def own_cluster(options: Sequence[str], program: str = COMMAND) -> Iterator[str]
     """Run `kvroute serve` with these options, and return its URL when it is ready.
 
     Args:
-        options: The options, without --port.
+        options: The options of `kvroute serve`. Without --port, a free port is chosen.
         program: The Python program to run in place of the command `kvroute`.
 
     Raises:
         NotStartedError: It has ended before it was ready.
     """
-    port = free_port()
-    command = [sys.executable, "-c", program, "serve", "--port", str(port)]
-    with TemporaryFile("w+") as output:
+    port = _port_in(options) or free_port()
+    command = [sys.executable, "-c", program, "serve", *options, "--port", str(port)]
+    with TemporaryFile("w+") as output, _ended_by(signal.SIGTERM, signal.SIGHUP):
         process = subprocess.Popen(
-            [*command, *options],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -58,6 +59,28 @@ def own_cluster(options: Sequence[str], program: str = COMMAND) -> Iterator[str]
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # the processes of the cluster, too
+
+
+def _port_in(options: Sequence[str]) -> int | None:
+    """Return the value of --port; None: it is not set, or is not a number."""
+    words = " ".join(options).replace("--port=", "--port ").split()
+    values = [value for name, value in pairwise(words) if name == "--port"]
+    return int(values[-1]) if values and values[-1].isdecimal() else None
+
+
+@contextmanager
+def _ended_by(*numbers: signal.Signals) -> Iterator[None]:
+    """Let these signals end the block by an exception, so that the cluster is stopped, too."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _is_ready(url: str) -> bool:
