@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvroute.blocks.chain import Scope
 from kvroute.contract.http_call import HttpCall, HttpPart, joined_parts
 from kvroute.contract.keep import RetentionHint
+from kvroute.contract.pull import Pull, PullResult
 
 TokenIds = NDArray[np.uint32]
 TraceContext = Mapping[str, str]  # W3C's headers: traceparent, tracestate
@@ -43,6 +44,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     keep: RetentionHint | None = None  # retention hint for the blocks; None: evict by age only
     # True: a batch request; it gives way to other requests in the engine (contract/priority.py).
     is_batch: bool = False
+    pull: Pull | None = None  # blocks to copy from another replica; None: copy none
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps the blocks in host memory, not in the KV cache
 
@@ -71,6 +73,7 @@ class Chunk(Struct, frozen=True, array_like=True):
     cached_tokens: int  # prompt tokens served from the KV cache; equal in all chunks of an answer
     is_last: bool = False
     http: HttpPart | None = None  # bytes of the HTTP response, if the request has a `call`
+    pulled: PullResult | None = None  # the result of the request's pull, in one of the chunks
 
 
 Emit = Callable[[Chunk], None]  # receives a request's next chunk
@@ -106,6 +109,7 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         last.cached_tokens,
         last.is_last,
         joined_parts([chunk.http for chunk in chunks if chunk.http]) if last.http else None,
+        next((chunk.pulled for chunk in chunks if chunk.pulled), None),
     )
 
 

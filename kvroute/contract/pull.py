@@ -1,0 +1,62 @@
+"""Pulls: a replica copies a prompt's blocks from another replica's host memory.
+
+The router that sends a request names the other replica, which is called the peer, so no replica
+looks anything up. A pull is a hint: blocks that do not arrive are computed.
+"""
+
+import hmac
+import math
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvroute.contract.records import Count, Name, Seconds
+
+MAX_WITHIN_S = 1e6  # limit of received times in seconds; no pull is so long
+_BLOCKS = b"kvroute blocks"
+
+# Why a pull did not copy all blocks; empty: it copied all.
+# late: the time was over. lost: there was no connection to the peer, or it broke. refused: the peer
+# has another format or key, or serves too many pulls. gone: the peer does not have a block, or has
+# evicted it during the copy. damaged: a checksum was wrong. full: all of the replica's own host
+# memory is in use. off: the replica does not pull, or has cleared its cache during the pull.
+Reason = Literal["", "late", "lost", "refused", "gone", "damaged", "full", "off"]
+
+
+class Pull(Struct, frozen=True, array_like=True):
+    """Tells a replica to copy the first blocks of a prompt from a peer's host memory.
+
+    Only routers can set it. Blocks that the replica has already are not copied.
+    """
+
+    replica_id: Name  # id of the peer's rank, as in the index
+    address: Name  # host:port of the peer's block server: EngineFacts.blocks_address
+    key: bytes  # pull_key of the peer
+    tokens: Count  # the peer has the blocks of the prompt's first tokens, up to this number
+    within_s: Seconds  # the pull ends after this time, in seconds since the request's arrival
+
+    def limited(self) -> "Pull":
+        """Return the pull with a time from 0 to MAX_WITHIN_S; 0 instead of infinity and NaN."""
+        is_time = math.isfinite(self.within_s)
+        return replace(
+            self, within_s=min(max(0.0, self.within_s), MAX_WITHIN_S) if is_time else 0.0
+        )
+
+
+class PullResult(Struct, frozen=True, array_like=True):
+    """What a pull has done."""
+
+    tokens: Count  # prompt tokens whose blocks were copied
+    size_bytes: Count  # bytes that were copied
+    took_s: Seconds  # time of the copy, in seconds
+    reason: Reason = ""  # why not all blocks were copied
+
+
+def pull_key(secret: bytes) -> bytes:
+    """Return the key of a replica's block server, from the secret of the replica's address.
+
+    Routers know the secret (wire/address.py). Peers only get this key, with which they cannot send
+    requests to the replica.
+    """
+    return hmac.digest(secret, _BLOCKS, "sha256")
