@@ -19,6 +19,7 @@ ORDER = (
     "kvroute.batch",
     "kvroute.files",
     "kvroute.replica.engine",
+    "kvroute.replica.fabric",
     "kvroute.replica.sim_engine",
     "kvroute.replica.vllm_engine.compat",
     "kvroute.replica.vllm_engine.hooks",

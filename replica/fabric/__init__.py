@@ -1,0 +1,1 @@
+"""Moves blocks between the host memory of replicas, and to files. It knows no engine."""
