@@ -17,6 +17,7 @@ from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
+from kvroute.contract.pull import encode_result, pull_key
 from kvroute.contract.ranks import rank_ids
 from kvroute.contract.records import Description, ProcessLocation
 from kvroute.process.builtin_model import resolve
@@ -33,7 +34,7 @@ from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 from kvroute.wire.address import Address
-from kvroute.wire.server import HOST, Server
+from kvroute.wire.server import HOST, Server, new_secret
 from kvroute.wire.structs import decode_begin
 
 log = logging.getLogger("kvroute.replica")
@@ -54,7 +55,10 @@ class Replica:
         self.id = serve.get_replica_context().replica_id.unique_id
         log_to_serve(self._settings.served_model_name)
         self._tracing = start_tracing("kvroute-replica", self.id)
-        engines = await start_engines(self._settings, self.id)
+        secret, self._host = new_secret(), os.environ.get(HOST) or ray.util.get_node_ip_address()
+        engines = await start_engines(
+            self._settings, self.id, host=self._host, key=pull_key(secret)
+        )
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
         self._metrics = ReplicaMetrics()
@@ -79,11 +83,11 @@ class Replica:
             "render": self._render,
             "http": self._http,
             "end_session": self._end_session,
+            "pull": self._pull,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
-        self._server = Server(self._generate, methods, max_requests=max_requests)
+        self._server = Server(self._generate, methods, max_requests=max_requests, secret=secret)
         self._refusals = 0  # value of the server's counter at the last report for autoscaling
-        self._host = os.environ.get(HOST) or ray.util.get_node_ip_address()
         await self._server.start(self._host, self._settings.ports)
         self._tasks.append(asyncio.create_task(self._report_pending(), name="report-pending"))
         self._tasks.append(asyncio.create_task(self._refuse_while_away(), name="engine-away"))
@@ -101,6 +105,19 @@ class Replica:
         _, request = decode_begin(begin)
         await self._ranks[rank].engine.generate(replace(request, rank=rank), lambda _: None)
         return b""
+
+    async def _pull(self, begin: bytes, rank: int) -> bytes:
+        """Pull the blocks of a request's prompt without computing anything.
+
+        Args:
+            begin: The request, as `encode_begin` encodes it.
+            rank: The number of the rank that pulls.
+
+        Returns:
+            An encoded PullResult.
+        """
+        _, request = decode_begin(begin)
+        return encode_result(await self._ranks[rank].engine.pull(replace(request, rank=rank)))
 
     async def _render(self, call: bytes, rank: int) -> bytes:
         """Render the prompt of an HTTP request that the router cannot render, and return it."""

@@ -29,11 +29,15 @@ DEFAULT_CONTEXT_TOKENS = 131_072
 SIMULATED_TOKEN_BYTES = 131_072  # size of the KV of one token in bytes, as in an 8B model
 
 
-async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequence[Engine]:
+async def start_engines(
+    settings: ReplicaSettings, replica_id: str = "", *, host: str = "127.0.0.1", key: bytes = b""
+) -> Sequence[Engine]:
     """Start the engine that the settings name, and return one object for each of its ranks.
 
     Args:
         settings: The replica's settings.
+        host: The address on which the engine serves blocks to other replicas.
+        key: The key that other replicas need for this; empty: the engine serves none.
         replica_id: The replica's id. With it, the replica claims an attached server, that is, one
             that kvroute did not start.
     """
@@ -61,7 +65,11 @@ async def start_engines(settings: ReplicaSettings, replica_id: str = "") -> Sequ
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
     if HOST_MEMORY in off:
         settings = settings.model_copy(update={"host_cache_gb": "0"})
-    return await VllmEngine.start(settings, folder, cores, unfit="; ".join(reasons)[:MAX_REASON])
+    if features.PULLS in off:
+        settings = settings.model_copy(update={"pull": "off"})
+    return await VllmEngine.start(
+        settings, folder, cores, host=host, key=key, unfit="; ".join(reasons)[:MAX_REASON]
+    )
 
 
 async def _start_unpatched(settings: ReplicaSettings, folder: str, unfit: str) -> Sequence[Engine]:

@@ -8,6 +8,7 @@ import hmac
 import math
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -51,6 +52,16 @@ class PullResult(Struct, frozen=True, array_like=True):
     size_bytes: Count  # bytes that were copied
     took_s: Seconds  # time of the copy, in seconds
     reason: Reason = ""  # why not all blocks were copied
+
+
+def encode_result(result: PullResult) -> bytes:
+    """Encode the result of a pull, the answer of a replica's method `pull`."""
+    return msgspec.msgpack.encode(result)
+
+
+def decode_result(packed: bytes) -> PullResult:
+    """Decode the result of a pull. Raises one of DECODE_ERRORS."""
+    return msgspec.msgpack.decode(packed, type=PullResult)
 
 
 def pull_key(secret: bytes) -> bytes:

@@ -38,6 +38,11 @@ MAX_UNSENT = 4_000_000  # maximum of the chunks that wait for a slow router, in 
 Method = Callable[[bytes, int], Awaitable[bytes]]  # called with the body and the rank's number
 
 
+def new_secret() -> bytes:
+    """Return a random secret for a replica (wire/address.py)."""
+    return secrets.token_bytes(32)
+
+
 class PortsTakenError(OSError):
     """No port of the range is free."""
 
@@ -49,12 +54,18 @@ class Server:
         generate: runs a request on the engine.
         methods: the methods that routers can call, by name.
         max_requests: maximum number of running requests and calls; further requests are refused.
+        secret: the replica's secret; None: a random one.
     """
 
     def __init__(
-        self, generate: Generate, methods: Mapping[str, Method], *, max_requests: int
+        self,
+        generate: Generate,
+        methods: Mapping[str, Method],
+        *,
+        max_requests: int,
+        secret: bytes | None = None,
     ) -> None:
-        self.secret = secrets.token_bytes(32)
+        self.secret = secret or new_secret()
         self.generate = generate
         self.methods = methods
         self.port = 0

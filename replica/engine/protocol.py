@@ -6,6 +6,7 @@ from typing import Protocol
 
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
+from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import KVEvent
 
@@ -43,6 +44,8 @@ class Engine(Protocol):
           of the blocks in host memory are pinned instead.
         - Retention: when a request ends, its `keep` determines when its blocks are evicted
           (retention.py).
+        - Pull: a request with a `pull` waits until the blocks have arrived from the peer or the
+          time is over, and computes the rest. One of its chunks has the result.
         - HTTP: if the request has a `call`, its chunks are the HTTP response to the call.
 
         Raises:
@@ -51,6 +54,13 @@ class Engine(Protocol):
             ValueError: The LoRA adapter is unknown or cannot be loaded.
         """
         ...
+
+    async def pull(self, request: GenerateRequest) -> PullResult:
+        """Copy the blocks of a prompt from a peer's host memory, without computing anything.
+
+        The request's `pull` names the peer. Engines that do not pull return a result with a reason.
+        """
+        return PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
 
     async def render(self, call: HttpCall) -> Rendered:
         """Return the prompt that `generate` would use for this call."""

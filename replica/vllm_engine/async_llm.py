@@ -31,6 +31,7 @@ from kvroute.contract.generation import (
     PinRefusedError,
 )
 from kvroute.contract.http_call import HttpCall, Rendered
+from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin, pin_budget
@@ -49,12 +50,14 @@ from kvroute.replica.vllm_engine.engine_args import front_args
 from kvroute.replica.vllm_engine.features import CONTINUATION, is_on
 from kvroute.replica.vllm_engine.host.args import check_tier
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
+from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
 from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
+from kvroute.replica.vllm_engine.pulls import Pulls
 from kvroute.replica.vllm_engine.vllm_args import engine_args
 from kvroute.settings.replica import ReplicaSettings
 
@@ -81,6 +84,7 @@ class VllmEngine(Engine):
         adapters: Adapters,
         http: HttpApp,
         crash_log: CrashLog,
+        pulls: Pulls,
     ) -> None:
         self.facts = facts
         self.group_entries = group_entries
@@ -91,6 +95,7 @@ class VllmEngine(Engine):
         self._adapters = adapters
         self._http = http
         self._crash_log = crash_log
+        self._pulls = pulls
         self._pins: dict[str, int] = {}
         self._host_pins: dict[str, int] = {}
         # The engine's child processes. The object of rank 0 watches them for all ranks.
@@ -100,7 +105,14 @@ class VllmEngine(Engine):
 
     @classmethod
     async def start(
-        cls, settings: ReplicaSettings, model: str, cores: Cores, *, unfit: str = ""
+        cls,
+        settings: ReplicaSettings,
+        model: str,
+        cores: Cores,
+        *,
+        host: str = "127.0.0.1",
+        key: bytes = b"",
+        unfit: str = "",
     ) -> "list[VllmEngine]":
         """Start vLLM, and return one object for each rank.
 
@@ -108,6 +120,8 @@ class VllmEngine(Engine):
             settings: The replica's settings.
             model: A folder, or a name on the Hugging Face Hub.
             cores: The CPU cores for the engine's processes.
+            host: The address on which each rank serves blocks to other replicas.
+            key: The key that other replicas need for this; empty: no rank serves any.
             unfit: Which features are off because they do not fit the installed vLLM, and why.
 
         Raises:
@@ -134,6 +148,7 @@ class VllmEngine(Engine):
             )
             for core in rank_cores:
                 await _smoke_test(core, crash_log)
+            pulls = [await Pulls.start(core, settings, host, key) for core in rank_cores]
             await asyncio.to_thread(_freeze_objects)
         except BaseException as error:
             for subscription in subscriptions:
@@ -144,13 +159,19 @@ class VllmEngine(Engine):
         return [
             cls(
                 core,
-                replace(_facts(llm, settings, division, http), unfit=unfit),
+                replace(
+                    _facts(llm, settings, division, http),
+                    unfit=unfit,
+                    blocks_address=pulls[core.rank].service.address,
+                    format=pulls[core.rank].service.format,
+                ),
                 division.group_entries,
                 subscriptions[core.rank],
                 stats[core.rank],
                 adapters[core.rank],
                 http,
                 crash_log,
+                pulls[core.rank],
             )
             for core, division in zip(rank_cores, divisions, strict=True)
         ]
@@ -158,14 +179,18 @@ class VllmEngine(Engine):
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         self._unfinished += 1
         try:
-            if request.call is None:
-                await self._generate_raw(request, emit)
-            else:
-                await self._http.respond(request, emit)
+            with self._pulls.reported(request, emit) as reporting:
+                if request.call is None:
+                    await self._generate_raw(request, reporting)
+                else:
+                    await self._http.respond(request, reporting)
         except (EngineDeadError, VllmDeadError) as error:
             raise self._dead(error) from error
         finally:
             self._unfinished -= 1
+
+    async def pull(self, request: GenerateRequest) -> PullResult:
+        return await self._pulls.only(request, partial(self._generate_raw, only_pulls=True))
 
     async def end_session(self, session: int) -> None:
         await self._core.call("kvroute_end_session", session)
@@ -173,7 +198,9 @@ class VllmEngine(Engine):
     async def render(self, call: HttpCall) -> Rendered:
         return await self._http.render(call)
 
-    async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
+    async def _generate_raw(
+        self, request: GenerateRequest, emit: Emit, *, only_pulls: bool = False
+    ) -> None:
         """Generate tokens without vLLM's HTTP application: for named prefixes and test requests."""
         if request.pin:
             admit_pin(request, self)
@@ -184,7 +211,10 @@ class VllmEngine(Engine):
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=hint_args(request) | _pin_args(request) or None,
+            extra_args=hint_args(request)
+            | pull_args(request, is_all=only_pulls)
+            | _pin_args(request)
+            or None,
         )
         try:
             lora = await self._adapters.ready(request.lora)
@@ -241,10 +271,13 @@ class VllmEngine(Engine):
     async def events(self) -> AsyncIterator[list[KVEvent]]:
         decoder = msgspec.msgpack.Decoder(EventBatch)
         async for payload in self._subscription.batches():
-            events = map(event_of, decoder.decode(payload).events) if payload else [EventsLost()]
+            batch = decoder.decode(payload).events if payload else ()
+            self._pulls.record(batch)
+            events = map(event_of, batch) if payload else [EventsLost()]
             yield [event for event in events if event is not None]
 
     def load(self) -> Load:
+        speed = self._pulls.speed
         return Load(
             running=self._stats.running,
             waiting=self._stats.waiting,
@@ -252,6 +285,8 @@ class VllmEngine(Engine):
             loras=tuple(self._adapters.loaded),
             lora_load_s=self._adapters.load_s,
             rendering_differences=self._http.rendering_differences(self._core.rank),
+            pull_latency_s=speed.latency_s,
+            pull_bytes_per_s=speed.bytes_per_s,
         )
 
     async def check(self) -> None:

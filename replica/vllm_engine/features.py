@@ -20,11 +20,15 @@ class Feature(NamedTuple):
     modules: tuple[str, ...]  # the modules with its hooks, or the beginnings of their names
 
 
-HOST_MEMORY = Feature("host memory", ("host/",))
+HOST_MEMORY = Feature(
+    "host memory",
+    ("host/connector.py", "host/copies.py", "host/events.py", "host/policy.py", "host/tier.py"),
+)
+PULLS = Feature("pulls from other replicas", ("host/spec.py", "host/peers.py"))
 BATCH_LANE = Feature("the lane of batch requests", ("core/lane.py",))
 CONTINUATION = Feature("continuing answers", ("core/continued.py",))
 GRAMMARS = Feature("several backends of grammars", ("grammar/backends.py",))
-FEATURES: Sequence[Feature] = (HOST_MEMORY, BATCH_LANE, CONTINUATION, GRAMMARS)
+FEATURES: Sequence[Feature] = (HOST_MEMORY, PULLS, BATCH_LANE, CONTINUATION, GRAMMARS)
 
 
 def is_on(feature: Feature) -> bool:

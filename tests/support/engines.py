@@ -27,6 +27,7 @@ from tests.support.chunks import collected
 from tests.support.waiting import until
 
 BLOCK = 32
+PULL_KEY = b"key"  # key of the engines' block servers
 TOKENS = 8  # number of tokens of an answer
 TOOL_PARSER = "hermes"
 INTERVAL = 4  # number of tokens in a chunk of the engine that tests/slow/engines share
@@ -119,7 +120,7 @@ async def started_ranks(
         simulated_decode_ms=5,
         **(defaults | own),
     )
-    engines = await start_engines(settings)
+    engines = await start_engines(settings, key=PULL_KEY)
     tables = [BlockTable(engine.group_entries) for engine in engines]
     ranks = [
         Running(engine, table, make_ghosts(engine, table), number)

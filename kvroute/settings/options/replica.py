@@ -116,6 +116,14 @@ class ReplicaOptions(CommonOptions):
             example="64",
         ),
     ] = "0"
+    pull: Annotated[
+        Literal["on", "off"],
+        Option(
+            CACHE,
+            "on: replicas with --host-cache-gb copy blocks from each other's host memory where "
+            "that is faster than computing them.",
+        ),
+    ] = "on"
     data_parallel_size: Annotated[
         int,
         Field(ge=1, le=256),

@@ -9,6 +9,7 @@ from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.contract.pull import PullResult
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -55,6 +56,13 @@ class Moved(kv_events.KVCacheEvent):
     out_s: float
 
 
+class Pulled(kv_events.KVCacheEvent):
+    """vLLM's message for the result of a request's pull (contract/pull.py)."""
+
+    request_id: str  # id of the GenerateRequest
+    result: PullResult
+
+
 class EventBatch(kv_events.EventBatch):
     """vLLM's KVEventBatch, which can also contain the events of this module."""
 
@@ -63,6 +71,7 @@ class EventBatch(kv_events.EventBatch):
         | Removed
         | CachedBlocks
         | Moved
+        | Pulled
         | kv_events.AllBlocksCleared
         | kv_events.BlockStored
         | kv_events.BlockRemoved
@@ -84,7 +93,7 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
             return Transfers(
                 event.reloaded_tokens, event.in_bytes, event.in_s, event.out_bytes, event.out_s
             )
-        case kv_events.BlockStored() | kv_events.BlockRemoved():
+        case Pulled() | kv_events.BlockStored() | kv_events.BlockRemoved():
             return None
         case _:
             raise TypeError(

@@ -15,6 +15,7 @@ vLLM loads these classes by name in the engine's process. They use private API o
 version. tests/slow/engines/test_engine.py checks the behaviour that they rely on.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.tier import SchedulerHostTier
+
+log = logging.getLogger("kvroute.replica")
 
 # Keys in the extra_args of SamplingParams. When the request ends, its prompt's blocks in the
 # engine's memory (PIN) or in host memory (HOST_PIN) are pinned. The value is the pin's name.
@@ -106,10 +109,13 @@ class _Kvroute:
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan the next step, within the limits of the batch lane; call vLLM's method."""
         if self.lane is None:
-            return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self.lane.begin_step()
-        planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self.lane.end_step(planned)
+            planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        else:
+            self.lane.begin_step()
+            planned = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            self.lane.end_step(planned)
+        if self.host and self.host.has_pull_results:
+            self._publish_events()  # they arrive before the first token
         return planned
 
     def _reserve_prefill_lookahead(self, *args: Any, **kwargs: Any) -> int:
@@ -265,6 +271,23 @@ def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) 
     return plain
 
 
+def kvroute_serve_blocks(
+    core: EngineCore, host: str, ports: list[int], key: bytes, weights: str
+) -> dict[str, Any]:
+    """Start to serve blocks of host memory to other replicas; return a BlockService as values.
+
+    A problem switches pulls off and nothing else.
+    """
+    tier = core.scheduler.host
+    try:
+        service = tier.serve(host, ports, key, weights) if tier else None
+    except OSError as error:
+        log.warning("this replica does not pull blocks, and serves none: %s", error)
+        service = None
+    plain: dict[str, Any] = service._asdict() if service else {}
+    return plain
+
+
 def kvroute_pinned(core: EngineCore, name: str) -> int:
     """Return the number of prompt tokens that the pin holds; 0 if there is no such pin."""
     pin: _Pin | None = core.scheduler.pins.get(name)
@@ -287,6 +310,7 @@ for _method in (
     kvroute_emit_held,
     kvroute_end_session,
     kvroute_pinned,
+    kvroute_serve_blocks,
     kvroute_unpin,
 ):
     setattr(EngineCore, _method.__name__, _method)

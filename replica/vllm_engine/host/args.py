@@ -1,6 +1,8 @@
 """Makes and checks vLLM's arguments for the host tier."""
 
+import logging
 import math
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,9 @@ from kvroute.contract.generation import CannotRunError
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.settings.replica import ReplicaSettings
 
+log = logging.getLogger("kvroute.replica")
+
+SHARED_MEMORY = "/dev/shm"  # where vLLM creates memory that processes share
 PAGE_BYTES = 4096  # size of a memory page
 # Minimum size of a host tier, in blocks of each KV cache group. A smaller tier could not store a
 # prompt.
@@ -42,12 +47,40 @@ def host_args(
         "cache_policy_module_path": f"{package}.policy",
         "offload_prompt_only": False,  # the prompt of a chat's next turn contains the answer
     }
-    if on_cpu:
+    if pulls(settings, node_bytes, on_cpu=on_cpu):
+        tiers = [{"type": "PeerTier", "module_path": f"{package}.peers"}]
+        extra |= {
+            "spec_name": "FabricSpec",
+            "spec_module_path": f"{package}.spec",
+            "secondary_tiers": tiers,
+        }
+    elif on_cpu:
         extra |= {"spec_name": "HostTierSpec", "spec_module_path": f"{package}.copies"}
     transfer = KVTransferConfig(
         kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
     )
     return {"kv_transfer_config": transfer}
+
+
+def pulls(settings: ReplicaSettings, node_bytes: int, *, on_cpu: bool) -> bool:
+    """Return whether the engine pulls blocks from other replicas, and serves its own to them.
+
+    For this, the host memory is shared between processes. On GPUs, vLLM shares it in any case, and
+    refuses to start if it does not fit.
+    """
+    if settings.pull == "off":
+        return False
+    needed, free = settings.host_cache_bytes(node_bytes), shutil.disk_usage(SHARED_MEMORY).free
+    if on_cpu and needed * settings.data_parallel_size > free:
+        log.warning(
+            "replicas do not pull blocks from each other: --host-cache-gb needs %.1f GB in %s, "
+            "which has %.1f GB; give the container more, for example with `docker run --shm-size`",
+            needed * settings.data_parallel_size / 1e9,
+            SHARED_MEMORY,
+            free / 1e9,
+        )
+        return False
+    return True
 
 
 def _check(settings: ReplicaSettings, all_bytes: int, node_bytes: int) -> None:

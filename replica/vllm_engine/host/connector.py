@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 
 from kvroute.contract.keep import RetentionHint
 from kvroute.replica.vllm_engine.host.meter import Meter
+from kvroute.replica.vllm_engine.host.pull_orders import PullOrders
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Manager(CPUOffloadingManager):
     """vLLM's manager of a host tier, changed to evict a prompt's last blocks first.
 
     For this, the manager sorts the blocks of each copy. vLLM itself lists them in no particular
-    order.
+    order. With pulls, host/spec.py has a subclass.
     """
 
     kvroute_on_stored: Callable[[EndedRequest], None]  # called after copies for an ended request
@@ -76,14 +77,26 @@ class HostTierConnector(OffloadingConnector):
     """
 
     kvroute_meter: Meter
+    kvroute_pulls: PullOrders | None = None  # None: the engine does not pull
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        if self.kvroute_pulls:
+            context = self.scheduler._req_status[request.request_id].req_context
+            self.kvroute_pulls.begin(request, context)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens to reload from host memory; 0 if computing them is faster."""
+        """Return how many tokens to reload from host memory; 0 if computing them is faster.
+
+        None: the request waits for blocks, for example for a pull.
+        """
         tokens: int | None
         is_async: bool
         tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if tokens is not None and self.kvroute_pulls and self.kvroute_pulls.end(request):
+            return None, False
         start = num_computed_tokens
         if tokens and not self.kvroute_meter.is_cheaper(start, start + tokens):
             return 0, False
@@ -120,4 +133,5 @@ class HostTierConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     def take_events(self) -> list[KVCacheEvent]:
-        return [*super().take_events(), *self.kvroute_meter.take_events()]
+        own = [*super().take_events(), *self.kvroute_meter.take_events()]
+        return own + self.kvroute_pulls.take_events() if self.kvroute_pulls else own

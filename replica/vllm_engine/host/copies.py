@@ -1,11 +1,11 @@
 """Copies blocks between the KV cache of vLLM's CPU backend and a host tier.
 
 vLLM's own code for copies needs a GPU. vLLM loads HostTierSpec by name in each process of the
-engine.
+engine, unless other replicas can pull from the tier (host/spec.py).
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -28,18 +28,34 @@ class HostTierSpec(CPUOffloadingSpec):
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if not self._worker:
-            self._worker: OffloadingWorker = HostCopies(kv_caches, self.num_chunks)
+            self._worker: OffloadingWorker = HostCopies(
+                kv_caches, lambda row_bytes: np.empty((self.num_chunks, row_bytes), np.int8)
+            )
         return self._worker
 
 
 class HostCopies(OffloadingWorker):
     """Makes copies synchronously: a copy has ended when the method that starts it returns."""
 
-    def __init__(self, caches: CanonicalKVCaches, blocks: int) -> None:
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        allocate: Callable[[int], Bytes],
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Create a worker.
+
+        Args:
+            caches: vLLM's KV cache.
+            allocate: Returns the host memory for one of the cache's tensors, an array of shape
+                [blocks, bytes]; called with the bytes of one block.
+            release: Called at the end, when nothing refers to these arrays.
+        """
         # For each tensor, an array of shape [blocks, bytes]. NumPy copies rows several times faster
         # than torch does.
         self._cache = [cache.tensor.numpy() for cache in caches.tensors]
-        self._host = [np.empty((blocks, array.shape[1]), np.int8) for array in self._cache]
+        self._host = [allocate(array.shape[1]) for array in self._cache]
+        self._release = release
         # For each group, the indices of the tensors with its layers. Groups may share tensors, but
         # not blocks.
         self._tensors = [
@@ -69,6 +85,10 @@ class HostCopies(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         pass
+
+    def shutdown(self) -> None:
+        self._host.clear()
+        self._release()
 
     def _rows(
         self, cache_spec: GPULoadStoreSpec, tier_spec: BlockIDsLoadStoreSpec

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     OffloadKey,
+    ReqContext,
     get_offload_block_hash,
     get_offload_group_idx,
 )
@@ -63,6 +64,17 @@ class HostEvents(OffloadingEventsTracker):
 
     def reset(self) -> None:
         self._pending.clear()
+
+    def expect(self, request: Request, keys: Iterable[OffloadKey], context: ReqContext) -> None:
+        """Record the fingerprints of blocks that will arrive in host memory from elsewhere."""
+        ends = context._offload_key_positions
+        for key in keys:
+            self._add_pending(request, ends[key], key)
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Forget blocks that were expected and have not arrived."""
+        for key in keys:
+            self._pending.pop(key, None)
 
     def copies_of(self, keys: Iterable[OffloadKey]) -> list[dict[ExternalBlockHash, int]]:
         """Return, for each group, the number of blocks under each hash, which is always 1.

@@ -6,7 +6,8 @@ eviction in kvroute's order, and a check that copying blocks back (a reload) is 
 computing them.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from vllm.distributed.kv_events import KVCacheEvent
@@ -15,26 +16,45 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
+from kvroute.replica.fabric.block_format import format_of
+from kvroute.replica.fabric.pull_speed import measured
+from kvroute.replica.fabric.server import Place
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_of
+from kvroute.replica.vllm_engine.host.block_facts import block_facts
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.host.connector import EndedRequest, HostTierConnector, Manager
 from kvroute.replica.vllm_engine.host.events import HostEvents
 from kvroute.replica.vllm_engine.host.meter import Meter
 from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
+from kvroute.replica.vllm_engine.host.pull_orders import PullOrders
+
+if TYPE_CHECKING:
+    from kvroute.replica.vllm_engine.host.peers import PeerTier
+
+
+class BlockService(NamedTuple):
+    """What a replica publishes about pulls; the speed is that of a pull from itself."""
+
+    address: str = ""
+    format: str = ""
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
 
 
 def host_tier_of(connector: Any) -> "SchedulerHostTier | None":
     """Return the connector's host tier; None if the connector has none that kvroute configured."""
     if not isinstance(connector, OffloadingConnector):
         return None
-    policy = getattr(connector.scheduler.manager, "_policy", None)
+    manager = connector.scheduler.manager
+    policy = getattr(getattr(manager, "primary_tier", manager), "_policy", None)
     return SchedulerHostTier(connector, policy) if isinstance(policy, RetentionPolicy) else None
 
 
@@ -47,8 +67,13 @@ class SchedulerHostTier:
         self._policy = policy
         connector.__class__ = HostTierConnector
         connector.kvroute_meter = self.meter
-        connector.scheduler.manager.__class__ = Manager
-        connector.scheduler.manager.kvroute_on_stored = self.record_stored
+        manager = connector.scheduler.manager
+        # vLLM's manager of host memory. It is a part of another manager if the engine pulls.
+        self._host = getattr(manager, "primary_tier", manager)
+        if not isinstance(self._host, Manager):
+            self._host.__class__ = Manager
+        self._host.kvroute_on_stored = self.record_stored
+        self._peers = _peer_tier(manager)
 
     def begin(self, space: Space, division: Division) -> Division:
         """Start to emit events with fingerprints, and to compare reloading with computing.
@@ -60,7 +85,7 @@ class SchedulerHostTier:
         Returns:
             The division with this tier's blocks.
         """
-        scheduler = self._connector.scheduler
+        self._space, scheduler = space, self._connector.scheduler
         hash_tokens, groups = scheduler.config.tokens_per_hash, len(division.groups)
         self._events = scheduler._events_tracker = HostEvents(groups, space, hash_tokens)
         with_tier = msgspec.structs.replace(
@@ -71,8 +96,48 @@ class SchedulerHostTier:
         if tier := with_tier.host_tier(reload_claim()):
             copies, token_bytes = CopySpeed(tier.bytes_per_s), tier.block_bytes / division.unit
             self.meter.price = ReloadPrice(prefill_claim(), copies, token_bytes)
-            scheduler.manager.kvroute_max_tokens = tier.blocks * division.unit
+            self._host.kvroute_max_tokens = tier.blocks * division.unit
+        if self._peers:
+            self._connector.kvroute_pulls = PullOrders()
+            self._peers.begin(self._events, scheduler.config.kv_group_configs)
         return with_tier
+
+    def serve(self, host: str, ports: Sequence[int], key: bytes, weights: str) -> BlockService:
+        """Start to serve blocks to other replicas, and to pull blocks from them.
+
+        Args:
+            host: The address on which to listen.
+            ports: The ports to try.
+            key: Pulls must prove to know this key.
+            weights: Digest of the model's weights.
+
+        Returns:
+            What the replica publishes about this. The address is empty if the engine has no tier
+            for pulls.
+
+        Raises:
+            OSError: No port is free, or the engine cannot connect to itself.
+        """
+        if self._peers is None:
+            return BlockService()
+        row_bytes = self._peers.block_size_bytes
+        format_ = format_of(
+            block_facts(self._connector, self._space, weights=weights, row_bytes=row_bytes)
+        )
+        speed = measured(host, row_bytes)
+        address = self._peers.serve(host, ports, key=key, format_=format_, find=self._place)
+        return BlockService(address, format_, speed.latency_s, speed.bytes_per_s)
+
+    @property
+    def has_pull_results(self) -> bool:
+        """Return whether some pulls have ended whose results are not published yet."""
+        pulls = self._connector.kvroute_pulls
+        return pulls is not None and pulls.has_results
+
+    def _place(self, key: OffloadKey) -> Place | None:
+        """Return where a block is. Called in other threads, while the scheduler runs."""
+        chunk = self._policy.get(key)
+        return Place(chunk, chunk.chunk_id) if chunk is not None and chunk.is_ready else None
 
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:
         """Return, for each group, the number of blocks under each hash that can be reloaded."""
@@ -136,6 +201,12 @@ class SchedulerHostTier:
             ended = status.req_context.get_state(EndedRequest)
             if ended and ended.hint.session == session:
                 ended.hint = RetentionHint(Order.ENDED, session)
+
+
+def _peer_tier(manager: Any) -> "PeerTier | None":
+    """Return the tier for pulls, if the engine has it."""
+    tiers = getattr(manager, "secondary_tiers", ())
+    return next((tier for tier in tiers if hasattr(tier, "serve")), None)
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:

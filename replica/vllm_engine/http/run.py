@@ -46,6 +46,7 @@ from kvroute.replica.vllm_engine.core.continued import (
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.features import CONTINUATION, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
+from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http import option_names
 from kvroute.replica.vllm_engine.http.sampling_checks import (
     check_prompt_logprobs,
@@ -211,7 +212,7 @@ class RequestRun:
             and can_continue(params)
         )
         self._can_continue = self._prompts == 1 and has_ids and allows_continuing
-        deltas = _delta_params(params, hint_args(self.request))
+        deltas = _delta_params(params, hint_args(self.request) | pull_args(self.request))
         if is_final_only:
             deltas.stream_interval = UNSTREAMED_CHUNK_TOKENS
         outputs = self._outputs(llm, grammars, self.salted(prompt), deltas, options)

@@ -1,0 +1,104 @@
+"""Pulls of one rank, in the replica's process: their results and their speed."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from kvroute.contract.generation import Chunk, Emit, GenerateRequest
+from kvroute.contract.pull import PullResult
+from kvroute.process.builtin_model import resolve
+from kvroute.replica.fabric.block_format import weights_digest
+from kvroute.replica.fabric.pull_speed import LinkSpeed, PullSpeed
+from kvroute.replica.vllm_engine.blocks.events import Pulled
+from kvroute.replica.vllm_engine.core.rank_core import RankCore
+from kvroute.replica.vllm_engine.host.tier import BlockService
+from kvroute.settings.replica import ReplicaSettings
+
+OFF = PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
+Run = Callable[[GenerateRequest, Emit], Awaitable[None]]
+
+
+class Pulls:
+    """The pulls of one rank's requests."""
+
+    def __init__(self, service: BlockService) -> None:
+        self.service = service
+        self._speed = PullSpeed(LinkSpeed(service.latency_s, service.bytes_per_s))
+        # Id of a running request with a pull -> its result, as soon as it is known.
+        self._results: dict[str, asyncio.Future[PullResult]] = {}
+
+    @classmethod
+    async def start(
+        cls, core: RankCore, settings: ReplicaSettings, host: str, key: bytes
+    ) -> "Pulls":
+        """Let a rank serve its blocks, if it can pull; see VllmEngine.start."""
+        if not key or settings.pull == "off" or settings.host_cache_gb == "0":
+            return cls(BlockService())
+        weights = await asyncio.to_thread(
+            weights_digest, resolve(settings.model), settings.revision, settings.adapters
+        )
+        plain = await core.call("kvroute_serve_blocks", host, [*settings.ports], key, weights)
+        return cls(BlockService(**plain))
+
+    @property
+    def speed(self) -> LinkSpeed:
+        """Return the speed of the next pull. 0 bytes per second: the rank does not pull."""
+        return self._speed.current()
+
+    def record(self, events: Iterable[msgspec.Struct]) -> None:
+        """Record the results of pulls among the events of vLLM's process."""
+        for event in events:
+            if isinstance(event, Pulled):
+                if not event.result.reason:
+                    self._speed.record(event.result.size_bytes, event.result.took_s)
+                result = self._results.get(event.request_id)
+                if result is not None and not result.done():
+                    result.set_result(event.result)
+
+    @contextlib.contextmanager
+    def reported(self, request: GenerateRequest, emit: Emit) -> Iterator[Emit]:
+        """Return a function that emits the request's chunks, and the result of its pull in one."""
+        if request.pull is None:
+            yield emit
+            return
+        result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        is_reported = not self.service.address
+
+        def report(chunk: Chunk) -> None:
+            nonlocal is_reported
+            if not is_reported and result.done():
+                is_reported = True
+                chunk = msgspec.structs.replace(chunk, pulled=result.result())
+            emit(chunk)
+
+        self._results[request.request_id] = result
+        try:
+            yield report
+        finally:
+            self._results.pop(request.request_id, None)
+
+    async def only(self, request: GenerateRequest, run: Run) -> PullResult:
+        """Pull a prompt's blocks with a request that is never computed.
+
+        Args:
+            request: The prompt and its pull.
+            run: Runs a request that only pulls, until it is cancelled.
+        """
+        if request.pull is None or not self.service.address:
+            return OFF
+        result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
+        self._results[request.request_id] = result
+        task = asyncio.ensure_future(run(request, lambda _: None))
+        ends: list[asyncio.Future[Any]] = [task, result]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                await task  # it has failed
+            return result.result() if result.done() else OFF
+        finally:
+            self._results.pop(request.request_id, None)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
