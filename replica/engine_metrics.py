@@ -61,6 +61,18 @@ class ReplicaMetrics:
         )
         self._host_bytes = {name: copied_bytes.labels(name) for name in DIRECTIONS}
         self._host_seconds = {name: copy_seconds.labels(name) for name in DIRECTIONS}
+        disk_bytes = counter(
+            "disk_bytes",
+            "Bytes of KV that were read from the disk cache (in) or written to it (out).",
+            "direction",
+        )
+        self._disk_bytes = {name: disk_bytes.labels(name) for name in DIRECTIONS}
+        self._disk_seconds = counter("disk_read_seconds", "Seconds of reading the disk cache.")
+        self._disk_failures = counter(
+            "disk_failures",
+            "Blocks that could not be written to the disk cache or read from it. The engine then "
+            "computes them.",
+        )
         self._clears = counter("cache_clears", "Number of times that the KV cache was cleared.")
         self._losses = counter(
             "event_losses",
@@ -82,7 +94,7 @@ class ReplicaMetrics:
         Args:
             events: The changes, in order.
             groups: The number of KV cache groups in the engine's own memory. Events of groups with
-                higher numbers are about host memory.
+                higher numbers are about slower tiers.
         """
         for event in events:
             match event:
@@ -105,6 +117,10 @@ class ReplicaMetrics:
         self._host_bytes["out"].inc(transfers.out_bytes)
         self._host_seconds["in"].inc(transfers.in_s)
         self._host_seconds["out"].inc(transfers.out_s)
+        self._disk_bytes["in"].inc(transfers.disk_in_bytes)
+        self._disk_bytes["out"].inc(transfers.disk_out_bytes)
+        self._disk_seconds.inc(transfers.disk_in_s)
+        self._disk_failures.inc(transfers.disk_failures)
 
     def export(
         self, engines: Sequence[Engine], publishers: Sequence[Publisher], ghosts: Sequence[Ghosts]

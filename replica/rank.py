@@ -12,6 +12,7 @@ from statistics import fmean
 
 from msgspec import structs
 
+from kvroute.blocks.tiers import DISK, HOST
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.records import Description, Load
 from kvroute.process.tracing import Tracing
@@ -51,8 +52,8 @@ class Rank:
         table = BlockTable(engine.group_entries)
         self.ghosts = make_ghosts(engine, table)
         self.missed_share = MissedShare(self.ghosts)
-        host = engine.facts.host
-        self._copies = CopySpeed(host.bytes_per_s) if host else None
+        tiers = engine.facts.tiers
+        self._copies = {tier: CopySpeed(facts.bytes_per_s) for tier, facts in tiers.items()}
         # Number of KV cache groups in the engine's own memory. Each slower tier has as many groups.
         self._groups = len(engine.group_entries) // (1 + len(engine.facts.tiers))
         self._metrics = metrics
@@ -88,17 +89,23 @@ class Rank:
     def _record_events(self, events: Sequence[KVEvent]) -> None:
         self._metrics.record_events(events, self._groups)
         self.ghosts.record_events(events)
-        if self._copies:
-            for event in events:
-                if isinstance(event, Transfers):
-                    self._copies.record(event.in_bytes, event.in_s, time.monotonic())
+        for event in events:
+            if isinstance(event, Transfers):
+                self._record_copies(event, time.monotonic())
+
+    def _record_copies(self, moved: Transfers, now_s: float) -> None:
+        if host := self._copies.get(HOST):
+            host.record(moved.in_bytes, moved.in_s, now_s)
+        if disk := self._copies.get(DISK):
+            disk.record(moved.disk_in_bytes, moved.disk_in_s, now_s)
 
     def _load(self) -> Load:
-        load = self.engine.load()
-        if not self._copies:
-            return load
-        speed = self._copies.bytes_per_s(time.monotonic())
-        return structs.replace(load, host_bytes_per_s=speed)
+        load, now_s = self.engine.load(), time.monotonic()
+        speeds = {
+            f"{tier.name}_bytes_per_s": copies.bytes_per_s(now_s)
+            for tier, copies in self._copies.items()
+        }
+        return structs.replace(load, **speeds) if speeds else load
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         """Run a request and emit its chunks. Cancelling this call aborts the request."""

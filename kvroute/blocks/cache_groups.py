@@ -18,7 +18,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.blocks.tiers import GROUPS, HOST, TIERS
+from kvroute.blocks.tiers import DISK, GROUPS, HOST, TIERS
 
 # vLLM's names for kinds of attention, grouped by the blocks that a hit of L tokens needs.
 FULL = frozenset({"full_attention", "mla_attention", "sink_full_attention"})  # all blocks before L
@@ -31,6 +31,7 @@ STATE = frozenset({"mamba"})  # only the block that ends at L
 UNKNOWN_LAYOUT = "hits cannot be predicted for its engine: "
 
 HOST_GROUPS = GROUPS * HOST.number  # the number of group g in host memory is HOST_GROUPS + g
+DISK_GROUPS = GROUPS * DISK.number  # the number of group g in the disk cache is DISK_GROUPS + g
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15  # 2**64 / the golden ratio: its multiples are far from each other

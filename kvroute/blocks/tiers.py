@@ -45,7 +45,14 @@ HOST = Tier(
     mark=0xD1B54A32D192ED03,
     pin_options="--pin-share or --host-cache-gb",
 )
-SLOWER: Sequence[Tier] = (HOST,)  # all tiers but GPU memory, the fastest first
+DISK = Tier(
+    number=2,
+    name="disk",
+    label="the disk cache",
+    mark=0x8CB92BA72F3D8DD7,  # chosen as HOST's mark
+    pin_options="",  # pins keep blocks in faster tiers only
+)
+SLOWER: Sequence[Tier] = (HOST, DISK)  # all tiers but GPU memory, the fastest first
 TIERS: Sequence[Tier] = (GPU, *SLOWER)  # all tiers; the index is the tier's number
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import astuple
 
 from kvroute.blocks.cache_groups import Layout
-from kvroute.blocks.tiers import GPU, HOST, Tier
+from kvroute.blocks.tiers import DISK, GPU, HOST, Tier
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.identity import Identity
 from kvroute.contract.unreadable import UnreadableError
@@ -41,6 +41,7 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     rendering_differences: Count = 0  # prompts that a router and vLLM have rendered differently
     # Measured speed of copies from host memory; 0: unknown.
     host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    disk_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0  # of reads of the disk cache
     # Measured times of this replica's own pulls from peers (contract/pull.py): a pull takes
     # pull_latency_s, and its bytes divided by pull_bytes_per_s. Speed 0: it does not pull.
     pull_latency_s: Seconds = 0.0
@@ -48,7 +49,7 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
 
     def bytes_per_s(self, tier: Tier) -> float:
         """Return the measured speed of copies from a slower tier; 0: unknown."""
-        return self.host_bytes_per_s if tier == HOST else 0.0
+        return {HOST: self.host_bytes_per_s, DISK: self.disk_bytes_per_s}.get(tier, 0.0)
 
 
 class TierFacts(Struct, frozen=True):
@@ -89,6 +90,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     reasoning_parser: Name = ""  # vLLM's parser of reasoning; empty: none
     layout: Layout | None = None  # None: full attention, with blocks of block_size tokens
     host: TierFacts | None = None  # the host memory tier; None: no copies of blocks in host memory
+    disk: TierFacts | None = None  # the disk cache; None: there is none
     # host:port at which other replicas can pull blocks of the host tier; empty: they cannot.
     blocks_address: Name = ""
     # Digest of everything that the bytes of a block depend on, besides its tokens: model, revision,
@@ -103,7 +105,8 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     @property
     def tiers(self) -> Mapping[Tier, TierFacts]:
         """Return the slower tiers of the engine, the fastest first."""
-        return {HOST: self.host} if self.host else {}
+        facts = {HOST: self.host, DISK: self.disk}
+        return {tier: each for tier, each in facts.items() if each}
 
     def pin_blocks_in(self, tier: Tier) -> int:
         """Return the blocks of a tier that pins may take."""

@@ -2,7 +2,8 @@
 
 An engine's KV cache consists of groups, and each group has its own blocks (blocks/cache_groups.py).
 Events contain the engine's number of the group. An engine with n groups and a host tier has n
-further groups: group n + g contains the blocks of group g that are in host memory.
+further groups: group n + g contains the blocks of group g that are in host memory. With a disk
+cache, the groups from 2n on contain the blocks on the disk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,6 +61,10 @@ class Transfers:
     in_s: float = 0.0  # time of the copies to the engine
     out_bytes: int = 0  # bytes copied from the engine to host memory
     out_s: float = 0.0  # time of the copies to host memory
+    disk_in_bytes: int = 0  # bytes read from the disk cache to host memory
+    disk_in_s: float = 0.0  # time of these reads
+    disk_out_bytes: int = 0  # bytes written to the disk cache
+    disk_failures: int = 0  # writes and reads of the disk cache that failed
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared | EventsLost | BlocksHeld | Transfers

@@ -108,13 +108,15 @@ class BlockFiles:
                 _remove(path)
         return Survey([block for _, _, block in blocks], used_bytes)
 
-    def write(self, block: StoredBlock, row: Row, is_off: Callable[[], bool]) -> None:
+    def write(
+        self, block: StoredBlock, row: Row, appear: Callable[[Callable[[], object]], object]
+    ) -> None:
         """Write a block's file, unless it exists.
 
         Args:
             block: the block.
             row: its row, which must not change meanwhile.
-            is_off: returns whether the block must no longer appear.
+            appear: called with a function that makes the file appear; may call that or not.
 
         Raises:
             OSError: the file cannot be written, for example because the disk is full.
@@ -127,10 +129,8 @@ class BlockFiles:
             with open(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb", 0) as file:
                 fcntl.flock(file, fcntl.LOCK_EX)  # see _remove_unfinished
                 _write(file.fileno(), HEADER.pack(MAGIC, self._checksum(block, row)), row.data)
-                if is_off():
-                    return
                 path.parent.mkdir(mode=0o700, exist_ok=True)
-                new.rename(path)
+                appear(lambda: new.rename(path))
         finally:
             _remove(new)
 
@@ -174,14 +174,14 @@ class BlockFiles:
         """Delete a block's file, if it exists."""
         _remove(self._path(block))
 
-    def clear(self) -> None:
-        """Delete the files of all blocks."""
+    def clear(self) -> Path:
+        """Remove all blocks; return a folder that the caller should delete."""
         trash = self._own / NEW / secrets.token_hex(16)
         trash.mkdir(mode=0o700)
         for part in self._parts(self._own):
             with contextlib.suppress(OSError):
                 part.rename(trash / part.name)
-        shutil.rmtree(trash, ignore_errors=True)
+        return trash
 
     def measured_bytes_per_s(self) -> float:
         """Measure how fast the disk reads a file that is not in the page cache.

@@ -34,7 +34,7 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
-from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
@@ -47,9 +47,9 @@ from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
 from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.engine_args import front_args
+from kvroute.replica.vllm_engine.facts import facts_of
 from kvroute.replica.vllm_engine.features import CONTINUATION, is_on
 from kvroute.replica.vllm_engine.host.args import check_tier
-from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
@@ -57,6 +57,7 @@ from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
+from kvroute.replica.vllm_engine.process.quick_end import STOP_S
 from kvroute.replica.vllm_engine.pulls import Pulls
 from kvroute.replica.vllm_engine.vllm_args import engine_args
 from kvroute.settings.replica import ReplicaSettings
@@ -160,10 +161,15 @@ class VllmEngine(Engine):
             cls(
                 core,
                 replace(
-                    _facts(llm, settings, division, http),
+                    facts_of(
+                        llm,
+                        settings,
+                        division,
+                        pulls[core.rank].opened,
+                        content_format=http.content_format,
+                        tool_parser=http.tool_parser,
+                    ),
                     unfit=unfit,
-                    blocks_address=pulls[core.rank].service.address,
-                    format=pulls[core.rank].service.format,
                 ),
                 division.group_entries,
                 subscriptions[core.rank],
@@ -325,7 +331,7 @@ class VllmEngine(Engine):
         """Close this rank. Closing rank 0 shuts vLLM down for all ranks."""
         if self._core.rank == 0:
             self._http.close()
-            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.to_thread(self._llm.shutdown, timeout=STOP_S)
         self._subscription.close()
 
 
@@ -421,40 +427,6 @@ async def _smoke_test(core: RankCore, crash_log: CrashLog) -> None:
         raise  # there is no message, so the engine was probably killed from outside
     except (ValueError, EngineGenerateError):
         return  # the model rejects this prompt, but the engine works
-
-
-def _facts(
-    llm: AsyncLLM, settings: ReplicaSettings, division: Division, http: HttpApp
-) -> EngineFacts:
-    config = llm.vllm_config
-    prefill = prefill_claim()
-    prefix_caching = bool(config.cache_config.enable_prefix_caching)
-    capacity_blocks = division.capacity_blocks(division.blocks)
-    host = division.host_tier(reload_claim())
-    pins_in = partial(
-        pin_budget,
-        settings.pin_share if prefix_caching else 0.0,
-        block_size=division.unit,
-        max_model_len=config.model_config.max_model_len,
-    )
-    return EngineFacts(
-        block_size=division.unit,
-        capacity_blocks=capacity_blocks,
-        max_model_len=config.model_config.max_model_len,
-        prefill_tokens_per_s=prefill.tokens_per_s,
-        attention_tokens=prefill.attention_tokens,
-        prefix_caching=prefix_caching,
-        pin_blocks=pins_in(capacity_blocks=capacity_blocks),
-        max_num_seqs=config.scheduler_config.max_num_seqs,
-        step_tokens=config.scheduler_config.max_num_batched_tokens,
-        max_cpu_loras=settings.loras_in_memory,
-        engine="vllm",
-        content_format=http.content_format,
-        tool_parser=http.tool_parser,
-        reasoning_parser=config.structured_outputs_config.reasoning_parser,
-        layout=division.layout if prefix_caching else None,
-        host=host and replace(host, pin_blocks=pins_in(capacity_blocks=host.blocks)),
-    )
 
 
 def _pin_args(request: GenerateRequest) -> dict[str, str]:

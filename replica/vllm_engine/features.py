@@ -24,11 +24,20 @@ HOST_MEMORY = Feature(
     "host memory",
     ("host/connector.py", "host/copies.py", "host/events.py", "host/policy.py", "host/tier.py"),
 )
-PULLS = Feature("pulls from other replicas", ("host/spec.py", "host/peers.py"))
+SLOWER_TIERS = Feature(
+    "pulls from other replicas and the disk cache",
+    ("host/spec.py", "host/peers.py", "host/disk.py", "host/disk_index.py", "host/block_facts.py"),
+)
 BATCH_LANE = Feature("the lane of batch requests", ("core/lane.py",))
 CONTINUATION = Feature("continuing answers", ("core/continued.py",))
 GRAMMARS = Feature("several backends of grammars", ("grammar/backends.py",))
-FEATURES: Sequence[Feature] = (HOST_MEMORY, PULLS, BATCH_LANE, CONTINUATION, GRAMMARS)
+FEATURES: Sequence[Feature] = (
+    HOST_MEMORY,
+    SLOWER_TIERS,
+    BATCH_LANE,
+    CONTINUATION,
+    GRAMMARS,
+)
 
 
 def is_on(feature: Feature) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.pull import PullResult
@@ -14,7 +15,7 @@ from kvroute.replica.fabric.block_format import weights_digest
 from kvroute.replica.fabric.pull_speed import LinkSpeed, PullSpeed
 from kvroute.replica.vllm_engine.blocks.events import Pulled
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
-from kvroute.replica.vllm_engine.host.tier import BlockService
+from kvroute.replica.vllm_engine.host.tier import OpenTiers
 from kvroute.settings.replica import ReplicaSettings
 
 OFF = PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
@@ -24,9 +25,9 @@ Run = Callable[[GenerateRequest, Emit], Awaitable[None]]
 class Pulls:
     """The pulls of one rank's requests."""
 
-    def __init__(self, service: BlockService) -> None:
-        self.service = service
-        self._speed = PullSpeed(LinkSpeed(service.latency_s, service.bytes_per_s))
+    def __init__(self, opened: OpenTiers) -> None:
+        self.opened = opened
+        self._speed = PullSpeed(LinkSpeed(opened.latency_s, opened.bytes_per_s))
         # Id of a running request with a pull -> its result, as soon as it is known.
         self._results: dict[str, asyncio.Future[PullResult]] = {}
 
@@ -34,14 +35,14 @@ class Pulls:
     async def start(
         cls, core: RankCore, settings: ReplicaSettings, host: str, key: bytes
     ) -> "Pulls":
-        """Let a rank serve its blocks, if it can pull; see VllmEngine.start."""
-        if not key or settings.pull == "off" or settings.host_cache_gb == "0":
-            return cls(BlockService())
+        """Open the tiers behind a rank's host memory, if it has any; see VllmEngine.start."""
+        if settings.host_cache_gb == "0" or (settings.pull == "off" and not settings.disk_cache):
+            return cls(OpenTiers())
         weights = await asyncio.to_thread(
             weights_digest, resolve(settings.model), settings.revision, settings.adapters
         )
-        plain = await core.call("kvroute_serve_blocks", host, [*settings.ports], key, weights)
-        return cls(BlockService(**plain))
+        plain = await core.call("kvroute_open_tiers", host, [*settings.ports], key, weights)
+        return cls(OpenTiers(**plain))
 
     @property
     def speed(self) -> LinkSpeed:
@@ -65,7 +66,7 @@ class Pulls:
             yield emit
             return
         result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
-        is_reported = not self.service.address
+        is_reported = not self.opened.address
 
         def report(chunk: Chunk) -> None:
             nonlocal is_reported
@@ -87,10 +88,13 @@ class Pulls:
             request: The prompt and its pull.
             run: Runs a request that only pulls, until it is cancelled.
         """
-        if request.pull is None or not self.service.address:
+        if request.pull is None or not self.opened.address:
             return OFF
         result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         self._results[request.request_id] = result
+        # An engine never uses the block of a prompt's last token, so the prompt gets another token.
+        longer = np.append(request.token_ids, np.uint32(0))
+        request = msgspec.structs.replace(request, token_ids=longer)
         task = asyncio.ensure_future(run(request, lambda _: None))
         ends: list[asyncio.Future[Any]] = [task, result]
         try:

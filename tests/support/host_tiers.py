@@ -1,31 +1,51 @@
-"""vLLM's scheduler with a KV cache in GPU and host memory, without a model.
+"""vLLM's scheduler with a KV cache in GPU memory and slower tiers, without a model.
 
-Tests set the time that copies between the two take.
+Tests set the time that copies from host memory take.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from kvroute.blocks.chain import Space
 from kvroute.contract.audit_report import Comparison
+from kvroute.contract.generation import NO_TOKENS, GenerateRequest
 from kvroute.contract.keep import RetentionHint
+from kvroute.contract.pull import Pull, PullResult
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.settings.replica import ReplicaSettings
 from tests.support.schedulers import BLOCK, request_of, scheduler_of
 
+KEY = b"key"  # key of the block servers
 BLOCK_BYTES = 4096  # size of a block of `full(BLOCK)`: vLLM rounds it up to a page of memory
 
 
 class Tiered:
     """A scheduler, and the block table that its events update.
 
-    `in_s` is the time of each copy from host memory in seconds.
+    `in_s` is the time of each copy from host memory in seconds. Blocks in host memory have bytes
+    that depend on their keys. When a block is copied to GPU memory, its bytes are checked.
     """
 
     def __init__(
-        self, *specs: Any, blocks: int = 24, host_blocks: int = 64, **options: Any
+        self,
+        *specs: Any,
+        blocks: int = 24,
+        host_blocks: int = 64,
+        own: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
+        """Create a scheduler.
+
+        Args:
+            specs: The groups of the KV cache (kv_managers.py).
+            blocks: The size of GPU memory.
+            host_blocks: The size of host memory.
+            own: kvroute's settings.
+            options: vLLM's engine arguments.
+        """
         from vllm.config import KVEventsConfig
 
         from kvroute.replica.vllm_engine.core.scheduler import KvrouteScheduler
@@ -33,7 +53,9 @@ class Tiered:
         from tests.support.kv_managers import full
 
         gb = str(host_blocks * BLOCK_BYTES / 1e9)
-        settings = ReplicaSettings(served_model_name="m", redis_url="", host_cache_gb=gb)
+        settings = ReplicaSettings(
+            served_model_name="m", redis_url="", host_cache_gb=gb, **(own or {})
+        )
         self.scheduler = scheduler_of(
             KvrouteScheduler,
             *(specs or (full(BLOCK),)),
@@ -47,15 +69,21 @@ class Tiered:
         self.division = self.scheduler.begin(Space("m", "", BLOCK))
         self.table, self.changes = BlockTable(self.division.group_entries), Changes()
         self.transfers: list[Transfers] = []
+        self.pulled: list[PullResult] = []
         self.compared: Comparison | None = None
         self.in_s = 1e-6
+        self.opened: Any = None  # the OpenTiers
         self.requests = 0
         self._unsubmitted: dict[int, Any] = {}  # copies to host memory, which begin one step later
         self.scheduler.kv_event_publisher.publish = self._receive
+        self._policy = self.scheduler.host._policy
+        tiers = getattr(self.scheduler.connector.scheduler.manager, "secondary_tiers", ())
+        self.rows: Any = tiers[0]._rows if tiers else None  # the host memory, if it is shared
 
     def _receive(self, batch: Any) -> None:
-        from kvroute.replica.vllm_engine.blocks.events import event_of
+        from kvroute.replica.vllm_engine.blocks.events import Pulled, event_of
 
+        self.pulled += [event.result for event in batch.events if isinstance(event, Pulled)]
         events: Iterable[KVEvent | None] = map(event_of, batch.events)
         received = [event for event in events if event is not None]
         self.transfers += [event for event in received if isinstance(event, Transfers)]
@@ -68,23 +96,52 @@ class Tiered:
         assert self.compared
         return self.compared
 
+    def open(self, weights: str = "w") -> Any:
+        """Open the slower tiers, and return the OpenTiers."""
+        opened = self.scheduler.host.open("127.0.0.1", [0], KEY, weights)
+        self.scheduler._publish_events()
+        self.opened = opened
+        return opened
+
+    def close(self) -> None:
+        """Shut the connector down. Nothing must refer to its host memory."""
+        self.rows = None
+        self.scheduler.connector.shutdown()
+
     def add(
-        self, first_id: int, tokens: int, keep: RetentionHint | None = None, answer: int = 1
+        self,
+        first_id: int,
+        tokens: int,
+        keep: RetentionHint | None = None,
+        answer: int = 1,
+        pull: Pull | None = None,
+        *,
+        only_pulls: bool = False,
     ) -> str:
         """Add a request, and return its name."""
         import msgspec
 
+        from kvroute.replica.vllm_engine.host.pull_orders import pull_args
+
         self.requests += 1
         name = f"r{self.requests}"
-        extra = {"kvroute_keep": msgspec.to_builtins(keep)} if keep else None
+        extra: dict[str, Any] = {"kvroute_keep": msgspec.to_builtins(keep)} if keep else {}
+        request = GenerateRequest(name, NO_TOKENS, pull=pull)
+        args = extra | pull_args(request, is_all=only_pulls) or None
         self.scheduler.add_request(
-            request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=extra)
+            request_of(name, tokens=tokens, first_id=first_id, max_tokens=answer, extra_args=args)
         )
         return name
 
-    def ask(self, first_id: int, tokens: int, keep: RetentionHint | None = None) -> int:
+    def ask(
+        self,
+        first_id: int,
+        tokens: int,
+        keep: RetentionHint | None = None,
+        pull: Pull | None = None,
+    ) -> int:
         """Run one request alone, and return the number of its cached tokens."""
-        name = self.add(first_id, tokens, keep)
+        name = self.add(first_id, tokens, keep, pull=pull)
         stats = self.scheduler.requests[name].prefill_stats
         self.run()
         cached: int = stats.num_cached_tokens
@@ -117,6 +174,23 @@ class Tiered:
             ),
         )
 
+    def bytes_of(self, key: bytes) -> Any:
+        """Return the bytes of a block."""
+        seed = int.from_bytes(key[:8], "little")
+        return np.random.default_rng(seed).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+    def _fill(self, rows: Iterable[int]) -> None:
+        """Write blocks that are stored to host memory."""
+        for row in rows if self.rows is not None else ():
+            if key := self._policy._keys.get(row):
+                self.rows[row, :BLOCK_BYTES] = self.bytes_of(key)
+
+    def _check(self, rows: Iterable[int]) -> None:
+        """Check the bytes of blocks that are copied from host memory."""
+        for row in rows if self.rows is not None else ():
+            key = self._policy._keys[row]
+            assert (self.rows[row, :BLOCK_BYTES] == self.bytes_of(key)).all(), "wrong bytes"
+
     def _copy(self, jobs: Any) -> tuple[Any, set[str]]:
         """Do a worker's copies: the stores of the step before, and the loads of this step."""
         from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -126,9 +200,11 @@ class Tiered:
         done = OffloadingWorkerMetadata()
         for job, entry in self._unsubmitted.items():
             done.mark_completed(job)
+            self._fill(entry.dst_spec.block_ids.tolist())
             done.transfer_stats.store.record(BLOCK_BYTES * len(entry.src_spec.block_ids), 1e-6)
         for job, entry in jobs.load_jobs.items():
             done.mark_completed(job)
+            self._check(entry.src_spec.block_ids.tolist())
             size = BLOCK_BYTES * len(entry.src_spec.block_ids)
             done.transfer_stats.load.record(size, self.in_s)
         self._unsubmitted = dict(jobs.store_jobs)

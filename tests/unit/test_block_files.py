@@ -4,6 +4,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def row(number: int) -> Any:
 
 def write(files: BlockFiles, *numbers: int) -> None:
     for number in numbers:
-        files.write(block(number), row(number), lambda: False)
+        files.write(block(number), row(number), lambda appear: appear())
 
 
 def read(files: BlockFiles, number: int) -> bool:
@@ -99,7 +100,7 @@ def test_a_folder_that_others_can_change_is_refused(files: BlockFiles, tmp_path:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_a_damaged_file_is_never_used(files: BlockFiles, tmp_path: Path, data: Any) -> None:
-    files.clear()
+    shutil.rmtree(files.clear())
     write(files, 1)
     path = the_file(tmp_path)
     content = bytearray(path.read_bytes())
@@ -154,7 +155,7 @@ def test_foreign_files_are_left_alone(files: BlockFiles, tmp_path: Path) -> None
 
 def test_a_clear_deletes_all_blocks(files: BlockFiles) -> None:
     write(files, *range(20))
-    files.clear()
+    shutil.rmtree(files.clear())
     assert blocks(files) == []
     assert not read(files, 1)
     write(files, 1)
@@ -162,7 +163,7 @@ def test_a_clear_deletes_all_blocks(files: BlockFiles) -> None:
 
 
 def test_a_block_that_is_no_longer_wanted_does_not_appear(files: BlockFiles) -> None:
-    files.write(block(1), row(1), lambda: True)
+    files.write(block(1), row(1), lambda _: None)
     assert blocks(files) == []
 
 

@@ -124,6 +124,22 @@ class ReplicaOptions(CommonOptions):
             "that is faster than computing them.",
         ),
     ] = "on"
+    disk_cache: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CACHE,
+            "Folder for blocks that host memory evicts, and that replicas use after a restart. It "
+            "needs --host-cache-gb. Several replicas, also of several nodes, can share it.",
+            example="/var/cache/kvroute",
+            default="none",
+        ),
+    ] = None
+    disk_cache_gb: Annotated[
+        float,
+        Field(gt=0, le=1e6),
+        Option(CACHE, "Maximum size of the folder of --disk-cache in GB."),
+    ] = 100.0
     data_parallel_size: Annotated[
         int,
         Field(ge=1, le=256),

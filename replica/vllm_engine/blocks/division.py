@@ -11,7 +11,15 @@ from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, iter_layer_specs
 
-from kvroute.blocks.cache_groups import CHUNK, FULL, HOST_GROUPS, WINDOW, CacheGroup, Layout
+from kvroute.blocks.cache_groups import (
+    CHUNK,
+    DISK_GROUPS,
+    FULL,
+    HOST_GROUPS,
+    WINDOW,
+    CacheGroup,
+    Layout,
+)
 from kvroute.contract.records import TierFacts
 
 UNKNOWN = "unknown"  # kind of a group for which routers cannot predict hits
@@ -26,6 +34,7 @@ class Division(Struct, frozen=True):
     blocks: int = 0  # number of vLLM's blocks in the engine's own memory
     host_blocks: int = 0  # number of vLLM's blocks in host memory (the host tier); 0: no host tier
     host_block_bytes: int = 0  # size of a block in the host tier, in bytes
+    disk_blocks: int = 0  # number of vLLM's blocks in the disk cache; 0: no disk cache
 
     @property
     def is_plain(self) -> bool:
@@ -49,13 +58,17 @@ class Division(Struct, frozen=True):
         """Return the value of Engine.group_entries: for each group, its entry in the layout.
 
         An entry is given as its number. None: the group takes no part in prefix caching. With a
-        host tier, the entries of the same groups in host memory follow.
+        host tier, the entries of the same groups in host memory follow, and then those in the disk
+        cache.
         """
         entries = self._entries
         own = tuple(None if group is None else entries.index(group) for group in self.groups)
-        if not self.host_blocks:
-            return own
-        return *own, *(None if entry is None else HOST_GROUPS + entry for entry in own)
+        tiers = [
+            0,
+            *[HOST_GROUPS] * bool(self.host_blocks),
+            *[DISK_GROUPS] * bool(self.disk_blocks),
+        ]
+        return tuple(None if entry is None else first + entry for first in tiers for entry in own)
 
     def host_tier(self, bytes_per_s: float) -> TierFacts | None:
         """Return the host tier for the replica's record.
@@ -66,10 +79,17 @@ class Division(Struct, frozen=True):
         Returns:
             None if there is no host tier, or if it is too small for one block of each group.
         """
-        blocks = self.capacity_blocks(self.host_blocks)
+        return self._tier(self.host_blocks, bytes_per_s)
+
+    def disk_tier(self, bytes_per_s: float) -> TierFacts | None:
+        """Return the disk cache for the replica's record, as `host_tier` does."""
+        return self._tier(self.disk_blocks, bytes_per_s)
+
+    def _tier(self, tier_blocks: int, bytes_per_s: float) -> TierFacts | None:
+        blocks = self.capacity_blocks(tier_blocks)
         if not blocks:
             return None
-        return TierFacts(blocks, self.host_block_bytes * self.host_blocks // blocks, bytes_per_s)
+        return TierFacts(blocks, self.host_block_bytes * tier_blocks // blocks, bytes_per_s)
 
     def capacity_blocks(self, blocks: int) -> int:
         """Return how many blocks of `unit` tokens fit into `blocks` of vLLM's blocks.

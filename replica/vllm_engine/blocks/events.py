@@ -5,6 +5,7 @@ fingerprints. vLLM's own BlockStored and BlockRemoved are ignored: they come fro
 that the user configured, and are about other memory or repeat earlier events.
 """
 
+import msgspec
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash
 
@@ -54,6 +55,10 @@ class Moved(kv_events.KVCacheEvent):
     in_s: float
     out_bytes: int
     out_s: float
+    disk_in_bytes: int = 0
+    disk_in_s: float = 0.0
+    disk_out_bytes: int = 0
+    disk_failures: int = 0
 
 
 class Pulled(kv_events.KVCacheEvent):
@@ -90,9 +95,7 @@ def event_of(event: kv_events.KVCacheEvent) -> KVEvent | None:
         case CachedBlocks():
             return BlocksHeld(event.copies)
         case Moved():
-            return Transfers(
-                event.reloaded_tokens, event.in_bytes, event.in_s, event.out_bytes, event.out_s
-            )
+            return Transfers(**msgspec.structs.asdict(event))
         case Pulled() | kv_events.BlockStored() | kv_events.BlockRemoved():
             return None
         case _:

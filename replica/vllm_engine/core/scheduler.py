@@ -41,6 +41,7 @@ from kvroute.replica.vllm_engine.core.lane import BatchLane
 from kvroute.replica.vllm_engine.features import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
+from kvroute.replica.vllm_engine.process.quick_end import end_quickly
 
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.tier import SchedulerHostTier
@@ -86,6 +87,7 @@ class _Kvroute:
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()  # None: there is no host tier
         die_with_parent()
+        end_quickly()
 
     def begin(self, space: Space) -> Division:
         """Make events have fingerprints from now on, and return how the cache is divided.
@@ -271,20 +273,22 @@ def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) 
     return plain
 
 
-def kvroute_serve_blocks(
+def kvroute_open_tiers(
     core: EngineCore, host: str, ports: list[int], key: bytes, weights: str
 ) -> dict[str, Any]:
-    """Start to serve blocks of host memory to other replicas; return a BlockService as values.
+    """Open the tiers behind host memory (host/tier.py); return an OpenTiers as plain values.
 
-    A problem switches pulls off and nothing else.
+    A problem switches these tiers off, and nothing else.
     """
-    tier = core.scheduler.host
+    if (tier := core.scheduler.host) is None:
+        return {}
     try:
-        service = tier.serve(host, ports, key, weights) if tier else None
+        opened = tier.open(host, ports, key, weights)
     except OSError as error:
-        log.warning("this replica does not pull blocks, and serves none: %s", error)
-        service = None
-    plain: dict[str, Any] = service._asdict() if service else {}
+        log.warning("pulls from other replicas and the disk cache are off: %s", error)
+        return {}
+    core.scheduler._publish_events()  # the blocks on the disk
+    plain: dict[str, Any] = opened._asdict()
     return plain
 
 
@@ -309,8 +313,8 @@ for _method in (
     kvroute_begin,
     kvroute_emit_held,
     kvroute_end_session,
+    kvroute_open_tiers,
     kvroute_pinned,
-    kvroute_serve_blocks,
     kvroute_unpin,
 ):
     setattr(EngineCore, _method.__name__, _method)

@@ -37,6 +37,11 @@ def host_args(
         CannotRunError: The tier is larger than the memory, or --engine-args also creates a tier.
     """
     tier_bytes = settings.host_cache_bytes(node_bytes)
+    if settings.disk_cache and not tier_bytes:
+        raise CannotRunError(
+            f"--disk-cache is {settings.disk_cache}, but --host-cache-gb is 0; blocks reach the "
+            "disk through host memory, so set --host-cache-gb, too"
+        )
     if not tier_bytes or not settings.prefix_caching:
         return {}
     _check(settings, tier_bytes * settings.data_parallel_size, node_bytes)
@@ -47,8 +52,8 @@ def host_args(
         "cache_policy_module_path": f"{package}.policy",
         "offload_prompt_only": False,  # the prompt of a chat's next turn contains the answer
     }
-    if pulls(settings, node_bytes, on_cpu=on_cpu):
-        tiers = [{"type": "PeerTier", "module_path": f"{package}.peers"}]
+    tiers = _slower_tiers(settings)
+    if tiers and (not on_cpu or _fits_shared_memory(settings, tier_bytes)):
         extra |= {
             "spec_name": "FabricSpec",
             "spec_module_path": f"{package}.spec",
@@ -62,25 +67,42 @@ def host_args(
     return {"kv_transfer_config": transfer}
 
 
-def pulls(settings: ReplicaSettings, node_bytes: int, *, on_cpu: bool) -> bool:
-    """Return whether the engine pulls blocks from other replicas, and serves its own to them.
+def _slower_tiers(settings: ReplicaSettings) -> list[dict[str, Any]]:
+    """Return vLLM's arguments for the tiers behind host memory; the first that has a block is used.
 
-    For this, the host memory is shared between processes. On GPUs, vLLM shares it in any case, and
-    refuses to start if it does not fit.
+    The ranks of a replica share the folder of the disk cache, and so its size.
     """
-    if settings.pull == "off":
-        return False
-    needed, free = settings.host_cache_bytes(node_bytes), shutil.disk_usage(SHARED_MEMORY).free
-    if on_cpu and needed * settings.data_parallel_size > free:
-        log.warning(
-            "replicas do not pull blocks from each other: --host-cache-gb needs %.1f GB in %s, "
-            "which has %.1f GB; give the container more, for example with `docker run --shm-size`",
-            needed * settings.data_parallel_size / 1e9,
-            SHARED_MEMORY,
-            free / 1e9,
+    tiers: list[dict[str, Any]] = []
+    if settings.disk_cache:
+        tiers.append(
+            {
+                "type": "DiskTier",
+                "module_path": f"{__package__}.disk",
+                "folder": str(settings.disk_cache),
+                "max_bytes": int(settings.disk_cache_gb * 1e9),
+            }
         )
-        return False
-    return True
+    if settings.pull == "on":
+        tiers.append({"type": "PeerTier", "module_path": f"{__package__}.peers"})
+    return tiers
+
+
+def _fits_shared_memory(settings: ReplicaSettings, tier_bytes: int) -> bool:
+    """Return whether processes can share the host memory.
+
+    On GPUs, vLLM shares it in any case, and refuses to start if it does not fit.
+    """
+    needed, free = tier_bytes * settings.data_parallel_size, shutil.disk_usage(SHARED_MEMORY).free
+    if needed <= free:
+        return True
+    log.warning(
+        "pulls from other replicas and the disk cache are off: --host-cache-gb needs %.1f GB in "
+        "%s, which has %.1f GB; give the container more, for example with `docker run --shm-size`",
+        needed / 1e9,
+        SHARED_MEMORY,
+        free / 1e9,
+    )
+    return False
 
 
 def _check(settings: ReplicaSettings, all_bytes: int, node_bytes: int) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -20,6 +21,9 @@ from vllm.v1.request import Request
 from kvroute.contract.keep import RetentionHint
 from kvroute.replica.vllm_engine.host.meter import Meter
 from kvroute.replica.vllm_engine.host.pull_orders import PullOrders
+
+if TYPE_CHECKING:
+    from kvroute.replica.vllm_engine.host.disk import DiskTier
 
 
 @dataclass
@@ -78,6 +82,7 @@ class HostTierConnector(OffloadingConnector):
 
     kvroute_meter: Meter
     kvroute_pulls: PullOrders | None = None  # None: the engine does not pull
+    kvroute_disk: "DiskTier | None" = None  # None: there is no disk cache
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
@@ -133,5 +138,9 @@ class HostTierConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     def take_events(self) -> list[KVCacheEvent]:
-        own = [*super().take_events(), *self.kvroute_meter.take_events()]
-        return own + self.kvroute_pulls.take_events() if self.kvroute_pulls else own
+        events = [*super().take_events(), *self.kvroute_meter.take_events()]
+        if self.kvroute_pulls:
+            events += self.kvroute_pulls.take_events()
+        if self.kvroute_disk:
+            events += self.kvroute_disk.take_changes()
+        return events

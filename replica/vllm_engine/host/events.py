@@ -1,6 +1,8 @@
 """Emits events with fingerprints for a host tier, as blocks/pool.py does for block pools."""
 
 from collections.abc import Iterable
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -21,6 +23,7 @@ from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.replica.fabric.block_files import StoredBlock
 from kvroute.replica.vllm_engine.blocks.events import Removed, Stored
 from kvroute.replica.vllm_engine.blocks.request_chain import chain_of
 
@@ -33,7 +36,7 @@ class HostEvents(OffloadingEventsTracker):
 
         Args:
             groups: The number of KV cache groups in the engine's memory. In events, group g of
-                host memory has the number `groups + g`.
+                host memory has the number `groups + g`, and in the disk cache `2 * groups + g`.
             space: The properties of the model that its fingerprints depend on.
             hash_tokens: The number of tokens that one of vLLM's block hashes covers.
         """
@@ -70,6 +73,33 @@ class HostEvents(OffloadingEventsTracker):
         ends = context._offload_key_positions
         for key in keys:
             self._add_pending(request, ends[key], key)
+
+    def expect_known(self, blocks: Iterable[StoredBlock]) -> None:
+        """Record blocks with known fingerprints that will arrive in host memory."""
+        for block in blocks:
+            self._pending[OffloadKey(block.key)] = block.fingerprint
+
+    def fingerprint(self, key: OffloadKey) -> Fingerprint | None:
+        """Return the fingerprint of a block that has just arrived in host memory, if it has one."""
+        return self._pending.get(key)
+
+    def disk_events(self, changes: Iterable[tuple[StoredBlock, bool]]) -> list[KVCacheEvent]:
+        """Return events about the disk cache.
+
+        Args:
+            changes: Blocks that were written (True) or deleted (False), in order.
+        """
+        events: list[KVCacheEvent] = []
+        for is_stored, same in groupby(changes, key=itemgetter(1)):
+            by_group: dict[int, list[StoredBlock]] = {}
+            for block, _ in same:
+                group = get_offload_group_idx(OffloadKey(block.key))
+                by_group.setdefault(2 * self._groups + group, []).append(block)
+            for group, blocks in by_group.items():
+                names = [_name(OffloadKey(block.key)) for block in blocks]
+                prints = [block.fingerprint for block in blocks]
+                events.append(Stored(names, prints, group) if is_stored else Removed(names, group))
+        return events
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Forget blocks that were expected and have not arrived."""

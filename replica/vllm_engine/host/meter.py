@@ -38,6 +38,10 @@ class _Moves:
     in_s: float = 0.0
     out_bytes: int = 0
     out_s: float = 0.0
+    disk_in_bytes: int = 0
+    disk_in_s: float = 0.0
+    disk_out_bytes: int = 0
+    disk_failures: int = 0
 
 
 class Meter:
@@ -87,6 +91,16 @@ class Meter:
         moves.out_s += store.time / workers
         if load.bytes and self.price:
             self.price.copies.record(load.bytes, load.time / workers, self.clock())
+
+    def record_disk(
+        self, *, in_bytes: int = 0, in_s: float = 0.0, out_bytes: int = 0, failures: int = 0
+    ) -> None:
+        """Record reads and writes of the disk cache (Transfers)."""
+        moves = self._moves
+        moves.disk_in_bytes += in_bytes
+        moves.disk_in_s += in_s
+        moves.disk_out_bytes += out_bytes
+        moves.disk_failures += failures
 
     def is_cheaper(self, start: int, end: int) -> bool:
         """Return whether reloading a prompt's tokens [start, end) is faster than computing them."""

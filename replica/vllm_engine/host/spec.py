@@ -1,8 +1,8 @@
-"""A host tier whose memory other replicas can read, and that pulls blocks from other replicas.
+"""A host tier with slower tiers behind it: other replicas' host memory, and a disk.
 
 vLLM loads FabricSpec by name in each process of the engine. vLLM's tiering copies blocks from
-slower tiers, which are PeerTier here, to host memory, and then to the KV cache as any other block
-of the host tier. The scheduler's process and the workers share the host memory.
+slower tiers, which are PeerTier and DiskTier here, to host memory, and then to the KV cache as any
+other block of the host tier. The scheduler's process and the workers share the host memory.
 """
 
 import os
@@ -13,16 +13,19 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingManager, OffloadingWorker
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.manager import (
     CPUPrimaryTierOffloadingManager,
+    JobMetadata,
     TieringOffloadingManager,
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvroute.replica.vllm_engine.host.connector import Manager
 from kvroute.replica.vllm_engine.host.copies import HostCopies
+from kvroute.replica.vllm_engine.host.disk import DiskTier
 from kvroute.replica.vllm_engine.host.peers import PeerTier
+from kvroute.replica.vllm_engine.process.quick_end import end_quickly
 
 
 class FabricSpec(TieringOffloadingSpec):
@@ -68,6 +71,17 @@ class FabricManager(TieringOffloadingManager):
     def _should_store_to_tier(self, tier: SecondaryTierManager, num_blocks: int) -> bool:
         return not isinstance(tier, PeerTier) and super()._should_store_to_tier(tier, num_blocks)
 
+    def _complete_promotion(self, job_metadata: JobMetadata, completed_job: JobResult) -> None:
+        """Complete the copy of blocks to host memory; write pulled blocks to the disk cache."""
+        super()._complete_promotion(job_metadata, completed_job)
+        job, tiers = job_metadata.transfer_job, self.secondary_tiers
+        arrived = job.keys if completed_job.success else completed_job.successful_keys
+        if not arrived or not isinstance(tiers[job_metadata.tier_idx], PeerTier):
+            return
+        for number, tier in enumerate(tiers):
+            if isinstance(tier, DiskTier):
+                tier.submit_store(self.create_store_job(arrived, job.req_context, number))
+
 
 class PrimaryManager(Manager, CPUPrimaryTierOffloadingManager):
     """vLLM's manager of host memory beside slower tiers, with the changes of Manager."""
@@ -85,6 +99,7 @@ def _change(manager: TieringOffloadingManager) -> None:
 
 def _keep_file(region: SharedOffloadRegion) -> None:
     """Make a worker not remove the file of the host memory, which the scheduler removes."""
+    end_quickly()  # vLLM calls this in each worker's process
     region._creator = False
 
 

@@ -37,16 +37,19 @@ from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 from kvroute.replica.vllm_engine.host.pull_orders import PullOrders
 
 if TYPE_CHECKING:
+    from kvroute.replica.vllm_engine.host.disk import DiskTier
     from kvroute.replica.vllm_engine.host.peers import PeerTier
 
 
-class BlockService(NamedTuple):
-    """What a replica publishes about pulls; the speed is that of a pull from itself."""
+class OpenTiers(NamedTuple):
+    """What a replica publishes about its slower tiers, besides their sizes."""
 
-    address: str = ""
-    format: str = ""
+    format: str = ""  # EngineFacts.format
+    address: str = ""  # EngineFacts.blocks_address
+    # The measured speed of a pull of the replica from itself.
     latency_s: float = 0.0
     bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0  # the measured speed of reads of the disk cache
 
 
 def host_tier_of(connector: Any) -> "SchedulerHostTier | None":
@@ -73,7 +76,8 @@ class SchedulerHostTier:
         if not isinstance(self._host, Manager):
             self._host.__class__ = Manager
         self._host.kvroute_on_stored = self.record_stored
-        self._peers = _peer_tier(manager)
+        self._peers: PeerTier | None = _tier(manager, "PeerTier")
+        self._disk: DiskTier | None = _tier(manager, "DiskTier")
 
     def begin(self, space: Space, division: Division) -> Division:
         """Start to emit events with fingerprints, and to compare reloading with computing.
@@ -100,10 +104,15 @@ class SchedulerHostTier:
         if self._peers:
             self._connector.kvroute_pulls = PullOrders()
             self._peers.begin(self._events, scheduler.config.kv_group_configs)
+        if self._disk:
+            self._disk.begin(self._events, self.meter)
+            self._connector.kvroute_disk = self._disk
+            disk_blocks = self._disk.capacity_blocks
+            with_tier = msgspec.structs.replace(with_tier, disk_blocks=disk_blocks)
         return with_tier
 
-    def serve(self, host: str, ports: Sequence[int], key: bytes, weights: str) -> BlockService:
-        """Start to serve blocks to other replicas, and to pull blocks from them.
+    def open(self, host: str, ports: Sequence[int], key: bytes, weights: str) -> OpenTiers:
+        """Open the slower tiers: serve blocks to other replicas, and read the disk cache.
 
         Args:
             host: The address on which to listen.
@@ -111,22 +120,26 @@ class SchedulerHostTier:
             key: Pulls must prove to know this key.
             weights: Digest of the model's weights.
 
-        Returns:
-            What the replica publishes about this. The address is empty if the engine has no tier
-            for pulls.
-
         Raises:
-            OSError: No port is free, or the engine cannot connect to itself.
+            OSError: No port is free, the engine cannot connect to itself, or the folder of the disk
+                cache cannot be used.
         """
-        if self._peers is None:
-            return BlockService()
-        row_bytes = self._peers.block_size_bytes
-        format_ = format_of(
-            block_facts(self._connector, self._space, weights=weights, row_bytes=row_bytes)
-        )
-        speed = measured(host, row_bytes)
-        address = self._peers.serve(host, ports, key=key, format_=format_, find=self._place)
-        return BlockService(address, format_, speed.latency_s, speed.bytes_per_s)
+        opened = OpenTiers()
+        if tier := self._peers or self._disk:
+            row_bytes = tier.block_size_bytes
+            facts = block_facts(self._connector, self._space, weights=weights, row_bytes=row_bytes)
+            opened = opened._replace(format=format_of(facts))
+        if self._disk:
+            opened = opened._replace(disk_bytes_per_s=self._disk.open(opened.format))
+        if self._peers and key:
+            speed = measured(host, self._peers.block_size_bytes)
+            address = self._peers.serve(
+                host, ports, key=key, format_=opened.format, find=self._place
+            )
+            opened = opened._replace(
+                address=address, latency_s=speed.latency_s, bytes_per_s=speed.bytes_per_s
+            )
+        return opened
 
     @property
     def has_pull_results(self) -> bool:
@@ -142,7 +155,8 @@ class SchedulerHostTier:
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:
         """Return, for each group, the number of blocks under each hash that can be reloaded."""
         chunks = self._policy.chunks.items()
-        return self._events.copies_of(key for key, chunk in chunks if chunk.is_ready)
+        copies = self._events.copies_of(key for key, chunk in chunks if chunk.is_ready)
+        return copies + self._events.copies_of(self._disk.keys()) if self._disk else copies
 
     def take_events(self) -> list[KVCacheEvent]:
         return list(self._connector.take_events())
@@ -162,6 +176,8 @@ class SchedulerHostTier:
         scheduler._current_batch_jobs_to_flush = set()
         self._connector.reset_cache()
         scheduler._current_batch_jobs_to_flush |= stopped
+        if self._disk:
+            self._disk.clear()
         for _ in scheduler.manager.take_events():
             pass
 
@@ -185,11 +201,13 @@ class SchedulerHostTier:
         positions = status.req_context._offload_key_positions
         ended = EndedRequest(sorted(positions, key=positions.__getitem__), hint_of(request))
         status.req_context.set_state(ended)
-        self._policy.record_use(ended.keys, ended.hint)
+        self.record_stored(ended)
 
     def record_stored(self, ended: EndedRequest) -> None:
-        """Set the retention of an ended request's blocks again, after a copy to host memory."""
+        """Set the retention of an ended request's blocks, again after each copy to host memory."""
         self._policy.record_use(ended.keys, ended.hint)
+        if self._disk:
+            self._disk.record_use(ended.keys, ended.hint)
 
     def end(self, session: int) -> None:
         """End a session. The blocks that only it uses are then evicted first.
@@ -197,16 +215,21 @@ class SchedulerHostTier:
         This includes blocks that are not copied yet.
         """
         self._policy.end(session)
+        if self._disk:
+            self._disk.end(session)
         for status in self._connector.scheduler._req_status.values():
             ended = status.req_context.get_state(EndedRequest)
             if ended and ended.hint.session == session:
                 ended.hint = RetentionHint(Order.ENDED, session)
 
 
-def _peer_tier(manager: Any) -> "PeerTier | None":
-    """Return the tier for pulls, if the engine has it."""
+def _tier(manager: Any, kind: str) -> Any:
+    """Return the slower tier of this class; None if the engine has none.
+
+    The classes are not imported here, because they need vLLM's tiering.
+    """
     tiers = getattr(manager, "secondary_tiers", ())
-    return next((tier for tier in tiers if hasattr(tier, "serve")), None)
+    return next((tier for tier in tiers if type(tier).__name__ == kind), None)
 
 
 def _block_bytes(connector: OffloadingConnector) -> int:

@@ -229,7 +229,9 @@ async def test_requests_of_one_prompt_wait_for_a_hanging_peer_once(
     prompt = prompt_of(PROMPT, 21)
     pull = Pull("hangs", silent, PULL_KEY, PROMPT, 0.5)
     answers = await asyncio.gather(*(answer(own, prompt, pull) for _ in range(3)))
-    assert sorted(pulled(chunks).reason for chunks in answers) == ["late", "lost", "lost"]
+    reasons = sorted(pulled(chunks).reason for chunks in answers)
+    assert reasons.count("late") == 1
+    assert set(reasons) <= {"late", "lost", ""}  # empty: the first one's blocks were computed
     assert len({tuple(ids_of(chunks)) for chunks in answers}) == 1
 
 
@@ -241,7 +243,7 @@ async def test_both_engines_pull_from_each_other(pair: tuple[Running, Running]) 
         answer(second, prompts[0], pull_from(first, PROMPT)),
         answer(first, prompts[1], pull_from(second, PROMPT)),
     )
-    assert [pulled(chunks).tokens for chunks in answers] == [PROMPT, PROMPT]
+    assert [pulled(chunks).tokens for chunks in answers] == [PROMPT - BLOCK] * 2
     assert list(map(ids_of, answers)) == list(map(ids_of, computed))
 
 
