@@ -33,7 +33,7 @@ log = logging.getLogger("kvroute.replica")
 
 HEADER = struct.Struct("<8sQ")  # MAGIC and the checksum
 MAGIC = b"kvblock1"
-NAME = re.compile(r"([0-9a-f]+)-([0-9a-f]{16})\.kv")
+NAME = re.compile(r"((?:[0-9a-f]{2}){8,100})-([0-9a-f]{16})\.kv")
 FORMAT_NAME = re.compile(r"[0-9a-f]{32}")
 LOCK, NEW = ".lock", "new"
 
@@ -73,12 +73,15 @@ class BlockFiles:
         self.file_bytes = HEADER.size + row_bytes
         self._folder, self._format = folder, format_.encode()
         self._own = folder / format_[:32]
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._own.mkdir(mode=0o700, exist_ok=True)
+        self._create()
         _check_owner(self._own)
-        (self._own / NEW).mkdir(mode=0o700, exist_ok=True)
         self._lock = os.open(self._own / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def _create(self) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._own.mkdir(mode=0o700, exist_ok=True)
+        (self._own / NEW).mkdir(mode=0o700, exist_ok=True)
 
     def close(self) -> None:
         """Release the format's lock."""
@@ -90,6 +93,7 @@ class BlockFiles:
         Files of formats that no process uses are deleted, the oldest first, while all files take
         more than `max_bytes`. So are files that a process did not finish.
         """
+        self._create()  # somebody may have deleted the folder
         self._remove_unfinished()
         blocks = sorted(self._blocks(self._own))
         used_bytes, unused = 0, []

@@ -145,12 +145,22 @@ def test_foreign_files_are_left_alone(files: BlockFiles, tmp_path: Path) -> None
         files._own / "00" / "mine.kv",
         files._own / "mine",
         files._path(block(1)).parent / "deadbeef.kv",
+        files._path(block(1)).parent / f"{'a' * 15}-{'b' * 16}.kv",
     ]
     for path in foreign:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
     assert blocks(files) == [block(1)]
     assert all(path.read_text() == "mine" for path in foreign)
+
+
+def test_a_folder_that_was_deleted_is_created_again(files: BlockFiles, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(OSError, match="No such file"):
+        write(files, 1)
+    assert blocks(files) == []
+    write(files, 1)
+    assert read(files, 1)
 
 
 def test_a_clear_deletes_all_blocks(files: BlockFiles) -> None:

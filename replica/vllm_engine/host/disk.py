@@ -424,7 +424,12 @@ class DiskTier(SecondaryTierManager):
                 self._changes.append((block, False))
         others_blocks = -(-survey.others_bytes // self._block_size_bytes)
         self._evicted(self._index.set_limit(self.capacity_blocks - others_blocks))
-        new = [block for block in survey.blocks if OffloadKey(block.key) not in self._index]
+        by_key = {OffloadKey(block.key): block for block in survey.blocks}
+        new = [
+            block
+            for key, block in by_key.items()
+            if key not in self._index and self._events.has_group(key)
+        ]
         surplus = max(0, len(new) + len(self._index) - self._index.limit)
         for block in new[:surplus]:
             self._remove_file(block)

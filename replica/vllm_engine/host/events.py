@@ -83,6 +83,10 @@ class HostEvents(OffloadingEventsTracker):
         """Return the fingerprint of a block that has just arrived in host memory, if it has one."""
         return self._pending.get(key)
 
+    def has_group(self, key: OffloadKey) -> bool:
+        """Return whether the key belongs to one of the engine's groups."""
+        return get_offload_group_idx(key) < self._groups
+
     def disk_events(self, changes: Iterable[tuple[StoredBlock, bool]]) -> list[KVCacheEvent]:
         """Return events about the disk cache.
 
