@@ -85,7 +85,7 @@ class HostEvents(OffloadingEventsTracker):
 
     def has_group(self, key: OffloadKey) -> bool:
         """Return whether the key belongs to one of the engine's groups."""
-        return get_offload_group_idx(key) < self._groups
+        return bool(get_offload_group_idx(key) < self._groups)
 
     def disk_events(self, changes: Iterable[tuple[StoredBlock, bool]]) -> list[KVCacheEvent]:
         """Return events about the disk cache.

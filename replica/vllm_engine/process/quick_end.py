@@ -7,11 +7,14 @@ leaves shared memory behind.
 
 import atexit
 import gc
+import multiprocessing
 
 STOP_S = 20.0  # seconds that vLLM's processes get to end; most of them need 2 s
 
 
 def end_quickly() -> None:
-    """Make this process skip the search for garbage at its end."""
+    """Make this process skip the search for garbage at its end, if another one has started it."""
+    if multiprocessing.parent_process() is None:
+        return
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)
