@@ -40,7 +40,8 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.checked_ports),
         Option(
             REPLICAS,
-            "Range of ports; each replica listens for routers on a free one.",
+            "Range of ports; each replica listens for routers on a free one. With --host-cache-gb, "
+            "each of its ranks needs another one for pulls.",
             example="20000-20999",
             default="any",
         ),
