@@ -21,6 +21,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,8 +131,7 @@ class BlockFiles:
             return
         new = self._own / NEW / secrets.token_hex(16)
         try:
-            with open(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb", 0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # see _remove_unfinished
+            with _locked_file(new) as file:
                 _write(file.fileno(), HEADER.pack(MAGIC, self._checksum(block, row)), row.data)
                 path.parent.mkdir(mode=0o700, exist_ok=True)
                 appear(lambda: new.rename(path))
@@ -195,8 +195,7 @@ class BlockFiles:
         """
         path, size = self._own / NEW / secrets.token_hex(16), self.file_bytes
         try:
-            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+b", 0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+            with _locked_file(path) as file:
                 _write(file.fileno(), bytes(size))
                 os.fsync(file)
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -246,6 +245,16 @@ class BlockFiles:
             with contextlib.suppress(OSError), path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(path)
+
+
+def _locked_file(path: Path) -> FileIO:
+    """Create a file and lock it, so that no process takes it for unfinished."""
+    while True:
+        file = FileIO(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600), "r+")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # another process has deleted it before it was locked
 
 
 def _write(fd: int, *parts: bytes | memoryview) -> None:

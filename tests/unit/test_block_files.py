@@ -236,6 +236,23 @@ def test_a_kill_between_two_steps_leaves_a_whole_block_or_none(
     assert read(files, 1)
 
 
+def test_a_file_is_not_taken_for_unfinished_before_it_is_locked(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really, surveys = fcntl.flock, 0
+
+    def flock(file: Any, how: int) -> None:
+        nonlocal surveys
+        if how == fcntl.LOCK_EX and not surveys:
+            surveys += 1
+            files.survey(MUCH)
+        really(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write(files, 1)
+    assert read(files, 1)
+
+
 def test_formats_that_nobody_uses_are_deleted_when_space_is_needed(
     files: BlockFiles, tmp_path: Path
 ) -> None:
