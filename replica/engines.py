@@ -57,7 +57,7 @@ async def start_engines(
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
         return await _start_unpatched(settings, folder, reason)
     from kvroute.replica.vllm_engine.async_llm import VllmEngine
-    from kvroute.replica.vllm_engine.features import HOST_MEMORY, misfits
+    from kvroute.replica.vllm_engine.features import HOST_MEMORY, SLOWER_TIERS, misfits
 
     off = await asyncio.to_thread(misfits)
     reasons = [f"{feature.name}: off, because {reason}" for feature, reason in off.items()]
@@ -65,7 +65,7 @@ async def start_engines(
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
     if HOST_MEMORY in off:
         settings = settings.model_copy(update={"host_cache_gb": "0"})
-    if features.SLOWER_TIERS in off:
+    if SLOWER_TIERS in off:
         settings = settings.model_copy(update={"pull": "off", "disk_cache": None})
     return await VllmEngine.start(
         settings, folder, cores, host=host, key=key, unfit="; ".join(reasons)[:MAX_REASON]
