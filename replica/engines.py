@@ -65,7 +65,7 @@ async def start_engines(
         log.warning("kvroute's changes do not fit the installed vLLM: %s", reason)
     if HOST_MEMORY in off:
         settings = settings.model_copy(update={"host_cache_gb": "0"})
-    if SLOWER_TIERS in off:
+    if HOST_MEMORY in off or SLOWER_TIERS in off:
         settings = settings.model_copy(update={"pull": "off", "disk_cache": None})
     return await VllmEngine.start(
         settings, folder, cores, host=host, key=key, unfit="; ".join(reasons)[:MAX_REASON]

@@ -57,7 +57,6 @@ from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
-from kvroute.replica.vllm_engine.process.quick_end import STOP_S
 from kvroute.replica.vllm_engine.pulls import Pulls
 from kvroute.replica.vllm_engine.vllm_args import engine_args
 from kvroute.settings.replica import ReplicaSettings
@@ -331,7 +330,7 @@ class VllmEngine(Engine):
         """Close this rank. Closing rank 0 shuts vLLM down for all ranks."""
         if self._core.rank == 0:
             self._http.close()
-            await asyncio.to_thread(self._llm.shutdown, timeout=STOP_S)
+            await asyncio.to_thread(self._llm.shutdown, timeout=self._pulls.stop_s)
         self._subscription.close()
 
 

@@ -29,8 +29,18 @@ __all__ = [
     "grammar_start",
     "load_chat_template",
     "make_arg_parser",
+    "source_of_pulls",
     "validate_parsed_serve_args",
 ]
+
+
+def source_of_pulls() -> Any:
+    """Return how vLLM's metrics name tokens from other replicas; None: they have no such name."""
+    try:  # vLLM 0.32 and newer
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:  # vLLM 0.31
+        return None
+    return CacheHitSource.P2P
 
 
 def grammar_start(manager: Any, request: Any, delivered: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from kvroute.replica.fabric.pull_speed import LinkSpeed, PullSpeed
 from kvroute.replica.vllm_engine.blocks.events import Pulled
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.host.tier import OpenTiers
+from kvroute.replica.vllm_engine.process.quick_end import STOP_S
 from kvroute.settings.replica import ReplicaSettings
 
 OFF = PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
@@ -25,8 +26,14 @@ Run = Callable[[GenerateRequest, Emit], Awaitable[None]]
 class Pulls:
     """The pulls of one rank's requests."""
 
-    def __init__(self, opened: OpenTiers) -> None:
-        self.opened = opened
+    def __init__(self, opened: OpenTiers, stop_s: float | None = None) -> None:
+        """Create the pulls of a rank.
+
+        Args:
+            opened: The tiers behind the rank's host memory.
+            stop_s: Time that vLLM's processes get to end, in seconds; None: vLLM's own default.
+        """
+        self.opened, self.stop_s = opened, stop_s
         self._speed = PullSpeed(LinkSpeed(opened.latency_s, opened.bytes_per_s))
         # Id of a running request with a pull -> its result, as soon as it is known.
         self._results: dict[str, asyncio.Future[PullResult]] = {}
@@ -36,13 +43,13 @@ class Pulls:
         cls, core: RankCore, settings: ReplicaSettings, host: str, key: bytes
     ) -> "Pulls":
         """Open the tiers behind a rank's host memory, if it has any; see VllmEngine.start."""
-        if settings.host_cache_gb == "0" or (settings.pull == "off" and not settings.disk_cache):
+        if not settings.has_slower_tiers:
             return cls(OpenTiers())
         weights = await asyncio.to_thread(
             weights_digest, resolve(settings.model), settings.revision, settings.adapters
         )
         plain = await core.call("kvroute_open_tiers", host, [*settings.ports], key, weights)
-        return cls(OpenTiers(**plain))
+        return cls(OpenTiers(**plain), stop_s=STOP_S)
 
     @property
     def speed(self) -> LinkSpeed:

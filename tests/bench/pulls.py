@@ -33,6 +33,7 @@ ANSWER_TOKENS = 16
 WITHIN_S = 60.0
 OPTIONS: dict[str, Any] = {
     "host_cache_gb": "1.2",
+    "pull": "on",
     "kv_cache_memory_mb": 300,
     "max_model_len": 4_096,
 }

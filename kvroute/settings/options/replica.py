@@ -40,8 +40,8 @@ class ReplicaOptions(CommonOptions):
         AfterValidator(parsers.checked_ports),
         Option(
             REPLICAS,
-            "Range of ports; each replica listens for routers on a free one. With --host-cache-gb, "
-            "each of its ranks needs another one for pulls.",
+            "Range of ports; each replica listens for routers on a free one. With --pull on, each "
+            "of its ranks needs another one.",
             example="20000-20999",
             default="any",
         ),
@@ -122,9 +122,9 @@ class ReplicaOptions(CommonOptions):
         Option(
             CACHE,
             "on: replicas with --host-cache-gb copy blocks from each other's host memory where "
-            "that is faster than computing them.",
+            "that is faster than computing them. It has only run on CPUs so far.",
         ),
-    ] = "on"
+    ] = "off"
     disk_cache: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

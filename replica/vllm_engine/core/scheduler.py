@@ -87,7 +87,8 @@ class _Kvroute:
         self.retention_hints = RetentionHints(self.kv_cache_manager, self._pools)  # type: ignore[attr-defined]
         self.host = self._host_tier()  # None: there is no host tier
         die_with_parent()
-        end_quickly()
+        if self.host and self.host.has_slower_tiers:
+            end_quickly()
 
     def begin(self, space: Space) -> Division:
         """Make events have fingerprints from now on, and return how the cache is divided.

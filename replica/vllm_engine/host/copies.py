@@ -41,7 +41,7 @@ class HostCopies(OffloadingWorker):
         self,
         caches: CanonicalKVCaches,
         allocate: Callable[[int], Bytes],
-        release: Callable[[], None] = lambda: None,
+        release: Callable[[], None] | None = None,
     ) -> None:
         """Create a worker.
 
@@ -49,7 +49,8 @@ class HostCopies(OffloadingWorker):
             caches: vLLM's KV cache.
             allocate: Returns the host memory for one of the cache's tensors, an array of shape
                 [blocks, bytes]; called with the bytes of one block.
-            release: Called at the end, when nothing refers to these arrays.
+            release: Called at the end, when nothing refers to these arrays; None: they need no
+                release.
         """
         # For each tensor, an array of shape [blocks, bytes]. NumPy copies rows several times faster
         # than torch does.
@@ -87,8 +88,9 @@ class HostCopies(OffloadingWorker):
         pass
 
     def shutdown(self) -> None:
-        self._host.clear()
-        self._release()
+        if self._release is not None:
+            self._host.clear()
+            self._release()
 
     def _rows(
         self, cache_spec: GPULoadStoreSpec, tier_spec: BlockIDsLoadStoreSpec

@@ -130,10 +130,11 @@ class DiskTier(SecondaryTierManager):
         Raises:
             OSError: The folder cannot be used.
         """
-        self._files = BlockFiles(self._folder, format_, self._block_size_bytes)
-        bytes_per_s = self._files.measured_bytes_per_s()
-        self._speed = CopySpeed(bytes_per_s)
-        self._apply(self._files.survey(self._max_bytes))
+        files = BlockFiles(self._folder, format_, self._block_size_bytes)
+        bytes_per_s = files.measured_bytes_per_s()
+        survey = files.survey(self._max_bytes)
+        self._speed, self._files = CopySpeed(bytes_per_s), files
+        self._apply(survey)
         return bytes_per_s
 
     # Methods that vLLM calls.

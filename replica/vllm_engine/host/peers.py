@@ -23,12 +23,12 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvroute.contract.pull import PullResult, Reason
 from kvroute.replica.fabric.protocol import Rows
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import MAX_PULLS, BlockServer, Find
+from kvroute.replica.vllm_engine.compat import source_of_pulls
 from kvroute.replica.vllm_engine.host.events import HostEvents
 from kvroute.replica.vllm_engine.host.pull_orders import PullOrder
 
@@ -48,7 +48,7 @@ class _Done(NamedTuple):
 class PeerTier(SecondaryTierManager):
     """Pulls for one scheduler. vLLM calls all methods in the scheduler's thread."""
 
-    cache_hit_source = CacheHitSource.P2P
+    cache_hit_source = source_of_pulls()
 
     def __init__(
         self,

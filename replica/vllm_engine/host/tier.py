@@ -142,6 +142,11 @@ class SchedulerHostTier:
         return opened
 
     @property
+    def has_slower_tiers(self) -> bool:
+        """Return whether blocks can also come from other replicas or from a disk."""
+        return self._peers is not None or self._disk is not None
+
+    @property
     def has_pull_results(self) -> bool:
         """Return whether some pulls have ended whose results are not published yet."""
         pulls = self._connector.kvroute_pulls

@@ -31,6 +31,7 @@ LONGEST = 4_096
 async def engines() -> AsyncIterator[tuple[Running, Running]]:
     own: dict[str, Any] = {
         "host_cache_gb": "0.6",
+        "pull": "on",
         "kv_cache_memory_mb": 256,
         "max_model_len": LONGEST,
     }

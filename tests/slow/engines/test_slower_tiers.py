@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +41,8 @@ def start() -> Iterator[Callable[..., "Tiered"]]:
 
     engines: list[Tiered] = []
 
-    def create(weights: str = "w", **options: Any) -> Tiered:
-        engines.append(Tiered(**options))
+    def create(weights: str = "w", own: Mapping[str, Any] | None = None, **options: Any) -> Tiered:
+        engines.append(Tiered(own={"pull": "on", **(own or {})}, **options))
         engines[-1].opened = engines[-1].open(weights)
         compute_at(engines[-1], SLOW)
         return engines[-1]
