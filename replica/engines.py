@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvroute.contract.records import TierFacts
 from kvroute.process import vllm_build
@@ -20,6 +21,9 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
+
+if TYPE_CHECKING:
+    from kvroute.replica.sim_engine.simulated import SimulatedEngine
 
 log = logging.getLogger("kvroute.replica")
 
@@ -47,7 +51,11 @@ async def start_engines(
 
         return await start_attached(settings, folder, replica_id)
     if settings.engine == "simulated":
-        return [_start_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
+        simulated = [_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
+        for engine in simulated if settings.pull == "on" and key else ():
+            if engine.facts.host:
+                engine.serve_blocks(host, settings.ports, key)
+        return simulated
     if settings.engine_hooks == "off":
         return await _start_unpatched(settings, folder, "")
     cores = claim_cores(settings.cores)
@@ -89,7 +97,7 @@ def _unfit() -> str:
     return misfit_of_the_rest()
 
 
-def _start_simulated(settings: ReplicaSettings, folder: str) -> Engine:
+def _simulated(settings: ReplicaSettings, folder: str) -> "SimulatedEngine":
     from kvroute.replica.sim_engine.config import SimulatedConfig
     from kvroute.replica.sim_engine.simulated import SimulatedEngine
 

@@ -160,12 +160,8 @@ class BlockPool:
         if self._host is None or full <= table.written:
             return
         table.written = full
-        added, dropped = self._host.store(table.hashes[:full])
-        if dropped:
-            self._events.append(BlockRemoved(dropped, HOST))
-        if added:
-            self._events.append(BlockStored(added, added, HOST))
-            self._count_out(len(added))
+        if added := self._store_in_host(table.hashes[:full]):
+            self._count_out(added)
 
     def forget(self, table: Table, computed: int) -> None:
         """Remove the table's blocks after its first `computed` tokens from the cache.
@@ -244,6 +240,16 @@ class BlockPool:
 
     def _reusable(self, table: Table) -> list[Fingerprint]:
         return table.hashes[: reusable_blocks(len(table.token_ids), self.block_size)]
+
+    def _store_in_host(self, hashes: Sequence[Fingerprint]) -> int:
+        """Store blocks of a prompt in host memory, and return the number of new ones."""
+        assert self._host is not None
+        added, dropped = self._host.store(hashes)
+        if dropped:
+            self._events.append(BlockRemoved(dropped, HOST))
+        if added:
+            self._events.append(BlockStored(added, added, HOST))
+        return len(added)
 
     def _count_out(self, blocks: int) -> None:
         """Count a copy of blocks to host memory."""

@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvroute.contract.adapters import LOAD_S
-from kvroute.contract.records import TierFacts
+from kvroute.contract.records import EngineFacts, TierFacts
+from kvroute.replica.engine.pins import pin_budget
+
+# Prefill speed that an engine reports if its prefill takes no time, in tokens per second.
+INSTANT_TOKENS_PER_S = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +38,27 @@ class SimulatedConfig:
     lora_load_s: float = LOAD_S  # seconds to load an adapter; no step runs meanwhile
     # Token ids that are generated if the engine has no tokenizer.
     vocabulary: Sequence[int] = range(1000, 1512)
+
+
+def facts_of(config: SimulatedConfig) -> EngineFacts:
+    """Return what an engine with this configuration publishes about itself."""
+    return EngineFacts(
+        block_size=config.block_size,
+        capacity_blocks=config.capacity_blocks,
+        max_model_len=config.max_model_len,
+        prefill_tokens_per_s=config.prefill_tokens_per_s or INSTANT_TOKENS_PER_S,
+        attention_tokens=config.attention_tokens,
+        prefix_caching=config.prefix_caching,
+        pin_blocks=pin_budget(
+            config.pin_share if config.prefix_caching else 0.0,
+            capacity_blocks=config.capacity_blocks,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+        ),
+        max_num_seqs=config.max_running,
+        step_tokens=config.max_batched_tokens,
+        max_cpu_loras=config.max_cpu_loras,
+        engine="simulated",
+        content_format="string",
+        host=config.host,
+    )

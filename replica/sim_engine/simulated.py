@@ -6,10 +6,11 @@ requests are in the batch, and blocks.py manages their blocks.
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from itertools import count
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import HOST_GROUPS
@@ -18,25 +19,26 @@ from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRe
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import Order, RetentionHint
 from kvroute.contract.preparation import prepared
-from kvroute.contract.records import EngineFacts, Load
+from kvroute.contract.pull import PullResult
+from kvroute.contract.records import Load
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
-from kvroute.replica.engine.pins import admit_pin, pin_budget
+from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.fabric.block_format import format_of
 from kvroute.replica.sim_engine import http_response
-from kvroute.replica.sim_engine.blocks import BlockPool, Table
-from kvroute.replica.sim_engine.config import SimulatedConfig
+from kvroute.replica.sim_engine.blocks import Table
+from kvroute.replica.sim_engine.config import SimulatedConfig, facts_of
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary, salt
 from kvroute.replica.sim_engine.output import Output, TokenLogprob, joined
 from kvroute.replica.sim_engine.pace import Pace
+from kvroute.replica.sim_engine.pulls import SPEED, PullingPool, SimulatedPulls, reporting
 from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.scheduler import Batch, SimulatedScheduler
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice
 
 # Maximum number of events that were not read yet. If there are more, EventsLost replaces them all.
 MAX_WAITING_EVENTS = 100_000
-# Prefill speed that the engine reports if its prefill takes no time, in tokens per second.
-INSTANT_TOKENS_PER_S = 1e6
 
 
 class SimulatedEngine(Engine):
@@ -51,33 +53,14 @@ class SimulatedEngine(Engine):
                 None: the engine generates numbers as words.
         """
         self.config = config
-        self.facts = EngineFacts(
-            block_size=config.block_size,
-            capacity_blocks=config.capacity_blocks,
-            max_model_len=config.max_model_len,
-            prefill_tokens_per_s=config.prefill_tokens_per_s or INSTANT_TOKENS_PER_S,
-            attention_tokens=config.attention_tokens,
-            prefix_caching=config.prefix_caching,
-            pin_blocks=pin_budget(
-                config.pin_share if config.prefix_caching else 0.0,
-                capacity_blocks=config.capacity_blocks,
-                block_size=config.block_size,
-                max_model_len=config.max_model_len,
-            ),
-            max_num_seqs=config.max_running,
-            step_tokens=config.max_batched_tokens,
-            max_cpu_loras=config.max_cpu_loras,
-            engine="simulated",
-            content_format="string",
-            host=config.host,
-        )
+        self.facts = facts_of(config)
         self._vocabulary = (
             Vocabulary.of_tokenizer(tokenizer)
             if tokenizer
             else Vocabulary.of_numbers(config.vocabulary)
         )
         self.group_entries = (0,) if config.host is None else (0, HOST_GROUPS)
-        self._pool = BlockPool(
+        self._pool = PullingPool(
             model=config.model,
             revision=config.revision,
             block_size=config.block_size,
@@ -97,6 +80,7 @@ class SimulatedEngine(Engine):
         self._events: list[KVEvent] = []
         self._has_events = asyncio.Event()
         self._has_work = asyncio.Event()
+        self._pulls: SimulatedPulls | None = None  # None: the engine does not pull
         self._pace = Pace()
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
@@ -110,7 +94,44 @@ class SimulatedEngine(Engine):
     def host_pins(self) -> Mapping[str, int]:
         return self._host_pins
 
+    def serve_blocks(self, host: str, ports: Sequence[int], key: bytes) -> None:
+        """Serve the blocks in host memory to other engines, and pull from them.
+
+        Args:
+            host: The address on which to listen.
+            ports: The ports to try.
+            key: Pulls must prove to know this key.
+
+        Raises:
+            OSError: No port is free.
+        """
+        config = self.config
+        assert config.host
+        space = {"simulated": [config.model, config.revision, config.block_size]}
+        self._pulls = SimulatedPulls(
+            self._pool,
+            config.host,
+            host=host,
+            ports=ports,
+            key=key,
+            format_=format_of(space),
+            publish=self._publish,
+        )
+        self.facts = replace(
+            self.facts, blocks_address=self._pulls.address, format=format_of(space)
+        )
+
+    async def pull(self, request: GenerateRequest) -> PullResult:
+        if self._pulls is None or request.pull is None:
+            return await super().pull(request)
+        # An engine never uses the block of a prompt's last token, so the prompt gets another token.
+        longer = np.append(request.token_ids, np.uint32(0))
+        return await self._pulls.pull(replace(request, token_ids=longer), request.pull)
+
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
+        if self._pulls is not None and request.pull is not None:
+            prepared()
+            emit = reporting(emit, await self._pulls.pull(request, request.pull))
         if request.call is None:
             await self._generate_raw(request, emit)
             return
@@ -205,6 +226,8 @@ class SimulatedEngine(Engine):
             self._pool.used_blocks,
             tuple(self._adapters.names),
             self.config.lora_load_s,
+            pull_latency_s=SPEED.latency_s if self._pulls else 0.0,
+            pull_bytes_per_s=SPEED.bytes_per_s if self._pulls else 0.0,
         )
 
     async def check(self) -> None:
@@ -229,6 +252,8 @@ class SimulatedEngine(Engine):
         self._publish()
 
     async def reset_prefix_cache(self) -> bool:
+        if self._pulls is not None:
+            self._pulls.abort()
         if self._scheduler.running or self._scheduler.reloads:
             return False
         for name in {*self.pins, *self.host_pins}:
@@ -241,6 +266,8 @@ class SimulatedEngine(Engine):
         """Stop the engine. Open streams end with EngineDeadError."""
         self._is_closed = True
         self._has_events.set()
+        if self._pulls is not None:
+            await self._pulls.close()
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
