@@ -1,7 +1,8 @@
 """An engine with a disk cache: its blocks survive a restart, and no file is believed blindly."""
 
 import shutil
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,32 @@ async def test_the_folder_stays_within_its_limit_and_a_full_disk_costs_only_spee
         assert len(again) == 8
         later = [await answer(running, prompt_of(PROMPT, seed)) for seed in range(8)]
         assert list(map(ids_of, later)) == list(map(ids_of, answers))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk for some 20 blocks."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this user cannot mount a disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+async def test_a_full_disk_costs_only_speed(options: dict[str, Any], small_disk: Path) -> None:
+    async with started("vllm", **options | {"disk_cache": small_disk / "cache"}) as running:
+        first = [await answer(running, prompt_of(PROMPT, seed)) for seed in range(4)]
+        await until(lambda: sum(moved.disk_failures for moved in running.transfers) > 0)
+        for seed in range(100, 130):  # evict these prompts from both memories
+            await answer(running, prompt_of(PROMPT, seed))
+        again = [await answer(running, prompt_of(PROMPT, seed)) for seed in range(4)]
+        assert list(map(ids_of, again)) == list(map(ids_of, first))
+        assert (await running.compare()).drift == 0
+        assert len(_sizes(small_disk)) == 1
+        await until(lambda: not list(small_disk.glob("cache/*/new/*")))
+
+
+def _sizes(folder: Path) -> set[int]:
+    return {file.stat().st_size for file in folder.rglob("*.kv")}

@@ -99,18 +99,18 @@ def check(chunks: list[Chunk], computed: list[int], within_s: float = LONG_S) ->
 
 
 @pytest.mark.parametrize(
-    ("faults", "within_s", "reason"),
+    ("faults", "within_s", "reason", "seed"),
     [
-        (Faults(damaged_at=AT), LONG_S, "damaged"),
-        (Faults(cut_at=AT), LONG_S, "lost"),
-        (Faults(hangs_at=AT), LIMIT_S, "late"),
+        (Faults(damaged_at=AT), LONG_S, "damaged", 10),
+        (Faults(cut_at=AT), LONG_S, "lost", 11),
+        (Faults(hangs_at=AT), LIMIT_S, "late", 12),
     ],
     ids=["wrong bytes", "cut half-way", "hangs half-way"],
 )
 async def test_blocks_before_a_fault_of_the_link_are_used_and_the_rest_is_computed(
-    engines: Pair, faults: Faults, within_s: float, reason: str
+    engines: Pair, faults: Faults, within_s: float, reason: str, seed: int
 ) -> None:
-    prompt, computed = await filled(engines, AT + len(reason))
+    prompt, computed = await filled(engines, seed)
     with link(engines.peer.engine.facts.blocks_address, faults) as address:
         pull = pull_from(engines, address, within_s, name=reason)
         result = check(await answer(engines.own, prompt, pull), computed, within_s)
@@ -180,6 +180,7 @@ async def test_a_peer_that_is_killed_during_a_pull(engines: Pair) -> None:
             answer(engines.own, prompt, pull_from(engines, address, name="dies"))
         )
         await until(lambda: engines.own.engine.load().waiting > 0)
+        await asyncio.sleep(0.3)
         engines.peer_core.kill()
         result = check(await waiting, computed)
     assert result.reason == "lost"
