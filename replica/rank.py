@@ -12,7 +12,7 @@ from statistics import fmean
 
 from msgspec import structs
 
-from kvroute.blocks.tiers import DISK, HOST
+from kvroute.blocks.tiers import DISK, GROUPS, HOST
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.records import Description, Load
 from kvroute.process.tracing import Tracing
@@ -55,7 +55,9 @@ class Rank:
         tiers = engine.facts.tiers
         self._copies = {tier: CopySpeed(facts.bytes_per_s) for tier, facts in tiers.items()}
         # Number of KV cache groups in the engine's own memory. Each slower tier has as many groups.
-        self._groups = len(engine.group_entries) // (1 + len(engine.facts.tiers))
+        entries = engine.group_entries
+        in_tiers = {entry // GROUPS for entry in entries if entry is not None}
+        self._groups = len(entries) // max(1, len(in_tiers))
         self._metrics = metrics
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(

@@ -15,7 +15,6 @@ vLLM loads these classes by name in the engine's process. They use private API o
 version. tests/slow/engines/test_engine.py checks the behaviour that they rely on.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,8 +44,6 @@ from kvroute.replica.vllm_engine.process.quick_end import end_quickly
 
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.tier import SchedulerHostTier
-
-log = logging.getLogger("kvroute.replica")
 
 # Keys in the extra_args of SamplingParams. When the request ends, its prompt's blocks in the
 # engine's memory (PIN) or in host memory (HOST_PIN) are pinned. The value is the pin's name.
@@ -277,17 +274,10 @@ def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) 
 def kvroute_open_tiers(
     core: EngineCore, host: str, ports: list[int], key: bytes, weights: str
 ) -> dict[str, Any]:
-    """Open the tiers behind host memory (host/tier.py); return an OpenTiers as plain values.
-
-    A problem switches these tiers off, and nothing else.
-    """
+    """Open the tiers behind host memory (host/tier.py); return an OpenTiers as plain values."""
     if (tier := core.scheduler.host) is None:
         return {}
-    try:
-        opened = tier.open(host, ports, key, weights)
-    except OSError as error:
-        log.warning("pulls from other replicas and the disk cache are off: %s", error)
-        return {}
+    opened = tier.open(host, ports, key, weights)
     core.scheduler._publish_events()  # the blocks on the disk
     plain: dict[str, Any] = opened._asdict()
     return plain

@@ -85,10 +85,10 @@ class PeerTier(SecondaryTierManager):
         self, host: str, ports: Sequence[int], *, key: bytes, format_: str, find: Find
     ) -> str:
         """Start to serve, and return the address; see BlockServer. Raises OSError."""
-        self._format = format_
         self._server = BlockServer(
             host, ports, key=key, format_=format_, find=find, rows=self._rows
         )
+        self._format = format_
         return self._server.address
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -6,6 +6,7 @@ eviction in kvroute's order, and a check that copying blocks back (a reload) is 
 computing them.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,6 @@ from kvroute.replica.fabric.pull_speed import measured
 from kvroute.replica.fabric.server import Place
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_of
-from kvroute.replica.vllm_engine.host.block_facts import block_facts
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
 from kvroute.replica.vllm_engine.host.connector import EndedRequest, HostTierConnector, Manager
 from kvroute.replica.vllm_engine.host.events import HostEvents
@@ -39,6 +39,8 @@ from kvroute.replica.vllm_engine.host.pull_orders import PullOrders
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.disk import DiskTier
     from kvroute.replica.vllm_engine.host.peers import PeerTier
+
+log = logging.getLogger("kvroute.replica")
 
 
 class OpenTiers(NamedTuple):
@@ -114,32 +116,43 @@ class SchedulerHostTier:
     def open(self, host: str, ports: Sequence[int], key: bytes, weights: str) -> OpenTiers:
         """Open the slower tiers: serve blocks to other replicas, and read the disk cache.
 
+        A problem with one of them switches it off, and nothing else.
+
         Args:
             host: The address on which to listen.
             ports: The ports to try.
             key: Pulls must prove to know this key.
             weights: Digest of the model's weights.
-
-        Raises:
-            OSError: No port is free, the engine cannot connect to itself, or the folder of the disk
-                cache cannot be used.
         """
+        # Imported only here: if it does not fit the installed vLLM, these tiers are off.
+        from kvroute.replica.vllm_engine.host.block_facts import block_facts
+
         opened = OpenTiers()
         if tier := self._peers or self._disk:
             row_bytes = tier.block_size_bytes
             facts = block_facts(self._connector, self._space, weights=weights, row_bytes=row_bytes)
             opened = opened._replace(format=format_of(facts))
         if self._disk:
-            opened = opened._replace(disk_bytes_per_s=self._disk.open(opened.format))
+            try:
+                opened = opened._replace(disk_bytes_per_s=self._disk.open(opened.format))
+            except OSError as error:
+                log.warning("the disk cache is off: %s; choose another folder", error)
         if self._peers and key:
-            speed = measured(host, self._peers.block_size_bytes)
-            address = self._peers.serve(
-                host, ports, key=key, format_=opened.format, find=self._place
-            )
-            opened = opened._replace(
-                address=address, latency_s=speed.latency_s, bytes_per_s=speed.bytes_per_s
-            )
+            try:
+                opened = self._serve(self._peers, opened, host, ports, key)
+            except OSError as error:
+                log.warning("pulls from other replicas are off: %s; check --replica-ports", error)
         return opened
+
+    def _serve(
+        self, peers: "PeerTier", opened: OpenTiers, host: str, ports: Sequence[int], key: bytes
+    ) -> OpenTiers:
+        """Start to serve blocks. Raises OSError if no port is free, for example."""
+        speed = measured(host, peers.block_size_bytes)
+        address = peers.serve(host, ports, key=key, format_=opened.format, find=self._place)
+        return opened._replace(
+            address=address, latency_s=speed.latency_s, bytes_per_s=speed.bytes_per_s
+        )
 
     @property
     def has_slower_tiers(self) -> bool:

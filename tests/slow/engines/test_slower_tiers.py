@@ -343,16 +343,14 @@ def test_a_disk_slower_than_computing_is_not_read(
 
 
 def test_a_folder_that_cannot_be_used_switches_the_tier_off(
-    start: Callable[..., "Tiered"], tmp_path: Path
+    start: Callable[..., "Tiered"], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from tests.support.host_tiers import Tiered
-
     (tmp_path / "cache").write_text("a file")
-    engine = Tiered(own=disk(tmp_path))
-    with pytest.raises(OSError, match="cache"):
-        engine.open()
-    assert engine.ask(0, PROMPT) == 0
-    engine.close()
+    peer, engine = start(), start(own=disk(tmp_path))
+    assert engine.opened.disk_bytes_per_s == 0
+    assert "the disk cache is off" in caplog.text
+    peer.ask(0, PROMPT)
+    assert engine.ask(0, PROMPT, pull=pull_from(peer)) == PROMPT - 1  # pulls are on
 
 
 # The end
