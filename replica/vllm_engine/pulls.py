@@ -58,6 +58,8 @@ class Pulls:
 
     def record(self, events: Iterable[msgspec.Struct]) -> None:
         """Record the results of pulls among the events of vLLM's process."""
+        if not self.opened.address:
+            return
         for event in events:
             if isinstance(event, Pulled):
                 if not event.result.reason:
