@@ -20,11 +20,20 @@ class Faults:
     hangs_at: int | None = None  # nothing arrives from this position on
 
 
+@dataclass
+class Link:
+    """A link that runs."""
+
+    address: str  # pulls from this address go through the link
+    sent_bytes: int = 0  # bytes that have gone from the server to pullers
+
+
 @contextlib.contextmanager
-def link(address: str, faults: Faults) -> Iterator[str]:
-    """Forward connections to an address, and yield the address of the link."""
+def link(address: str, faults: Faults) -> Iterator[Link]:
+    """Forward connections to an address."""
     is_over, threads = threading.Event(), list[threading.Thread]()
     with socket.create_server(("127.0.0.1", 0)) as server:
+        own = Link(f"127.0.0.1:{server.getsockname()[1]}")
 
         def accept() -> None:
             while True:
@@ -32,26 +41,32 @@ def link(address: str, faults: Faults) -> Iterator[str]:
                     puller, _ = server.accept()
                 except OSError:
                     return
-                thread = threading.Thread(target=_serve, args=(puller, address, faults, is_over))
+                thread = threading.Thread(
+                    target=_serve, args=(own, puller, address, faults, is_over)
+                )
                 threads.append(thread)
                 thread.start()
 
         accepting = threading.Thread(target=accept)
         accepting.start()
-        yield f"127.0.0.1:{server.getsockname()[1]}"
-        is_over.set()
-        server.shutdown(socket.SHUT_RDWR)
-        accepting.join()
+        try:
+            yield own
+        finally:
+            is_over.set()
+            server.shutdown(socket.SHUT_RDWR)
+            accepting.join()
     for thread in threads:
         thread.join()
 
 
-def _serve(puller: socket.socket, address: str, faults: Faults, is_over: threading.Event) -> None:
+def _serve(
+    own: Link, puller: socket.socket, address: str, faults: Faults, is_over: threading.Event
+) -> None:
     host, port = address.rsplit(":", 1)
     with puller, contextlib.suppress(OSError), socket.create_connection((host, int(port))) as peer:
         back = threading.Thread(target=_forward, args=(puller, peer))
         back.start()
-        _forward_badly(peer, puller, faults, is_over)
+        _forward_badly(own, peer, puller, faults, is_over)
         for each in (peer, puller):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -65,7 +80,11 @@ def _forward(source: socket.socket, target: socket.socket) -> None:
 
 
 def _forward_badly(
-    source: socket.socket, target: socket.socket, faults: Faults, is_over: threading.Event
+    own: Link,
+    source: socket.socket,
+    target: socket.socket,
+    faults: Faults,
+    is_over: threading.Event,
 ) -> None:
     at, began_s = 0, time.monotonic()
     with contextlib.suppress(OSError):
@@ -82,6 +101,7 @@ def _forward_badly(
                 data[faults.damaged_at - at] ^= 1
             target.sendall(data)
             at = end
+            own.sent_bytes += len(data)
             left_s = began_s + at / faults.bytes_per_s - time.monotonic()
             if left_s > 0 and is_over.wait(left_s):
                 return
