@@ -8,10 +8,11 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Feature, Fingerprint
-from kvroute.blocks.tiers import Tier
+from kvroute.blocks.tiers import PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
+from kvroute.contract.pull import PullResult
 from kvroute.router.admission.limits import Entry
 from kvroute.router.admission.seats import Seats
 from kvroute.router.admission.waits import DEFAULT_URGENCY, NO_WAIT, Refusal, Urgency, Wait
@@ -20,6 +21,7 @@ from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.ledger import NOTHING, Ledger, account
 from kvroute.router.placement.load import ReplicaLoad
 from kvroute.router.placement.policy import Candidate
+from kvroute.router.placement.pulls import Pulls
 from kvroute.router.placement.scale import Scale
 from kvroute.router.sessions.breaks import Break
 from kvroute.router.sessions.returns import NO_HINTS, EvictionReason, Retention, SessionHints
@@ -231,6 +233,8 @@ class Attempt:
     trace: TraceContext | None = None  # the attempt's span, if an observer records spans
     # The sessions that may send requests; None: no limit, or the request belongs to no session.
     seats: Seats[Any] | None = None
+    pulls: Pulls | None = None  # counts this attempt's pull from a peer; None: it pulls nothing
+    pulled: PullResult | None = None  # what the pull has done; None: nothing is known yet
     is_complete: bool = False
     output_tokens: int = 0  # tokens of all choices so far
     first_tokens: int = 0  # output tokens in the first chunk
@@ -252,6 +256,8 @@ class Attempt:
         """Record a chunk from the replica."""
         self.output_tokens += len(chunk.token_ids)
         self.is_complete = chunk.is_last
+        if chunk.pulled is not None:
+            self.end_pull(chunk.pulled, now_s)
         if self.last_chunk_s is None:
             self.first_tokens = self.output_tokens
             self.cached_tokens = chunk.cached_tokens
@@ -264,8 +270,19 @@ class Attempt:
     def first_token(self, now_s: float) -> None:
         """Record that the first token has arrived."""
         self.first_token_s = now_s
+        self.end_pull(None, now_s)
         self.load.first_token(self.request_id, now_s)
         self.observer.first_token(self)
+
+    def end_pull(self, result: PullResult | None, now_s: float) -> None:
+        """Record that the attempt's pull is over.
+
+        Args:
+            result: what it has done; None: unknown.
+        """
+        self.pulled = result or self.pulled
+        if self.pulls is not None:
+            self.pulls.end(self.request_id, result, now_s)
 
     def end(self, outcome: Outcome | None = None) -> None:
         """End the attempt. A second call has no effect.
@@ -276,6 +293,7 @@ class Attempt:
         if self.outcome is not None:
             return
         self.outcome = outcome or ("ok" if self.is_complete else "cancelled")
+        self.end_pull(None, self.last_chunk_s or self.sent_s)
         self.load.finish(self.request_id)
         self._learn_step()
         if self.is_over and self.last_chunk_s is not None and self.capacity_blocks:
@@ -371,8 +389,9 @@ class Attempt:
             return {}
         candidate = self.placement.candidate(self.replica_id)
         begin, saved_s = candidate.gpu_blocks * self.placement.block_size, dict[Tier, float]()
-        wait_s = candidate.reload_s / len(reloaded)
+        slower = [tier for tier in reloaded if tier != PEER]
         for tier, tokens in reloaded.items():
+            wait_s = candidate.pull_s if tier == PEER else candidate.reload_s / len(slower)
             computed_s = self.load.speed.slowness * self.load.model.seconds(begin, begin + tokens)
             saved_s[tier] = max(0.0, computed_s - wait_s)
             begin += tokens

@@ -26,8 +26,9 @@ from kvroute.router.placement.baselines import Ranking
 from kvroute.router.placement.caches import NO_RELOAD, Caches, Hits
 from kvroute.router.placement.load import PendingRequest, ReplicaLoad, learned_slowness
 from kvroute.router.placement.loads import UNKNOWN_STEP_S, Loads
-from kvroute.router.placement.policy import Candidate, rank
+from kvroute.router.placement.policy import Candidate, prices, rank
 from kvroute.router.placement.pressure import Pressure
+from kvroute.router.placement.pulls import Pulls
 from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.router.sessions.branches import Branches
 from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, SessionHints
@@ -99,6 +100,8 @@ class Fleet:
         self.loads = Loads(self.replicas, step_s=step_s)
         self.caches = Caches(Space(model, revision, block_size), self.replicas, self.loads)
         self.mirror = self.caches.mirror  # this router's copy of the index of cached blocks
+        self.pulls = Pulls(self.replicas, self.loads, self.mirror)
+        self.pulls.is_on = ranking is rank
         self.observer = observer
         self.seats = seats
         self.returns = Returns(random.Random(rng.getrandbits(64)))  # which sessions will continue
@@ -121,6 +124,7 @@ class Fleet:
         self.replicas.update(records, unleased=unleased, unreadable=unreadable)
         self.caches.update()
         self.loads.update()
+        self.pulls.update()
         if self.seats is not None:
             self.cache_tokens = sum(map(self.caches.capacity_tokens, self.replicas.records))
 
@@ -185,6 +189,15 @@ class Fleet:
         )
         busy_s, pressure = self.loads.scale.busy_s, self.pressure.value
         forks = self._branches.forks(prefix)
+        if offers := self.pulls.offers(chain, best):
+            candidates = self.pulls.apply(
+                candidates,
+                offers,
+                best=best,
+                block_size=self._block_size,
+                prices=prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks),
+                now_s=now_s,
+            )
         ranking = self._rank(
             candidates, rng=self._rng, busy_s=busy_s, pressure=pressure, forks=forks
         )
@@ -341,7 +354,7 @@ class Fleet:
                 self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
             ),
             lora=placement.lora,
-            loads_first=candidate.lora_s > 0 or candidate.reload_s > 0,
+            loads_first=candidate.lora_s > 0 or candidate.reload_s > 0 or candidate.pull is not None,
             turn=None if is_batch else retention and retention.turn,
             is_batch=is_batch,
         )
@@ -350,19 +363,28 @@ class Fleet:
             self.pressure.record(
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
-        attempt = self.begin(dispatch, now_s, 0.0 if candidate.lora_s else candidate.reload_s)
+        reload_s, pull_s = candidate.reload_s, candidate.pull_s
+        if candidate.lora_s:
+            reload_s = pull_s = 0.0
+        attempt = self.begin(dispatch, now_s, reload_s, pull_s)
+        if candidate.pull:
+            self.pulls.begin(request_id, candidate, now_s)
+            attempt.pulls = self.pulls
         attempt.placement, attempt.observer = placement, self.observer
         attempt.boundaries = self.replicas.layouts.get(replica_id)
         attempt.context = context or attempt.context
         self.observer.sent(attempt)
         return attempt
 
-    def begin(self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0) -> Attempt:
+    def begin(
+        self, dispatch: Dispatch, now_s: float, reload_s: float = 0.0, pull_s: float = 0.0
+    ) -> Attempt:
         """Count a request that this router or another one has sent to a replica.
 
         Args:
             reload_s: seconds until its blocks are copied back from slower tiers, such as host
                 memory. The engine computes other prompts meanwhile.
+            pull_s: seconds until its blocks are pulled from a peer.
         """
         replica_id, loads = dispatch.replica_id, self.loads
         load = loads.lane(replica_id) if dispatch.is_batch else loads.of(replica_id)
@@ -376,6 +398,7 @@ class Fleet:
                 lora=dispatch.lora,
                 loads_first=dispatch.loads_first,
                 reload_s=reload_s,
+                pull_s=pull_s,
                 prefix=dispatch.known_block,
                 blocks=dispatch.expected.blocks if dispatch.is_batch else (),
             ),

@@ -46,13 +46,14 @@ class PendingRequest:
     # Seconds until blocks are copied back from slower tiers, such as host memory. It is 0 for
     # requests of other routers, since routers do not publish this time.
     reload_s: float = 0.0
+    pull_s: float = 0.0  # seconds until blocks are pulled from another replica; this router's only
     prefix: Fingerprint | None = None  # last block of its prompt that any replica had
     blocks: Collection[Fingerprint] = ()  # blocks that it computes; known for batch requests only
 
     @property
     def ready_s(self) -> float:
         """Return the earliest time at which the engine can compute the prompt."""
-        return self.sent_s + self.reload_s
+        return self.sent_s + self.reload_s + self.pull_s
 
     @property
     def waits_for_copies(self) -> bool:
@@ -60,7 +61,7 @@ class PendingRequest:
 
         The engine computes other prompts meanwhile. While it loads an adapter, it computes nothing.
         """
-        return self.reload_s > 0 or (self.loads_first and not self.lora)
+        return self.reload_s > 0 or self.pull_s > 0 or (self.loads_first and not self.lora)
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
             blocks=sent.blocks,
         )
         if sent.reload_s:
-            self.reloads.begin(request_id, sent.ready_s)
+            self.reloads.begin(request_id, sent.sent_s + sent.reload_s)
         if sent.lora:
             self.loras.use(sent.lora)
             self.loras_sent[0].append(sent.lora)

@@ -1,6 +1,6 @@
 """Ranks replicas for a request by cost. This module only computes: no clock, no socket, no Ray.
 
-    cost = waiting + reload + memory + own + copy + lora
+    cost = waiting + reload + pull + memory + own + copy + lora
            + worth * ((alpha - 1) * (own + copy + lora) + COPY_PRICE * copy)
            + rotation + decode
 
@@ -11,10 +11,13 @@ terms are in seconds; alpha, worth and COPY_PRICE are factors:
     reload   copying back blocks of the prompt that the replica has in slower tiers, such as host
              memory, and the earlier copies there that have to end first. It delays this request
              only and takes no GPU time
+    pull     copying blocks of the prompt from another replica's host memory instead of computing
+             them: the time until they are in GPU memory, the time that other pulls lose meanwhile,
+             and the later work for the blocks that they evict. It takes no GPU time (pulls.py)
     memory   time until running answers have ended and the KV cache has space for the prompt
     own      prefill of the tokens that no replica has cached: it is the same work on every replica
-    copy     prefill of the tokens that another replica has cached and this one has not. Unlike own,
-             it has the surcharge COPY_PRICE even if the fleet is idle: it takes GPU time that other
+    copy     prefill of the tokens that another replica has cached and this one has not, and does
+             not pull. Unlike own, it has the surcharge COPY_PRICE even if the fleet is idle: it takes GPU time that other
              requests could use, and its blocks evict others
     lora     loading the request's LoRA adapter if it is not loaded. The engine computes nothing
              meanwhile
@@ -46,10 +49,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvroute.blocks.tiers import TierBlocks
+from kvroute.router.pulls.links import PullSpeed
 
 PRICE = 35.0  # alpha - 1 if the lower quartile of the waiting times is one Scale.busy_s
 MAX_PRICE = 40.0  # upper bound of alpha - 1
 COPY_PRICE = 2.5  # surcharge for `copy`, as a multiple of it
+# Price of the blocks that pulled blocks evict, as a multiple of the work that they cause later
+# according to the cache pressure.
+EVICTION_PRICE = 1.0
 # The term `rotation` of a replica that got twice as many new conversations as the mean, as a
 # multiple of `own`.
 ROTATION = 1.25
@@ -58,6 +65,24 @@ IDLE_POWER = 16
 # Number of decode steps in which a new request slows down the running answers, in addition to the
 # engine steps that compute this prompt and the prompts before it.
 DECODE_STEPS = 11.0
+
+
+class PeerPull(NamedTuple):
+    """Blocks of a prompt that a replica would pull from another replica, its peer."""
+
+    peer_id: str
+    blocks: int  # the peer has this many leading blocks of the prompt in its host memory
+    transfer_s: float  # seconds of the transfer if no other pull is in progress
+    speed: PullSpeed  # how fast the replica pulls, by its own figures
+    wait_s: float  # seconds until the earlier pulls at both ends should be done
+    reload_s: float  # seconds of the copy from the replica's host memory to the GPU
+    delay_s: float  # seconds that the pulls in progress at the peer lose
+    saved_s: float  # seconds of prefill that the pull replaces
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds until the blocks are in GPU memory."""
+        return self.wait_s + self.transfer_s + self.reload_s
 
 
 class Candidate(NamedTuple):
@@ -85,6 +110,12 @@ class Candidate(NamedTuple):
     # Number of conversations that started there with the prefix of the longest hit, divided by the
     # mean of all replicas.
     branch_share: float = 1.0
+    pull: PeerPull | None = None  # blocks to pull from a peer; hit_blocks includes them
+
+    @property
+    def pull_s(self) -> float:
+        """Return the seconds until the pulled blocks are in GPU memory; 0: nothing to pull."""
+        return self.pull.seconds if self.pull else 0.0
 
     @property
     def gpu_blocks(self) -> int:
@@ -94,7 +125,7 @@ class Candidate(NamedTuple):
     @property
     def ttft_s(self) -> float:
         """Return the predicted time to the first token of this request, in seconds."""
-        waits_s = self.backlog_s + self.reload_s + self.memory_s
+        waits_s = self.backlog_s + self.reload_s + self.pull_s + self.memory_s
         return waits_s + self.own_s + self.copy_s + self.lora_s
 
 
@@ -105,7 +136,8 @@ class Prices:
     alpha: float  # price of congestion
     rotation: float  # factor of the term `rotation`; 0 unless the prompt starts a conversation
     copy: float = COPY_PRICE  # surcharge for the term `copy`, as a multiple of it
-    copy_uses: float = 1.0  # conversations that share the cost of the term `copy`
+    copy_uses: float = 1.0  # conversations that share the cost of the terms `copy` and `pull`
+    evicted: float = 0.0  # price of the blocks that a pull evicts, as a multiple of its `saved_s`
 
 
 def prices(
@@ -128,15 +160,17 @@ def prices(
     # The factor with which the rules for rotation fade out: 1 if all replicas are idle.
     fade = (backlogs_s.count(0.0) / count) ** IDLE_POWER * max(0.0, 1.0 - pressure)
     alpha = 1.0 + min(MAX_PRICE, PRICE * backlogs_s[count // 4] / busy_s)
+    evicted = EVICTION_PRICE * pressure * alpha
     if not is_start:
-        return Prices(alpha, rotation=0.0)
+        return Prices(alpha, rotation=0.0, evicted=evicted)
     if not forks:
-        return Prices(alpha, rotation=ROTATION * fade)
+        return Prices(alpha, rotation=ROTATION * fade, evicted=evicted)
     return Prices(
         alpha,
         rotation=ROTATION * fade,
         copy=COPY_PRICE * (1.0 - fade),
         copy_uses=1.0 + fade * forks,
+        evicted=evicted,
     )
 
 
@@ -145,6 +179,7 @@ class CostTerms(NamedTuple):
 
     waiting: float
     reload: float
+    pull: float
     memory: float
     own: float
     copy: float
@@ -163,6 +198,18 @@ def cost_s(candidate: Candidate, prices: Prices) -> float:
     return sum(_terms(candidate, prices))
 
 
+def copy_cost_s(copy_s: float, worth: float, prices: Prices) -> float:
+    """Return the term `copy` of a candidate."""
+    price = (prices.alpha - 1.0) * worth
+    return (1.0 + price + prices.copy * worth) * copy_s / prices.copy_uses
+
+
+def pull_cost_s(pull: PeerPull, prices: Prices) -> float:
+    """Return the term `pull` of a candidate with a pull."""
+    cost_s = pull.seconds + pull.delay_s + prices.evicted * pull.saved_s
+    return cost_s / prices.copy_uses
+
+
 def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
     """Return the fields of `CostTerms` as a plain tuple, which is made in a third of the time."""
     own_s, copy_s = candidate.own_s, candidate.copy_s
@@ -170,6 +217,7 @@ def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
     return (
         candidate.backlog_s,
         candidate.reload_s,
+        pull_cost_s(candidate.pull, prices) if candidate.pull else 0.0,
         candidate.memory_s,
         (1.0 + price) * own_s,
         (1.0 + price + prices.copy * candidate.worth) * copy_s / prices.copy_uses,

@@ -1,21 +1,32 @@
 """The replicas with a record in the index: their records and leases, and whose cache is usable."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
-from kvroute.blocks.tiers import Tier
+from kvroute.blocks.tiers import HOST, Tier
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.prefill.speed import PrefillModel, prefill_model
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of
 from kvroute.router.index.handshake import NO_REASONS, Handshake
+from kvroute.router.pulls.links import PullSpeed
 
 # Assumptions for a replica without a record.
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
 UNKNOWN_STEP_TOKENS = 8192  # the most tokens that an engine step computes
+
+
+class Exchange(NamedTuple):
+    """What a replica needs to exchange blocks of its host memory with others."""
+
+    format: str  # replicas exchange blocks only if their formats are equal
+    address: str  # address of the replica's block server; empty: it does not let others pull
+    block_bytes: int  # bytes of one block
+    speed: PullSpeed | None  # how fast it pulls; None: it does not pull
 
 
 class ReplicaRegistry:
@@ -40,6 +51,8 @@ class ReplicaRegistry:
         self.layouts: dict[str, Boundaries] = {}
         # Replica id -> its slower tiers, such as host memory. Replicas without any have no entry.
         self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}
+        # Replica id -> how it exchanges blocks with others. Replicas that do not have no entry.
+        self.exchanges: dict[str, Exchange] = {}
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
@@ -74,6 +87,7 @@ class ReplicaRegistry:
         self.layouts, unknown_layouts = _layouts(current)
         self.tiers = _tiers(current)
         self.handshake.check(current, unreadable, unknown_layouts)
+        self.exchanges = _exchanges(current, self.degraded)
         self._leased = self._records.keys() - set(unleased)
         self.free_blocks = {
             record.id: record.facts.capacity_blocks - record.load.used_blocks for record in current
@@ -215,3 +229,26 @@ def _tiers(records: Iterable[ReplicaRecord]) -> dict[str, Mapping[Tier, TierFact
         for record in records
         if record.facts.tiers and record.facts.prefix_caching
     }
+
+
+def _exchanges(
+    records: Iterable[ReplicaRecord], degraded: Collection[str]
+) -> dict[str, Exchange]:
+    """Return how replicas exchange blocks of their host memory, by replica id.
+
+    Engines with several cache groups do not, since a pull is a number of leading tokens.
+    """
+    exchanges = {}
+    for record in records:
+        facts, load = record.facts, record.load
+        if not facts.format or facts.layout is not None or record.id in degraded:
+            continue
+        if (tier := facts.tiers.get(HOST)) is None or not facts.prefix_caching:
+            continue
+        speed = None
+        if load.pull_bytes_per_s:
+            speed = PullSpeed(load.pull_latency_s, load.pull_bytes_per_s)
+        exchanges[record.id] = Exchange(
+            facts.format, facts.blocks_address, tier.block_bytes, speed
+        )
+    return exchanges

@@ -1,0 +1,1 @@
+"""Pulls between replicas: how fast the links are, which are in use, and which have failed."""
