@@ -74,6 +74,20 @@ def replay(
         float | None,
         typer.Option(min=0.001, help="Speed of copies from host memory (default: the profile's)."),
     ] = None,
+    link_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="With --host-tokens: bandwidth of each replica's network link, over which "
+            "replicas pull blocks from each other (default: the profile's; 0: they do not pull).",
+        ),
+    ] = None,
+    link_latency_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Time until the first bytes of a pull (default: the profile's)."
+        ),
+    ] = None,
     load: Annotated[
         float | None,
         typer.Option(
@@ -191,6 +205,10 @@ def replay(
         host_tokens=host_tokens,
         host_gb_per_s=host_gb_per_s or profile.host_gb_per_s,
         kv_bytes=profile.kv_bytes,
+        link_gb_per_s=profile.link_gb_per_s if link_gb_per_s is None else link_gb_per_s,
+        link_latency_s=(
+            profile.link_latency_s if link_latency_ms is None else link_latency_ms / 1000
+        ),
     )
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
     try:

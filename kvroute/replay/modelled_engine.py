@@ -3,16 +3,14 @@
 A request reserves the blocks for its whole answer when it is admitted, so no request is preempted.
 The exceptions are batch requests, which give way to others by the rules in contract/priority.py.
 If a part of a prompt is in a slower tier (host memory), its request may wait for a copy of these
-blocks before it joins the batch. Other requests run in the meantime.
+blocks before it joins the batch. Other requests run in the meantime. A request whose blocks are
+pulled from another replica waits in the same way; the caller models the pull (network.py).
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count, takewhile
 from types import MappingProxyType
-from typing import NamedTuple
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
@@ -21,77 +19,10 @@ from kvroute.contract.priority import lane_tokens
 from kvroute.contract.records import Load, TierFacts
 from kvroute.replay.hardware.model import EngineModel
 from kvroute.replay.policies.protocol import LoadReport
+from kvroute.replay.steps import Plan, Running, StepResult, Waiting, blocks_needed
 from kvroute.replay.tier_memory import TierMemory
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
-
-
-@dataclass(slots=True, eq=False)
-class Running:
-    """A request that the engine has admitted."""
-
-    request: Request
-    computed: int  # number of prompt tokens whose keys and values are cached, including hits
-    blocks: list[int]  # indices of the cache blocks for the prompt and the answer
-    keep: RetentionHint  # when the blocks may be evicted after the answer
-    waited: "Waiting"  # the request as it waited, in case it is preempted
-    is_in_lane: bool = False  # whether it gives way to others
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What routers learn at the end of the planned steps."""
-
-    first_tokens: list[Request] = field(default_factory=list)  # requests with their first token
-    finished: list[Request] = field(default_factory=list)
-    added: list[Fingerprint] = field(default_factory=list)  # newly cached blocks
-    removed: list[Fingerprint] = field(default_factory=list)  # evicted blocks; apply before `added`
-
-
-def blocks_needed(request: Request) -> int:
-    """Return the number of KV blocks for a request's prompt and whole answer."""
-    return -(-(request.input_tokens + request.output_tokens) // request.block_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The scheduled steps: one step with prefill, or several steps with decodes only."""
-
-    started_s: float
-    steps: int
-    first_s: float  # duration of the first step
-    growth_s: float  # how much longer each step is than the step before
-    chunks: Sequence[tuple[Running, int]] = ()  # sequence, its prompt tokens in this step
-
-    @property
-    def ends_s(self) -> float:
-        """Return the time at which the last step ends."""
-        k = self.steps
-        return self.started_s + k * self.first_s + self.growth_s * k * (k - 1) / 2
-
-    def steps_by(self, now_s: float) -> int:
-        """Return the number of steps that have started by that time; it is at least 1."""
-        past_s = now_s - self.started_s
-        linear_s = self.first_s - self.growth_s / 2
-        # k steps take growth/2 k^2 + linear k seconds. This solves for k if they take `past_s`, in
-        # the form of the root that also allows growth = 0.
-        root = 2 * past_s / (linear_s + math.sqrt(linear_s**2 + 2 * self.growth_s * past_s))
-        return min(self.steps, max(1, math.ceil(root)))
-
-
-class Waiting(NamedTuple):
-    """A waiting request. They are admitted in the order of their first two fields."""
-
-    due_s: float  # time of arrival, plus the order from the router
-    number: int  # number of the arrival
-    request: Request
-    keep: RetentionHint
-    is_batch: bool = False
-    generated: int = 0  # tokens of the answer that were generated before it was preempted
-
-    def is_in_lane(self, now_s: float) -> bool:
-        return self.is_batch and self.due_s > now_s
-
 
 NO_TIERS: Mapping[Tier, TierFacts] = MappingProxyType({})
 
@@ -128,6 +59,8 @@ class ModelledReplica:
         self._waiting: list[Waiting] = []  # heap of the requests that are not admitted yet
         # Requests that need a block which is being copied for another request.
         self._blocked: list[Waiting] = []
+        self._pulling: dict[int, Waiting] = {}  # requests that wait for their own pulls
+        self._pulled: dict[int, frozenset[Fingerprint]] = {}  # the blocks that they pull
         self._prefilling: list[Running] = []
         # Heap: number of the last step, index of the request, sequence.
         self._decoding: list[tuple[int, int, Running]] = []
@@ -149,6 +82,7 @@ class ModelledReplica:
         new_tokens: int | None = None,
         keep: RetentionHint | None = None,
         is_batch: bool = False,
+        pulled: Sequence[Fingerprint] = (),
     ) -> None:
         """Queue a request. If only decodes run, end the plan early, so that it is admitted soon.
 
@@ -159,15 +93,20 @@ class ModelledReplica:
             new_tokens: Prompt tokens to compute, as the router expects; None: look into the cache.
             keep: Retention hint for the request's blocks.
             is_batch: Whether the request gives way to others.
+            pulled: Blocks that the request pulls. It waits until the caller calls `end_pull`.
         """
         self._now_s = now_s
         waiting = Waiting(
             now_s + order_s, next(self._arrivals), request, keep or RetentionHint(), is_batch
         )
-        heappush(self._waiting, waiting)
         self._pending_tokens[request.index] = (
             self._missing_tokens(request) if new_tokens is None else new_tokens
         )
+        if pulled:
+            self._pulling[request.index] = waiting
+            self._pulled[request.index] = frozenset(pulled)
+            return
+        heappush(self._waiting, waiting)
         if self.plan is None or self._waiting[0].request is request:
             self._shorten_plan(now_s)
 
@@ -181,6 +120,24 @@ class ModelledReplica:
         self._fill(sequence, sequence.computed, end)
         sequence.computed = end
         self._prefilling.append(sequence)
+        self._unblock(now_s)
+
+    def held_blocks(self, request: Request) -> int:
+        """Return how many leading blocks of a prompt are in one of the replica's memories."""
+        hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
+        return hits if self.memory is None else hits + self.memory.hits(request, hits)
+
+    def end_pull(self, request: Request, blocks: int, now_s: float) -> None:
+        """End a request's pull. It has brought the prompt's leading blocks, up to this number."""
+        assert self.memory is not None
+        self._now_s = now_s
+        self.memory.store(request.blocks[:blocks])
+        del self._pulled[request.index]
+        heappush(self._waiting, self._pulling.pop(request.index))
+        self._unblock(now_s)
+
+    def _unblock(self, now_s: float) -> None:
+        """Let all requests that wait for another request's blocks be admitted."""
         while self._blocked:
             heappush(self._waiting, self._blocked.pop())
         self._shorten_plan(now_s)
@@ -348,12 +305,22 @@ class ModelledReplica:
         return True
 
     def _is_reloading_block(self, request: Request) -> bool:
-        """Return whether another request copies the first block that this one's prefix lacks."""
-        if self.memory is None or not self._reloading:
+        """Return whether another request gets the first block that this one's prefix lacks.
+
+        It copies the block from the slower tier, or pulls it.
+        """
+        memory = self.memory
+        if memory is None or not (self._reloading or self._pulling):
             return False
         missing = (block for block in request.reusable if block not in self.cache)
         first = next(missing, None)
-        return first is not None and self.memory.is_reloading(first)
+        if first is None or memory.is_reloading(first):
+            return first is not None
+        hits = self.held_blocks(request)
+        if hits >= len(request.reusable):
+            return False
+        block = request.reusable[hits]
+        return any(block in pulled for pulled in self._pulled.values())
 
     def _reload(self, admitted: Running) -> bool:
         """Start a copy from a slower tier if that saves time; return whether a copy was started."""
@@ -444,4 +411,4 @@ class ModelledReplica:
 
     @property
     def _queued(self) -> int:
-        return len(self._waiting) + len(self._blocked) + self._reloading
+        return len(self._waiting) + len(self._blocked) + self._reloading + len(self._pulling)

@@ -10,12 +10,26 @@ from itertools import count, pairwise
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, Tier
-from kvroute.contract.messages import RouterMessage
+from kvroute.contract.pull import PullResult, Reason
 from kvroute.contract.records import TierFacts
-from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
-from kvroute.replay.modelled_engine import ModelledReplica, StepResult, blocks_needed
+from kvroute.replay.events import (
+    Arrival,
+    Event,
+    IndexChange,
+    PeerMessage,
+    Poll,
+    PullChange,
+    ReloadEnd,
+    Reports,
+    RouterWake,
+    StepEnd,
+)
+from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, LINK_LATENCY_S, EngineModel
+from kvroute.replay.modelled_engine import ModelledReplica
+from kvroute.replay.network import LinkModel, Network
 from kvroute.replay.policies.production import POLICIES
-from kvroute.replay.policies.protocol import LoadReport, Policy, Setup
+from kvroute.replay.policies.protocol import Decision, Policy, Setup
+from kvroute.replay.steps import StepResult, blocks_needed
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, FollowUp
 from kvroute.replay.workload.trace import Request, TraceError
 
@@ -37,6 +51,15 @@ class Cluster:
     host_tokens: int = 0  # size of each replica's cache in host memory, in tokens; 0: none
     host_gb_per_s: float = HOST_GB_PER_S  # speed of copies from host memory
     kv_bytes: int = KV_BYTES  # bytes of a token's keys and values
+    link_gb_per_s: float = 0.0  # bandwidth of each replica's link for pulls; 0: no pulls
+    link_latency_s: float = LINK_LATENCY_S  # time until the first bytes of a pull
+
+    @property
+    def link(self) -> LinkModel | None:
+        """Return the links for pulls; None: replicas do not pull."""
+        if not self.host_tokens or not self.link_gb_per_s:
+            return None
+        return LinkModel(1e9 * self.link_gb_per_s, self.link_latency_s)
 
     def tiers(self, block_tokens: int) -> Mapping[Tier, TierFacts]:
         """Return the slower tiers of each replica: its host memory, if it keeps blocks there."""
@@ -66,70 +89,7 @@ class Outcome:
     reloaded_tokens: list[int]  # hit tokens that were copied from a slower tier
     reload_wait_s: list[float]  # seconds that each request waited for a copy
     reload_s: list[float]  # seconds that each replica spent on copies
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A client sends a request to a router."""
-
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class StepEnd:
-    """The end of the steps that a replica has planned."""
-
-    replica: int
-    at_s: float  # planned end; the event is ignored if the replica has changed its plan since
-
-
-@dataclass(frozen=True, slots=True)
-class ReloadEnd:
-    """A replica's oldest copy from a slower tier ends."""
-
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
-class IndexChange:
-    """Routers receive a change of a replica's cached blocks."""
-
-    replica: int
-    added: Sequence[Fingerprint]
-    removed: Sequence[Fingerprint]
-
-
-@dataclass(frozen=True, slots=True)
-class PeerMessage:
-    """The other routers receive a router's message."""
-
-    router: int  # the sender
-    message: RouterMessage
-
-
-@dataclass(frozen=True, slots=True)
-class RouterWake:
-    """A router may be able to send requests from its queue at this time."""
-
-    router: int
-
-
-@dataclass(frozen=True, slots=True)
-class Poll:
-    """All replicas send a report of their load to a router."""
-
-    router: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reports:
-    """A router receives the reports of all replicas."""
-
-    router: int
-    reports: Sequence[LoadReport]  # in the order of the replicas
-
-
-Event = Arrival | StepEnd | ReloadEnd | IndexChange | PeerMessage | RouterWake | Poll | Reports
+    pulled_tokens: list[int]  # tokens that were pulled from another replica
 
 
 def simulate(
@@ -184,6 +144,7 @@ class _Simulation:
             cluster.engine.chunk_tokens,
             cluster.engine.max_sequences,
             cluster.tiers(block_tokens),
+            cluster.link,
         )
         self._cluster = cluster
         self._requests = requests
@@ -197,6 +158,8 @@ class _Simulation:
             ModelledReplica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.tiers)
             for speed in cluster.speeds
         ]
+        self._network = Network(cluster.link or LinkModel(math.inf, 0.0))
+        self._pulled: dict[int, PullResult] = {}  # request index -> what its pull has done
         self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
         self._order = count()  # numbers the events; at equal times, the lower number is first
         dependent = {*queued, *(follow_up.index for follow_up in follow_ups.values())}
@@ -219,6 +182,7 @@ class _Simulation:
             reloaded_tokens=zero_counts.copy(),
             reload_wait_s=zeros.copy(),
             reload_s=[],
+            pulled_tokens=zero_counts.copy(),
         )
 
     def run(self, until_s: float) -> Outcome:
@@ -233,6 +197,8 @@ class _Simulation:
                     self._end_step(replica, at_s)
                 case ReloadEnd(replica):
                     self._end_reload(replica, now_s)
+                case PullChange(at_s):
+                    self._change_pulls(at_s)
                 case IndexChange(replica, added, removed):
                     for router in self._routers:
                         router.on_index_change(replica, added, removed)
@@ -266,9 +232,13 @@ class _Simulation:
     def _send(self, router: int, now_s: float) -> None:
         """Deliver the requests that a router dispatches now, and its message to other routers."""
         policy = self._routers[router]
-        for request, chosen, order_s, new_tokens, keep, is_batch in policy.take_decisions(now_s):
+        for decision in policy.take_decisions(now_s):
+            request, chosen, order_s, new_tokens, keep, is_batch, _ = decision
+            pulled = self._begin_pull(decision, now_s)
             old_plan = self._replicas[chosen].plan
-            self._replicas[chosen].arrive(request, now_s, order_s, new_tokens, keep, is_batch)
+            self._replicas[chosen].arrive(
+                request, now_s, order_s, new_tokens, keep, is_batch, pulled
+            )
             if self._replicas[chosen].plan is not old_plan:
                 self._await_step(chosen)
             self._await_reloads(chosen)
@@ -277,6 +247,56 @@ class _Simulation:
         if after_s and now_s + after_s < self._wakes_s.get(router, math.inf):
             self._wakes_s[router] = now_s + after_s
             self._push(now_s + after_s, RouterWake(router))
+
+    def _begin_pull(self, decision: Decision, now_s: float) -> Sequence[Fingerprint]:
+        """Begin the pull of a decision, if there is any, and return the blocks to pull."""
+        request, order = decision.request, decision.pull
+        if order is None:
+            return ()
+        target, source = self._replicas[decision.replica], self._replicas[order.source]
+        first = target.held_blocks(request)
+        assert source.memory is not None
+        end = min(order.blocks, first + source.memory.hits(request, first))
+        if end <= first:
+            reason: Reason = "" if order.blocks <= first else "gone"
+            self._pulled[request.index] = PullResult(0, 0, 0.0, reason)
+            return ()
+        self._network.begin(
+            request,
+            order,
+            decision.replica,
+            first_block=first,
+            blocks=end - first,
+            block_bytes=source.memory.block_bytes,
+            now_s=now_s,
+        )
+        self._await_pulls()
+        return request.blocks[first:end]
+
+    def _change_pulls(self, at_s: float) -> None:
+        if self._network.next_s != at_s:
+            return
+        for transfer in self._network.end(at_s):
+            request, number = transfer.request, transfer.target
+            memory, replica = self._replicas[transfer.source].memory, self._replicas[number]
+            assert memory is not None
+            blocks = min(transfer.arrived, memory.hits(request, transfer.first_block))
+            tokens = blocks * request.block_tokens
+            is_late = transfer.arrived < transfer.blocks
+            reason: Reason = "late" if is_late else "" if blocks == transfer.blocks else "gone"
+            self._pulled[request.index] = transfer.result(tokens, at_s, reason)
+            self._outcome.pulled_tokens[request.index] = tokens
+            old_plan = replica.plan
+            replica.end_pull(request, transfer.first_block + blocks, at_s)
+            if replica.plan is not old_plan:
+                self._await_step(number)
+            self._await_reloads(number)
+        self._await_pulls()
+
+    def _await_pulls(self) -> None:
+        next_s = self._network.next_s
+        if next_s < math.inf:
+            self._push(next_s, PullChange(next_s))
 
     def _begin_polls(self) -> None:
         """Schedule the first reports. A single router gets none, since it knows all requests."""
@@ -300,6 +320,8 @@ class _Simulation:
         self._publish(replica, result, at_s)
         for request in result.first_tokens:
             self._record_first_token(request.index, self._replicas[replica], at_s)
+            if pulled := self._pulled.pop(request.index, None):
+                self._routers[self._router_of(request)].on_pulled(request, pulled, at_s)
             self._routers[self._router_of(request)].on_first_token(request, at_s)
             self._on_first_token()
         self._unfinished -= len(result.finished)

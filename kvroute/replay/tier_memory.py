@@ -51,6 +51,15 @@ class TierMemory(Generic[T]):
         """Return the fingerprints of all blocks in the tier; those of answers are negative."""
         return iter(self._cache)
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a block."""
+        return self._facts.block_bytes
+
+    def hits(self, request: Request, start: int) -> int:
+        """Return how many blocks of the prompt in a row are in the tier, from block `start` on."""
+        return self._cache.hits(request.reusable, start)
+
     def blocks_worth_copying(self, request: Request, hits: int) -> int:
         """Return how many blocks to copy for a request that has `hits` blocks in the engine.
 

@@ -354,7 +354,9 @@ class Fleet:
                 self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
             ),
             lora=placement.lora,
-            loads_first=candidate.lora_s > 0 or candidate.reload_s > 0 or candidate.pull is not None,
+            loads_first=candidate.lora_s > 0
+            or candidate.reload_s > 0
+            or candidate.pull is not None,
             turn=None if is_batch else retention and retention.turn,
             is_batch=is_batch,
         )

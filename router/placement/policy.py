@@ -17,8 +17,8 @@ terms are in seconds; alpha, worth and COPY_PRICE are factors:
     memory   time until running answers have ended and the KV cache has space for the prompt
     own      prefill of the tokens that no replica has cached: it is the same work on every replica
     copy     prefill of the tokens that another replica has cached and this one has not, and does
-             not pull. Unlike own, it has the surcharge COPY_PRICE even if the fleet is idle: it takes GPU time that other
-             requests could use, and its blocks evict others
+             not pull. Unlike own, it has the surcharge COPY_PRICE even if the fleet is idle: it
+             takes GPU time that other requests could use, and its blocks evict others
     lora     loading the request's LoRA adapter if it is not loaded. The engine computes nothing
              meanwhile
     alpha    the price of congestion. It is 1 while a quarter of the fleet is idle, and rises with

@@ -231,9 +231,7 @@ def _tiers(records: Iterable[ReplicaRecord]) -> dict[str, Mapping[Tier, TierFact
     }
 
 
-def _exchanges(
-    records: Iterable[ReplicaRecord], degraded: Collection[str]
-) -> dict[str, Exchange]:
+def _exchanges(records: Iterable[ReplicaRecord], degraded: Collection[str]) -> dict[str, Exchange]:
     """Return how replicas exchange blocks of their host memory, by replica id.
 
     Engines with several cache groups do not, since a pull is a number of leading tokens.
@@ -248,7 +246,5 @@ def _exchanges(
         speed = None
         if load.pull_bytes_per_s:
             speed = PullSpeed(load.pull_latency_s, load.pull_bytes_per_s)
-        exchanges[record.id] = Exchange(
-            facts.format, facts.blocks_address, tier.block_bytes, speed
-        )
+        exchanges[record.id] = Exchange(facts.format, facts.blocks_address, tier.block_bytes, speed)
     return exchanges

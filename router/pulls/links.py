@@ -94,9 +94,7 @@ class Links:
     def is_open(self, source: str, target: str, now_s: float) -> bool:
         """Return whether neither end pauses after a failure."""
         out, into = self._sources.get(source), self._targets.get(target)
-        return not (
-            (out and now_s < out.closed_until_s) or (into and now_s < into.closed_until_s)
-        )
+        return not ((out and now_s < out.closed_until_s) or (into and now_s < into.closed_until_s))
 
     # Pulls.
 
@@ -139,7 +137,7 @@ class Links:
         self._speeds.setdefault(key, Speed()).learn(predicted_s, took_s)
 
     def fail(self, transfer: Transfer, now_s: float, *, busy_s: float) -> None:
-        """Let both ends pause after a pull that brought nothing, longer after each failure in a row.
+        """Let both ends pause after a failed pull, longer after each failure in a row.
 
         One of them has the fault. The other one's next pull works, which ends its pauses.
 

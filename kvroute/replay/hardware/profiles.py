@@ -12,7 +12,13 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, EngineModel
+from kvroute.replay.hardware.model import (
+    HOST_GB_PER_S,
+    KV_BYTES,
+    LINK_GB_PER_S,
+    LINK_LATENCY_S,
+    EngineModel,
+)
 from kvroute.settings.help import expectation
 
 DEFAULT_ENGINE = "h200-8b"
@@ -45,6 +51,8 @@ class Profile(BaseModel):
     kv_tokens: PositiveInt = 800_000  # tokens in the KV cache
     kv_bytes: PositiveInt = KV_BYTES  # bytes of a token's keys and values
     host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # speed of copies from host memory to all GPUs
+    link_gb_per_s: PositiveFloat = LINK_GB_PER_S  # bandwidth of its network link, in each direction
+    link_latency_s: NonNegativeFloat = LINK_LATENCY_S  # time until the first bytes of a pull
 
     def engine(self) -> EngineModel:
         """Return the model of an engine with this profile."""

@@ -3,6 +3,8 @@
 POLICY_NAMES = (
     "kvroute",
     "kvroute-lru",
+    "kvroute-never-pull",
+    "kvroute-always-pull",
     "round-robin",
     "power-of-two",
     "least-loaded",

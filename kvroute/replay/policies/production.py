@@ -12,7 +12,9 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.keep import SESSION_BITS, RetentionHint, batch_hint, hash_number
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.priority import BATCH_S
+from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
+from kvroute.replay.network import PullOrder
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
 from kvroute.replay.policies.protocol import Decision, LoadReport, Policy, Setup
 from kvroute.replay.policies.rivals import (
@@ -29,7 +31,8 @@ from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.policy import Candidate
+from kvroute.router.placement.policy import Candidate, PeerPull, Prices
+from kvroute.router.placement.pulls import Pulls
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.returns import Retention, SessionHints
 
@@ -86,8 +89,16 @@ class Production:
             step_tokens=setup.chunk_tokens,
             max_num_seqs=setup.max_sequences,
             host=setup.tiers.get(HOST),
+            format="replay" if setup.link else "",
+            blocks_address="replay" if setup.link else "",
         )
-        self._fleet.update(ReplicaRecord(name, "replay", 0, facts, Load()) for name in self._names)
+        load = Load()
+        if setup.link:
+            load = Load(
+                pull_latency_s=setup.link.latency_s, pull_bytes_per_s=setup.link.bytes_per_s
+            )
+        self._fleet.pulls = self.pulls(self._fleet)
+        self._fleet.update(ReplicaRecord(name, "replay", 0, facts, load) for name in self._names)
         for name in self._names:
             self._fleet.mirror.join(name)
 
@@ -179,7 +190,15 @@ class Production:
             attempt.dispatch.new_tokens,
             self.retention_hint(keep),
             is_batch=is_in_lane,
+            pull=best.pull
+            and PullOrder(
+                int(best.pull.peer_id), best.pull.blocks, self._fleet.pulls.within_s(best)
+            ),
         )
+
+    def pulls(self, fleet: Fleet) -> Pulls:
+        """Return what decides about pulls."""
+        return fleet.pulls
 
     def is_in_lane(self, queued: QueuedRequest[Request]) -> bool:
         """Return whether the request gives way to others at its replica."""
@@ -192,6 +211,9 @@ class Production:
     def retention_hint(self, keep: RetentionHint) -> RetentionHint | None:
         """Return the retention hint to send for the request's blocks; None: no hint."""
         return keep
+
+    def on_pulled(self, request: Request, result: PullResult, now_s: float) -> None:
+        self._attempts[request.index].end_pull(result, now_s)
 
     def on_first_token(self, request: Request, now_s: float) -> None:
         self._attempts[request.index].first_token(now_s)
@@ -234,6 +256,28 @@ class LeastRecentlyUsed(Production):
         return None
 
 
+class NeverPull(Production):
+    """kvroute, but replicas never pull blocks from each other."""
+
+    def pulls(self, fleet: Fleet) -> Pulls:
+        fleet.pulls.is_on = False
+        return fleet.pulls
+
+
+class AlwaysPull(Production):
+    """kvroute, but a replica pulls whenever another one has more of the prompt."""
+
+    def pulls(self, fleet: Fleet) -> Pulls:
+        return UnconditionalPulls(fleet.replicas, fleet.loads, fleet.mirror)
+
+
+class UnconditionalPulls(Pulls):
+    """Plans a pull for each replica that has less of the prompt than another one."""
+
+    def is_worth(self, pull: PeerPull, candidate: Candidate, prices: Prices) -> bool:
+        return True
+
+
 class MinTtft(Production):
     """The replica with the earliest first token: queued prefill plus the prompt's own prefill.
 
@@ -248,6 +292,8 @@ class MinTtft(Production):
 POLICIES: Mapping[str, Callable[[Setup, random.Random], Policy]] = {
     "kvroute": Production,
     "kvroute-lru": LeastRecentlyUsed,
+    "kvroute-never-pull": NeverPull,
+    "kvroute-always-pull": AlwaysPull,
     **{name: partial(Baseline, name) for name in RANKINGS if name != "kvroute"},
     "consistent-hash": ConsistentHash,
     "sglang": SGLang,

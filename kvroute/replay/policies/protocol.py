@@ -8,8 +8,10 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.messages import RouterMessage
+from kvroute.contract.pull import PullResult
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
+from kvroute.replay.network import LinkModel, PullOrder
 from kvroute.replay.workload.trace import Request
 
 
@@ -24,6 +26,7 @@ class Setup:
     chunk_tokens: int = 8192  # maximum tokens in an engine step: vLLM's max_num_batched_tokens
     max_sequences: int = 0  # maximum sequences in an engine step; 0: unknown
     tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)  # slower tiers of each replica
+    link: LinkModel | None = None  # the replicas' links for pulls; None: there are no pulls
 
     @property
     def capacity_blocks(self) -> int:
@@ -39,6 +42,7 @@ class Decision(NamedTuple):
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
     keep: RetentionHint | None = None  # retention hint for the request's blocks
     is_batch: bool = False  # whether the request gives way to others in the replica
+    pull: PullOrder | None = None  # blocks to pull from another replica; None: nothing
 
 
 class LoadReport(NamedTuple):
@@ -62,6 +66,9 @@ class Policy(Protocol):
 
     def wake_after_s(self) -> float | None:
         """Return the seconds until the next call of `take_decisions`; None: at the next event."""
+
+    def on_pulled(self, request: Request, result: PullResult, now_s: float) -> None:
+        """Record what a request's pull has done. The replica reports it with the first token."""
 
     def on_first_token(self, request: Request, now_s: float) -> None:
         """Record a request's first token."""

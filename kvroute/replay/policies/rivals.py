@@ -9,6 +9,7 @@ from itertools import takewhile
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import RouterMessage
+from kvroute.contract.pull import PullResult
 from kvroute.replay.policies.protocol import Decision, LoadReport, Setup
 from kvroute.replay.workload.trace import Request
 from kvroute.router.index.mirror import Mirror
@@ -56,6 +57,8 @@ class Counting:
 
     def on_dispatch(self, request: Request, replica: int) -> None:
         """Record that a request goes to a replica."""
+
+    def on_pulled(self, request: Request, result: PullResult, now_s: float) -> None: ...
 
     def on_first_token(self, request: Request, now_s: float) -> None:
         self.queued[self.replica_of[request.index]] -= 1
