@@ -12,6 +12,8 @@ from typing import NamedTuple
 from kvroute.contract.pull import PullResult, Reason
 from kvroute.replay.workload.trace import Request
 
+ROUNDING = 1.0  # so few bytes are left of a complete pull, because of rounding errors
+
 
 class LinkModel(NamedTuple):
     """The links of all replicas."""
@@ -46,7 +48,7 @@ class Transfer:
     @property
     def arrived(self) -> int:
         """Return the number of blocks that have arrived."""
-        return self.blocks - math.ceil(max(0.0, self.left_bytes) / self.block_bytes)
+        return self.blocks - math.ceil(max(0.0, self.left_bytes - ROUNDING) / self.block_bytes)
 
     def result(self, tokens: int, now_s: float, reason: Reason) -> PullResult:
         """Return what the pull has done.
@@ -117,7 +119,7 @@ class Network:
         ended = [
             transfer
             for transfer in self._transfers
-            if transfer.late_s <= now_s or transfer.left_bytes < 1.0
+            if transfer.late_s <= now_s or transfer.left_bytes <= ROUNDING
         ]
         for transfer in ended:
             self._transfers.remove(transfer)
