@@ -26,6 +26,7 @@ EVICTED = {  # reason of an eviction -> its explanation for the user
 TERMS = {  # term of the cost of choosing a replica -> what this time is spent on
     "waiting": "prefill queued there",
     "reload": "copies from slower memory",
+    "pull": "blocks from another replica",
     "memory": "waiting for free space in the cache",
     "own": "computing what no replica has cached",
     "copy": "computing what another replica has cached",

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from ray.exceptions import RayError
 
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
+from kvroute.contract.pull import pull_key
 from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.connections.replicas import ServeReplicas, UnknownReplicaError
@@ -65,6 +66,8 @@ class Links:
         self._links: dict[str, Link] = {}  # replica id -> its connection, if it is open
         self._tasks: dict[str, asyncio.Task[None]] = {}  # replica id -> task that connects to it
         self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> ranks that it last reported
+        # Replica id -> key with which other replicas can pull its blocks.
+        self._pull_keys: dict[str, bytes] = {}
 
     def connected(self) -> list[str]:
         """Return the ranks of the replicas that Serve runs and that can get requests now."""
@@ -83,6 +86,10 @@ class Links:
     def reported_ranks(self, replica_id: str) -> tuple[str, ...]:
         """Return the ranks that the replica has reported; none before its first report."""
         return self._ranks.get(replica_id, ())
+
+    def pull_key(self, rank_id: str) -> bytes | None:
+        """Return the key with which others pull a rank's blocks; None before its first report."""
+        return self._pull_keys.get(replica_of(rank_id))
 
     def unconnected(self) -> dict[str, str]:
         """Return the replicas that have had no connection for REPORT_AFTER_S: id -> reason."""
@@ -189,6 +196,7 @@ class Links:
             del handle
             self._failures.pop(replica_id, None)
             self._ranks.pop(replica_id, None)
+            self._pull_keys.pop(replica_id, None)
             if link := self._links.pop(replica_id, None):
                 link.lose(LostError("Ray Serve has removed the replica"))
 
@@ -198,6 +206,7 @@ class Links:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)
             self._ranks[replica_id] = rank_ids(replica_id, address.ranks)
+            self._pull_keys[replica_id] = pull_key(address.secret)
             link = await connect(
                 replica_id,
                 address.host,

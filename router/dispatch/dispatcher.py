@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import GenerateRequest, TokenIds, dispatch_id
 from kvroute.contract.http_call import HttpCall
+from kvroute.contract.pull import Pull
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.fair_lock import FairLock
@@ -29,6 +30,7 @@ from kvroute.router.dispatch.generation import (
 from kvroute.router.dispatch.losses import Losses
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.holding import WAITING
 from kvroute.wire.link import RefusedError
 
@@ -260,7 +262,12 @@ class Dispatcher:
     ) -> ReplicaStream:
         """Send the request to the attempt's replica; return its stream after the first chunk."""
         expected_tokens = attempt.dispatch.prompt_tokens - attempt.dispatch.new_tokens
-        request = replace(request, expected_tokens=expected_tokens, trace=attempt.trace)
+        request = replace(
+            request,
+            expected_tokens=expected_tokens,
+            trace=attempt.trace,
+            pull=self._pull(placement.candidate(attempt.replica_id)),
+        )
         stream = None
         try:
             stream = self._links.open(
@@ -282,6 +289,16 @@ class Dispatcher:
         else:
             attempt.receive(first, time.monotonic())
         return ReplicaStream(attempt.replica_id, placement, first, stream, attempt)
+
+    def _pull(self, candidate: Candidate) -> Pull | None:
+        """Return the pull to send to the candidate's replica; None: it pulls nothing.
+
+        If the peer has gone since the placement, the replica computes the blocks.
+        """
+        if (planned := candidate.pull) is None:
+            return None
+        key = self._links.pull_key(planned.peer_id)
+        return self._fleet.pulls.order(candidate, self._fleet.caches.block_size, key)
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
         """Add a request to the poison list, because the replica that was preparing it hung."""

@@ -1,6 +1,6 @@
 """Receipts: each explains a placement with its numbers, and its main reason in a sentence."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
@@ -18,6 +18,7 @@ RECEIPTS = "kvroute_receipts"  # the field of a response that has the receipts o
 REASONS = {
     "waiting": "{other} has {seconds} more prefill queued",
     "reload": "{other} would wait {seconds} longer for copies from slower memory",
+    "pull": "{other} would wait {seconds} longer for blocks from another replica's host memory",
     "memory": "the KV cache of {other} would have space for the prompt {seconds} later",
     "own": "{other} would take {seconds} longer to compute the tokens that no replica has cached",
     "copy": "it has {hits} of {tokens} tokens cached, and {other} has {other_hits}; computing the "
@@ -31,6 +32,7 @@ REASONS = {
 SECONDS = {
     "waiting": "backlog_s",
     "reload": "reload_s",
+    "pull": "pull_s",
     "memory": "memory_s",
     "own": "own_s",
     "copy": "copy_s",
@@ -67,6 +69,10 @@ def receipt(
     listed = ranking[:limit]
     terms = [terms_s(candidate, factors) for candidate in listed] if factors else []
     tiers = sorted({part.tier for candidate in listed for part in candidate.reloads})
+    left_out = {
+        *([] if tiers else ["reload"]),
+        *([] if any(candidate.pull for candidate in listed) else ["pull"]),
+    }
     return {
         "policy": policy,
         "lora": placement.lora or None,
@@ -83,7 +89,9 @@ def receipt(
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
         "reason": _reason(placement, terms, policy),
         "replicas": [
-            _replica(candidate, candidate_terms, placement.block_size, tiers=tiers)
+            _replica(
+                candidate, candidate_terms, placement.block_size, tiers=tiers, left_out=left_out
+            )
             for candidate, candidate_terms in zip_longest(listed, terms)
         ],
     }
@@ -99,13 +107,19 @@ def _evicted(placement: Placement, retention: Retention | None) -> dict[str, Any
 
 
 def _replica(
-    candidate: Candidate, terms: CostTerms | None, block_size: int, *, tiers: Sequence[Tier]
+    candidate: Candidate,
+    terms: CostTerms | None,
+    block_size: int,
+    *,
+    tiers: Sequence[Tier],
+    left_out: Collection[str],
 ) -> dict[str, Any]:
     """Return one replica of a receipt.
 
     Args:
         terms: the terms of the replica's cost; None: the policy has no costs.
-        tiers: the slower tiers from which at least one listed replica would copy blocks back.
+        tiers: the slower tiers from which at least one listed replica would get blocks.
+        left_out: names of terms to leave out, since they are 0 on all listed replicas.
     """
     blocks = {part.tier: part.blocks for part in candidate.reloads}
     reload: dict[str, float] = {
@@ -113,23 +127,30 @@ def _replica(
     }
     if tiers:
         reload["reload_s"] = round(candidate.reload_s, 4)
+    pull: dict[str, Any] = {}
+    if "pull" not in left_out:
+        pull = {
+            "pull_from": candidate.pull and candidate.pull.peer_id,
+            "pull_s": round(candidate.pull_s, 4),
+        }
     return {
         "id": candidate.replica_id,
         "hit_tokens": candidate.hit_blocks * block_size,
         **reload,
+        **pull,
         "backlog_s": round(candidate.backlog_s, 4),
         "prefill_s": round(candidate.own_s + candidate.copy_s, 4),
         "unanswered": candidate.unanswered,
         "free_blocks": candidate.free_blocks,
         "cost_s": round(sum(terms), 4) if terms else None,
-        "terms_s": _rounded(terms, reloads=bool(tiers)) if terms else None,
+        "terms_s": _rounded(terms, left_out) if terms else None,
     }
 
 
-def _rounded(terms: CostTerms, *, reloads: bool) -> dict[str, float]:
-    """Return the terms by name, rounded. Without reloads, leave out the term `reload`."""
+def _rounded(terms: CostTerms, left_out: Collection[str]) -> dict[str, float]:
+    """Return the terms by name, rounded, without those to leave out."""
     items = terms._asdict().items()
-    return {name: round(s, 4) for name, s in items if reloads or name != "reload"}
+    return {name: round(s, 4) for name, s in items if name not in left_out}
 
 
 def _reason(placement: Placement, terms: Sequence[CostTerms], policy: str) -> str:

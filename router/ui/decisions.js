@@ -19,6 +19,7 @@ const EVICTED = {
 const TERMS = {
   waiting: "queued prefill",
   reload: "reloading from host memory",
+  pull: "pulling from another replica",
   memory: "waiting for room in the cache",
   own: "computing what no replica holds",
   copy: "computing again what others hold",

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.tiers import HOST, TierBlocks
-from kvroute.router.placement.policy import Candidate, cost_s, prices, rank
+from kvroute.router.placement.policy import Candidate, PeerPull, cost_s, prices, rank
 from kvroute.router.placement.pressure import MAX_PRESSURE
+from kvroute.router.pulls.links import PullSpeed
 
 RNG = random.Random(7)
 UNIT_S = 2.0  # the fleet's unit of time
@@ -101,6 +102,17 @@ def test_ranking_no_replicas_is_not_an_error() -> None:
 
 
 seconds = st.floats(0, 100, allow_subnormal=False)
+pulls = st.builds(
+    PeerPull,
+    peer_id=st.just("peer"),
+    blocks=st.integers(1, 100),
+    transfer_s=seconds,
+    speed=st.just(PullSpeed(0.0, 1.0)),
+    wait_s=seconds,
+    reload_s=seconds,
+    delay_s=seconds,
+    saved_s=seconds,
+)
 candidates = st.lists(
     st.builds(
         Candidate,
@@ -117,6 +129,7 @@ candidates = st.lists(
         lora_s=seconds,
         reload_s=seconds,
         worth=st.floats(0.01, 100),
+        pull=st.none() | pulls,
     ),
     max_size=20,
 )
@@ -153,8 +166,12 @@ def test_the_order_does_not_depend_on_the_unit_of_time(
 
 def scaled(candidate: Candidate, factor: float) -> Candidate:
     """Return the candidate with all times multiplied by `factor`."""
-    values = candidate._asdict()
-    return Candidate(**{n: v * factor if n.endswith("_s") else v for n, v in values.items()})
+    pull = candidate.pull and candidate.pull._replace(**_scaled(candidate.pull._asdict(), factor))
+    return candidate._replace(**_scaled(candidate._asdict(), factor) | {"pull": pull})
+
+
+def _scaled(values: dict[str, Any], factor: float) -> dict[str, Any]:
+    return {name: v * factor if name.endswith("_s") else v for name, v in values.items()}
 
 
 @given(candidates.filter(len), seconds)
