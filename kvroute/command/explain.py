@@ -139,7 +139,8 @@ def sentences(receipt: Facts) -> list[str]:
     return [
         f"Goes to {choice}: {reason}." if choice else f"Goes nowhere: {reason}.",
         f"{tokens}. All but the last can be cached, in {blocks} of {receipt['block_size']} tokens.",
-        *filter(None, [_reloaded(receipt["replicas"]), _evicted(receipt["evicted"])]),
+        *filter(None, [_reloaded(receipt["replicas"]), _pulled(receipt["replicas"])]),
+        *filter(None, [_evicted(receipt["evicted"])]),
         *filter(None, [_broken(receipt["broken"])]),
     ]
 
@@ -154,6 +155,15 @@ def _reloaded(replicas: list[Facts]) -> str:
     if not by_tier:
         return ""
     return f"{choice['id']} has {by_tier}; copying them takes {seconds(choice['reload_s'])}."
+
+
+def _pulled(replicas: list[Facts]) -> str:
+    """Return a sentence about tokens that the chosen replica gets from another one, or ""."""
+    choice = replicas[0] if replicas else {}
+    if not (source := choice.get("pull_from")):
+        return ""
+    tokens, taken = choice["peer_tokens"], seconds(choice["pull_s"])
+    return f"{choice['id']} pulls {tokens} tokens from {source}; this takes {taken}."
 
 
 def _evicted(evicted: Facts | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvroute.blocks.tiers import GPU, SLOWER, TIERS
+from kvroute.blocks.tiers import GPU, PEER, SLOWER, TIERS
 from kvroute.contract.error_codes import CODES
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
@@ -26,6 +26,7 @@ from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.audit import Audit
+from kvroute.router.observability.pull_metrics import PullMetrics
 from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.placement.attempts import (
@@ -154,7 +155,7 @@ class RequestCounts(RequestObserver):
             "hit_prompt_tokens",
             "Prompt tokens from a cache, by tier: gpu"
             + "".join(f", {t.name} (reloaded from {t.label}, as predicted)" for t in SLOWER)
-            + ".",
+            + f", {PEER.name} (pulled from {PEER.label}).",
             "tier",
         )
         # All series start at 0, so that Prometheus's rate() includes the first event.
@@ -163,15 +164,16 @@ class RequestCounts(RequestObserver):
             self._refusals.labels(code)
         self._tokens = {cause: tokens.labels(cause) for cause in CAUSES}
         self._evicted = {why: evicted.labels(why) for why in EVICTION_REASONS}
-        self._hits = {tier: tiers.labels(tier.name) for tier in TIERS}
+        self._hits = {tier: tiers.labels(tier.name) for tier in (*TIERS, PEER)}
         self._saved_s = {
             tier: counter(
                 f"{tier.name}_saved_seconds",
                 f"Seconds of prefill saved by blocks in {tier.label}, minus the time to copy them, "
                 "as predicted by the router.",
             )
-            for tier in SLOWER
+            for tier in (*SLOWER, PEER)
         }
+        self._pulls = PullMetrics(registry)
         self._reusable_tokens = counter(
             "reusable_tokens",
             "Prompt tokens that the replica with the longest cached prefix had or expected.",
@@ -203,6 +205,8 @@ class RequestCounts(RequestObserver):
         self._in_flight.dec()
         self._outcomes[attempt.outcome or "ok"].inc()
         self._output_tokens.inc(attempt.output_tokens)
+        if attempt.pulls is not None:
+            self._pulls.count(attempt.pulled)
         if (ledger := attempt.ledger()) is None or attempt.placement is None:
             return
         for cause, tokens in msgspec.structs.asdict(ledger).items():

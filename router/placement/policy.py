@@ -190,12 +190,15 @@ class CostTerms(NamedTuple):
 
 def terms_s(candidate: Candidate, prices: Prices) -> CostTerms:
     """Return the terms of the candidate's cost."""
-    return CostTerms(*_terms(candidate, prices))
+    waiting, reload, *others = _terms(candidate, prices)
+    pull = pull_cost_s(candidate.pull, prices) if candidate.pull else 0.0
+    return CostTerms(waiting, reload, pull, *others)
 
 
 def cost_s(candidate: Candidate, prices: Prices) -> float:
     """Return the candidate's cost: the sum of its terms."""
-    return sum(_terms(candidate, prices))
+    cost_s = sum(_terms(candidate, prices))
+    return cost_s + pull_cost_s(candidate.pull, prices) if candidate.pull else cost_s
 
 
 def copy_cost_s(copy_s: float, worth: float, prices: Prices) -> float:
@@ -211,13 +214,15 @@ def pull_cost_s(pull: PeerPull, prices: Prices) -> float:
 
 
 def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
-    """Return the fields of `CostTerms` as a plain tuple, which is made in a third of the time."""
+    """Return the fields of `CostTerms` as a plain tuple, which is made in a third of the time.
+
+    `pull` is missing, since few candidates have one. The callers add it.
+    """
     own_s, copy_s = candidate.own_s, candidate.copy_s
     price = (prices.alpha - 1.0) * candidate.worth
     return (
         candidate.backlog_s,
         candidate.reload_s,
-        pull_cost_s(candidate.pull, prices) if candidate.pull else 0.0,
         candidate.memory_s,
         (1.0 + price) * own_s,
         (1.0 + price + prices.copy * candidate.worth) * copy_s / prices.copy_uses,

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, PEER, TierBlocks
 from kvroute.contract.generation import Chunk
 from kvroute.contract.pull import PullResult, Reason
 from kvroute.contract.records import Load, ReplicaRecord, TierFacts
+from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import Attempt, Placement
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.policy import Candidate, PeerPull
@@ -27,7 +29,11 @@ LINK = Load(pull_latency_s=0.002, pull_bytes_per_s=1e6)  # 1 ms for a block
 
 def peer(replica_id: str, load: Load = LINK, **differs: Any) -> ReplicaRecord:
     """Return the record of a replica that exchanges blocks."""
-    fields = {"host": TIER, "format": "f", "blocks_address": f"{replica_id}:1"} | differs
+    fields: dict[str, Any] = {
+        "host": TIER,
+        "format": "f",
+        "blocks_address": f"{replica_id}:1",
+    } | differs
     return structs.replace(record(replica_id, **fields), load=load)
 
 
@@ -209,6 +215,32 @@ def test_receipts_name_the_peer_and_the_price_of_the_pull() -> None:
     assert replicas["b"]["terms_s"]["pull"] > 0.0
     assert replicas["a"]["pull_from"] is None
     assert replicas["a"]["terms_s"]["pull"] == 0.0
+
+
+def test_pulls_are_counted_by_result() -> None:
+    registry = CollectorRegistry()
+    fleet = Fleet(
+        model="m",
+        revision="",
+        block_size=BLOCK,
+        rng=random.Random(0),
+        observer=RouterMetrics(registry),
+    )
+    for id_ in "abc":
+        fleet.mirror.join(id_)
+    fleet.update([peer("a"), peer("b"), peer("c")])
+    hold(fleet, "a", 100)
+    end(fleet, fleet.sent(place(fleet), "b", "r", 0.0))
+    end(fleet, fleet.sent(place(fleet), "c", "s", 0.0), "late")
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvroute_{name}_total", labels)
+
+    assert value("pulls", result="complete") == 1
+    assert value("pulls", result="late") == 1
+    assert value("pulled_tokens") == 100 * BLOCK
+    assert value("hit_prompt_tokens", tier="peer") == 100 * BLOCK
+    assert value("peer_saved_seconds") == pytest.approx(0.4 - 0.112)
 
 
 def test_receipts_do_not_mention_pulls_if_there_are_none() -> None:

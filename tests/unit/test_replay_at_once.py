@@ -134,6 +134,7 @@ def outcome_of(times_s: list[tuple[float, float]]) -> Outcome:
         reloaded_tokens=[],
         reload_wait_s=none,
         reload_s=[],
+        pulled_tokens=[],
     )
 
 
