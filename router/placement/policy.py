@@ -1,6 +1,6 @@
 """Ranks replicas for a request by cost. This module only computes: no clock, no socket, no Ray.
 
-    cost = waiting + reload + pull + memory + own + copy + lora
+    cost = waiting + reload + alpha * pull + memory + own + copy + lora
            + worth * ((alpha - 1) * (own + copy + lora) + COPY_PRICE * copy)
            + rotation + decode
 
@@ -12,8 +12,10 @@ terms are in seconds; alpha, worth and COPY_PRICE are factors:
              memory, and the earlier copies there that have to end first. It delays this request
              only and takes no GPU time
     pull     copying blocks of the prompt from another replica's host memory instead of computing
-             them: the time until they are in GPU memory, the time that other pulls lose meanwhile,
-             and the later work for the blocks that they evict. It takes no GPU time (pulls.py)
+             them: the time until they are in GPU memory, and the time that other pulls lose
+             meanwhile. The later work for blocks that they evict is added (pulls.py). A pull takes
+             no GPU time. But in a busy fleet, a prompt that moves to the replica with the shortest
+             queue delays prompts there that no replica has cached
     memory   time until running answers have ended and the KV cache has space for the prompt
     own      prefill of the tokens that no replica has cached: it is the same work on every replica
     copy     prefill of the tokens that another replica has cached and this one has not, and does
@@ -209,7 +211,7 @@ def copy_cost_s(copy_s: float, worth: float, prices: Prices) -> float:
 
 def pull_cost_s(pull: PeerPull, prices: Prices) -> float:
     """Return the term `pull` of a candidate with a pull."""
-    cost_s = pull.seconds + pull.delay_s + prices.evicted * pull.saved_s
+    cost_s = prices.alpha * (pull.seconds + pull.delay_s) + prices.evicted * pull.saved_s
     return cost_s / prices.copy_uses
 
 

@@ -15,6 +15,8 @@ in progress is chosen.
 """
 
 from collections.abc import Mapping, Sequence
+from heapq import nsmallest
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvroute.blocks.fingerprint import Fingerprint
@@ -35,6 +37,9 @@ from kvroute.router.pulls.links import Links
 # A pull may take its predicted time, and this share of the time to compute its blocks. Then the
 # engine computes what has not come.
 MARGIN = 0.5
+# Pulls are planned for at most so many replicas per request, those with the shortest waits. The
+# price of a pull is similar for all replicas, so the others would hardly be chosen.
+MOST = 8
 # Results of pulls that are faults of the peer, of the link or of the replica that pulls. A block
 # that is gone is none: the index was late.
 FAULTS = frozenset({"lost", "refused", "damaged"})
@@ -44,9 +49,12 @@ class Offer(NamedTuple):
     """Leading blocks of a prompt that peers have in host memory."""
 
     blocks: int
-    peer_ids: Sequence[str]  # the replicas that have all of them
+    # The replicas that have all of them, those with the fewest pulls in progress first.
+    peer_ids: Sequence[str]
 
 
+# How long the prompt waits at a replica without the pull, the candidate's index, and what it needs.
+_Able = tuple[float, int, Exchange, Offer]
 NO_OFFERS: Mapping[str, Offer] = {}
 
 
@@ -89,6 +97,7 @@ class Pulls:
         for format_, sources in self._sources.items():
             blocks, peer_ids = self._mirror.deepest(chain, HOST, sources, best)
             if blocks:
+                peer_ids.sort(key=lambda id_: (self.links.pulls_from(id_), id_))
                 offers[format_] = Offer(blocks, peer_ids)
         return offers
 
@@ -111,17 +120,21 @@ class Pulls:
             prices: the factors of this request.
             now_s: the current time.
         """
-        chosen = []
-        exchanges = self._replicas.exchanges
-        for candidate in candidates:
+        chosen, exchanges, able = [*candidates], self._replicas.exchanges, list[_Able]()
+        for index, candidate in enumerate(candidates):
             exchange = exchanges.get(candidate.replica_id)
-            if exchange is not None and exchange.speed is not None and candidate.copy_s > 0.0:
-                offer = offers.get(exchange.format)
-                if offer is not None and offer.blocks > candidate.hit_blocks:
-                    candidate = self._with_pull(
-                        candidate, exchange, offer, best * block_size, block_size, prices, now_s
-                    )
-            chosen.append(candidate)
+            if exchange is None or exchange.speed is None or candidate.copy_s <= 0.0:
+                continue
+            offer = offers.get(exchange.format)
+            if offer is not None and offer.blocks > candidate.hit_blocks:
+                waits_s = candidate.backlog_s + candidate.memory_s + candidate.reload_s
+                able.append((waits_s, index, exchange, offer))
+        if len(able) > MOST:
+            able = nsmallest(MOST, able, key=itemgetter(0))
+        for _, index, exchange, offer in able:
+            chosen[index] = self._with_pull(
+                candidates[index], exchange, offer, best * block_size, block_size, prices, now_s
+            )
         return chosen
 
     def _with_pull(
@@ -169,14 +182,13 @@ class Pulls:
             saved_s: seconds of prefill that the pull replaces.
         """
         target, links = candidate.replica_id, self.links
-        peers = [
-            (links.pulls_from(peer_id), links.wait_s(peer_id, target, now_s), peer_id)
-            for peer_id in offer.peer_ids
-            if peer_id != target and links.is_open(peer_id, target, now_s)
-        ]
-        if not peers or exchange.speed is None:
+        peer_id = next(
+            (id_ for id_ in offer.peer_ids if id_ != target and links.is_open(id_, target, now_s)),
+            None,
+        )
+        if peer_id is None or exchange.speed is None:
             return None
-        count, wait_s, peer_id = min(peers)
+        count, wait_s = links.pulls_from(peer_id), links.wait_s(peer_id, target, now_s)
         blocks = offer.blocks - candidate.hit_blocks
         predicted_s = exchange.speed.seconds(blocks * exchange.block_bytes)
         transfer_s = links.slowness(peer_id, target) * predicted_s
