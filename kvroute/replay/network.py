@@ -7,27 +7,13 @@ bandwidth. The caller runs the clock.
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvroute.contract.pull import PullResult, Reason
+from kvroute.replay.hardware.model import LinkModel
+from kvroute.replay.policies.protocol import PullOrder
 from kvroute.replay.workload.trace import Request
 
 ROUNDING = 1.0  # so few bytes are left of a complete pull, because of rounding errors
-
-
-class LinkModel(NamedTuple):
-    """The links of all replicas."""
-
-    bytes_per_s: float  # bandwidth of each replica's link, in each direction
-    latency_s: float  # time from the start of a pull to its first bytes
-
-
-class PullOrder(NamedTuple):
-    """A router's order to a replica: pull blocks of a prompt from another replica."""
-
-    source: int  # the replica that has the blocks
-    blocks: int  # it has this many leading blocks of the prompt
-    within_s: float  # the pull ends after this time
 
 
 @dataclass(slots=True, eq=False)

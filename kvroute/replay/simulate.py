@@ -24,9 +24,15 @@ from kvroute.replay.events import (
     RouterWake,
     StepEnd,
 )
-from kvroute.replay.hardware.model import HOST_GB_PER_S, KV_BYTES, LINK_LATENCY_S, EngineModel
+from kvroute.replay.hardware.model import (
+    HOST_GB_PER_S,
+    KV_BYTES,
+    LINK_LATENCY_S,
+    EngineModel,
+    LinkModel,
+)
 from kvroute.replay.modelled_engine import ModelledReplica
-from kvroute.replay.network import LinkModel, Network
+from kvroute.replay.network import Network
 from kvroute.replay.policies.production import POLICIES
 from kvroute.replay.policies.protocol import Decision, Policy, Setup
 from kvroute.replay.steps import StepResult, blocks_needed

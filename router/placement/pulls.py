@@ -25,6 +25,7 @@ from kvroute.contract.pull import Pull, PullResult
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.loads import Loads
 from kvroute.router.placement.policy import (
+    MAX_PRICE,
     Candidate,
     PeerPull,
     Prices,
@@ -113,6 +114,9 @@ class Pulls:
     ) -> list[Candidate]:
         """Return the candidates, with a pull where it costs less than computing the blocks.
 
+        Under overload there are none: all replicas have enough to do, so a prompt that moves gains
+        little, and takes the place of another one.
+
         Args:
             offers: the blocks that peers have, by format.
             best: blocks of the longest hit on any replica.
@@ -120,6 +124,8 @@ class Pulls:
             prices: the factors of this request.
             now_s: the current time.
         """
+        if prices.alpha >= 1.0 + MAX_PRICE:
+            return [*candidates]
         chosen, exchanges, able = [*candidates], self._replicas.exchanges, list[_Able]()
         for index, candidate in enumerate(candidates):
             exchange = exchanges.get(candidate.replica_id)

@@ -14,9 +14,8 @@ from kvroute.contract.messages import RouterMessage
 from kvroute.contract.priority import BATCH_S
 from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
-from kvroute.replay.network import PullOrder
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
-from kvroute.replay.policies.protocol import Decision, LoadReport, Policy, Setup
+from kvroute.replay.policies.protocol import Decision, LoadReport, Policy, PullOrder, Setup
 from kvroute.replay.policies.rivals import (
     Baseline,
     ConsistentHash,

@@ -11,7 +11,7 @@ from kvroute.contract.messages import RouterMessage
 from kvroute.contract.pull import PullResult
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.network import LinkModel, PullOrder
+from kvroute.replay.hardware.model import LinkModel
 from kvroute.replay.workload.trace import Request
 
 
@@ -31,6 +31,14 @@ class Setup:
     @property
     def capacity_blocks(self) -> int:
         return self.kv_tokens // self.block_tokens
+
+
+class PullOrder(NamedTuple):
+    """A router's order to a replica: pull blocks of a prompt from another replica."""
+
+    source: int  # the replica that has the blocks
+    blocks: int  # it has this many leading blocks of the prompt
+    within_s: float  # the pull ends after this time
 
 
 class Decision(NamedTuple):
