@@ -254,13 +254,14 @@ TIERS = Row(
     (
         Panel(
             "Hits by tier",
-            "Share of prompt tokens that came from a cache, by tier: from GPU memory, or reloaded "
-            "from host memory. If the ledger shows many evicted tokens and the share of host is "
-            "small, set a larger `--host-cache-gb`.",
+            "Share of prompt tokens that came from a cache, by tier: from GPU memory, reloaded "
+            "from host memory, or pulled from another replica (peer). If the ledger shows many "
+            "evicted tokens and the share of host is small, set a larger `--host-cache-gb`.",
             grafana.FRACTION,
             (
                 Query(share(per_second(hits_in("gpu")), per_second(PROMPTS)), "gpu", "green"),
                 Query(share(per_second(hits_in("host")), per_second(PROMPTS)), "host", "blue"),
+                Query(share(per_second(hits_in("peer")), per_second(PROMPTS)), "peer", "purple"),
             ),
             stacking="normal",
             width=6,
@@ -332,6 +333,44 @@ TIERS = Row(
             "new block evicts another block.",
             grafana.NUMBER,
             (Query(replica("kvroute_engine_host_blocks"), "{{replica}}"),),
+            width=8,
+        ),
+    ),
+)
+PULLS = Row(
+    "Pulls between replicas",
+    (
+        Panel(
+            "Pulls by result",
+            "Pulls per second. If many are late, the network is slower than the replicas have "
+            "measured. If many are lost or refused, see the logs of the replicas.",
+            grafana.NUMBER,
+            (Query(per_second(router("kvroute_pulls_total"), "result"), "{{result}}"),),
+            width=8,
+        ),
+        Panel(
+            "Speed of pulls",
+            "Bytes per second of pulling, as the mean over all links. If it is far below the "
+            "network's speed, other traffic uses the network, or replicas are short of CPU.",
+            grafana.BYTES,
+            (
+                Query(
+                    share(
+                        per_second(router("kvroute_pulled_bytes_total")),
+                        per_second(router("kvroute_pull_seconds_total")),
+                    ),
+                    "speed",
+                    "blue",
+                ),
+            ),
+            width=8,
+        ),
+        Panel(
+            "Time saved by pulls",
+            "Predicted seconds of prefill that pulled blocks save per second on all replicas, "
+            "minus the times of the pulls. If it is near 0, pulls are not needed.",
+            grafana.SECONDS,
+            (Query(per_second(router("kvroute_peer_saved_seconds_total")), "saved", "green"),),
             width=8,
         ),
     ),
@@ -416,5 +455,5 @@ CACHE_HITS = Dashboard(
     "kvroute-cache-hits",
     "kvroute / Cache hits",
     "Where each prompt token came from, and why tokens were not cached.",
-    (SHARES, LEDGER_ROW, RETENTION, TIERS, PREFIXES, REPLICAS),
+    (SHARES, LEDGER_ROW, RETENTION, TIERS, PULLS, PREFIXES, REPLICAS),
 )
