@@ -224,29 +224,6 @@ class Mirror:
             blocks, True, lo=at_least, key=lambda index: not self.is_known(chain[index])
         )
 
-    def deepest(
-        self, chain: Sequence[Fingerprint], tier: Tier, replica_ids: Collection[str], end: int
-    ) -> tuple[int, list[str]]:
-        """Return how many leading blocks some of the replicas have in one tier, and which of them.
-
-        Bisection is enough, since a tier evicts the last blocks of a chain first.
-
-        Args:
-            tier: a slower tier.
-            replica_ids: the replicas to look at.
-            end: only this many leading blocks count.
-        """
-        replicas, held = sum(map(self._bits, replica_ids)), self._held
-
-        def are_missing(index: int) -> bool:
-            return not held.get(tier.fingerprint(chain[index])) & replicas
-
-        blocks = bisect_left(range(end), True, key=are_missing)
-        if not blocks:
-            return 0, []
-        holders = held.get(tier.fingerprint(chain[blocks - 1])) & replicas
-        return blocks, [self._ids[bit] for bit in _bits(holders)]
-
     def is_known(self, fingerprint: Fingerprint) -> bool:
         """Return whether some replica holds the block or once held it, in any tier."""
         if self._is_or_was_held(fingerprint):
@@ -398,3 +375,31 @@ def _bits(mask: int) -> Iterator[int]:
         bit = mask & -mask
         yield bit
         mask ^= bit
+
+
+def deepest(
+    mirror: Mirror,
+    chain: Sequence[Fingerprint],
+    tier: Tier,
+    replica_ids: Collection[str],
+    end: int,
+) -> tuple[int, list[str]]:
+    """Return how many leading blocks some of the replicas have in one tier, and which of them.
+
+    Bisection is enough, since a tier evicts the last blocks of a chain first.
+
+    Args:
+        tier: a slower tier.
+        replica_ids: the replicas to look at.
+        end: only this many leading blocks count.
+    """
+    replicas, held = sum(map(mirror._bits, replica_ids)), mirror._held
+
+    def are_missing(index: int) -> bool:
+        return not held.get(tier.fingerprint(chain[index])) & replicas
+
+    blocks = bisect_left(range(end), True, key=are_missing)
+    if not blocks:
+        return 0, []
+    holders = held.get(tier.fingerprint(chain[blocks - 1])) & replicas
+    return blocks, [mirror._ids[bit] for bit in _bits(holders)]

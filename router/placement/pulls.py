@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, PEER, TierBlocks
 from kvroute.contract.pull import Pull, PullResult
-from kvroute.router.index.mirror import Mirror
+from kvroute.router.index.mirror import Mirror, deepest
 from kvroute.router.placement.loads import Loads
 from kvroute.router.placement.policy import (
     MAX_PRICE,
@@ -96,7 +96,7 @@ class Pulls:
             return NO_OFFERS
         offers = {}
         for format_, sources in self._sources.items():
-            blocks, peer_ids = self._mirror.deepest(chain, HOST, sources, best)
+            blocks, peer_ids = deepest(self._mirror, chain, HOST, sources, best)
             if blocks:
                 peer_ids.sort(key=lambda id_: (self.links.pulls_from(id_), id_))
                 offers[format_] = Offer(blocks, peer_ids)
