@@ -10,7 +10,8 @@ const ABOUT = {
   "In flight": "Requests that this router has sent to replicas and that have not ended. Below: the engines’ own counts, for all routers, which are about a second old.",
   Queued: "Requests that all routers hold back while every replica is busy.",
   "Sessions with a seat": "While the contexts of all sessions exceed the caches, sessions need a seat to send requests.",
-  Answered: "Requests that this router answered.",
+  Answered:
+    "Answers of replicas. An answer that continues on another replica counts once for each of them.",
   "Replicas ready": "Replicas that get requests.",
   Index: "The routers’ knowledge of the caches’ contents, which they read from Redis.",
 };
