@@ -102,6 +102,8 @@ def _start(
     check_log_dir(settings.log_dir)
     settings = attached(settings, progress)
     check_engine_installed(settings.per_model)
+    if not vllm_build.is_for_gpus():
+        gpus_per_replica(settings.per_model, 0)  # raises StartError before Ray starts
     check_engine_args(settings.per_model, progress)
     redis_url = _redis(settings, progress, running)
     paths = [_model(options, progress) for options in settings.per_model]
@@ -270,14 +272,19 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
     needed = sum(size * count for size, count in zip(sizes, gpus, strict=True))
     if needed > available:
         replicas = " and ".join(
-            f"{size} replicas of {count} GPUs" for size, count in zip(sizes, gpus, strict=True)
+            f"{_counted(size, 'replica')} of {_counted(count, 'GPU')}"
+            for size, count in zip(sizes, gpus, strict=True)
         )
         option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
         raise StartError(
-            f"{replicas} need {needed} GPUs, and this machine has {available} that can be used; "
-            f"lower {option} or --gpus-per-replica (0: run on CPUs)"
+            f"the fleet needs {_counted(needed, 'GPU')} for {replicas}, and this machine has "
+            f"{available} that can be used; lower {option} or --gpus-per-replica (0: run on CPUs)"
         )
     return gpus
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _gpus_wanted(settings: CheckedOptions, default: int) -> int:

@@ -83,7 +83,7 @@ def test_each_rank_gets_a_gpu_if_there_is_one() -> None:
     ranks = load({"data_parallel_size": 4})
     assert gpus_per_replica([ranks], available=8) == [4]
     assert gpus_per_replica([ranks], available=0) == [0]
-    with pytest.raises(StartError, match=r"2 replicas of 4 GPUs need 8 GPUs, .* has 7"):
+    with pytest.raises(StartError, match=r"8 GPUs for 2 replicas of 4 GPUs, .* has 7"):
         gpus_per_replica([ranks], available=7)
 
 
@@ -96,20 +96,20 @@ def test_an_error_that_every_start_would_repeat_is_final() -> None:
 
 
 def test_more_gpus_than_available_are_refused() -> None:
-    with pytest.raises(StartError, match=r"2 replicas of 4 GPUs need 8 GPUs, .* has 7"):
+    with pytest.raises(StartError, match=r"8 GPUs for 2 replicas of 4 GPUs, .* has 7"):
         gpus_per_replica([load({"gpus_per_replica": 4})], available=7)
 
 
 def test_all_models_together_may_not_need_more_gpus_than_available() -> None:
     large, small = load({"gpus_per_replica": 2}), load({"replicas": 3})
     assert gpus_per_replica([large, small], available=7) == [2, 1]
-    with pytest.raises(StartError, match="2 replicas of 2 GPUs and 3 replicas of 1 GPUs need 7"):
+    with pytest.raises(StartError, match="7 GPUs for 2 replicas of 2 GPUs and 3 replicas of 1 GPU"):
         gpus_per_replica([large, small], available=6)
 
 
 def test_there_must_be_gpus_for_the_largest_number_of_replicas() -> None:
     with pytest.raises(
-        StartError, match=r"4 replicas of 1 GPUs need 4 GPUs, .* has 2 .* --max-replicas"
+        StartError, match=r"4 GPUs for 4 replicas of 1 GPU, .* has 2 .* --max-replicas"
     ):
         gpus_per_replica([load({"replicas": 2, "max_replicas": 4})], available=2)
 
