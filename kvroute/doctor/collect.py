@@ -57,6 +57,7 @@ class _Collection:
     def __init__(self, client: httpx.Client, step: Step) -> None:
         self._client = client
         self._step = step
+        self._refusals = set[str]()  # messages that were reported already
 
     def run(self, *, has_replicas: bool, audit: bool) -> Iterator[Check]:
         yield from self._attempt("diagnosis", "querying a router's diagnosis", self._diagnosis)
@@ -77,6 +78,9 @@ class _Collection:
         except _ForbiddenError as error:
             return [Check(name, "warning", f"not checked: {error}", "use another API key")]
         except _RefusedError as error:
+            if str(error) in self._refusals:  # an earlier part has reported it
+                return []
+            self._refusals.add(str(error))
             return [Check(name, "wrong", str(error), "correct this, then run the doctor again")]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             finding = f"the response did not arrive or cannot be read: {error!r}"

@@ -39,7 +39,11 @@ def attached(settings: ServeSettings, progress: Progress) -> ServeSettings:
     """
     if not settings.servers:
         return settings
-    progress.step(f"asking {len(settings.servers)} servers which model they serve")
+    count = len(settings.servers)
+    asked = (
+        "the server which model it serves" if count == 1 else f"{count} servers for their models"
+    )
+    progress.step(f"asking {asked}")
     try:
         servers = asyncio.run(_read(settings))
     except (ServerError, OSError) as error:

@@ -196,5 +196,8 @@ async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response
         reason = str(error) or type(error).__name__
         raise ServerError(f"{url}{path} does not answer ({reason}); start the server") from None
     if response.status_code != httpx.codes.OK:
-        raise ServerError(f"{url}{path} has answered with status {response.status_code}")
+        raise ServerError(
+            f"{url}{path} has answered with status {response.status_code}; expected a vLLM server, "
+            "not a proxy in front of one"
+        )
     return response

@@ -197,7 +197,7 @@ class Catalogue:
         hint = (
             f"did you mean {' or '.join(map(repr, similar))}?"
             if similar
-            else "see GET /v1/prefixes."
+            else "see GET /v1/prefixes or kvroute prefixes list."
         )
         return ApiError(
             404,
