@@ -125,8 +125,16 @@ class Folder:
         return await self._run(self.free_bytes_now)
 
     def used_bytes_now(self) -> int:
-        """Return the size of all files in the folder. This waits for the disk."""
-        return sum(path.lstat().st_size for path in self.root.rglob("*"))
+        """Return the size of all files in the folder. This waits for the disk.
+
+        Files that other routers delete meanwhile do not count.
+        """
+        used_bytes = 0
+        for folder, _, names in os.walk(self.root):  # passes over folders that disappear
+            for name in names:
+                with suppress(FileNotFoundError):
+                    used_bytes += os.lstat(os.path.join(folder, name)).st_size
+        return used_bytes
 
     def free_bytes_now(self) -> int:
         """Return how many more bytes the disk can store. This waits for the disk."""

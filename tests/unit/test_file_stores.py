@@ -6,8 +6,10 @@ The first tests hold for a folder and for a bucket; tests/slow/suites/test_s3.py
 import asyncio
 import errno
 import os
+import shutil
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,24 @@ async def test_a_bucket_keeps_a_copy_while_it_is_used(tmp_path: Path) -> None:
     (index / "lines").touch()
     await bucket.release("b/index")
     assert not index.exists()
+
+
+def test_the_used_space_is_counted_while_another_router_deletes(tmp_path: Path) -> None:
+    store, is_over = Folder(tmp_path / "files"), threading.Event()
+
+    def come_and_go() -> None:
+        while not is_over.is_set():
+            folder = store.root / "batches"
+            for number in range(20):
+                (folder / f"{number}").mkdir(parents=True, exist_ok=True)
+                (folder / f"{number}/part").write_bytes(b"x")
+            shutil.rmtree(folder)
+
+    with ThreadPoolExecutor() as threads:
+        going = threads.submit(come_and_go)
+        try:
+            assert all(store.used_bytes_now() <= 20 for _ in range(200))
+        finally:
+            is_over.set()
+        going.result()
+    store.close()
