@@ -30,9 +30,9 @@ from kvroute.client import (
     no_cluster,
 )
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.tables import plural
 from kvroute.contract.priority import Priority
 from kvroute.local.own_cluster import NotStartedError, own_cluster
+from kvroute.wording import plural
 
 MAX_OPEN = 4096  # default upper bound of the open requests
 CONNECT_S = 30.0  # seconds after which a connection attempt counts as failed

@@ -12,7 +12,8 @@ from rich.status import Status
 from kvroute.client import FIND, Url, call, error_message, fail, key_headers, no_cluster
 from kvroute.command.batch_command import batch
 from kvroute.command.help_page import HelpfulCommand
-from kvroute.command.tables import Column, number, plural, print_lines, print_table
+from kvroute.command.tables import Column, number, print_lines, print_table
+from kvroute.wording import plural
 
 __all__ = ["batch"]
 

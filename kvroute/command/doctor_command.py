@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from kvroute.client import FIND, Url
-from kvroute.command.tables import Column, plural, print_table, prose
+from kvroute.command.tables import Column, print_table, prose
+from kvroute.wording import plural
 
 if TYPE_CHECKING:
     from kvroute.doctor.checks import Check

@@ -11,12 +11,12 @@ from kvroute.command.tables import (
     MIN_SHOWN_S,
     Column,
     number,
-    plural,
     print_sentence,
     print_table,
     prose,
     seconds,
 )
+from kvroute.wording import plural
 
 EVICTED = {  # reason of an eviction -> its explanation for the user
     "ended": "their session had ended",

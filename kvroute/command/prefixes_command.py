@@ -11,7 +11,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvroute.client import FIND, Model, Url, call, fail, has_several_models
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.tables import Column, number, plural, print_sentence, print_table
+from kvroute.command.tables import Column, number, print_sentence, print_table
+from kvroute.wording import plural
 
 # A prefix is warm on a replica that has all of it cached.
 POLL_S = 0.3  # seconds between two queries of the prefix's state

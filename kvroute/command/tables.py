@@ -110,11 +110,6 @@ def _wrapped(text: str, width: int) -> list[str]:
     ) or [""]
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a number with a noun, such as "1 check" and "2 checks"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def seconds(value: float) -> str:
     """Return a time with its unit, which is ms for times below a second."""
     if value < MIN_SHOWN_S:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
+from kvroute.wording import plural
 
 # A warning if a replica has more than this many seconds of prefill queued, or if requests have
 # waited longer on average.
@@ -194,7 +195,7 @@ def _waiting(queue: Facts) -> Iterator[Check]:
     if normal["oldest_s"] < LONG_WAIT_S:
         return
     finding = (
-        f"{_plural(normal['requests'], 'request')} for {queue['model']} in the queue, since every "
+        f"{plural(normal['requests'], 'request')} for {queue['model']} in the queue, since every "
     )
     finding += f"replica is busy: {normal['prefill_s']:.0f} s of prefill, the oldest for "
     finding += f"{normal['oldest_s']:.0f} s"
@@ -208,7 +209,7 @@ def _refused(queue: Facts) -> Iterator[Check]:
     if not refused:
         return
     reasons = ", ".join(f"{n:,} {REFUSALS.get(reason, reason)}" for reason, n in refused.items())
-    finding = f"{_plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
+    finding = f"{plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
     finding += f"{_minutes(queue['recent'])}: {reasons}"
     options = "--max-seat-wait-s" if refused.keys() == {"no_seat"} else "--max-wait-s"
     yield Check("queue", "warning", finding, f"{BIGGER}; or set a larger {options}")
@@ -224,7 +225,7 @@ def _waited(queue: Facts) -> str:
     recent, minutes = queue["recent"], _minutes(queue["recent"])
     if not recent["waited"]:
         return f"no request for {queue['model']} had to wait for a replica in {minutes}"
-    finding = f"{_plural(recent['waited'], 'request')} for {queue['model']} had to wait for a "
+    finding = f"{plural(recent['waited'], 'request')} for {queue['model']} had to wait for a "
     finding += f"replica in {minutes}: {recent['mean_s']:.1f} s on average, "
     return finding + f"{recent['longest_s']:.1f} s at most"
 
@@ -236,10 +237,6 @@ def _shares(tokens: Mapping[str, int], total: int) -> str:
     missed.sort(key=lambda cause: -tokens[cause])
     shares = [f"{cause} {tokens[cause] / total:.0%}" for cause in missed]
     return ", ".join([f"{cached:.0%} of prompt tokens from a cache", *shares])
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _minutes(recent: Facts) -> str:

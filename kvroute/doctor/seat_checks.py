@@ -7,6 +7,7 @@ send requests.
 from collections.abc import Iterable, Iterator
 
 from kvroute.doctor.checks import Check, Facts
+from kvroute.wording import plural
 
 REMEDY = (
     "add replicas, or host memory for caches (--host-cache-gb); with --max-sessions off no request "
@@ -31,8 +32,8 @@ def seats(models: Iterable[Facts]) -> Iterator[Check]:
 def seated(seats: Facts) -> str:
     """Return a text: how many sessions have seats, why not all, and how many requests wait."""
     waiting = seats["all_routers"]["waiting"]
-    text = f"{seats['seats']:,} of {_counted(seats['sessions'], 'session')} for {seats['model']} "
-    text += f"with a seat, since {_why(seats)}; {_counted(waiting, 'request')} waiting for a seat"
+    text = f"{seats['seats']:,} of {plural(seats['sessions'], 'session')} for {seats['model']} "
+    text += f"with a seat, since {_why(seats)}; {plural(waiting, 'request')} waiting for a seat"
     if waiting:
         text += f", the oldest for {seats['all_routers']['oldest_s']:.0f} s"
     return text
@@ -41,9 +42,7 @@ def seated(seats: Facts) -> str:
 def _without_waits(seats: Facts) -> str:
     if seats["is_limited"]:
         return seated(seats)
-    return (
-        f"{_counted(seats['sessions'], 'active session')} for {seats['model']}; none needs a seat"
-    )
+    return f"{plural(seats['sessions'], 'active session')} for {seats['model']}; none needs a seat"
 
 
 def _why(seats: Facts) -> str:
@@ -53,7 +52,3 @@ def _why(seats: Facts) -> str:
         f"the contexts of active sessions have {seats['tokens']:,} tokens, and the caches hold "
         f"{seats['limit_tokens']:,}"
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -42,6 +42,7 @@ from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.serve import ServeSettings
+from kvroute.wording import plural
 
 POLL_S = 0.2  # seconds between two checks of the head service, or of /health
 
@@ -272,19 +273,15 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
     needed = sum(size * count for size, count in zip(sizes, gpus, strict=True))
     if needed > available:
         replicas = " and ".join(
-            f"{_counted(size, 'replica')} of {_counted(count, 'GPU')}"
+            f"{plural(size, 'replica')} of {plural(count, 'GPU')}"
             for size, count in zip(sizes, gpus, strict=True)
         )
         option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
         raise StartError(
-            f"the fleet needs {_counted(needed, 'GPU')} for {replicas}, and this machine has "
+            f"the fleet needs {plural(needed, 'GPU')} for {replicas}, and this machine has "
             f"{available} that can be used; lower {option} or --gpus-per-replica (0: run on CPUs)"
         )
     return gpus
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
