@@ -95,8 +95,7 @@ def run(
         except OSError as error:
             fail(f"{error.filename} cannot be written ({error.strerror})")
         if not results.is_done.all():
-            url = _start(serve, running) if serve is not None else find_url(url)
-            _check_answers(url)
+            url = _answering(find_url(url)) if serve is None else _start(serve, running)
         headers = {"content-type": "application/json", "x-kvroute-priority": priority}
         progress = asyncio.run(
             _run(url, key_headers() | headers, lines, order, results, max_open=max_open)
@@ -112,14 +111,15 @@ def _check_names(file: Path, output: Path, errors: Path) -> None:
             fail(f"{first} and {second} are both {path}; name another file")
 
 
-def _check_answers(url: str) -> None:
-    """End the command if nothing answers at the URL. A cluster that is not ready yet does."""
+def _answering(url: str) -> str:
+    """Return the URL, or end the command if nothing answers there. A cluster that starts does."""
     try:
         httpx.get(f"{url}/health", timeout=CONNECT_S, trust_env=False)
     except httpx.TimeoutException:
         pass  # it is busy, and the lines are sent again until it answers
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(no_cluster(url, error))
+    return url
 
 
 def _read(file: Path, *, keep_order: bool) -> tuple[Lines, Sequence[int]]:
