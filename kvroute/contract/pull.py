@@ -6,7 +6,7 @@ looks anything up. A pull is a hint: blocks that do not arrive are computed.
 
 import hmac
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -23,6 +23,17 @@ _BLOCKS = b"kvroute blocks"
 # evicted it during the copy. damaged: a checksum was wrong. full: all of the replica's own host
 # memory is in use. off: the replica does not pull, or has cleared its cache during the pull.
 Reason = Literal["", "late", "lost", "refused", "gone", "damaged", "full", "off"]
+
+
+class LinkSpeed(NamedTuple):
+    """The speed of pulls over a link: n bytes take latency_s + n / bytes_per_s."""
+
+    latency_s: float  # time from the start of a pull to its first bytes
+    bytes_per_s: float  # bandwidth after that
+
+    def seconds(self, size_bytes: float) -> float:
+        """Return the time of a pull of so many bytes."""
+        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 class Pull(Struct, frozen=True, array_like=True):

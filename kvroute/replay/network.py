@@ -8,8 +8,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from kvroute.contract.pull import PullResult, Reason
-from kvroute.replay.hardware.model import LinkModel
+from kvroute.contract.pull import LinkSpeed, PullResult, Reason
 from kvroute.replay.policies.protocol import PullOrder
 from kvroute.replay.workload.trace import Request
 
@@ -51,7 +50,8 @@ class Transfer:
 class Network:
     """The pulls in progress between all replicas."""
 
-    def __init__(self, model: LinkModel) -> None:
+    def __init__(self, model: LinkSpeed) -> None:
+        """Create a network in which each replica's link has this speed in each direction."""
         self.busy_s = 0.0  # sum over all pulls of the seconds that they took
         self._model = model
         self._transfers: list[Transfer] = []

@@ -10,7 +10,7 @@ from itertools import count, pairwise
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, Tier
-from kvroute.contract.pull import PullResult, Reason
+from kvroute.contract.pull import LinkSpeed, PullResult, Reason
 from kvroute.contract.records import TierFacts
 from kvroute.replay.events import (
     Arrival,
@@ -29,7 +29,6 @@ from kvroute.replay.hardware.model import (
     KV_BYTES,
     LINK_LATENCY_S,
     EngineModel,
-    LinkModel,
 )
 from kvroute.replay.modelled_engine import ModelledReplica
 from kvroute.replay.network import Network
@@ -61,11 +60,11 @@ class Cluster:
     link_latency_s: float = LINK_LATENCY_S  # time until the first bytes of a pull
 
     @property
-    def link(self) -> LinkModel | None:
+    def link(self) -> LinkSpeed | None:
         """Return the links for pulls; None: replicas do not pull."""
         if not self.host_tokens or not self.link_gb_per_s:
             return None
-        return LinkModel(1e9 * self.link_gb_per_s, self.link_latency_s)
+        return LinkSpeed(self.link_latency_s, 1e9 * self.link_gb_per_s)
 
     def tiers(self, block_tokens: int) -> Mapping[Tier, TierFacts]:
         """Return the slower tiers of each replica: its host memory, if it keeps blocks there."""
@@ -164,7 +163,7 @@ class _Simulation:
             ModelledReplica(cluster.engine.at_speed(speed), setup.capacity_blocks, setup.tiers)
             for speed in cluster.speeds
         ]
-        self._network = Network(cluster.link or LinkModel(math.inf, 0.0))
+        self._network = Network(cluster.link or LinkSpeed(0.0, math.inf))
         self._pulled: dict[int, PullResult] = {}  # request index -> what its pull has done
         self._wakes_s: dict[int, float] = {}  # router -> time of its next wake-up
         self._order = count()  # numbers the events; at equal times, the lower number is first

@@ -3,10 +3,10 @@
 import secrets
 import time
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
+from kvroute.contract.pull import LinkSpeed
 from kvroute.prefill.speed import Speed
 from kvroute.replica.fabric.protocol import Rows
 from kvroute.replica.fabric.puller import PullRun, Target
@@ -16,17 +16,6 @@ MEMORY = 4.0  # number of pulls after which an earlier one weighs 1/e
 PROBE_ROWS = 8  # rows that the longer pull of the first measurement has
 PROBE_REPEATS = 3
 MAX_PROBE_S = 5.0  # limit of one pull of the measurement, in seconds
-
-
-class LinkSpeed(NamedTuple):
-    """A pull of n bytes takes latency_s + n / bytes_per_s."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, size_bytes: int) -> float:
-        """Return the time of a pull of so many bytes, in seconds."""
-        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 class PullSpeed:

@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.pull import Pull, PullResult
+from kvroute.contract.pull import LinkSpeed, Pull, PullResult
 from kvroute.contract.records import TierFacts
 from kvroute.replica.fabric.protocol import Key
-from kvroute.replica.fabric.pull_speed import LinkSpeed
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import MAX_PULLS, BlockServer, Place
 from kvroute.replica.sim_engine.blocks import BlockPool

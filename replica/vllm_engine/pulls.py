@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
-from kvroute.contract.pull import PullResult
+from kvroute.contract.pull import LinkSpeed, PullResult
 from kvroute.process.builtin_model import resolve
 from kvroute.replica.fabric.block_format import weights_digest
-from kvroute.replica.fabric.pull_speed import LinkSpeed, PullSpeed
+from kvroute.replica.fabric.pull_speed import PullSpeed
 from kvroute.replica.vllm_engine.blocks.events import Pulled
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.host.tier import OpenTiers

@@ -51,7 +51,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvroute.blocks.tiers import TierBlocks
-from kvroute.router.pulls.links import PullSpeed
+from kvroute.contract.pull import LinkSpeed
 
 PRICE = 35.0  # alpha - 1 if the lower quartile of the waiting times is one Scale.busy_s
 MAX_PRICE = 40.0  # upper bound of alpha - 1
@@ -75,7 +75,7 @@ class PeerPull(NamedTuple):
     peer_id: str
     blocks: int  # the peer has this many leading blocks of the prompt in its host memory
     transfer_s: float  # seconds of the transfer if no other pull is in progress
-    speed: PullSpeed  # how fast the replica pulls, by its own figures
+    speed: LinkSpeed  # how fast the replica pulls, by its own figures
     wait_s: float  # seconds until the earlier pulls at both ends should be done
     reload_s: float  # seconds of the copy from the replica's host memory to the GPU
     delay_s: float  # seconds that the pulls in progress at the peer lose

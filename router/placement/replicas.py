@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.blocks.tiers import HOST, Tier
 from kvroute.contract.adapters import LOAD_S
+from kvroute.contract.pull import LinkSpeed
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord, TierFacts
 from kvroute.prefill.speed import PrefillModel, prefill_model
 from kvroute.router.index.boundaries import Boundaries, UnknownLayoutError, boundaries_of
 from kvroute.router.index.handshake import NO_REASONS, Handshake
-from kvroute.router.pulls.links import PullSpeed
 
 # Assumptions for a replica without a record.
 UNKNOWN_SPEED = PrefillModel(tokens_per_s=10_000.0, attention_tokens=32_768.0)
@@ -26,7 +26,7 @@ class Exchange(NamedTuple):
     format: str  # replicas exchange blocks only if their formats are equal
     address: str  # address of the replica's block server; empty: it does not let others pull
     block_bytes: int  # bytes of one block
-    speed: PullSpeed | None  # how fast it pulls; None: it does not pull
+    speed: LinkSpeed | None  # how fast it pulls; None: it does not pull
 
 
 class ReplicaRegistry:
@@ -245,6 +245,6 @@ def _exchanges(records: Iterable[ReplicaRecord], degraded: Collection[str]) -> d
             continue
         speed = None
         if load.pull_bytes_per_s:
-            speed = PullSpeed(load.pull_latency_s, load.pull_bytes_per_s)
+            speed = LinkSpeed(load.pull_latency_s, load.pull_bytes_per_s)
         exchanges[record.id] = Exchange(facts.format, facts.blocks_address, tier.block_bytes, speed)
     return exchanges

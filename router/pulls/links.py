@@ -15,22 +15,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvroute.contract.pull import LinkSpeed
 from kvroute.prefill.speed import Speed
 
 MAX_LINKS = 65_536  # links whose speed is remembered; further ones keep the replicas' own figures
 FIRST_PAUSE = 2.0  # time without pulls after a first failure, in the fleet's unit of time
 MAX_DOUBLINGS = 10  # each further failure in a row doubles this time, this many times at most
-
-
-class PullSpeed(NamedTuple):
-    """How fast a replica pulls blocks."""
-
-    latency_s: float  # time from the start of a pull to its first bytes
-    bytes_per_s: float  # bandwidth after that
-
-    def seconds(self, size_bytes: float) -> float:
-        """Return the time of a pull of so many bytes."""
-        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 @dataclass(slots=True)
@@ -48,7 +38,7 @@ class Transfer(NamedTuple):
 
     source: str
     target: str
-    speed: PullSpeed  # the target's own figures
+    speed: LinkSpeed  # the target's own figures
     rivals: int  # pulls that were in progress at either end when it began
 
 
@@ -99,7 +89,7 @@ class Links:
     # Pulls.
 
     def begin(
-        self, request_id: str, source: str, target: str, *, speed: PullSpeed, end_s: float
+        self, request_id: str, source: str, target: str, *, speed: LinkSpeed, end_s: float
     ) -> None:
         """Add a pull in progress.
 

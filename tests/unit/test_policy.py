@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.tiers import HOST, TierBlocks
+from kvroute.contract.pull import LinkSpeed
 from kvroute.router.placement.policy import Candidate, PeerPull, cost_s, prices, rank
 from kvroute.router.placement.pressure import MAX_PRESSURE
-from kvroute.router.pulls.links import PullSpeed
 
 RNG = random.Random(7)
 UNIT_S = 2.0  # the fleet's unit of time
@@ -107,7 +107,7 @@ pulls = st.builds(
     peer_id=st.just("peer"),
     blocks=st.integers(1, 100),
     transfer_s=seconds,
-    speed=st.just(PullSpeed(0.0, 1.0)),
+    speed=st.just(LinkSpeed(0.0, 1.0)),
     wait_s=seconds,
     reload_s=seconds,
     delay_s=seconds,

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvroute.replay.hardware.model import LinkModel
+from kvroute.contract.pull import LinkSpeed
 from kvroute.replay.network import Network, Transfer
 from kvroute.replay.policies.protocol import PullOrder
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.trace import Request
 from tests.support.conversations import conversations, request
 
-LINK = LinkModel(bytes_per_s=1000.0, latency_s=1.0)
+LINK = LinkSpeed(bytes_per_s=1000.0, latency_s=1.0)
 CLUSTER = Cluster(4, 200_000, host_tokens=400_000, link_gb_per_s=10.0)
 TRACE = conversations()
 
@@ -70,7 +70,7 @@ def test_a_late_pull_brings_the_blocks_that_have_arrived() -> None:
 
 
 def test_a_pull_that_is_complete_but_for_rounding_brings_its_last_block() -> None:
-    network = Network(LinkModel(bytes_per_s=0.3e9, latency_s=0.002))
+    network = Network(LinkSpeed(bytes_per_s=0.3e9, latency_s=0.002))
     order = PullOrder(0, 10, 1e6)
     for index in range(7):
         asked = request(index, [*range(1, 11)])

@@ -5,7 +5,6 @@ profiles and must start fast.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from kvroute.prefill.speed import PrefillModel
 
@@ -14,13 +13,6 @@ KV_BYTES = 131_072  # bytes of a token's keys and values
 HOST_GB_PER_S = 50.0  # speed of copies from host memory in GB/s
 LINK_GB_PER_S = 10.0  # bandwidth of a replica's network link in each direction, in GB/s
 LINK_LATENCY_S = 0.002  # time from the start of a pull over that link to its first bytes
-
-
-class LinkModel(NamedTuple):
-    """The links of all replicas."""
-
-    bytes_per_s: float  # bandwidth of each replica's link, in each direction
-    latency_s: float  # time from the start of a pull to its first bytes
 
 
 @dataclass(frozen=True, slots=True)

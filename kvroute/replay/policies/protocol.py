@@ -8,10 +8,9 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.messages import RouterMessage
-from kvroute.contract.pull import PullResult
+from kvroute.contract.pull import LinkSpeed, PullResult
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import LinkModel
 from kvroute.replay.workload.trace import Request
 
 
@@ -26,7 +25,7 @@ class Setup:
     chunk_tokens: int = 8192  # maximum tokens in an engine step: vLLM's max_num_batched_tokens
     max_sequences: int = 0  # maximum sequences in an engine step; 0: unknown
     tiers: Mapping[Tier, TierFacts] = field(default_factory=dict)  # slower tiers of each replica
-    link: LinkModel | None = None  # the replicas' links for pulls; None: there are no pulls
+    link: LinkSpeed | None = None  # the replicas' links for pulls; None: there are no pulls
 
     @property
     def capacity_blocks(self) -> int:
