@@ -65,6 +65,14 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
         token_ids = np.concatenate([self.token_ids, np.array(delivered, np.uint32)])
         return replace(self, token_ids=token_ids, answered=self.answered + len(delivered))
 
+    def using_all_blocks(self) -> "GenerateRequest":
+        """Return the request with another token at the end.
+
+        An engine never uses the cached block of a prompt's last token. With the other token, it
+        uses all full blocks of this prompt.
+        """
+        return replace(self, token_ids=np.append(self.token_ids, np.uint32(0)))
+
 
 class Chunk(Struct, frozen=True, array_like=True):
     """The next tokens of an answer. Under load, a chunk has several tokens."""

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from itertools import count
 
-import numpy as np
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import HOST_GROUPS
@@ -124,9 +123,7 @@ class SimulatedEngine(Engine):
     async def pull(self, request: GenerateRequest) -> PullResult:
         if self._pulls is None or request.pull is None:
             return await super().pull(request)
-        # An engine never uses the block of a prompt's last token, so the prompt gets another token.
-        longer = np.append(request.token_ids, np.uint32(0))
-        return await self._pulls.pull(replace(request, token_ids=longer), request.pull)
+        return await self._pulls.pull(request.using_all_blocks(), request.pull)
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         if self._pulls is not None and request.pull is not None:

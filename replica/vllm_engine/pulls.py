@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.contract.pull import LinkSpeed, PullResult
@@ -101,10 +100,7 @@ class Pulls:
             return OFF
         result: asyncio.Future[PullResult] = asyncio.get_running_loop().create_future()
         self._results[request.request_id] = result
-        # An engine never uses the block of a prompt's last token, so the prompt gets another token.
-        longer = np.append(request.token_ids, np.uint32(0))
-        request = msgspec.structs.replace(request, token_ids=longer)
-        task = asyncio.ensure_future(run(request, lambda _: None))
+        task = asyncio.ensure_future(run(request.using_all_blocks(), lambda _: None))
         ends: list[asyncio.Future[Any]] = [task, result]
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
