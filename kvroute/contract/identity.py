@@ -91,11 +91,12 @@ def _template_in_config(model: str, revision: str) -> Any:
 
 def _read(model: str, name: str, revision: str) -> bytes:
     """Return a file's content; empty if the model has no such file."""
-    path = Path(model) / name if Path(model).is_dir() else _cached(model, name, revision)
+    path = Path(model) / name if Path(model).is_dir() else cached_file(model, name, revision)
     return path.read_bytes() if path and path.is_file() else b""
 
 
-def _cached(model: str, name: str, revision: str) -> Path | None:
+def cached_file(model: str, name: str, revision: str = "") -> Path | None:
+    """Return a file of a model in the local cache of Hugging Face's hub; None: it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     path = try_to_load_from_cache(model, name, revision=revision or None)

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from kvroute.contract.identity import cached_file
+
 TIMEOUT_S = 10.0  # longest wait for the hub's answer
 
 
@@ -17,7 +19,7 @@ def check_on_hub(model: str) -> None:
     """
     if "://" in model or Path(model).expanduser().exists() or os.environ.get("VLLM_USE_MODELSCOPE"):
         return
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -27,7 +29,7 @@ def check_on_hub(model: str) -> None:
 
     named = f"model is {model!r}, which is neither a folder nor in the hub's local cache"
     try:
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        if cached_file(model, "config.json"):
             return
         HfApi().model_info(model, timeout=TIMEOUT_S)
     except RepositoryNotFoundError:
