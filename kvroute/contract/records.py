@@ -41,7 +41,8 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     rendering_differences: Count = 0  # prompts that a router and vLLM have rendered differently
     # Measured speed of copies from host memory; 0: unknown.
     host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
-    disk_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0  # of reads of the disk cache
+    # Measured speed of reads of the disk cache; 0: unknown.
+    disk_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
     # Measured times of this replica's own pulls from peers (contract/pull.py): a pull takes
     # pull_latency_s, and its bytes divided by pull_bytes_per_s. Speed 0: it does not pull.
     pull_latency_s: Seconds = 0.0

@@ -55,8 +55,8 @@ _decode = msgspec.msgpack.Decoder(Wanted).decode
 class Place(NamedTuple):
     """Where a block is in host memory."""
 
-    stay: object  # the same object as long as the block stays there
-    row: int
+    stay: object  # identifies the block's stay in the row; another object: it has left the row
+    row: int  # index of the row of host memory
 
 
 Find = Callable[[Key], Place | None]  # returns None if the block is missing or not complete

@@ -234,7 +234,7 @@ class Attempt:
     # The sessions that may send requests; None: no limit, or the request belongs to no session.
     seats: Seats[Any] | None = None
     pulls: Pulls | None = None  # counts this attempt's pull from a peer; None: it pulls nothing
-    pulled: PullResult | None = None  # what the pull has done; None: nothing is known yet
+    pulled: PullResult | None = None  # the result of the pull; None: it is not known yet
     is_complete: bool = False
     output_tokens: int = 0  # tokens of all choices so far
     first_tokens: int = 0  # output tokens in the first chunk
