@@ -29,6 +29,7 @@ PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
+    "/v2/embed",
     "/v1/responses",
     "/v1/messages",
     "/classify",

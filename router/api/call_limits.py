@@ -17,6 +17,7 @@ MAX_NAME = 256  # longest name, salt or session id, in characters
 # Each prompt of a request gets a copy of the other fields. This is the largest size of all copies
 # together, in bytes.
 MAX_COPIED = 16 << 20
+EMBEDDED = ("input", "texts", "images", "inputs")  # fields with a list of texts to embed
 # Fields with a list of texts to score. Each text takes 100 us of a replica's event loop.
 SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2")
 # Name of a field -> largest number of its items. A replica's event loop checks every stop string
@@ -24,7 +25,7 @@ SCORED = ("documents", "queries", "items", "data_1", "data_2", "text_1", "text_2
 # ids, and for 1024 ids in the last two fields. With more ids, they crash.
 MAX_ITEMS = {
     "messages": MAX_MESSAGES,
-    **dict.fromkeys(("input", *SCORED), 4096),
+    **dict.fromkeys((*EMBEDDED, *SCORED), 4096),
     "tools": 1024,
     **dict.fromkeys(("stop", "stop_sequences"), 256),
     **dict.fromkeys(("bad_words", "stop_token_ids"), 128),

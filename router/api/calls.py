@@ -46,6 +46,7 @@ STATELESS_ROUTES = (
     "/detokenize",
     COUNT_TOKENS,
     "/v1/embeddings",
+    "/v2/embed",  # Cohere's form of embeddings
     "/rerank",
     "/v1/rerank",
     "/v2/rerank",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 _ADAPTERS = "adapters are named when the cluster starts, with --lora NAME=FOLDER"
 _AUDIO = "kvroute serves no models for audio yet; send these requests to a vLLM server"
-_COHERE = "kvroute does not have Cohere's forms yet; use {} instead"
+_COHERE = "kvroute does not have Cohere's form of chats; use {} instead"
 _ONE_ENGINE = "it concerns one engine, and routers send each request to any replica; {}"
 _APART = "it is for servers that render prompts apart from engines, which routers do already; {}"
 _WEIGHTS = (
@@ -67,7 +67,6 @@ MISSING: Mapping[str, str] = {  # path -> why kvroute does not have it, and what
     "/v1/responses/render": _APART.format("/tokenize returns the tokens of a chat"),
     "/v1/systemone": "kvroute does not have it yet; use a chat with a JSON schema",
     "/v1/unload_lora_adapter": _ADAPTERS,
-    "/v2/embed": _COHERE.format("/v1/embeddings"),
     "/wake_up": _SLEEP,
     "/weight_checker": _WEIGHTS,
     "/weight_info": _STATE,

@@ -55,8 +55,8 @@ def head_of(path: str, *, method: str = "POST", version: str = "1.1") -> bytes:
     return f"{method} {path} HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n".encode()
 
 
-def chat(*, stream: bool) -> bytes:
-    body = {"model": BUILTIN_MODEL, "messages": user("Hello there"), "max_tokens": 8}
+def chat(*, stream: bool, tokens: int = 8) -> bytes:
+    body = {"model": BUILTIN_MODEL, "messages": user("Hello there"), "max_tokens": tokens}
     content = json.dumps(body | {"stream": stream, "ignore_eos": True}).encode()
     return b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content) + content
 
@@ -113,7 +113,9 @@ def test_a_request_that_cannot_be_read_is_refused_for_clients_of_any_api(
 
 
 def test_a_client_that_closes_its_side_is_told_that_it_counts_as_gone(cluster: Cluster) -> None:
-    answer = exchange(cluster, head_of(CHATS) + chat(stream=False), is_last=True)
+    """The answer is long, so that it cannot be there before the end of the client's side is."""
+    request = head_of(CHATS) + chat(stream=False, tokens=1000)
+    answer = exchange(cluster, request, is_last=True)
     assert answer.status == 400
     assert "closed its side" in answer.error["message"]
     assert answer.headers["x-request-id"]

@@ -65,6 +65,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "POST /v1/responses/{response_id}/cancel",
         "POST /v1/route",
         "POST /v1/score",
+        "POST /v2/embed",
         "POST /v2/rerank",
     ],
     "observe": [

@@ -69,9 +69,22 @@ RANKED: list[tuple[str, Body]] = [
         {"query": "hi", "documents": "none"},
     )
 ]
+COHERE = "/v2/embed"
+COHERE_EMBEDDED: list[Body] = [
+    {"texts": TEXTS, "input_type": "classification", "embedding_types": ["float", "base64"]},
+    {"texts": [LONG * 4], "truncate": "START"},
+    {"inputs": [{"content": [{"type": "text", "text": "hi"}]}], "embedding_types": ["ubinary"]},
+    # refused
+    {"texts": [LONG * 4], "truncate": "NONE"},
+    {"texts": TEXTS, "output_dimension": 8},
+    {"texts": TEXTS, "embedding_types": ["int3"]},
+    {"texts": []},
+    {},
+]
 CLASSIFIED: list[Body] = [{"input": "hi"}, {"input": TEXTS}, {"input": {}}, {}]
 CALLS = [
     *((EMBEDDINGS, body) for body in EMBEDDED),
+    *((COHERE, body) for body in COHERE_EMBEDDED),
     *SCORED,
     *RANKED,
     *(("/classify", body) for body in CLASSIFIED),
@@ -139,7 +152,7 @@ async def test_it_answers_as_vllms_own_server(pooling: Pooling) -> None:
             differing.append((path, body, data_of(ours)[-300:], data[-300:]))
     assert differing == []
     scored = {path for path, _ in (*SCORED, *RANKED)}
-    can = {"/classify"} if pooling.kind == "classify" else {EMBEDDINGS} | scored
+    can = {"/classify"} if pooling.kind == "classify" else {EMBEDDINGS, COHERE} | scored
     assert answered == can | {"/pooling"}
 
 
