@@ -39,12 +39,14 @@ RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 TOKENIZE = "/tokenize"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+INPUT_TOKENS = "/v1/responses/input_tokens"
 INVOCATIONS = "/invocations"  # SageMaker's route, where the fields of the body select the task
 # Routes that any replica can answer, because they do not use the engine's KV cache.
 STATELESS_ROUTES = (
     TOKENIZE,
     "/detokenize",
     COUNT_TOKENS,
+    INPUT_TOKENS,
     "/v1/embeddings",
     "/v2/embed",  # Cohere's form of embeddings
     "/rerank",
@@ -122,6 +124,8 @@ class Call(Struct, frozen=True):
             max_tokens = budget + 1 if type(budget) is int else 1
             raw = msgspec.json.encode({**self.body, "max_tokens": max_tokens})
             return replace(self, path=MESSAGES, raw=raw)
+        if self.path == INPUT_TOKENS:
+            return replace(self, path=RESPONSES)
         if self.path == TOKENIZE:
             return replace(self, path=CHAT_COMPLETIONS if "messages" in self.body else COMPLETIONS)
         return None

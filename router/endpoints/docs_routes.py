@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route
 from kvroute.router.api.calls import (
     CHAT_COMPLETIONS,
     COMPLETIONS,
+    INPUT_TOKENS,
     INVOCATIONS,
     MESSAGES,
     RESPONSES,
@@ -26,6 +27,7 @@ SUMMARIES = {  # route whose endpoint has no docstring -> what it does
     CHAT_BATCH: "Several chats in one request.",
     COMPLETIONS: "OpenAI's completions.",
     RESPONSES: "OpenAI's responses.",
+    INPUT_TOKENS: "Count the tokens that a response would have as its input.",
     MESSAGES: "Anthropic's messages.",
     f"{MESSAGES}/count_tokens": "Count the tokens of Anthropic's messages.",
     SCORING: "How likely tokens are after a query and each of several items.",

@@ -21,13 +21,15 @@ from kvroute.router.prompts.special_tokens import SpecialTokens
 
 # Fields of a chat's body whose text can be in the prompt.
 CHAT = ("messages", "system", "tools", "documents", "chat_template_kwargs", "reasoning_effort")
+RESPONSE = (*CHAT, "input", "instructions", "previous_input_messages")  # the same of a response
 # Route -> fields of its bodies whose text can be in the prompt.
 FIELDS = {
     CHAT_COMPLETIONS: CHAT,
     MESSAGES: CHAT,
     f"{MESSAGES}/count_tokens": CHAT,
     "/tokenize": CHAT,
-    RESPONSES: (*CHAT, "input", "instructions", "previous_input_messages"),
+    RESPONSES: RESPONSE,
+    f"{RESPONSES}/input_tokens": RESPONSE,
     COMPLETIONS: (),
 }
 OTHER_FIELDS = ("messages",)  # these fields on all other routes

@@ -5,13 +5,12 @@ from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from kvroute.contract.http_call import decode_part, encode_call
-from kvroute.router.api.calls import COUNT_TOKENS, Call
+from kvroute.router.api.calls import COUNT_TOKENS, INPUT_TOKENS, Call
 from kvroute.router.api.errors import invalid
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.serving.assembly import Parts
-from kvroute.router.serving.expansion import named_prefix
+from kvroute.router.serving.expansion import expand
 from kvroute.router.serving.rendering import Renderer, http_call
-from kvroute.store.named_prefix import Prefix
 
 TIMEOUT_S = 600.0  # seconds for a replica to answer; a call may have many texts to embed
 
@@ -19,17 +18,17 @@ TIMEOUT_S = 600.0  # seconds for a replica to answer; a call may have many texts
 async def forward(call: Call, request_id: str, parts: Parts, renderer: Renderer) -> Response:
     """Forward a call to any replica, and return the response.
 
-    The router itself answers calls that count the tokens of a prompt with a named prefix, since
-    replicas do not know named prefixes.
+    The router itself answers calls that count the tokens of a response's input, or of a prompt with
+    a named prefix, since replicas know neither of these.
 
     Raises:
-        ApiError: no replica answers, or the named prefix is not declared.
+        ApiError: no replica answers, or the named prefix or the previous response is unknown.
         RefusedCallError: a replica refuses the body.
     """
-    call = await parts.tokenizer.escaped(call)
     generating = call.as_generating()
-    if generating is not None and (prefix := await named_prefix(call, parts.prefixes.catalogue)):
-        return await _count_tokens(call, generating, prefix, parts, renderer)
+    if generating is not None and (call.path == INPUT_TOKENS or call.prefix()):
+        return await _count_tokens(call, generating, parts, renderer)
+    call = await parts.tokenizer.escaped(call)
     http = msgspec.structs.replace(
         http_call(call, call.raw), request_id=request_id, namespace=call.cache_salt
     )
@@ -37,19 +36,25 @@ async def forward(call: Call, request_id: str, parts: Parts, renderer: Renderer)
     return complete_response(decode_part(answer), path=call.path)
 
 
-async def _count_tokens(
-    call: Call, generating: Call, prefix: Prefix, parts: Parts, renderer: Renderer
-) -> Response:
-    """Return the response to a call that counts the tokens of a prompt with a named prefix.
+async def _count_tokens(call: Call, generating: Call, parts: Parts, renderer: Renderer) -> Response:
+    """Return the response to a call that counts the tokens of a prompt.
 
     Args:
         call: the call that counts.
         generating: the call that would generate an answer to the same prompt.
     """
-    prompts = (await renderer.render(generating, prefix)).token_ids
+    expanded = await expand(
+        generating,
+        conversations=parts.conversations,
+        tokenizer=parts.tokenizer,
+        catalogue=parts.prefixes.catalogue,
+    )
+    prompts = (await renderer.render(expanded.call, expanded.prefix)).token_ids
     if len(prompts) != 1:
         raise invalid("prompt", f"prompt has {len(prompts)} texts; expected one")
     (ids,) = prompts
+    if call.path == INPUT_TOKENS:
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
     if call.path == COUNT_TOKENS:
         context = {"original_input_tokens": len(ids)}
         return JSONResponse({"input_tokens": len(ids), "context_management": context})

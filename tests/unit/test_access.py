@@ -62,6 +62,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "POST /v1/messages/count_tokens",
         "POST /v1/rerank",
         "POST /v1/responses",
+        "POST /v1/responses/input_tokens",
         "POST /v1/responses/{response_id}/cancel",
         "POST /v1/route",
         "POST /v1/score",

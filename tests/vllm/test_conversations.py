@@ -178,3 +178,19 @@ def test_a_route_is_explained_with_its_conversation(cluster: Cluster, client: Op
     assert answer.status_code == 200, answer.text
     (receipt,) = answer.json()["receipts"]
     assert receipt["prompt_tokens"] > first.usage.input_tokens
+
+
+def test_the_tokens_of_a_conversation_are_counted_without_an_answer(client: OpenAI) -> None:
+    first = whole(client, input=NAME)
+    asked: Any = {
+        "model": BUILTIN_MODEL,
+        "input": "What is my name?",
+        "previous_response_id": first.id,
+        "tools": [WEATHER],
+    }
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == whole(client, **asked).usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.input_tokens.count(**{**asked, "previous_response_id": "resp_none"})
+    assert refused.value.code == "previous_response_not_found"

@@ -134,6 +134,7 @@ COUNTED: list[tuple[str, str, dict[str, Any]]] = [
     ("/tokenize", "/v1/completions", {"prompt": "May I?"}),
     ("/tokenize", "/v1/chat/completions", {"messages": QUESTION}),
     ("/v1/messages/count_tokens", "/v1/messages", {"messages": QUESTION}),
+    ("/v1/responses/input_tokens", "/v1/responses", {"input": QUESTION}),
 ]
 
 
@@ -143,9 +144,8 @@ def test_tokens_are_counted_with_their_named_prefix(
 ) -> None:
     body, headers = {"model": BUILTIN_MODEL, **own}, {"x-kvroute-prefix": "1"}
     counted = httpx.post(cluster.url + counting, json=body, headers=headers, timeout=60).json()
-    answer = httpx.post(
-        cluster.url + path, json={**body, "max_tokens": 1}, headers=headers, timeout=60
-    )
+    limit = {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
+    answer = httpx.post(cluster.url + path, json=body | limit, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     assert counted.get("count", counted.get("input_tokens")) == prompt_tokens(answer)
 
