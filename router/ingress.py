@@ -24,6 +24,7 @@ from kvroute.router.batches.service import BatchService, Unusable, batch_service
 from kvroute.router.endpoints import (
     batch_routes,
     cluster_routes,
+    conversation_routes,
     docs_routes,
     file_routes,
     missing_routes,
@@ -49,6 +50,11 @@ log = logging.getLogger("kvroute.ingress")
 
 # Unfinished answers are ended with an error this many seconds before Serve ends a router.
 LAST_ERRORS_S = 1.0
+
+ROUTE_MODULES = (  # the modules with the router's HTTP routes
+    *(openai_routes, response_routes, conversation_routes, session_routes, file_routes),
+    *(batch_routes, prefix_routes, cluster_routes, docs_routes, ui_routes),
+)
 
 
 @serve.deployment
@@ -207,10 +213,7 @@ def application(
         local_only=models.settings.local_only,
         refused=refused,
     )
-    conversations = (openai_routes, response_routes, session_routes)
-    background = (file_routes, batch_routes)
-    others = (prefix_routes, cluster_routes, docs_routes, ui_routes)
-    for module in (*conversations, *background, *others):
+    for module in ROUTE_MODULES:
         http.include_router(module.routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(HTTPException)(_refuse_route)

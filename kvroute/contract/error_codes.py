@@ -6,6 +6,7 @@ Type = Literal["invalid_request_error", "permission_error", "rate_limit_error", 
 Code = Literal[
     "client_left",
     "context_length_exceeded",
+    "conversation_locked",
     "foreign_origin",
     "gateway_timeout",
     "headers_too_large",

@@ -18,6 +18,7 @@ Kind = Literal[
     "audit",
     "cluster",
     "response",
+    "conversation",
     "account",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -46,6 +46,7 @@ UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
     "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: the entry is skipped, and it expires",
     "account": f"the usage that it counted is lost; {FOREIGN}",
+    "conversation": f"it is lost; do all routers have the same version? {FOREIGN}",
     "response": f"its conversation is lost; do all routers have the same version? {FOREIGN}",
 }
 # Sources of the block counts that an audit compares -> their names in findings.

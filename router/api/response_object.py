@@ -32,16 +32,11 @@ def members(raw: bytes | msgspec.Raw) -> Members:
     return _members.decode(raw)
 
 
-def with_previous(response: Members, previous_id: str) -> Members:
-    """Return the response object with the id of the previous response."""
-    return {**response, PREVIOUS: msgspec.Raw(encode(previous_id))}
-
-
-def events_with_previous(data: bytes, previous_id: str) -> bytes:
-    """Return complete events of a stream, with the previous id in each response object."""
+def events_with(more: Members, data: bytes) -> bytes:
+    """Return complete events of a stream, with these members in each response object."""
     if NO_PREVIOUS not in data:
         return data
-    return b"\n\n".join(_event_with_previous(event, previous_id) for event in data.split(b"\n\n"))
+    return b"\n\n".join(_event_with(more, event) for event in data.split(b"\n\n"))
 
 
 def last_response(data: bytes) -> Members | None:
@@ -66,14 +61,14 @@ def as_input(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [_input_item(item) for item in output if not _is_empty_message(item)]
 
 
-def _event_with_previous(event: bytes, previous_id: str) -> bytes:
+def _event_with(more: Members, event: bytes) -> bytes:
     head, mark, body = event.partition(DATA)
     if NO_PREVIOUS not in body or not head.startswith(b"event: "):
         return event
     event_members = members(body)
     if OBJECT not in event_members:
         return event
-    response = with_previous(members(event_members[OBJECT]), previous_id)
+    response = members(event_members[OBJECT]) | more
     return head + mark + encode({**event_members, OBJECT: msgspec.Raw(encode(response))})
 
 
@@ -99,12 +94,16 @@ def listed(items: list[dict[str, Any]], response_id: str) -> list[dict[str, Any]
 
     Each item has an id, a type, and its content as a list of parts.
     """
-    return [_listed(item, f"msg_{response_id}_{number}") for number, item in enumerate(items)]
+    return [
+        with_parts({"id": f"msg_{response_id}_{number}", "type": "message", **item})
+        for number, item in enumerate(items)
+    ]
 
 
-def _listed(item: dict[str, Any], id_: str) -> dict[str, Any]:
-    shown = {"id": id_, "type": "message", **item}
-    if isinstance(shown.get("content"), str):
-        kind = "output_text" if shown.get("role") == "assistant" else "input_text"
-        shown["content"] = [{"type": kind, "text": shown["content"]}]
-    return shown
+def with_parts(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item with its content as a list of parts, if it is a text."""
+    if not isinstance(item.get("content"), str):
+        return item
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    part = {"type": kind, "text": item["content"]}
+    return {**item, "content": [part | ({"annotations": []} if kind == "output_text" else {})]}

@@ -31,7 +31,7 @@ OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 ANY = ("/v1/models", "/version")  # a key with any role is needed
 USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
-    *("/v1/route", "/v1/sessions", "/v1/files", "/v1/batches"),
+    *("/v1/route", "/v1/conversations", "/v1/sessions", "/v1/files", "/v1/batches"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")  # the role observe is needed
 READ = ("/v1/prefixes",)  # GET needs the role observe; other methods need the role manage

@@ -383,12 +383,12 @@ class RouterMetrics(RequestObservers):
         self._readings.counter(
             "kvroute_evicted_responses",
             "Stored responses that this router evicted to store new ones.",
-            lambda: responses.evicted,
+            lambda: responses.values.evicted,
         )
         self._readings.gauge(
             "kvroute_stored_response_bytes",
             "Bytes of all stored responses in Redis when this router last stored one.",
-            lambda: responses.bytes,
+            lambda: responses.values.bytes,
         )
 
     def export_log(self, log: RequestLog) -> None:

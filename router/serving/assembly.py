@@ -39,12 +39,14 @@ from kvroute.router.queueing.queue import Queue
 from kvroute.router.queueing.seating import Answer as Seat
 from kvroute.router.queueing.seating import Seating
 from kvroute.router.queueing.wake import Wake
+from kvroute.router.serving.conversation_objects import ConversationObjects
 from kvroute.router.serving.conversations import Conversations
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.clusters import ClusterModel, Clusters
 from kvroute.store.connection import connect
+from kvroute.store.conversation_store import ConversationStore
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 from kvroute.store.responses import Responses
@@ -91,7 +93,11 @@ class Parts:
         self.accounts = _accounts(settings, redis, self.unreadable, router_id)
         self.responses = _responses(settings, redis, self.unreadable)
         self.conversations = (
-            Conversations(self.responses, max_bytes=settings.max_body_mb << 20)
+            Conversations(
+                self.responses,
+                _conversation_objects(settings, redis, self.unreadable),
+                max_bytes=settings.max_body_mb << 20,
+            )
             if self.responses
             else None
         )
@@ -201,6 +207,22 @@ def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -
         max_bytes=settings.max_body_mb << 20,
         cluster=settings.cluster,
         unreadable=unreadable,
+    )
+
+
+def _conversation_objects(
+    settings: RouterSettings, redis: Redis, unreadable: Unreadable
+) -> ConversationObjects:
+    """Return the conversations that clients have created."""
+    return ConversationObjects(
+        ConversationStore(
+            redis,
+            settings.cluster,
+            limit_bytes=settings.response_store_mb << 20,
+            ttl_s=settings.response_ttl_s,
+            max_bytes=settings.max_body_mb << 20,
+            unreadable=unreadable,
+        )
     )
 
 

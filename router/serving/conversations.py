@@ -1,7 +1,8 @@
 """Conversations of the Responses API. They are stored in Redis, so any router can continue them.
 
-Replicas do not know that conversations are stored. A replica gets a body that has the complete
-conversation as its input, and the router adds the id of the previous response to the replica's
+A call continues a previous response, or a conversation that the client has created. Replicas do not
+know that conversations are stored. A replica gets a body that has the complete conversation as its
+input, and the router adds the id of the previous response or of the conversation to the replica's
 response.
 """
 
@@ -23,12 +24,16 @@ from kvroute.router.api.calls import RESPONSES, Call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
+from kvroute.router.serving.conversation_objects import ConversationObjects
+from kvroute.store.leased_values import TooLongError
 from kvroute.store.named_prefix import Prefix
 from kvroute.store.outage import Outage
-from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, TooLongError, joined
+from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, joined
 
 log = logging.getLogger("kvroute.conversations")
 
+CONVERSATION = "conversation"  # the field with a conversation's id, in bodies and responses
+CONTINUING = (PREVIOUS, CONVERSATION)  # fields of a body that replicas do not get
 OPTION = "--response-store-mb"  # the option that turns storing on
 STORE_S = 1.0  # the most seconds that the end of a response waits until Redis has stored it
 
@@ -50,9 +55,10 @@ class Expanded(Struct, frozen=True):
     """A call with its conversation and the named prefix of its prompts."""
 
     call: Call  # the call with the complete conversation in its body
-    previous_id: str | None = None  # id of the response that it continues; None: it is the first
-    # Stores the response to the call; None: the response is not stored.
-    store: Callable[[Members], Awaitable[None]] | None = None
+    # Members that its response objects get: the id of the previous response or of the conversation.
+    continued: Members = {}
+    # Each of these stores the response to the call, or its items.
+    keepers: tuple[Callable[[Members], Awaitable[None]], ...] = ()
     prefix: Prefix | None = None  # the named prefix at the start of its prompts
 
 
@@ -69,19 +75,20 @@ async def with_conversation(call: Call, conversations: "Conversations | None") -
         return Expanded(call)
     if conversations is not None:
         return await conversations.expand(call)
-    if (previous_id := call.body.get(PREVIOUS)) is None:
-        return Expanded(call)
-    raise unsupported(
-        PREVIOUS,
-        f"{PREVIOUS} is {shown(previous_id)}, but this server does not store responses; start it "
-        f"with {OPTION}, or send the complete conversation as input",
-    )
+    for name in (PREVIOUS, CONVERSATION):
+        if (id_ := call.body.get(name)) is not None:
+            raise unsupported(
+                name,
+                f"{name} is {shown(id_)}, but this server does not store responses; start it with "
+                f"{OPTION}, or send the complete conversation as input",
+            )
+    return Expanded(call)
 
 
 class Conversations:
     """The stored conversations of one model, as one router reads and writes them."""
 
-    def __init__(self, store: Responses, *, max_bytes: int) -> None:
+    def __init__(self, store: Responses, objects: ConversationObjects, *, max_bytes: int) -> None:
         """Read and write the responses in a store.
 
         In the methods, `salt` is Call.owner: a response can be read only with the salt that it was
@@ -89,8 +96,10 @@ class Conversations:
 
         Args:
             store: the responses in Redis.
+            objects: the conversations that clients have created.
             max_bytes: the most bytes of a body that contains the complete conversation.
         """
+        self.objects = objects
         self._store = store
         self._max_bytes = max_bytes
         self._outage = Outage(log, "responses are not stored")
@@ -99,14 +108,30 @@ class Conversations:
         """Return a call of the Responses API with the conversation that it continues.
 
         Raises:
-            ApiError: the previous response is unknown, or the conversation is too long.
+            ApiError: the previous response or the conversation is unknown, or it is too long.
         """
-        previous_id, own, salt = _previous_id(call.body), _input(call), call.owner
+        previous_id, conversation_id = _previous_id(call.body), _conversation_id(call.body)
+        own, salt = _input(call), call.owner
         is_stored = call.body.get("store", True) in (True, None)
+        keepers, continued = list[Callable[[Members], Awaitable[None]]](), Members()
+        new = own  # the input that the stored response adds to the responses before it
         if previous_id is not None:
-            call = self._with_turns(call, own, await self._previous_turns(previous_id, salt))
-        store = partial(self._put, own, previous_id, salt) if is_stored else None
-        return Expanded(replace(call, is_stored=is_stored), previous_id, store)
+            turns = await self._previous_turns(previous_id, salt)
+            call = self._with_turns(call, own, turns)
+            continued[PREVIOUS] = msgspec.Raw(encode(previous_id))
+        elif conversation_id is not None:
+            found = await self.objects.found(conversation_id, salt)
+            before = found.conversation
+            turn = StoredTurn(msgspec.Raw(found.items), 0, len(before.ids), before.values)
+            call = self._with_turns(call, own, [turn])
+            new = Input(
+                members(call.raw)["input"], turn.count + own.count, turn.values + own.values
+            )
+            continued[CONVERSATION] = msgspec.Raw(encode({"id": conversation_id}))
+            keepers.append(partial(self._append, own, conversation_id, salt))
+        if is_stored:
+            keepers.append(partial(self._put, new, previous_id, salt))
+        return Expanded(replace(call, is_stored=is_stored), continued, tuple(keepers))
 
     async def get(self, id: str, salt: str) -> bytes | None:  # noqa: A002
         """Return the response as its client received it; None if it is not stored.
@@ -176,10 +201,10 @@ class Conversations:
         count = own.count + sum(turn.count for turn in turns)
         values = own.values + sum(turn.values for turn in turns)
         items = joined([*(turn.items for turn in turns), own.items])
-        others = {k: v for k, v in members(call.raw).items() if k not in (PREVIOUS, "input")}
+        others = {k: v for k, v in members(call.raw).items() if k not in (*CONTINUING, "input")}
         raw = encode({**others, "input": msgspec.Raw(items)})
         if count > MAX_ITEMS["input"] or values > MAX_VALUES or len(raw) > self._max_bytes:
-            raise _too_long(call.body[PREVIOUS])
+            raise _too_long(call.body.get(PREVIOUS) or call.body.get(CONVERSATION))
         return replace(call, raw=raw)
 
     async def _put(self, own: Input, previous_id: str | None, salt: str, response: Members) -> None:
@@ -196,6 +221,22 @@ class Conversations:
         except (*DECODE_ERRORS, LookupError) as error:
             self._store.counts["failed"] += 1
             log.warning("cannot store a response, because it cannot be decoded: %r", error)
+
+    async def _append(self, own: Input, id_: str, salt: str, response: Members) -> None:
+        """Add the input and the output of a response to its conversation.
+
+        Give up after STORE_S, or if Redis cannot be used.
+        """
+        try:
+            output = as_input(_decoded(response["output"]))
+            encoded = joined([own.items, encode(output)])
+            async with asyncio.timeout(STORE_S):
+                await self.objects.append(id_, salt, [*_decoded(own.items), *output], encoded)
+        except (ApiError, TimeoutError):  # for example, a client has deleted the conversation
+            self._store.counts["failed"] += 1
+        except (*DECODE_ERRORS, LookupError) as error:
+            self._store.counts["failed"] += 1
+            log.warning("cannot add a response to its conversation: %r", error)
 
 
 def _previous_id(body: Mapping[str, Any]) -> str | None:
@@ -215,6 +256,25 @@ def _previous_id(body: Mapping[str, Any]) -> str | None:
             "send only one of them",
         )
     return previous_id
+
+
+def _conversation_id(body: Mapping[str, Any]) -> str | None:
+    given = body.get(CONVERSATION)
+    if given is None:
+        return None
+    id_ = given.get("id") if isinstance(given, dict) else given
+    if not isinstance(id_, str) or len(id_) > MAX_NAME:
+        raise invalid(
+            CONVERSATION,
+            f"{CONVERSATION} is {shown(given)}; expected the id of a conversation, or an object "
+            "with its id",
+        )
+    if body.get(PREVIOUS) is not None:
+        raise invalid(
+            CONVERSATION,
+            f"{CONVERSATION} and {PREVIOUS} cannot be used together; send only one of them",
+        )
+    return id_
 
 
 def _input(call: Call) -> Input:
@@ -254,7 +314,7 @@ def _decoded(array: bytes | msgspec.Raw) -> list[dict[str, Any]]:
     return msgspec.json.decode(array, type=list[dict[str, Any]])
 
 
-def _too_long(id_: str) -> ApiError:
+def _too_long(id_: object) -> ApiError:
     return ApiError(
         413,
         f"the conversation up to {shown(id_)} is too long: more than {MAX_LINKS} responses, "

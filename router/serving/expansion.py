@@ -32,10 +32,10 @@ async def expand(
     """
     expanded = await with_conversation(call, conversations)
     call = await tokenizer.escaped(expanded.call)
-    return replace(expanded, call=call, prefix=await named_prefix(call, catalogue))
+    return replace(expanded, call=call, prefix=await _named_prefix(call, catalogue))
 
 
-async def named_prefix(call: Call, catalogue: Catalogue) -> Prefix | None:
+async def _named_prefix(call: Call, catalogue: Catalogue) -> Prefix | None:
     """Return the named prefix of the call; None if it has none.
 
     Raises:

@@ -1,6 +1,6 @@
 """Edits and stores responses of the Responses API, so that later calls can continue them.
 
-The edit adds the field previous_response_id, which replicas do not know.
+The edit adds the id of the previous response or of the conversation, which replicas do not know.
 """
 
 from fastapi import Response
@@ -10,21 +10,20 @@ from starlette.types import Message, Receive, Scope, Send
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.response_object import (
     encode,
-    events_with_previous,
+    events_with,
     last_response,
     members,
-    with_previous,
 )
 from kvroute.router.serving.conversations import Expanded
 
 
 async def stored(expanded: Expanded, response: Response) -> Response:
-    """Return the response with the id of the previous response; store it if the client wants that.
+    """Return the response with what it continues; store it if the client wants that.
 
     It is stored before its end is sent, so a client that has received all of it can continue the
     conversation at once.
     """
-    if expanded.previous_id is None and expanded.store is None:
+    if not expanded.continued and not expanded.keepers:
         return response
     if isinstance(response, StreamingResponse):
         return _StoredEvents(expanded, response)
@@ -35,16 +34,16 @@ async def stored(expanded: Expanded, response: Response) -> Response:
 
 
 async def _edited(expanded: Expanded, body: bytes) -> bytes:
-    """Return the body of a response with the id of the previous response; store it if wanted."""
+    """Return the body of a response with what it continues; store it if wanted."""
     try:
         response = members(body)
     except DECODE_ERRORS:  # the client gets the replica's bytes unchanged
         return body
-    if expanded.previous_id is not None:
-        response = with_previous(response, expanded.previous_id)
+    if expanded.continued:
+        response |= expanded.continued
         body = encode(response)
-    if expanded.store is not None:
-        await expanded.store(response)
+    for keep in expanded.keepers:
+        await keep(response)
     return body
 
 
@@ -70,11 +69,12 @@ class _StoredEvents(Response):
 
     async def _edited(self, data: bytes) -> bytes:
         try:
-            if self._expanded.previous_id is not None:
-                data = events_with_previous(data, self._expanded.previous_id)
-            response = None if self._expanded.store is None else last_response(data)
+            if self._expanded.continued:
+                data = events_with(self._expanded.continued, data)
+            response = last_response(data) if self._expanded.keepers else None
         except (*DECODE_ERRORS, LookupError):
             return data
-        if response is not None and self._expanded.store is not None:
-            await self._expanded.store(response)
+        if response is not None:
+            for keep in self._expanded.keepers:
+                await keep(response)
         return data

@@ -17,6 +17,7 @@ from kvroute.router.serving.conversations import Conversations, Expanded, with_c
 from kvroute.router.serving.stored_response import stored
 from kvroute.store.connection import connect
 from kvroute.store.responses import Responses
+from tests.support.conversations import stored_conversations
 
 MB = 1 << 20
 NOWHERE = "redis://127.0.0.1:1"
@@ -35,7 +36,7 @@ def responses(client: Redis, *, max_bytes: int = MB) -> Responses:
 
 @pytest.fixture
 def conversations(empty_redis: Redis) -> Conversations:
-    return Conversations(responses(empty_redis), max_bytes=MB)
+    return stored_conversations(empty_redis, responses(empty_redis))
 
 
 async def ask(conversations: Conversations | None, path: str = RESPONSES, **body: Any) -> Expanded:
@@ -123,7 +124,7 @@ async def test_without_a_store_the_option_is_named() -> None:
     assert (error.status, error.param) == (400, "previous_response_id")
     assert "--response-store-mb" in error.message
     turn = await ask(None, input="a", store=True)
-    assert (turn.store, body_of(turn)) == (None, {"input": "a", "store": True})
+    assert (turn.keepers, body_of(turn)) == ((), {"input": "a", "store": True})
 
 
 async def test_other_routes_have_no_conversations(conversations: Conversations) -> None:
@@ -134,7 +135,7 @@ async def test_other_routes_have_no_conversations(conversations: Conversations) 
 
 
 async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis: Redis) -> None:
-    conversations = Conversations(responses(empty_redis), max_bytes=50_000)
+    conversations = stored_conversations(empty_redis, responses(empty_redis), max_bytes=50_000)
     many = [USER] * (MAX_ITEMS["input"] - 1)
     values = [{"role": "user", "content": [[0] * (MAX_VALUES - 100)]}]
     long = [{"role": "user", "content": "a" * 49_000}]
@@ -148,7 +149,7 @@ async def test_the_limits_of_a_body_hold_for_the_whole_conversation(empty_redis:
 async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for_none() -> None:
     client = connect(NOWHERE)
     store = responses(client)
-    conversations = Conversations(store, max_bytes=MB)
+    conversations = stored_conversations(client, store)
     began_s = time.monotonic()
     assert (await answer(await ask(conversations, input="Hi"), "resp_1"))["id"] == "resp_1"
     assert time.monotonic() - began_s < SHORT_S
@@ -160,7 +161,7 @@ async def test_without_redis_a_response_is_not_stored_and_the_next_one_waits_for
 
 async def test_a_redis_that_hangs_holds_up_the_end_for_a_second(empty_redis: Redis) -> None:
     store = responses(empty_redis)
-    turn = await ask(Conversations(store, max_bytes=MB), input="Hi")
+    turn = await ask(stored_conversations(empty_redis, store), input="Hi")
     await empty_redis.client_pause(5000)
     began_s = time.monotonic()
     assert (await answer(turn, "resp_1"))["id"] == "resp_1"

@@ -23,13 +23,14 @@ from kvroute.router.serving.conversations import Conversations, with_conversatio
 from kvroute.router.serving.stored_response import stored
 from kvroute.store.connection import connect
 from kvroute.store.responses import Responses
+from tests.support.conversations import stored_conversations
 
 MB = 1 << 20
 
 
 def conversations(client: Redis, model: str) -> Conversations:
     store = Responses(client, model, limit_bytes=16 * MB, ttl_s=60, max_bytes=MB)
-    return Conversations(store, max_bytes=MB)
+    return stored_conversations(client, store)
 
 
 def application(

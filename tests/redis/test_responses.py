@@ -18,16 +18,8 @@ from redis.exceptions import RedisError
 from kvroute.contract.unreadable import Unreadable
 from kvroute.store.connection import connect
 from kvroute.store.keys import key_prefix
-from kvroute.store.responses import (
-    LARGEST_SHARE,
-    MAX_LINKS,
-    MAX_REMOVED,
-    OVERHEAD,
-    Responses,
-    StoredTurn,
-    TooLongError,
-    key,
-)
+from kvroute.store.leased_values import LARGEST_SHARE, MAX_REMOVED, OVERHEAD, TooLongError, key
+from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn
 
 MB = 1 << 20
 KEY = f"{key_prefix('default', 'm')}:responses"
@@ -161,11 +153,11 @@ async def test_the_oldest_make_room(empty_redis: Redis) -> None:
         await put(responses, f"{n}", f"{n - 1}" if n % 2 else None)
         await responses.get("0", "")
         noted, found = await counted(empty_redis)
-        assert noted == found == responses.bytes <= 20 * (OVERHEAD + 150)
+        assert noted == found == responses.values.bytes <= 20 * (OVERHEAD + 150)
     assert await said(responses, "99") == ["98", "99"]
     assert await said(responses, "0") == ["0"]
     assert await said(responses, "1") == []
-    assert responses.evicted > 50
+    assert responses.values.evicted > 50
 
 
 async def test_one_that_takes_too_much_is_not_stored(empty_redis: Redis) -> None:
@@ -182,10 +174,10 @@ async def test_a_large_one_takes_the_room_of_many(empty_redis: Redis) -> None:
     small = 2 * MAX_REMOVED
     responses = store(empty_redis, limit_bytes=small * (OVERHEAD + 150))
     await asyncio.gather(*(put(responses, f"{n}") for n in range(small)))
-    filler = responses.bytes
+    filler = responses.values.bytes
     tight = store(empty_redis, limit_bytes=filler // 4)
     assert await put(tight, "last") == "stored"
-    assert tight.bytes <= filler // 4
+    assert tight.values.bytes <= filler // 4
     noted, found = await counted(empty_redis)
     assert noted == found
 

@@ -3,19 +3,20 @@
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.router.api.response_object import (
     as_input,
     encode,
-    events_with_previous,
+    events_with,
     last_response,
     listed,
     members,
-    with_previous,
 )
 
+PREVIOUS = {"previous_response_id": msgspec.Raw('"é"'.encode())}
 # What may stand at any place of a response, such as in a tool's schema.
 TRAP: dict[str, Any] = {
     "previous_response_id": None,
@@ -45,12 +46,12 @@ def test_only_the_response_object_of_an_event_gets_the_previous_id() -> None:
     named = event(
         "response.created", response={**RESPONSE, "previous_response_id": "é"}, sequence_number=0
     )
-    assert events_with_previous(created + delta + created, "é") == named + delta + named
+    assert events_with(PREVIOUS, created + delta + created) == named + delta + named
 
 
 def test_data_without_a_response_object_stays_unchanged() -> None:
     data = b'data: {"error":{"previous_response_id":null}}\n\n'
-    assert events_with_previous(data, "a") == data
+    assert events_with(PREVIOUS, data) == data
 
 
 @given(
@@ -65,7 +66,7 @@ def test_data_without_a_response_object_stays_unchanged() -> None:
 )
 def test_a_response_keeps_every_other_byte(value: object) -> None:
     raw = written({"a": value, "previous_response_id": None, "b": value})
-    found = with_previous(members(raw), "resp_0")
+    found = members(raw) | {"previous_response_id": msgspec.Raw(b'"resp_0"')}
     assert encode(found) == written({"a": value, "previous_response_id": "resp_0", "b": value})
 
 
@@ -97,7 +98,7 @@ def test_listed_items_have_ids_types_and_parts() -> None:
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, own]
     user, assistant, other = listed(said, "resp_1")
     assert user["content"] == [{"type": "input_text", "text": "Hi"}]
-    assert assistant["content"] == [{"type": "output_text", "text": "Ho"}]
+    assert assistant["content"] == [{"type": "output_text", "text": "Ho", "annotations": []}]
     assert other == own
     assert len({user["id"], assistant["id"]}) == 2
     assert user["type"] == "message"

@@ -46,7 +46,7 @@ def client(cluster: Cluster) -> Iterator[OpenAI]:
 
 
 def ended(client: OpenAI, **asked: Any) -> Any:
-    """A streamed response, and what its events say of it."""
+    """Return a streamed response, and check what its events say of it."""
     events = list(client.responses.create(**{**ASKED, **asked}, stream=True))
     told = [event.response for event in events if hasattr(event, "response")]
     assert [each.previous_response_id for each in told] == [asked.get("previous_response_id")] * 3
@@ -194,3 +194,18 @@ def test_the_tokens_of_a_conversation_are_counted_without_an_answer(client: Open
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.input_tokens.count(**{**asked, "previous_response_id": "resp_none"})
     assert refused.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize("ask", [whole, ended])
+def test_a_conversation_object_is_read_and_extended(client: OpenAI, ask: Any) -> None:
+    conversation = client.conversations.create(items=[{"role": "user", "content": NAME}])
+    first = ask(client, input="What is my name?", conversation=conversation.id)
+    assert first.conversation.id == conversation.id
+    sent = whole(
+        client, input=[{"role": "user", "content": text} for text in (NAME, "What is my name?")]
+    )
+    assert first.output_text == sent.output_text
+    second = ask(client, input="Why?", conversation=conversation.id, store=False)
+    assert second.usage.input_tokens > first.usage.total_tokens - first.usage.output_tokens
+    listed = client.conversations.items.list(conversation.id, order="asc")
+    assert [item.role for item in listed] == ["user", "user", "assistant", "user", "assistant"]

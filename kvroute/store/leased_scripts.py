@@ -1,7 +1,7 @@
-"""Lua scripts for stored responses (responses.py). Redis runs each script atomically.
+"""Lua scripts for values with leases (leased_values.py). Redis runs each script atomically.
 
-The KEYS of each script are the two keys that responses.py lists. Its ARGV begins with the
-response's key, the lease in ms, and the overhead: Redis's memory for a response besides its values.
+The KEYS of each script are the two keys that leased_values.py lists. Its ARGV begins with the
+value's key, the lease in ms, and the overhead: Redis's memory for a value besides its two parts.
 """
 
 _STATE = r"""
@@ -22,8 +22,11 @@ local function exists(key)
   return (tonumber(redis.call('ZSCORE', KEYS[2], key) or 0) or 0) > now
     and redis.call('HEXISTS', KEYS[1], key) == 1
 end
+local function size_of(key)
+  return redis.call('HSTRLEN', KEYS[1], key) + redis.call('HSTRLEN', KEYS[1], key .. 'r')
+end
 local function remove(key)
-  local size = redis.call('HSTRLEN', KEYS[1], key) + redis.call('HSTRLEN', KEYS[1], key .. 'r')
+  local size = size_of(key)
   if redis.call('HDEL', KEYS[1], key, key .. 'r') > 0 then
     sum = math.max(0, sum - size - overhead)
   end
@@ -43,19 +46,21 @@ local function ends_at() return string.format('%.0f', now + ARGV[2]) end
 local function use(key) redis.pcall('ZADD', KEYS[2], 'XX', 'GT', ends_at(), key) end
 """
 
-# ARGV 4 the turn's value, 5 the response, 6 the limit of the sum of all sizes, 7 maximum responses
-# to remove. Returns the outcome, the sum, and the number of responses that were removed before they
-# expired. The outcome 'more' asks the caller to run the script again, so that Redis can serve other
-# clients in between.
+# ARGV 4 the first part, 5 the second part, 6 the limit of the sum of all sizes, 7 maximum values to
+# remove, 8 the first part of the value that this one replaces; empty: it must be a new one. Returns
+# the outcome, the sum, and the number of values that were removed before they expired. The outcome
+# 'more' asks the caller to run the script again, so that Redis can serve other clients in between.
 PUT = f"""{_STATE}
-if exists(ARGV[1]) then return {{'known', sum, 0}} end
+local current = exists(ARGV[1]) and redis.call('HGET', KEYS[1], ARGV[1]) or ''
+if current ~= ARGV[8] then return {{'known', sum, 0}} end
 write_sum()  -- before all other writes: a Redis with full memory refuses a script's first write
-remove(ARGV[1])
+use(ARGV[1])  -- so that the value that is replaced is removed last
 local size, removed, evicted = #ARGV[4] + #ARGV[5] + overhead, 0, 0
+local replaced = current ~= '' and size_of(ARGV[1]) + overhead or 0
 while true do
   local oldest = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
   local is_expired = oldest[1] and tonumber(oldest[2]) <= now
-  if not is_expired and sum + size <= tonumber(ARGV[6]) then break end
+  if not is_expired and sum - replaced + size <= tonumber(ARGV[6]) then break end
   if not oldest[1] then  -- KEYS[2] is empty, so kvroute did not write what is left in KEYS[1]
     redis.call('DEL', KEYS[1])
     sum = 0
@@ -69,6 +74,7 @@ while true do
   removed = removed + 1
   if not is_expired then evicted = evicted + 1 end
 end
+remove(ARGV[1])
 sum = sum + size
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[4], ARGV[1] .. 'r', ARGV[5])
 redis.call('ZADD', KEYS[2], ends_at(), ARGV[1])
@@ -95,15 +101,15 @@ extend_lease()
 return values
 """
 
-# Returns the response, or nil if there is none.
+# Returns both parts of a value, or nil if there is no such value.
 GET = f"""{_STATE}
 if not exists(ARGV[1]) then return nil end
 use(ARGV[1])
 extend_lease()
-return redis.call('HGET', KEYS[1], ARGV[1] .. 'r')
+return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[1] .. 'r')
 """
 
-# Returns 1, or 0 if there is no such response.
+# Returns 1, or 0 if there is no such value.
 DELETE = f"""{_STATE}
 if not exists(ARGV[1]) then return 0 end
 remove(ARGV[1])

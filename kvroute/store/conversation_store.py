@@ -1,0 +1,144 @@
+"""Stored conversations: lists of items that many responses read and extend.
+
+They are leased values (leased_values.py) of the cluster, since a conversation may have responses of
+several models: kvroute:{CLUSTER/}:conversations. The first part of a value is a StoredConversation,
+and the second part its items. Both are JSON, compressed with zlib.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+import redis.asyncio as redis
+
+from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.store.connection import with_timeout
+from kvroute.store.keys import key_prefix
+from kvroute.store.leased_values import (
+    LeasedValues,
+    TooLongError,
+    Written,
+    decompressed,
+    key,
+    packed,
+    unpacked,
+)
+
+NO_MODEL = ""  # stands for the model in the keys of values that belong to a whole cluster
+
+
+class StoredConversation(msgspec.Struct, frozen=True):
+    """All of a conversation but its items."""
+
+    created_at: Count  # Unix time in seconds
+    metadata: dict[str, str] = {}
+    ids: tuple[str, ...] = ()  # the id of each item
+    values: Count = 0  # number of JSON values in all items
+    changes: Count = 0  # how often it has been changed, so that each change has another first part
+    version: int = VERSION
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A conversation as it was read."""
+
+    conversation: StoredConversation
+    items: bytes  # JSON array of the items
+    first: bytes  # the first part of its value, with which `put` detects changes by others
+
+
+_conversations = msgspec.json.Decoder(StoredConversation)
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+_versions = msgspec.json.Decoder(Versioned)
+
+
+class ConversationStore:
+    """The stored conversations of one cluster.
+
+    All methods raise RedisError or OSError if Redis is unreachable.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        cluster: str,
+        *,
+        limit_bytes: int,
+        ttl_s: float,
+        max_bytes: int,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        """Create the store's client.
+
+        Args:
+            client: the client for Redis.
+            cluster: the cluster's id.
+            limit_bytes: limit of the size of all conversations in Redis.
+            ttl_s: seconds until a conversation expires, after its last use.
+            max_bytes: limit of the size of one conversation, as JSON.
+            unreadable: counts unreadable conversations.
+        """
+        self._max_bytes = max_bytes
+        self._unreadable = unreadable or Unreadable()
+        prefix = f"{key_prefix(cluster, NO_MODEL)}:conversations"
+        self._values = LeasedValues(client, prefix, limit_bytes=limit_bytes, ttl_s=ttl_s)
+
+    @with_timeout
+    async def get(self, id: str, salt: str) -> Found | None:  # noqa: A002
+        """Return a conversation; None if it is missing, expired or unreadable.
+
+        Its lease is extended.
+
+        Args:
+            id: the conversation's id.
+            salt: the salt of its owner.
+        """
+        if not (parts := await self._values.get(key(id, salt))):
+            return None
+        try:
+            conversation, items = await unpacked(_unpack, parts, self._max_bytes)
+        except (*DECODE_ERRORS, TooLongError) as error:
+            self._unreadable.add("conversation", id, error)
+            return None
+        return Found(conversation, items, parts[0])
+
+    @with_timeout
+    async def put(
+        self,
+        id: str,  # noqa: A002
+        salt: str,
+        conversation: StoredConversation,
+        items: bytes,
+        *,
+        replaced: Found | None = None,
+    ) -> Written:
+        """Store a conversation.
+
+        The least recently used conversations are removed until it fits.
+
+        Args:
+            id: the conversation's id.
+            salt: the salt of its owner.
+            conversation: the conversation.
+            items: JSON array of its items.
+            replaced: the conversation that it replaces; None: it is a new one. The result is
+                "known" if another request has changed it since it was read.
+        """
+        if len(items) > self._max_bytes:
+            return "too_large"
+        first, second = await packed(encode(conversation)), await packed(items)
+        old = b"" if replaced is None else replaced.first
+        return await self._values.put(key(id, salt), first, second, replaced=old)
+
+    @with_timeout
+    async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
+        """Delete a conversation; return whether there was one."""
+        return await self._values.delete(key(id, salt))
+
+
+def _unpack(parts: Sequence[bytes], max_bytes: int) -> tuple[StoredConversation, bytes]:
+    head, items = (decompressed(part, max_bytes) for part in parts)
+    check_version(_versions, head)
+    conversation = _conversations.decode(head)
+    if len(_items.decode(items)) != len(conversation.ids):
+        raise UnreadableError("it has not as many items as ids")
+    return conversation, items

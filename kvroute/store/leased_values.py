@@ -1,0 +1,149 @@
+"""Values in Redis that expire after their last use, within a limit of the size of all of them.
+
+Each value has two parts. One can be read without the other. The keys are:
+
+    PREFIX       hash    KEY -> the first part
+                         KEY + "r" -> the second part
+                         "bytes" -> the sum of all sizes
+    PREFIX:ends  zset    KEY -> time of the value's expiry, Unix time in ms
+
+KEY is a digest of an id and its owner's salt. So a value can only be found with the salt, which is
+not in Redis.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any, Literal, TypeVar
+
+import redis.asyncio as redis
+
+from kvroute.contract.unreadable import UnreadableError
+from kvroute.store.leased_scripts import DELETE, GET, PUT
+
+KEY_BYTES = 16  # size of a KEY
+OVERHEAD = 320  # bytes of Redis's memory that a value takes besides its two parts
+LARGEST_SHARE = 16  # one value may take at most 1/16 of the limit for all values
+MAX_REMOVED = 1000  # maximum values that one script removes, which takes some milliseconds
+CONNECTIONS = 16  # how many of the router's 100 connections to Redis these scripts may use at once
+INLINE_BYTES = 32 << 10  # up to this size, compress on the event loop: that takes up to about 1 ms
+ZLIB_FACTOR = 4  # how many times smaller zlib is assumed to make JSON
+LEVEL = 1  # compression level: three times as fast as zlib's default, and nearly as small
+
+# known: there is such a value already, or the value to replace has changed.
+Written = Literal["stored", "too_large", "known"]
+
+T = TypeVar("T")
+
+
+class TooLongError(Exception):
+    """The values have too many bytes, or are too many."""
+
+
+class LeasedValues:
+    """The values under one prefix. Its methods raise RedisError or OSError if Redis fails."""
+
+    def __init__(
+        self, client: "redis.Redis", prefix: str, *, limit_bytes: int, ttl_s: float
+    ) -> None:
+        """Create the client of these values.
+
+        Args:
+            client: the client for Redis.
+            prefix: the first of the two keys.
+            limit_bytes: limit of the size of all values in Redis.
+            ttl_s: seconds until a value expires, after its last use.
+        """
+        self.bytes = 0  # size of all values after the latest `put`
+        self.evicted = 0  # number of values that this process removed before they expired
+        self._limit = limit_bytes
+        self._ttl_ms = max(1, round(1000 * ttl_s))
+        self._connections = asyncio.Semaphore(CONNECTIONS)
+        self._keys = [prefix, f"{prefix}:ends"]
+        self._client = client
+        self._put: Any = client.register_script(PUT)
+        self._get: Any = client.register_script(GET)
+        self._delete: Any = client.register_script(DELETE)
+
+    def script(self, text: str) -> Any:
+        """Return a Lua script that `run` can run."""
+        return self._client.register_script(text)
+
+    async def put(
+        self, key: bytes, first: bytes, second: bytes, *, replaced: bytes = b""
+    ) -> Written:
+        """Store a value. The least recently used values are removed until it fits.
+
+        Args:
+            replaced: the first part of the value that this one replaces, as `get` returned it.
+                Empty: there must not be a value with this key.
+        """
+        if (len(first) + len(second) + OVERHEAD) * LARGEST_SHARE > self._limit:
+            return "too_large"
+        while True:
+            outcome, self.bytes, evicted = await self.run(
+                self._put, key, first, second, self._limit, MAX_REMOVED, replaced
+            )
+            self.evicted += evicted
+            if outcome != b"more":
+                return "stored" if outcome == b"stored" else "known"
+
+    async def get(self, key: bytes) -> tuple[bytes, bytes] | None:
+        """Return both parts of a value, and extend its lease; None if there is no such value."""
+        first, second = await self.run(self._get, key) or (None, None)
+        return None if first is None or second is None else (first, second)
+
+    async def delete(self, key: bytes) -> bool:
+        """Delete a value; return whether there was one."""
+        return bool(await self.run(self._delete, key))
+
+    async def run(self, script: Any, key: bytes, *more: object) -> Any:
+        """Run a script for the value with this key, with more arguments."""
+        args = [key, self._ttl_ms, OVERHEAD, *more]
+        async with self._connections:
+            return await script(keys=self._keys, args=args)
+
+
+def key(id_: str, salt: str) -> bytes:
+    """Return the key of a value, which is different for each pair of id and salt."""
+    salted = blake2b(salt.encode(errors="surrogatepass")).digest()
+    return blake2b(id_.encode(errors="surrogatepass"), key=salted, digest_size=KEY_BYTES).digest()
+
+
+async def packed(data: bytes) -> bytes:
+    """Compress a part of a value, in a thread if it is large."""
+    if len(data) <= INLINE_BYTES:
+        return zlib.compress(data, LEVEL)
+    return await asyncio.to_thread(zlib.compress, data, LEVEL)
+
+
+async def unpacked(
+    unpack: Callable[[Sequence[bytes], int], T], parts: Sequence[bytes], max_bytes: int
+) -> T:
+    """Call `unpack`, in a thread if the parts are large.
+
+    Raises:
+        TooLongError: the parts have more than `max_bytes`.
+        DECODE_ERRORS: the parts cannot be read.
+    """
+    if sum(map(len, parts)) <= INLINE_BYTES // ZLIB_FACTOR:
+        return unpack(parts, max_bytes)
+    return await asyncio.to_thread(unpack, parts, max_bytes)
+
+
+def decompressed(part: bytes, max_bytes: int) -> bytes:
+    """Return a part as it was before it was compressed.
+
+    Raises:
+        TooLongError: it has more than `max_bytes`.
+        UnreadableError: it was not compressed by `packed`.
+    """
+    stream = zlib.decompressobj()
+    try:
+        data = stream.decompress(part, max(1, max_bytes))
+    except zlib.error as error:
+        raise UnreadableError(str(error)) from None
+    if stream.unconsumed_tail:
+        raise TooLongError
+    return data

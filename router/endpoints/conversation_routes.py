@@ -1,0 +1,108 @@
+"""OpenAI's HTTP routes for conversations.
+
+A conversation can only be used with the API key and the `cache_salt` that it was created with.
+"""
+
+from operator import itemgetter
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import JSONResponse
+
+from kvroute.router.api.bodies import BodyReader
+from kvroute.router.api.conversation_bodies import ConversationBody, ItemsBody, MetadataBody
+from kvroute.router.api.errors import ApiError
+from kvroute.router.endpoints.pages import Page, in_order, page_of
+from kvroute.router.endpoints.response_routes import MAX_LISTED, Salt
+from kvroute.router.serving.conversation_objects import ConversationObjects
+from kvroute.router.serving.conversations import OPTION
+from kvroute.router.serving.models import Served
+
+CONVERSATIONS = "/v1/conversations"
+CONVERSATION = f"{CONVERSATIONS}/{{conversation_id}}"
+ITEMS = f"{CONVERSATION}/items"
+ITEM = f"{ITEMS}/{{item_id}}"
+
+routes = APIRouter()
+
+
+async def _objects(models: Served) -> ConversationObjects:
+    """Return the conversations of all models.
+
+    Raises:
+        ApiError: this server does not store conversations.
+    """
+    for model in models.all:
+        if model.conversations is not None:
+            return model.conversations.objects
+    raise ApiError(
+        404,
+        f"this server does not store conversations; start it with {OPTION}",
+        code="not_found",
+    )
+
+
+Objects = Annotated[ConversationObjects, Depends(_objects)]
+
+
+@routes.post(CONVERSATIONS)
+async def create_conversation(
+    request: Request, objects: Objects, salt: Salt, bodies: BodyReader
+) -> Response:
+    """Create a conversation, which responses read and extend."""
+    return JSONResponse(await objects.create(await bodies.parsed(ConversationBody, request), salt))
+
+
+@routes.get(CONVERSATION)
+async def get_conversation(conversation_id: str, objects: Objects, salt: Salt) -> Response:
+    """Return a conversation without its items."""
+    return JSONResponse(await objects.get(conversation_id, salt))
+
+
+@routes.post(CONVERSATION)
+async def update_conversation(
+    conversation_id: str, request: Request, objects: Objects, salt: Salt, bodies: BodyReader
+) -> Response:
+    """Replace the metadata of a conversation."""
+    body = await bodies.parsed(MetadataBody, request)
+    return JSONResponse(await objects.update(conversation_id, body.metadata, salt))
+
+
+@routes.delete(CONVERSATION)
+async def delete_conversation(conversation_id: str, objects: Objects, salt: Salt) -> Response:
+    """Delete a conversation with its items. Responses that have used it are kept."""
+    await objects.delete(conversation_id, salt)
+    return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+
+@routes.post(ITEMS)
+async def add_items(
+    conversation_id: str, request: Request, objects: Objects, salt: Salt, bodies: BodyReader
+) -> Response:
+    """Add items at the end of a conversation."""
+    body = await bodies.parsed(ItemsBody, request)
+    added = await objects.add(conversation_id, body, salt)
+    return JSONResponse(Page[dict[str, Any]](added, has_more=False).as_object(added))
+
+
+@routes.get(ITEMS)
+async def list_items(
+    conversation_id: str, request: Request, objects: Objects, salt: Salt
+) -> Response:
+    """Return the items of a conversation, the newest first."""
+    query = request.query_params
+    ordered = in_order(await objects.items(conversation_id, salt), query)
+    page = page_of(ordered, query, id_of=itemgetter("id"), default=20, most=MAX_LISTED)
+    return JSONResponse(page.as_object(page.items))
+
+
+@routes.get(ITEM)
+async def get_item(conversation_id: str, item_id: str, objects: Objects, salt: Salt) -> Response:
+    """Return one item of a conversation."""
+    return JSONResponse(await objects.item(conversation_id, item_id, salt))
+
+
+@routes.delete(ITEM)
+async def delete_item(conversation_id: str, item_id: str, objects: Objects, salt: Salt) -> Response:
+    """Delete one item of a conversation, and return the conversation."""
+    return JSONResponse(await objects.delete_item(conversation_id, item_id, salt))
