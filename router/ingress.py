@@ -20,6 +20,7 @@ from kvroute.process.logs import log_to_serve
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.background.service import BackgroundResponses, background_responses
 from kvroute.router.batches.service import BatchService, Unusable, batch_service
 from kvroute.router.endpoints import (
     batch_routes,
@@ -85,14 +86,18 @@ class Router:
         self._models = Models(id_, self._all)
         self._file_api = await asyncio.to_thread(batch_service, id_, settings[0], self._keys)
         self._batches = self._file_api if isinstance(self._file_api, BatchService) else None
+        self._background = background_responses(id_, settings[0], self._keys)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
         self._ending = asyncio.create_task(self._end_before_serve(drain_s))
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
+        readings = self._models.first.telemetry.readings
         if self._batches:
-            self._batches.start(self._models.first.telemetry.readings)
+            self._batches.start(readings)
+        if self._background:
+            self._background.start(readings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application. Serve calls this after the constructor."""
@@ -103,6 +108,7 @@ class Router:
             self._limits,
             answers=self._answers,
             batches=self._file_api,
+            background=self._background,
         )
 
     async def stop(self) -> int:
@@ -111,8 +117,7 @@ class Router:
         `kvroute serve` calls this through Serve when it shuts down.
         """
         running = self._answers.stop()
-        if self._batches:
-            await self._batches.stop()
+        await self._stop_own_requests()
         return running
 
     async def end_answers(self) -> None:
@@ -125,6 +130,8 @@ class Router:
             model.lifecycle.check()
         if self._batches:
             self._batches.check()
+        if self._background:
+            self._background.check()
         if self._watching and self._watching.done():
             self._watching.result()
 
@@ -133,13 +140,19 @@ class Router:
         self._ending.cancel()
         if self._watching:
             self._watching.cancel()
+        await self._stop_own_requests()
         if self._batches:
-            await self._batches.stop()
             self._batches.close()
         await asyncio.gather(
             self._bodies.close(), *(model.lifecycle.close() for model in self._all)
         )
         await asyncio.to_thread(request_spans.close)
+
+    async def _stop_own_requests(self) -> None:
+        """Let other routers go on with the batches and background responses of this one."""
+        await asyncio.gather(
+            *(service.stop() for service in (self._batches, self._background) if service)
+        )
 
     async def _end_before_serve(self, drain_s: float) -> None:
         """While Serve drains the router: end its work before Serve ends the router.
@@ -148,8 +161,7 @@ class Router:
             drain_s: seconds that Serve waits before it ends the router.
         """
         await draining()
-        if self._batches:
-            await self._batches.stop()
+        await self._stop_own_requests()
         await asyncio.sleep(max(0.0, drain_s - LAST_ERRORS_S))
         self._answers.end()
 
@@ -179,6 +191,7 @@ def application(
     *,
     answers: RunningAnswers | None = None,
     batches: BatchService | Unusable | None = None,
+    background: BackgroundResponses | None = None,
 ) -> FastAPI:
     """Return an application with all routes for these models.
 
@@ -189,6 +202,7 @@ def application(
         limits: the limits of tenants.
         answers: the running answers, which end when the router stops.
         batches: the Files and Batch API; None: it is off.
+        background: the background responses; None: the cluster does not store responses.
     """
     answers = answers or RunningAnswers()
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
@@ -198,8 +212,11 @@ def application(
     http.state.keys = keys
     http.state.limits = limits
     http.state.batches = batches
+    http.state.background = background
     if isinstance(batches, BatchService):
         batches.application = http
+    if background is not None:
+        background.application = http
     # Requests that are refused before their model is known count for the first model.
     refused = models.first.telemetry.refused
     http.add_middleware(request_spans.Requests)

@@ -69,7 +69,8 @@ PROMPT_FIELDS = ("prompt", "prompt_embeds")  # fields of a completion that have 
 WITH_PROMPT_TEXT = ("echo", "return_prompt_text", "enable_response_messages")
 # Fields that are refused. With them, a client could replace the prompt after routing, or use the
 # GPU after its request has ended.
-REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params", "background")
+REFUSED_FIELDS = ("kv_transfer_params", "ec_transfer_params")
+BACKGROUND = "background"  # the field with which a response runs although its client has left
 # Fields of a body, and types of a message's parts, that /v1/messages has and chats do not have.
 MESSAGES_FIELDS = frozenset({"system", "stop_sequences"})
 MESSAGES_PARTS = frozenset({"tool_use", "tool_result"})
@@ -230,7 +231,7 @@ def parse_call(path: str, raw: bytes) -> Call:
     raw = raw.removeprefix(BOM)
     body = json_object(raw)
     read_as_vllm_does(body)
-    for name in REFUSED_FIELDS:
+    for name in (*REFUSED_FIELDS, *((BACKGROUND,) if path != RESPONSES else ())):
         if body.get(name):
             raise unsupported(
                 name, f"{name} is {shown(body[name])}, which is not supported; leave {name} out"

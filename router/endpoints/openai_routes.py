@@ -14,6 +14,7 @@ from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
+    BACKGROUND,
     CHAT_COMPLETIONS,
     COMPLETIONS,
     INVOCATIONS,
@@ -32,8 +33,10 @@ from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_head
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
+from kvroute.router.background.own_request import IS_BACKGROUND
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
+from kvroute.router.endpoints.background import begin
 from kvroute.router.endpoints.limited import (
     add_headers,
     counting_refusals,
@@ -217,6 +220,11 @@ async def _answer(
     models: Models = request.app.state.models
     call = _with_headers(call, request)
     request.state.model = model = models.select(call.model, limits_of(request))
+    if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
+        try:
+            return await begin(call, model, request)
+        except RefusedCallError as error:
+            return complete_response(error.refusal, path=call.path)
     max_wait_s = model.settings.max_wait_s
     urgency = urgency_of(request.headers, call.body, call.caller, max_wait_s=max_wait_s)
     context = RequestContext(

@@ -12,14 +12,21 @@ from fastapi.responses import JSONResponse
 
 from kvroute.keys.keyring import owner
 from kvroute.router.api.calls import RESPONSES
-from kvroute.router.api.errors import ApiError, shown, unsupported
+from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.api.response_object import listed
+from kvroute.router.endpoints.background import (
+    Background,
+    as_response,
+    events_of,
+    starting_after,
+)
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.conversations import OPTION, Conversations
 from kvroute.router.serving.models import Models, Served
 
 RESPONSE = RESPONSES + "/{response_id}"  # path of one stored response
+TRUE = ("true", "1")  # values of the parameter `stream` that turn it on
 MAX_LISTED = 100  # the most items in a page, as in OpenAI's API
 
 T = TypeVar("T")
@@ -39,16 +46,31 @@ routes = APIRouter()
 
 
 @routes.get(RESPONSE)
-async def get_response(response_id: str, models: Served, salt: Salt) -> Response:
-    """Return a stored response."""
+async def get_response(
+    response_id: str, request: Request, models: Served, salt: Salt, background: Background
+) -> Response:
+    """Return a stored response, or the events of a background response."""
+    query = request.query_params
+    record = await background.find(response_id, salt) if background else None
+    if background and record:
+        if query.get("stream", "").lower() in TRUE:
+            return events_of(background, record, starting_after(query.get("starting_after")))
+        return as_response(background, record)
     body = await _first(models, response_id, lambda store: store.get(response_id, salt))
     return Response(body, media_type="application/json")
 
 
 @routes.delete(RESPONSE)
-async def delete_response(response_id: str, models: Served, salt: Salt) -> Response:
-    """Delete a stored response."""
-    await _first(models, response_id, lambda store: store.delete(response_id, salt))
+async def delete_response(
+    response_id: str, models: Served, salt: Salt, background: Background
+) -> Response:
+    """Delete a stored response. One that runs in the background is cancelled."""
+    is_background = background is not None and await background.delete(response_id, salt)
+    try:
+        await _first(models, response_id, lambda store: store.delete(response_id, salt))
+    except ApiError as error:
+        if not (is_background and error.status == 404):
+            raise
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -65,12 +87,17 @@ async def list_input_items(
 
 
 @routes.post(f"{RESPONSE}/cancel")
-async def cancel_response(response_id: str) -> Response:
-    """Refuse to cancel a response, since responses do not run in the background."""
-    raise unsupported(
-        "background",
-        f"response {shown(response_id)} cannot be cancelled, since `background` is not supported; "
-        "close the connection to end a response",
+async def cancel_response(
+    response_id: str, models: Served, salt: Salt, background: Background
+) -> Response:
+    """Cancel a response that runs in the background. One that has ended stays as it is."""
+    if background and (record := await background.find(response_id, salt)):
+        return as_response(background, await background.cancel(record))
+    await _first(models, response_id, lambda store: store.get(response_id, salt))
+    raise invalid(
+        "response_id",
+        f"response {shown(response_id)} cannot be cancelled, since it has not run in the "
+        "background; close the connection to end such a response",
     )
 
 

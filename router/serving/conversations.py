@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
-from kvroute.router.api.calls import RESPONSES, Call
+from kvroute.router.api.calls import BACKGROUND, RESPONSES, Call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
 from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
 from kvroute.router.placement.receipts import RECEIPTS
@@ -114,6 +114,10 @@ class Conversations:
         own, salt = _input(call), call.owner
         is_stored = call.body.get("store", True) in (True, None)
         keepers, continued = list[Callable[[Members], Awaitable[None]]](), Members()
+        if call.body.get(BACKGROUND):  # replicas do not know that it runs in the background
+            others = {k: v for k, v in members(call.raw).items() if k != BACKGROUND}
+            call = replace(call, raw=encode(others))
+            continued[BACKGROUND] = msgspec.Raw(b"true")
         new = own  # the input that the stored response adds to the responses before it
         if previous_id is not None:
             turns = await self._previous_turns(previous_id, salt)

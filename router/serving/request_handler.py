@@ -122,6 +122,16 @@ class RequestHandler:
             await asyncio.sleep(0)  # let other requests run
         return receipts
 
+    async def check(self, call: Call) -> None:
+        """Raise the error with which the call would be refused. Nothing is generated.
+
+        Raises:
+            ApiError: the router would refuse the call.
+            RefusedCallError: a replica would refuse the body.
+        """
+        expanded = await self._expand(call)
+        await self._renderer.render(expanded.call, expanded.prefix)
+
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
         """Return the completion call whose response has the scores of a request.
 

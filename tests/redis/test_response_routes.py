@@ -38,6 +38,7 @@ def application(
 ) -> httpx.AsyncClient:
     """A client of a router's routes. each: one for each of its models."""
     http: Any = FastAPI()
+    http.state.background = None
     http.state.models = SimpleNamespace(all=[SimpleNamespace(conversations=one) for one in each])
     http.include_router(routes)
     http.exception_handler(ApiError)(_refuse)
@@ -148,11 +149,14 @@ async def test_without_a_store_the_option_is_named() -> None:
             assert "--response-store-mb" in error.json()["error"]["message"]
 
 
-async def test_nothing_can_be_cancelled() -> None:
-    async with application([None]) as client:
+async def test_only_background_responses_can_be_cancelled(empty_redis: Redis) -> None:
+    model = conversations(empty_redis, "m")
+    await answered(model, "resp_1", input="Hi")
+    async with application([model]) as client:
         error = await client.post("/v1/responses/resp_1/cancel")
-    assert error.status_code == 400
-    assert "`background` is not supported" in error.json()["error"]["message"]
+        assert error.status_code == 400
+        assert "has not run in the background" in error.json()["error"]["message"]
+        assert (await client.post("/v1/responses/resp_2/cancel")).status_code == 404
 
 
 async def test_without_redis_the_client_may_try_again() -> None:

@@ -130,7 +130,6 @@ def test_a_text_to_embed_may_have_many_token_ids() -> None:
         ("text", {"text": {"format": {"enum": [0] * MAX_GRAMMAR_VALUES}}}),
         ("structured_outputs", {"structured_outputs": {"regex": "a" * MAX_GRAMMAR_BYTES}}),
         ("kv_transfer_params", {"kv_transfer_params": {"prompt_token_ids": [1]}}),
-        ("background", {"background": True}),
         (
             "chat_template_kwargs",
             {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},

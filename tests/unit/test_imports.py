@@ -51,6 +51,7 @@ ORDER = (
     "kvroute.router.observability",
     "kvroute.router.serving",
     "kvroute.router.batches",
+    "kvroute.router.background",
     "kvroute.router.endpoints",
     "kvroute.router",
     "kvroute.deployments",

@@ -12,6 +12,7 @@ from openai import OpenAI
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.scraping import scrape, targets
 from tests.support.serving import Cluster
+from tests.support.waiting import wait_until
 
 BLOCK = 32  # tokens
 TURNS = 8
@@ -126,7 +127,7 @@ def test_a_response_is_retrieved_listed_and_deleted(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         whole(client, input="And?", previous_response_id=second.id)
     assert refused.value.code == "previous_response_not_found"
-    with pytest.raises(openai.BadRequestError, match="background"):
+    with pytest.raises(openai.BadRequestError, match="has not run in the background"):
         client.responses.cancel(second.id)
 
 
@@ -209,3 +210,57 @@ def test_a_conversation_object_is_read_and_extended(client: OpenAI, ask: Any) ->
     assert second.usage.input_tokens > first.usage.total_tokens - first.usage.output_tokens
     listed = client.conversations.items.list(conversation.id, order="asc")
     assert [item.role for item in listed] == ["user", "user", "assistant", "user", "assistant"]
+
+
+def after_its_end(client: OpenAI, id_: str) -> Any:
+    """Return a background response when it has ended."""
+    wait_until(lambda: client.responses.retrieve(id_).status not in ("queued", "in_progress"))
+    return client.responses.retrieve(id_)
+
+
+def test_a_response_runs_in_the_background(client: OpenAI) -> None:
+    begun = whole(client, input=NAME, background=True)
+    assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+    ended = after_its_end(client, begun.id)
+    expected = whole(client, input=NAME)
+    assert (ended.id, ended.status, ended.background) == (begun.id, expected.status, True)
+    assert (ended.output_text, ended.usage) == (expected.output_text, expected.usage)
+    next_ = whole(client, input="What is my name?", previous_response_id=begun.id)
+    assert next_.usage.input_tokens > ended.usage.total_tokens
+    client.responses.delete(begun.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(begun.id)
+
+
+def test_the_events_of_a_background_response_are_streamed_again(client: OpenAI) -> None:
+    conversation = client.conversations.create()
+    asked: Any = {**ASKED, "input": NAME, "background": True, "conversation": conversation.id}
+    events = list(client.responses.create(**asked, stream=True))
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(events)))
+    created: Any = events[0]
+    assert (created.type, created.response.background) == ("response.created", True)
+    assert created.response.conversation.id == conversation.id
+    for number in (0, 3, numbers[-2]):
+        again = client.responses.retrieve(created.response.id, stream=True, starting_after=number)
+        assert list(again) == events[number + 1 :]
+    items = client.conversations.items.list(conversation.id, order="asc")
+    assert [item.role for item in items] == ["user", "assistant"]
+
+
+def test_a_background_response_is_cancelled(client: OpenAI) -> None:
+    asked: Any = {**ASKED, "input": NAME, "max_output_tokens": 2000, "background": True}
+    id_ = client.responses.create(**asked, extra_body={"ignore_eos": True}).id
+    assert client.responses.cancel(id_).status == "cancelled"
+    assert client.responses.retrieve(id_).status == "cancelled"
+    assert client.responses.cancel(id_).status == "cancelled"
+
+
+def test_a_background_response_is_checked_before_it_runs(client: OpenAI) -> None:
+    for wrong in ({"temperature": 9}, {"store": False}, {"input": "word " * 5000}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            whole(client, **{"input": NAME, "background": True, **wrong})
+        assert refused.value.param in ("temperature", "store", "input")
+    with pytest.raises(openai.BadRequestError) as refused:
+        whole(client, input=NAME, background=True, previous_response_id="resp_none")
+    assert refused.value.code == "previous_response_not_found"

@@ -1,0 +1,216 @@
+"""Responses that run in the background, in Redis, so that any router can run and show them.
+
+They are leased values (leased_values.py): kvroute:{CLUSTER/}:background. The first part of a value
+is a Head, the second part a Body; both are JSON, compressed with zlib. The events of a response are
+more values, each with some events in its second part.
+
+    kvroute:{CLUSTER/}:background:open   hash   KEY of a response that has not ended -> its tenant
+"""
+
+import re
+from hashlib import blake2b
+from typing import Any, Literal
+
+import msgspec
+import redis.asyncio as redis
+
+from kvroute.contract.priority import Priority
+from kvroute.contract.records import VERSION, Count, Name, Versioned, check_version, encode
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
+from kvroute.store.connection import with_timeout
+from kvroute.store.conversation_store import NO_MODEL
+from kvroute.store.keys import key_prefix
+from kvroute.store.leased_values import (
+    KEY_BYTES,
+    LeasedValues,
+    TooLongError,
+    Written,
+    decompressed,
+    packed,
+)
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+OPEN: tuple[Status, ...] = (
+    "queued",
+    "in_progress",
+)  # of a response that has not ended
+HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
+LARGEST = 8  # limit of a value's parts, in multiples of the largest body
+
+
+class Head(msgspec.Struct, frozen=True):
+    """The state of a response, which its router writes again and again."""
+
+    status: Status
+    chunks: Count = 0  # number of values with its events
+    events: Count = 0  # number of its events so far; the next one has this number
+    router: Name = ""  # id of the router that runs it; empty: none does
+    beats: Count = 0  # rises with each write, which shows that the router is alive
+    attempts: Count = 0  # how many routers have begun to run it
+    version: int = VERSION
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the response has not ended."""
+        return self.status in OPEN
+
+
+class Body(msgspec.Struct, frozen=True):
+    """What a response is made of."""
+
+    id: str
+    tenant: str  # owner of the API key; empty: the cluster has no keys
+    priority: Priority  # the most urgent priority of the tenant's key
+    headers: dict[str, str]  # the request's headers that may matter for its answer
+    created_at: Count  # Unix time in seconds
+    request: msgspec.Raw  # the request's body, a JSON object
+    response: msgspec.Raw  # the latest response object
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A response as it was read or written."""
+
+    key: bytes
+    head: Head
+    first: bytes  # the value's parts in Redis
+    second: bytes
+
+    def body(self, max_bytes: int) -> Body:
+        """Return what the response is made of. Raises DECODE_ERRORS or TooLongError."""
+        return _bodies.decode(decompressed(self.second, max_bytes))
+
+
+_heads = msgspec.json.Decoder(Head)
+_bodies = msgspec.json.Decoder(Body)
+_versions = msgspec.json.Decoder(Versioned)
+
+
+class BackgroundStore:
+    """The background responses of one cluster. Its methods raise RedisError or OSError."""
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        cluster: str,
+        *,
+        limit_bytes: int,
+        ttl_s: float,
+        max_bytes: int,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        """Create the store's client.
+
+        Args:
+            client: the client for Redis.
+            cluster: the cluster's id.
+            limit_bytes: limit of the size of all responses and their events.
+            ttl_s: seconds until a response expires, after its last use.
+            max_bytes: the most bytes of a request's body.
+            unreadable: counts unreadable responses.
+        """
+        self.max_bytes = LARGEST * max_bytes
+        self._client = client
+        self._unreadable = unreadable or Unreadable()
+        prefix = f"{key_prefix(cluster, NO_MODEL)}:background"
+        self._open = f"{prefix}:open"
+        self._values = LeasedValues(client, prefix, limit_bytes=limit_bytes, ttl_s=ttl_s)
+
+    @with_timeout
+    async def create(self, key: bytes, head: Head, body: Body) -> Record | Written:
+        """Store a new response, and list it among those that have not ended."""
+        record = Record(key, head, await _packed(head), await packed(encode(body)))
+        written = await self._values.put(key, record.first, record.second)
+        if written != "stored":
+            return written
+        await self._client.hset(self._open, key.hex(), body.tenant)
+        return record
+
+    @with_timeout
+    async def read(self, key: bytes) -> Record | None:
+        """Return a response; None if it is missing, expired or unreadable."""
+        if not (parts := await self._values.get(key)):
+            return None
+        try:
+            data = decompressed(parts[0], self.max_bytes)
+            check_version(_versions, data)
+            return Record(key, _heads.decode(data), *parts)
+        except (*DECODE_ERRORS, TooLongError) as error:
+            self._unreadable.add("response", key.hex(), error)
+            return None
+
+    @with_timeout
+    async def replace(self, old: Record, head: Head, body: Body | None = None) -> Record | None:
+        """Write a response again.
+
+        Args:
+            old: the response as it was read or written before.
+            head: its new state.
+            body: its new body; None: the body stays the same.
+
+        Returns:
+            The response as written. None: another process has changed it, or it has expired.
+
+        Raises:
+            TooLongError: it is too large.
+        """
+        second = old.second if body is None else await packed(encode(body))
+        new = Record(old.key, head, await _packed(head), second)
+        written = await self._values.put(old.key, new.first, second, replaced=old.first)
+        if written == "too_large":
+            raise TooLongError
+        if written != "stored":
+            return None
+        if not head.is_open:
+            await self._client.hdel(self._open, old.key.hex())
+        return new
+
+    @with_timeout
+    async def delete(self, key: bytes) -> bool:
+        """Delete a response; return whether there was one. Its events expire."""
+        await self._client.hdel(self._open, key.hex())
+        return await self._values.delete(key)
+
+    @with_timeout
+    async def put_events(self, key: bytes, number: int, events: bytes) -> bool:
+        """Store events of a response; return whether they were not too large.
+
+        Args:
+            key: the response's key.
+            number: counts the values with its events, from 0.
+            events: the events, as a stream has them.
+        """
+        place, second = _chunk_key(key, number), await packed(events)
+        return await self._values.put(place, b"", second) != "too_large"
+
+    @with_timeout
+    async def events(self, key: bytes, number: int) -> bytes | None:
+        """Return the events of a response that were stored with this number, if they are there."""
+        parts = await self._values.get(_chunk_key(key, number))
+        try:
+            return None if parts is None else decompressed(parts[1], self.max_bytes)
+        except (*DECODE_ERRORS, TooLongError) as error:
+            self._unreadable.add("response", key.hex(), error)
+            return None
+
+    @with_timeout
+    async def open(self) -> dict[bytes, str]:
+        """Return the keys of all responses that have not ended, and the tenant of each."""
+        found: Any = await self._client.hgetall(self._open)
+        return {
+            bytes.fromhex(name.decode()): tenant.decode(errors="replace")
+            for name, tenant in found.items()
+            if HEX.fullmatch(name)
+        }
+
+    @with_timeout
+    async def forget(self, key: bytes) -> None:
+        """Take a response that has expired or ended off the list of those that have not ended."""
+        await self._client.hdel(self._open, key.hex())
+
+
+async def _packed(head: Head) -> bytes:
+    return await packed(encode(head))
+
+
+def _chunk_key(key: bytes, number: int) -> bytes:
+    return blake2b(b"%d" % number, key=key, digest_size=KEY_BYTES).digest()

@@ -1,0 +1,1 @@
+"""Responses that run in the background: they survive their client, routers and replicas."""

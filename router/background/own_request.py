@@ -1,0 +1,80 @@
+"""Sends a request to this process's own HTTP application, and hands on what it answers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Scope
+
+from kvroute.keys.keyring import Caller
+from kvroute.router.middleware.access import INTERNAL_CALLER
+
+JSON = "application/json"
+# Key in the ASGI scope of requests whose answer is kept as that of a background response.
+IS_BACKGROUND = "kvroute.background"
+
+
+async def ask(
+    application: ASGIApp,
+    path: str,
+    body: bytes,
+    *,
+    headers: Mapping[str, str],
+    caller: Caller | None,
+    started: Callable[[int, Mapping[str, str]], None],
+    received: Callable[[bytes], Awaitable[None]],
+) -> None:
+    """Send a POST request, and return when its answer has ended.
+
+    A cancelled call ends the request, as if its client had disconnected.
+
+    Args:
+        application: the router's HTTP application.
+        path: the route.
+        body: a JSON object.
+        headers: more headers of the request.
+        caller: the tenant for which the request counts; None: the cluster has no API keys.
+        started: called with the status and the headers of the response.
+        received: called with each part of the response's body.
+    """
+    own = {
+        "host": "localhost",
+        "content-type": "application/json",
+        "content-length": f"{len(body)}",
+    }
+    scope: MutableMapping[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [_encoded(name, value) for name, value in {**headers, **own}.items()],
+        "client": ("127.0.0.1", 0),
+        "server": ("localhost", 80),
+        INTERNAL_CALLER: caller,
+        IS_BACKGROUND: True,
+    }
+    parts = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        for part in parts:
+            return part
+        return await asyncio.Future()  # the client never disconnects
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            started(message["status"], dict(Headers(raw=message["headers"])))
+        elif message["type"] == "http.response.body" and message.get("body"):
+            await received(message["body"])
+
+    typed: Scope = scope
+    await application(typed, receive, send)
+
+
+def _encoded(name: str, value: str) -> tuple[bytes, bytes]:
+    return name.encode("latin-1"), value.encode("latin-1", errors="replace")

@@ -1,0 +1,225 @@
+"""One run of a background response by this router, to its end."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp
+
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.keys.keyring import Caller
+from kvroute.router.api.calls import RESPONSES
+from kvroute.router.api.response_object import DATA, Members, encode, members
+from kvroute.router.background.events import END, NUMBER, Events
+from kvroute.router.background.own_request import ask
+from kvroute.store.background_store import BackgroundStore, Body, Record, Status
+from kvroute.store.leased_values import TooLongError
+
+log = logging.getLogger("kvroute.background")
+
+FLUSH_S = 0.25  # events are written to Redis once per this many seconds
+BEAT_S = 2.0  # a router writes the state of each response at least this often
+AGAIN_S = 1.0  # the first pause before a refused request is sent again; each further one is longer
+LONGEST_PAUSE_S = 30.0
+BUSY = (429, 502, 503, 504)  # statuses with which a request is sent again
+
+
+TOO_LARGE = "the answer takes more than a sixteenth of --response-store-mb"
+
+
+class LostError(Exception):
+    """The response was cancelled, deleted or taken over by another router."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What all runs of this router use."""
+
+    store: BackgroundStore
+    application: Callable[[], ASGIApp]
+    caller: Callable[[Body], Caller | None]
+    may_run: Callable[[Body], bool]
+    ttl_s: float  # a request that no replica has taken for this many seconds fails
+
+
+class Run:
+    """One run of a response."""
+
+    def __init__(self, environment: Environment, record: Record, body: Body) -> None:
+        """Prepare a run.
+
+        Args:
+            environment: what all runs use.
+            record: the response, which this router has claimed.
+            body: what the response is made of.
+        """
+        self._environment = environment
+        self._store = environment.store
+        self._record = record
+        self._body = body
+        self._events = Events(record.head.events)
+        self._written_s = time.monotonic()
+        self._unwritten = b""  # events that are not in Redis, or only without the state behind them
+        self._refusal = b""  # the body of a response with an error
+        self._status, self._headers = 0, dict[str, str]()
+
+    @property
+    def key(self) -> bytes:
+        """Return the response's key."""
+        return self._record.key
+
+    async def run(self) -> Status | None:
+        """Run the response to its end.
+
+        Returns:
+            The response's last status. None: this router does not run it any more.
+        """
+        keeping, asking = asyncio.create_task(self._keep()), asyncio.create_task(self._ask())
+        try:
+            await asyncio.wait((keeping, asking), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                keeping.result()  # raises the error with which it has ended
+            status, response = asking.result()
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+            await self._end(status, response)
+            return status
+        except LostError:
+            return None
+        finally:
+            for task in (keeping, asking):
+                task.cancel()
+            await asyncio.wait((keeping, asking))
+
+    async def release(self) -> None:
+        """Let another router run the response, since this router stops."""
+        with suppress(RedisError, OSError):
+            await self._store.replace(self._record, replace(self._record.head, router=""))
+
+    async def _ask(self) -> tuple[Status, Members]:
+        """Send the request until a replica has answered it; return the response's last state."""
+        environment, body = self._environment, self._body
+        request = {**members(body.request), "stream": True, "request_id": body.id}
+        pause_s = AGAIN_S
+        while environment.may_run(body):
+            self._refusal = b""
+            await ask(
+                environment.application(),
+                RESPONSES,
+                encode(request),
+                headers=body.headers,
+                caller=environment.caller(body),
+                started=self._started,
+                received=self._received,
+            )
+            if self._status == 200:
+                return self._answered()
+            is_late = time.time() > body.created_at + environment.ttl_s
+            if self._status not in BUSY or is_late:
+                return self._failed(_error(self._refusal))
+            await asyncio.sleep(_seconds(self._headers.get("retry-after"), pause_s))
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        return self._failed({"message": "the tenant has no API key any more"})
+
+    def _started(self, status: int, headers: Mapping[str, str]) -> None:
+        self._status, self._headers = status, dict(headers)
+
+    async def _received(self, data: bytes) -> None:
+        if self._status == 200:
+            self._events.add(data)
+        else:
+            self._refusal += data
+
+    def _answered(self) -> tuple[Status, Members]:
+        events = self._events
+        if events.status is not None and events.response is not None:
+            return events.status, events.response
+        error = events.error or {}
+        return self._failed({name: _decoded(raw) for name, raw in error.items()})
+
+    def _failed(self, error: Mapping[str, Any]) -> tuple[Status, Members]:
+        """Return the response as one that has failed, and add the event that says so."""
+        latest = members(self._body.response)
+        message = str(error.get("message") or "the answer has ended before its end")
+        code = "invalid_prompt" if 400 <= self._status < 500 else "server_error"
+        shown = {"status": "failed", "error": {"code": code, "message": message}}
+        response = latest | {name: msgspec.Raw(encode(value)) for name, value in shown.items()}
+        told = {"type": "response.failed", "response": response, NUMBER: 0}
+        self._events.add(b"event: response.failed\n" + DATA + encode(told) + END)
+        return "failed", response
+
+    async def _keep(self) -> None:
+        """Write events and the state to Redis, until cancelled.
+
+        Raises:
+            LostError: the response does not belong to this router any more.
+        """
+        while True:
+            await asyncio.sleep(FLUSH_S)
+            with suppress(RedisError, OSError):  # it is written when Redis is back
+                await self._flush("in_progress" if self._events.response else "queued")
+
+    async def _flush(self, status: Status, response: Members | None = None) -> None:
+        """Write new events, and the state if there are any or if it is time to."""
+        head = self._record.head
+        is_due = time.monotonic() - self._written_s > BEAT_S or not head.chunks
+        self._unwritten += self._events.taken()
+        number_of_next = self._events.next
+        if not self._unwritten and not is_due and status == head.status:
+            return
+        if data := self._unwritten:
+            await self._store.put_events(self.key, head.chunks, data)
+        changed = replace(
+            head,
+            status=status,
+            chunks=head.chunks + bool(data),
+            events=number_of_next,
+            beats=head.beats + 1,
+        )
+        if head.status == "queued":
+            response = response or self._events.response
+        body = None
+        if response is not None:
+            body = replace(self._body, response=msgspec.Raw(encode(response)))
+        written = await self._store.replace(self._record, changed, body)
+        if written is None:
+            raise LostError
+        self._record, self._written_s = written, time.monotonic()
+        self._unwritten = self._unwritten[len(data) :]
+
+    async def _end(self, status: Status, response: Members) -> None:
+        """Write the last state, as soon as Redis can be written."""
+        while True:
+            try:
+                return await self._flush(status, response)
+            except TooLongError:
+                status, response = self._failed({"message": TOO_LARGE})
+            except (RedisError, OSError) as error:
+                log.warning("a background response cannot be written yet: %s", error)
+                await asyncio.sleep(AGAIN_S)
+
+
+def _error(refusal: bytes) -> Mapping[str, Any]:
+    """Return the error of a response, or nothing if the response has none."""
+    try:
+        return dict(msgspec.json.decode(refusal)["error"])
+    except (*DECODE_ERRORS, LookupError, TypeError):
+        return {}
+
+
+def _decoded(raw: msgspec.Raw) -> object:
+    return msgspec.json.decode(raw)
+
+
+def _seconds(header: str | None, otherwise: float) -> float:
+    try:
+        return min(LONGEST_PAUSE_S, max(0.0, float(header or otherwise)))
+    except ValueError:
+        return otherwise

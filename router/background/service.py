@@ -1,0 +1,342 @@
+"""The background responses that this router creates, shows and runs."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any, get_args
+
+import msgspec
+from msgspec.structs import replace
+from redis.exceptions import RedisError
+from starlette.types import ASGIApp
+
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.keys.keyring import Caller, tenant_of
+from kvroute.keys.watched import WatchedKeys
+from kvroute.process.exposition import Readings
+from kvroute.router.api.calls import Call
+from kvroute.router.api.errors import ApiError, needing_redis
+from kvroute.router.api.response_object import Members, encode, members
+from kvroute.router.background.events import after
+from kvroute.router.background.run import Environment, Run
+from kvroute.settings.router import RouterSettings
+from kvroute.store.background_store import BackgroundStore, Body, Head, Record, Status
+from kvroute.store.connection import connect
+from kvroute.store.leased_values import TooLongError, key
+
+log = logging.getLogger("kvroute.background")
+
+WATCH_S = 2.0  # a router looks for responses that nobody runs once per this many seconds
+LEASE_S = 10.0  # a response whose state has not changed for so long is run by another router
+STOP_S = 2.0  # the most seconds that stopping waits until other routers may run the responses
+POLL_S = 0.2  # pause between two looks for new events of a response
+MAX_OPEN = 1024  # the most responses of a cluster that have not ended
+MAX_OPEN_OF_TENANT = 256  # the same of one tenant, if there are API keys
+MAX_ATTEMPTS = 5  # a response that so many routers have begun to run fails
+GIVEN_UP = f"{MAX_ATTEMPTS} routers have begun to run the response, and none has ended it"
+NULL = b"null"
+# Headers that are not kept with a request: they concern the connection, or another request.
+OWN_HEADERS = ("x-request-id", "x-api-key", "x-forwarded-for", "x-forwarded-proto", "x-real-ip")
+
+
+class BackgroundResponses:
+    """All background responses of a cluster, as one router reads, changes and runs them."""
+
+    def __init__(
+        self, router_id: str, store: BackgroundStore, *, keys: WatchedKeys | None, ttl_s: float
+    ) -> None:
+        """Prepare the service; `start` starts it.
+
+        Args:
+            router_id: the id of this router.
+            store: the responses in Redis.
+            keys: the API keys; None: there are none.
+            ttl_s: seconds until a request that no replica takes fails.
+        """
+        self.application: ASGIApp | None = None  # set when the router has built it
+        self.ended = Counter[str](dict.fromkeys(get_args(Status)[2:], 0))  # by their last status
+        self._router_id = router_id
+        self._store = store
+        self._keys = keys
+        self._runs: dict[bytes, tuple[Run, asyncio.Task[None]]] = {}
+        # Responses of other routers: KEY -> their state, and when this router has first seen it.
+        self._seen: dict[bytes, tuple[bytes, float]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._environment = Environment(
+            store,
+            application=self._own_application,
+            caller=self._caller,
+            may_run=lambda body: keys is None or self._caller(body) is not None,
+            ttl_s=ttl_s,
+        )
+
+    def start(self, readings: Readings | None) -> None:
+        """Start to look for responses that nobody runs.
+
+        Args:
+            readings: gets the metrics of background responses; None: there are no metrics.
+        """
+        self._watching = asyncio.create_task(self._watch())
+        if readings:
+            readings.gauge(
+                "kvroute_background_responses_running",
+                "Background responses that this router runs.",
+                lambda: len(self._runs),
+            )
+            readings.labelled_counter(
+                "status",
+                "kvroute_background_responses",
+                "Background responses that have ended in this router, by status: completed, "
+                "incomplete, failed, cancelled.",
+                lambda: self.ended,
+            )
+
+    def check(self) -> None:
+        """Raise the error of the task that looks for responses, if it has ended."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+
+    async def stop(self) -> None:
+        """Stop all runs, and let other routers run the responses."""
+        if self._watching is not None:
+            self._watching.cancel()
+        runs, self._runs = self._runs, {}
+        for _, task in runs.values():
+            task.cancel()
+        releases = [asyncio.create_task(run.release()) for run, _ in runs.values()]
+        if releases:
+            await asyncio.wait(releases, timeout=STOP_S)
+
+    async def create(self, call: Call, headers: Mapping[str, str]) -> Record:
+        """Store a new response, and run it in the background.
+
+        Args:
+            call: the request, which a replica would accept.
+            headers: the request's headers.
+
+        Raises:
+            ApiError: too many responses have not ended, or Redis cannot be used.
+        """
+        tenant = tenant_of(call.caller)
+        with needing_redis():
+            tenants = list((await self._store.open()).values())
+        if len(tenants) >= MAX_OPEN or (tenant and tenants.count(tenant) >= MAX_OPEN_OF_TENANT):
+            limit = MAX_OPEN if len(tenants) >= MAX_OPEN else MAX_OPEN_OF_TENANT
+            raise ApiError(
+                429,
+                f"{limit} background responses have not ended, which is the limit; wait until some "
+                "have ended, or cancel them",
+                code="overloaded",
+            )
+        id_, created_at = f"resp_{uuid.uuid4().hex}", int(time.time())
+        body = Body(
+            id_,
+            tenant,
+            call.caller.priority if call.caller else "default",
+            _kept(headers),
+            created_at,
+            msgspec.Raw(call.raw),
+            msgspec.Raw(encode(_queued(id_, created_at, call.body))),
+        )
+        head = Head("queued", router=self._router_id, attempts=1)
+        with needing_redis():
+            record = await self._store.create(key(id_, call.owner), head, body)
+        if not isinstance(record, Record):
+            raise ApiError(
+                413,
+                "the body takes more than a sixteenth of --response-store-mb; send a shorter one",
+                code="request_too_large",
+            )
+        self._run(record, body)
+        return record
+
+    async def find(self, id_: str, salt: str) -> Record | None:
+        """Return a response; None if there is no background response with this id.
+
+        Args:
+            id_: the response's id.
+            salt: the salt of its owner.
+        """
+        with needing_redis():
+            return await self._store.read(key(id_, salt))
+
+    def shown(self, record: Record) -> Members:
+        """Return the response object of a response.
+
+        Raises:
+            ApiError: it cannot be read.
+        """
+        try:
+            response = members(record.body(self._store.max_bytes).response)
+        except (*DECODE_ERRORS, TooLongError):
+            raise ApiError(404, "the response cannot be read", code="not_found") from None
+        shown: dict[str, Any] = {"status": record.head.status}
+        if record.head.status == "failed" and bytes(response.get("error", NULL)) == NULL:
+            shown["error"] = {"code": "server_error", "message": GIVEN_UP}
+        return response | {name: msgspec.Raw(encode(value)) for name, value in shown.items()}
+
+    async def cancel(self, record: Record) -> Record:
+        """Cancel a response that has not ended, and return it as it is then."""
+        while record.head.is_open:
+            head = replace(record.head, status="cancelled", router="", beats=record.head.beats + 1)
+            with needing_redis():
+                changed = await self._store.replace(record, head)
+                if changed is not None:
+                    self.ended["cancelled"] += 1
+                    return changed
+                found = await self._store.read(record.key)
+            if found is None:
+                raise ApiError(404, "the response was deleted meanwhile", code="not_found")
+            record = found
+        return record
+
+    async def delete(self, id_: str, salt: str) -> bool:
+        """Delete a response, which also cancels it; return whether there was one."""
+        with needing_redis():
+            return await self._store.delete(key(id_, salt))
+
+    async def stream(self, record: Record, number: int) -> AsyncIterator[bytes]:
+        """Yield the events of a response with a higher number than this, until the response ends.
+
+        A Redis that cannot be used ends the stream; the client can ask for the rest later.
+        """
+        chunk = 0
+        while True:
+            while chunk < record.head.chunks:
+                for event in after(await self._store.events(record.key, chunk) or b"", number):
+                    yield event
+                chunk += 1
+            if not record.head.is_open:
+                return
+            await asyncio.sleep(POLL_S)
+            found = await self._store.read(record.key)
+            if found is None:
+                return
+            record = found
+
+    async def _watch(self) -> None:
+        """Run the responses that nobody runs, until cancelled."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            try:
+                await self._look()
+            except (RedisError, OSError):
+                self._seen.clear()  # without Redis, the other routers cannot show that they run
+
+    async def _look(self) -> None:
+        """Look at each response once, and run those whose routers do not."""
+        open_ = await self._store.open()
+        self._seen = {found: seen for found, seen in self._seen.items() if found in open_}
+        for found in open_.keys() - self._runs.keys():
+            record = await self._store.read(found)
+            if record is None or not record.head.is_open:
+                await self._store.forget(found)
+            elif self._is_abandoned(record):
+                await self._claim(record)
+
+    def _is_abandoned(self, record: Record) -> bool:
+        state, since_s = self._seen.get(record.key, (b"", 0.0))
+        if state != record.first:
+            self._seen[record.key] = state, since_s = record.first, time.monotonic()
+        return not record.head.router or time.monotonic() - since_s > LEASE_S
+
+    async def _claim(self, record: Record) -> None:
+        """Run a response if no other router begins to."""
+        try:
+            body = record.body(self._store.max_bytes)
+        except (*DECODE_ERRORS, TooLongError):
+            await self._store.forget(record.key)
+            return
+        head = record.head
+        is_last = head.attempts >= MAX_ATTEMPTS
+        changed = replace(
+            head,
+            status="failed" if is_last else "queued",
+            router=self._router_id,
+            beats=head.beats + 1,
+            attempts=head.attempts + 1,
+        )
+        claimed = await self._store.replace(record, changed)
+        if claimed is not None and not is_last:
+            self._run(claimed, body)
+
+    def _run(self, record: Record, body: Body) -> None:
+        run = Run(self._environment, record, body)
+        task = asyncio.create_task(self._ran(run))
+        self._runs[record.key] = run, task
+        task.add_done_callback(partial(self._forget, record.key))
+
+    def _forget(self, found: bytes, task: asyncio.Task[None]) -> None:
+        if self._runs.get(found, (None, None))[1] is task:
+            del self._runs[found]
+        if not task.cancelled() and (error := task.exception()):
+            log.error("a background response has ended with an error", exc_info=error)
+
+    async def _ran(self, run: Run) -> None:
+        if (status := await run.run()) is not None:
+            self.ended[status] += 1
+
+    def _own_application(self) -> ASGIApp:
+        assert self.application is not None
+        return self.application
+
+    def _caller(self, body: Body) -> Caller | None:
+        if self._keys is None:
+            return None
+        return self._keys.keyring().tenant(body.tenant, body.priority)
+
+
+def background_responses(
+    router_id: str, settings: RouterSettings, keys: WatchedKeys | None
+) -> BackgroundResponses | None:
+    """Return the service of a router; None if the cluster does not store responses."""
+    if not settings.response_store_mb:
+        return None
+    store = BackgroundStore(
+        connect(settings.redis_url),
+        settings.cluster,
+        limit_bytes=settings.response_store_mb << 20,
+        ttl_s=settings.response_ttl_s,
+        max_bytes=settings.max_body_mb << 20,
+    )
+    return BackgroundResponses(router_id, store, keys=keys, ttl_s=settings.response_ttl_s)
+
+
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of a request that are sent with it again."""
+    return {
+        name: value
+        for name, value in headers.items()
+        if name.startswith("x-") and name not in OWN_HEADERS
+    }
+
+
+def _queued(id_: str, created_at: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response object of a request that no replica has taken yet."""
+    conversation = body.get("conversation")
+    return {
+        "id": id_,
+        "object": "response",
+        "created_at": created_at,
+        "status": "queued",
+        "background": True,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata"),
+        "model": body.get("model"),
+        "output": [],
+        "parallel_tool_calls": body.get("parallel_tool_calls", True),
+        "previous_response_id": body.get("previous_response_id"),
+        "conversation": {"id": conversation} if isinstance(conversation, str) else conversation,
+        "temperature": body.get("temperature"),
+        "tool_choice": body.get("tool_choice", "auto"),
+        "tools": body.get("tools") or [],
+        "top_p": body.get("top_p"),
+        "usage": None,
+    }

@@ -1,0 +1,81 @@
+"""What the routes of the Responses API do with responses that run in the background."""
+
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Annotated
+
+from fastapi import Depends, Request, Response
+from fastapi.responses import StreamingResponse
+from redis.exceptions import RedisError
+
+from kvroute.router.api.calls import BACKGROUND, Call
+from kvroute.router.api.errors import invalid, shown, unsupported
+from kvroute.router.api.response_object import encode
+from kvroute.router.background.service import BackgroundResponses
+from kvroute.router.serving.conversations import OPTION
+from kvroute.router.serving.model_router import ModelRouter
+from kvroute.store.background_store import Record
+
+
+async def begin(call: Call, model: ModelRouter, request: Request) -> Response:
+    """Let a response run in the background, and return it as it is at the start.
+
+    Raises:
+        ApiError: the call cannot run in the background, or would be refused.
+        RefusedCallError: a replica would refuse the body.
+    """
+    service: BackgroundResponses | None = request.app.state.background
+    if service is None or model.conversations is None:
+        raise unsupported(
+            BACKGROUND,
+            f"{BACKGROUND} is true, but this server does not store responses; start it with "
+            f"{OPTION}, or leave {BACKGROUND} out",
+        )
+    if call.body.get("store") is False:
+        raise invalid("store", f"store is false, but {BACKGROUND} needs it to be true")
+    await model.requests.check(call)
+    record = await service.create(call, request.headers)
+    if call.body.get("stream") is True:
+        return events_of(service, record, -1)
+    return as_response(service, record)
+
+
+def as_response(service: BackgroundResponses, record: Record) -> Response:
+    """Return the response object of a background response."""
+    return Response(encode(service.shown(record)), media_type="application/json")
+
+
+def events_of(service: BackgroundResponses, record: Record, number: int) -> Response:
+    """Return the events of a background response with a higher number, as a stream."""
+    events = _until_redis_fails(service.stream(record, number))
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+def starting_after(text: str | None) -> int:
+    """Return the number of the last event that a client has; -1 if it has none.
+
+    Raises:
+        ApiError: the parameter `starting_after` is not a number.
+    """
+    if text is None:
+        return -1
+    if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+        raise invalid(
+            "starting_after",
+            f"starting_after is {shown(text)}; expected the sequence_number of an event",
+        )
+    return int(text)
+
+
+async def _until_redis_fails(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    with suppress(RedisError, OSError):
+        async for event in events:
+            yield event
+
+
+async def _service(request: Request) -> BackgroundResponses | None:
+    service: BackgroundResponses | None = request.app.state.background
+    return service
+
+
+Background = Annotated[BackgroundResponses | None, Depends(_service)]

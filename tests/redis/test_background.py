@@ -1,0 +1,388 @@
+"""Background responses on a real Redis, with the routers' answers made by the test."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from starlette.types import Receive, Scope, Send
+
+from kvroute.keys.keyring import Caller
+from kvroute.router.api.calls import RESPONSES, Call, parse_call
+from kvroute.router.api.errors import ApiError
+from kvroute.router.background import run, service
+from kvroute.router.background.events import Events, after
+from kvroute.router.background.service import BackgroundResponses
+from kvroute.store.background_store import BackgroundStore, Record
+from tests.support.waiting import until
+
+MB = 1 << 20
+TEXT = [f"word{number} " for number in range(40)]
+CALLER = Caller("team", frozenset({"use"}), "salt", "secret")
+
+Answer = Callable[[dict[str, Any], Send], Awaitable[None]]
+
+
+def event(kind: str, number: int, **more: Any) -> bytes:
+    told = json.dumps({"type": kind, "sequence_number": number, **more}, separators=(",", ":"))
+    return f"event: {kind}\ndata: {told}\n\n".encode()
+
+
+def events_of(id_: str, texts: Sequence[str] = TEXT) -> list[bytes]:
+    """The events of a whole response."""
+    shown = {"id": id_, "object": "response", "output": [], "background": True}
+    deltas = [
+        event("response.output_text.delta", 1 + number, delta=text)
+        for number, text in enumerate(texts)
+    ]
+    ended = {**shown, "status": "completed", "output": ["".join(texts)]}
+    return [
+        event("response.created", 0, response={**shown, "status": "in_progress"}),
+        *deltas,
+        event("response.completed", len(texts) + 1, response=ended),
+    ]
+
+
+async def started(send: Send, status: int = 200, **headers: str) -> None:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def refused(send: Send, status: int, message: str, **headers: str) -> None:
+    await started(send, status, **headers)
+    body = json.dumps({"error": {"message": message, "code": "x"}}).encode()
+    await send({"type": "http.response.body", "body": body})
+
+
+async def when(is_true: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until the condition is true."""
+    async with asyncio.timeout(60):
+        while not await is_true():
+            await asyncio.sleep(0.02)
+
+
+class Router:
+    """A router whose answers the test makes."""
+
+    def __init__(self, client: Redis, name: str, answer: Answer, *, mb: int = 16) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[bytes, bytes]] = []
+        self.left = 0  # requests that were ended before their answer
+        self.store = BackgroundStore(client, "default", limit_bytes=mb * MB, ttl_s=60, max_bytes=MB)
+        self.service = BackgroundResponses(name, self.store, keys=None, ttl_s=60)
+        self.service.application = self._application
+        self._answer = answer
+
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["path"] == RESPONSES
+        body = json.loads((await receive())["body"])
+        self.requests.append(body)
+        self.headers.append(dict(scope["headers"]))
+        try:
+            await self._answer(body, send)
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+
+    async def create(self, **body: Any) -> str:
+        record = await self.service.create(asked(**body), {"x-session-id": "s", "x-api-key": "k"})
+        return record.body(MB).id
+
+    async def found(self, id_: str) -> Record:
+        record = await self.service.find(id_, "")
+        assert record is not None
+        return record
+
+    async def ended(self, id_: str) -> dict[str, Any]:
+        """The response object after its end."""
+
+        async def has_ended() -> bool:
+            return not (await self.found(id_)).head.is_open
+
+        await when(has_ended)
+        shown = self.service.shown(await self.found(id_))
+        return {name: json.loads(bytes(raw)) for name, raw in shown.items()}
+
+    async def streamed(self, id_: str, number: int = -1) -> list[dict[str, Any]]:
+        data = [event async for event in self.service.stream(await self.found(id_), number)]
+        return [json.loads(event.partition(b"data: ")[2]) for event in data]
+
+
+def asked(**body: Any) -> Call:
+    return parse_call(RESPONSES, json.dumps({"input": "Hi", "background": True, **body}).encode())
+
+
+async def whole(body: dict[str, Any], send: Send) -> None:
+    await started(send)
+    for each in events_of(body["request_id"]):
+        await send({"type": "http.response.body", "body": each, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def endless(body: dict[str, Any], send: Send) -> None:
+    """Ten words, and then nothing."""
+    await started(send)
+    for each in events_of(body["request_id"])[:11]:
+        await send({"type": "http.response.body", "body": each, "more_body": True})
+    await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def running(*routers: Router) -> AsyncIterator[None]:
+    for router in routers:
+        router.service.start(None)
+    try:
+        yield
+    finally:
+        for router in routers:
+            await router.service.stop()
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "WATCH_S", 0.05)
+    monkeypatch.setattr(service, "LEASE_S", 1.0)
+    monkeypatch.setattr(service, "POLL_S", 0.02)
+    monkeypatch.setattr(run, "FLUSH_S", 0.05)
+    monkeypatch.setattr(run, "BEAT_S", 0.2)
+    monkeypatch.setattr(run, "AGAIN_S", 0.05)
+
+
+async def test_it_runs_although_nobody_waits(empty_redis: Redis) -> None:
+    one, other = Router(empty_redis, "one", whole), Router(empty_redis, "other", whole)
+    async with running(one, other):
+        id_ = await one.create(stream=False, store=True, temperature=0)
+        shown = await other.ended(id_)
+        assert shown["id"] == id_
+        assert (shown["status"], shown["output"]) == ("completed", ["".join(TEXT)])
+        (request,) = one.requests
+        assert request["stream"] is True
+        assert (request["request_id"], request["temperature"]) == (id_, 0)
+        assert one.headers[0][b"x-session-id"] == b"s"
+        assert b"x-api-key" not in one.headers[0]
+        assert await one.store.open() == {}
+        assert one.service.ended["completed"] == 1
+
+
+async def test_its_events_are_streamed_from_any_place(empty_redis: Redis) -> None:
+    one, other = Router(empty_redis, "one", whole), Router(empty_redis, "other", whole)
+    async with running(one, other):
+        id_ = await one.create()
+        events = await other.streamed(id_)
+        assert [each["sequence_number"] for each in events] == list(range(len(TEXT) + 2))
+        assert "".join(each.get("delta", "") for each in events) == "".join(TEXT)
+        for number in (0, 17, len(TEXT), len(TEXT) + 1, 10_000):
+            assert await one.streamed(id_, number) == events[number + 1 :]
+
+
+async def test_it_is_cancelled_at_any_router(empty_redis: Redis) -> None:
+    one, other = Router(empty_redis, "one", endless), Router(empty_redis, "other", whole)
+    async with running(one, other):
+        id_ = await one.create()
+        streaming = asyncio.create_task(other.streamed(id_))
+
+        async def has_events() -> bool:
+            return (await one.found(id_)).head.chunks > 0
+
+        await when(has_events)
+        cancelled = await other.service.cancel(await other.found(id_))
+        assert cancelled.head.status == "cancelled"
+        await until(lambda: one.left == 1)
+        assert (await one.ended(id_))["status"] == "cancelled"
+        assert len(await streaming) == 11
+        again = await one.service.cancel(await one.found(id_))
+        assert again.first == cancelled.first
+        assert other.requests == []
+
+
+async def test_one_that_has_ended_is_not_cancelled(empty_redis: Redis) -> None:
+    one = Router(empty_redis, "one", whole)
+    async with running(one):
+        id_ = await one.create()
+        await one.ended(id_)
+        assert (await one.service.cancel(await one.found(id_))).head.status == "completed"
+
+
+async def test_one_that_is_deleted_ends(empty_redis: Redis) -> None:
+    one, other = Router(empty_redis, "one", endless), Router(empty_redis, "other", whole)
+    async with running(one, other):
+        id_ = await one.create()
+        await until(lambda: len(one.requests) == 1)
+        assert await other.service.delete(id_, "")
+        await until(lambda: one.left == 1)
+        assert await one.service.find(id_, "") is None
+        assert not await one.service.delete(id_, "")
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_another_router_runs_it_when_its_own_stops_or_dies(
+    empty_redis: Redis, is_killed: bool
+) -> None:
+    one, other = Router(empty_redis, "one", endless), Router(empty_redis, "other", whole)
+    async with running(other):
+        one.service.start(None)
+        id_ = await one.create()
+
+        async def has_events() -> bool:
+            return (await one.found(id_)).head.events == 11
+
+        await when(has_events)
+        if is_killed:
+            assert one.service._watching is not None
+            for task in (one.service._watching, *(each for _, each in one.service._runs.values())):
+                task.cancel()
+        else:
+            await one.service.stop()
+        shown = await other.ended(id_)
+        assert (shown["status"], shown["output"]) == ("completed", ["".join(TEXT)])
+        events = await other.streamed(id_)
+        numbers = [each["sequence_number"] for each in events]
+        assert numbers == list(range(11 + len(TEXT) + 2))
+        # A client that has read everything of the first run gets everything of the second one.
+        assert "".join(each.get("delta", "") for each in events[11:]) == "".join(TEXT)
+        assert (await other.found(id_)).head.attempts == 2
+
+
+async def test_a_busy_cluster_is_asked_again(empty_redis: Redis) -> None:
+    async def first_busy(body: dict[str, Any], send: Send) -> None:
+        if len(one.requests) < 3:
+            await refused(send, (429, 503)[len(one.requests) % 2], "busy", retry_after="0")
+        else:
+            await whole(body, send)
+
+    one = Router(empty_redis, "one", first_busy)
+    async with running(one):
+        assert (await one.ended(await one.create()))["status"] == "completed"
+        assert len(one.requests) == 3
+
+
+async def test_one_that_is_refused_fails_with_the_reason(empty_redis: Redis) -> None:
+    async def never(body: dict[str, Any], send: Send) -> None:
+        await refused(send, 400, "temperature is hot")
+
+    one = Router(empty_redis, "one", never)
+    async with running(one):
+        id_ = await one.create()
+        shown = await one.ended(id_)
+        assert shown["status"] == "failed"
+        assert shown["error"] == {"code": "invalid_prompt", "message": "temperature is hot"}
+        (told,) = await one.streamed(id_)
+        assert (told["type"], told["response"]["status"]) == ("response.failed", "failed")
+        assert len(one.requests) == 1
+
+
+async def test_one_that_breaks_fails_with_the_error_in_its_stream(empty_redis: Redis) -> None:
+    async def broken(body: dict[str, Any], send: Send) -> None:
+        await started(send)
+        data = b"".join(events_of(body["request_id"])[:5])
+        data += event("error", 5, message="all replicas have died", code="replicas_died")
+        await send({"type": "http.response.body", "body": data})
+
+    one = Router(empty_redis, "one", broken)
+    async with running(one):
+        id_ = await one.create()
+        shown = await one.ended(id_)
+        assert shown["error"] == {"code": "server_error", "message": "all replicas have died"}
+        assert [each["sequence_number"] for each in await one.streamed(id_)] == list(range(7))
+
+
+async def test_one_that_no_router_survives_is_given_up(empty_redis: Redis) -> None:
+    one = Router(empty_redis, "one", endless)
+    id_ = await one.create()
+    record = await one.found(id_)
+    head = replace(record.head, attempts=service.MAX_ATTEMPTS, beats=9)
+    await one.service.stop()
+    await one.store.replace(await one.found(id_), replace(head, router=""))
+    other = Router(empty_redis, "other", whole)
+    async with running(other):
+        shown = await other.ended(id_)
+        assert (shown["status"], shown["error"]["code"]) == ("failed", "server_error")
+        assert other.requests == []
+
+
+async def test_events_are_complete_although_redis_fails_now_and_then(
+    empty_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Router(empty_redis, "one", whole)
+    replace_record, calls = one.store.replace, 0
+
+    async def failing(*given: Any) -> Record | None:
+        nonlocal calls
+        calls += 1
+        if calls % 2:
+            raise RedisConnectionError("away")
+        return await replace_record(*given)
+
+    monkeypatch.setattr(one.store, "replace", failing)
+    async with running(one):
+        id_ = await one.create()
+        assert (await one.ended(id_))["status"] == "completed"
+        numbers = [each["sequence_number"] for each in await one.streamed(id_)]
+        assert numbers == list(range(len(TEXT) + 2))
+
+
+async def test_an_answer_that_is_too_large_fails(empty_redis: Redis) -> None:
+    noise = [f"{hash(str(number)):x}" for number in range(20_000)]
+
+    async def large(body: dict[str, Any], send: Send) -> None:
+        await started(send)
+        data = b"".join(events_of(body["request_id"], noise)[-1:])
+        await send({"type": "http.response.body", "body": data})
+
+    one = Router(empty_redis, "one", large, mb=2)
+    async with running(one):
+        shown = await one.ended(await one.create())
+        assert shown["status"] == "failed"
+        assert "--response-store-mb" in shown["error"]["message"]
+
+
+async def test_too_many_are_refused(empty_redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_OPEN", 4)
+    monkeypatch.setattr(service, "MAX_OPEN_OF_TENANT", 2)
+    one = Router(empty_redis, "one", endless)
+    async with running(one):
+        for _ in range(2):
+            await one.service.create(asked().with_caller(CALLER), {})
+        with pytest.raises(ApiError, match="2 background responses"):
+            await one.service.create(asked().with_caller(CALLER), {})
+        ids = [await one.create() for _ in range(2)]
+        with pytest.raises(ApiError, match="4 background responses") as error:
+            await one.create()
+        assert (error.value.status, error.value.code) == (429, "overloaded")
+        await one.service.cancel(await one.found(ids[0]))
+        await one.create()
+
+
+async def test_it_is_found_by_its_owner_only(empty_redis: Redis) -> None:
+    one = Router(empty_redis, "one", whole)
+    async with running(one):
+        record = await one.service.create(asked(cache_salt="own").with_caller(CALLER), {})
+        id_, owner = record.body(MB).id, asked(cache_salt="own").with_caller(CALLER).owner
+        assert await one.service.find(id_, owner) is not None
+        for salt in ("", "own", asked().with_caller(CALLER).owner):
+            assert await one.service.find(id_, salt) is None
+
+
+@given(cuts=st.lists(st.integers(0, 4000), max_size=20), first=st.integers(0, 1000))
+def test_events_are_the_same_however_they_are_cut(cuts: list[int], first: int) -> None:
+    data = b"".join(events_of("resp_1")) + b": a comment\n\ndata: [DONE]\n\n"
+    places = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    events = Events(first)
+    for start, end in pairwise(places):
+        events.add(data[start:end])
+    taken = events.taken()
+    found = list(after(taken, first - 1))
+    told = [json.loads(each.partition(b"data: ")[2]) for each in found]
+    assert [each["sequence_number"] for each in told] == list(range(first, events.next))
+    assert events.next == first + len(TEXT) + 2
+    assert events.status == "completed"
+    assert b"a comment" not in taken
