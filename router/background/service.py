@@ -82,18 +82,22 @@ class BackgroundResponses:
         """
         self._watching = asyncio.create_task(self._watch())
         if readings:
-            readings.gauge(
-                "kvroute_background_responses_running",
-                "Background responses that this router runs.",
-                lambda: len(self._runs),
-            )
-            readings.labelled_counter(
-                "status",
-                "kvroute_background_responses",
-                "Background responses that have ended in this router, by status: completed, "
-                "incomplete, failed, cancelled.",
-                lambda: self.ended,
-            )
+            self.export(readings)
+
+    def export(self, readings: Readings) -> None:
+        """Export the metrics of background responses."""
+        readings.gauge(
+            "kvroute_background_responses_running",
+            "Background responses that this router runs.",
+            lambda: len(self._runs),
+        )
+        readings.labelled_counter(
+            "status",
+            "kvroute_background_responses",
+            "Background responses that have ended in this router, by status: completed, "
+            "incomplete, failed, cancelled.",
+            lambda: self.ended,
+        )
 
     def check(self) -> None:
         """Raise the error of the task that looks for responses, if it has ended."""

@@ -24,6 +24,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
+from kvroute.router.background.service import BackgroundResponses
 from kvroute.router.batches import report
 from kvroute.router.batches.batches import Batches
 from kvroute.router.batches.files import Files
@@ -41,6 +42,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
+from kvroute.store.background_store import BackgroundStore
 from kvroute.store.batch_leases import BatchLeases
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
@@ -83,6 +85,8 @@ def router() -> CollectorRegistry:
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
     report.export(_batch_runner(), metrics.readings)
+    store = BackgroundStore(connect(NOWHERE), "c", limit_bytes=0, ttl_s=1, max_bytes=0)
+    BackgroundResponses("r", store, keys=None, ttl_s=1).export(metrics.readings)
     registry.register(TenantMetrics(_accounts()))
     return registry
 
