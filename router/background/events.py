@@ -11,11 +11,9 @@ from kvroute.store.background_store import Status
 
 NUMBER = "sequence_number"  # the member of an event that counts the events of a response
 END = b"\n\n"  # the end of an event
-FINAL: dict[str, Status] = {  # type of an event that ends a response -> the response's status
-    "response.completed": "completed",
-    "response.incomplete": "incomplete",
-    "response.failed": "failed",
-}
+FINAL = ("response.completed", "response.incomplete", "response.failed")  # types of last events
+
+_statuses = msgspec.json.Decoder(Status)
 
 
 @dataclass
@@ -25,7 +23,7 @@ class Events:
     first: int  # the number of the run's first event
     next: int = 0  # the number of the next event
     response: Members | None = None  # the latest response object
-    status: Status | None = None  # the status that the last event has given to the response
+    status: Status | None = None  # the response's status in the last event; None: it has not ended
     error: Members | None = None  # the event `error`, if there was one
     _left: bytes = b""  # the beginning of an event
     _taken: list[bytes] = field(default_factory=list)
@@ -50,13 +48,15 @@ class Events:
             told = members(body)
             kind = msgspec.json.decode(told["type"], type=str)
             response = members(told[OBJECT]) if OBJECT in told else None
+            # vLLM ends an incomplete response with the event `response.completed`, too.
+            status = _statuses.decode(response["status"]) if kind in FINAL and response else None
         except (
             *DECODE_ERRORS,
             LookupError,
         ):  # such as the end of the stream
             return event
         self.response = response or self.response
-        self.status = FINAL.get(kind, self.status)
+        self.status = status or self.status
         if kind == "error":
             self.error = told
         number, self.next = self.next, self.next + 1

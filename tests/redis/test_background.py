@@ -36,14 +36,14 @@ def event(kind: str, number: int, **more: Any) -> bytes:
     return f"event: {kind}\ndata: {told}\n\n".encode()
 
 
-def events_of(id_: str, texts: Sequence[str] = TEXT) -> list[bytes]:
+def events_of(id_: str, texts: Sequence[str] = TEXT, *, status: str = "completed") -> list[bytes]:
     """The events of a whole response."""
     shown = {"id": id_, "object": "response", "output": [], "background": True}
     deltas = [
         event("response.output_text.delta", 1 + number, delta=text)
         for number, text in enumerate(texts)
     ]
-    ended = {**shown, "status": "completed", "output": ["".join(texts)]}
+    ended = {**shown, "status": status, "output": ["".join(texts)]}
     return [
         event("response.created", 0, response={**shown, "status": "in_progress"}),
         *deltas,
@@ -370,6 +370,12 @@ async def test_it_is_found_by_its_owner_only(empty_redis: Redis) -> None:
         assert await one.service.find(id_, owner) is not None
         for salt in ("", "own", asked().with_caller(CALLER).owner):
             assert await one.service.find(id_, salt) is None
+
+
+def test_an_incomplete_response_is_one_although_its_last_event_is_called_completed() -> None:
+    events = Events(0)
+    events.add(b"".join(events_of("resp_1", status="incomplete")))
+    assert events.status == "incomplete"
 
 
 @given(cuts=st.lists(st.integers(0, 4000), max_size=20), first=st.integers(0, 1000))
