@@ -175,14 +175,21 @@ async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
     assert [shown["id"] for shown in await declarations.list()] == ["law"]
 
 
+@pytest.mark.parametrize("tokens", [1, 20 * BLOCK])
+async def test_a_pin_in_host_memory_is_refused_if_the_cluster_has_none(
+    declarations: Declarations, tokens: int
+) -> None:
+    """A prefix shorter than a block is refused, too, although it needs no memory."""
+    with pytest.raises(
+        ApiError, match=r"keeps no cache there.*--host-cache-gb, or .*without --host"
+    ) as refusal:
+        await declare(declarations, "big", tokens, pinned="host")
+    assert (refusal.value.status, refusal.value.code) == (409, "pin_budget_exceeded")
+
+
 async def test_pins_in_host_memory_have_room_of_their_own(
     declarations: Declarations, catalogue: Catalogue, fleet: Fleet
 ) -> None:
-    with pytest.raises(
-        ApiError, match=r"has 0 of its 0 left .*in host memory.*--host-cache-gb"
-    ) as refusal:
-        await declare(declarations, "big", 20 * BLOCK, pinned="host")
-    assert (refusal.value.status, refusal.value.code) == (409, "pin_budget_exceeded")
     see(fleet, host=TierFacts(100, 1000, 1e9, pin_blocks=30), a={}, b={})
     await declare(declarations, "law", 10 * BLOCK)
     await declare(declarations, "big", 20 * BLOCK, pinned="host")
