@@ -121,6 +121,17 @@ def test_another_server_is_not_taken_for_a_cluster(
     assert f"no kvroute answers at {URL} (the response to GET /v1/cluster is {status}" in shown
 
 
+@pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"status": "ok"}'])
+def test_the_doctor_does_not_take_another_server_for_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    def get(url: str, **_: Any) -> httpx.Response:
+        return httpx.Response(200, content=content, request=httpx.Request("GET", url))
+
+    monkeypatch.setattr("kvroute.doctor.collect.httpx.get", get)
+    assert "GET /health is 200 OK, without the state of a cluster)" in errors("doctor")
+
+
 def test_a_key_with_a_line_break_inside_is_no_key() -> None:
     assert f"{KEY} is not an API key" in errors("status", **{KEY: "a\nb"})
 
