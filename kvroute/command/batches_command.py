@@ -1,5 +1,6 @@
 """The commands `kvroute batch submit, list, show, results, cancel`: batches inside a cluster."""
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,14 +22,15 @@ __all__ = ["batch"]
 FINAL = ("completed", "failed", "expired", "cancelled")  # statuses of batches that have ended
 POLL_S = 1.0  # seconds between two requests for the status of a batch
 SHOWN_FAULTS = 10  # how many faults of an input file are shown
+ID = re.compile(r"[\w-]+")  # the form of a batch's id
 TIMEOUT = httpx.Timeout(60.0, write=600.0)
 
 
 def _path(id_: str) -> str:
-    """Return the part of a URL for a batch's id, or end the command if the id is empty."""
-    if not id_:
-        fail("BATCH is ''; expected the id of a batch. kvroute batch list shows them")
-    return quote(id_, safe="")
+    """Return the part of a URL for a batch's id, or end the command if it cannot be an id."""
+    if not ID.fullmatch(id_):
+        fail(f"BATCH is {id_[:80]!r}; expected the id of a batch. kvroute batch list shows them")
+    return quote(id_)
 
 
 Id = Annotated[

@@ -39,8 +39,12 @@ def updated(before: TenantLimits, options: Mapping[str, Any]) -> TenantLimits:
         try:
             msgspec.convert({name: value}, TenantLimits)
         except msgspec.ValidationError as error:
-            fail(f"{NAMES[name]} is {str(options[name])[:80]!r}; {_expected(error)}")
+            fail(f"{NAMES[name]} is {_text(options[name])[:80]!r}; {_expected(error)}")
     return msgspec.convert(msgspec.structs.asdict(before) | values, TenantLimits)
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _expected(error: msgspec.ValidationError) -> str:

@@ -15,7 +15,7 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord, TierFacts, Warm
 from kvroute.keys.keyring import Caller
-from kvroute.router.api.declaration import PrefixDeclaration
+from kvroute.router.api.declaration import MAX_TTL_S, PrefixDeclaration
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
 from kvroute.router.placement.fleet import Fleet
@@ -173,6 +173,15 @@ async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
         await declare(declarations, "tax", 5 * BLOCK)
     assert (refusal.value.status, refusal.value.param) == (409, "pinned")
     assert [shown["id"] for shown in await declarations.list()] == ["law"]
+
+
+async def test_the_longest_time_to_live_is_kept_and_a_longer_one_is_refused(
+    declarations: Declarations,
+) -> None:
+    await declare(declarations, "law", 40, ttl_s=MAX_TTL_S)
+    assert [shown["id"] for shown in await declarations.list()] == ["law"]
+    with pytest.raises(ApiError, match=r"ttl_s is 1e\+300; expected seconds.*up to 1,000,000,000"):
+        await declare(declarations, "tax", 40, ttl_s=1e300)
 
 
 @pytest.mark.parametrize("tokens", [1, 20 * BLOCK])

@@ -43,6 +43,7 @@ def errors(*command: str, **env: str) -> str:
         (["prefixes", "add", "x", "--prompt", "a", "--ttl-s", "inf"], "--ttl-s is inf; expected"),
         (["prefixes", "rm", ""], "ID is ''; expected the name of a prefix"),
         (["batch", "show", ""], "BATCH is ''; expected the id of a batch"),
+        (["batch", "cancel", "../a"], "BATCH is '../a'; expected the id of a batch"),
         (["batch", "run", "a", "-o", ""], "--output is '.'; expected the path of a file"),
         (["keys", "list", "--file", "/no/file"], "kvroute keys add makes a file"),
     ],
