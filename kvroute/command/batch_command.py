@@ -83,6 +83,8 @@ def run(
     computed once. Answers are written as they come, in the order in which they are ready. If the
     command was interrupted, run it again: it continues with the lines that have no answer yet.
     """
+    if not output.name:
+        fail(f"--output is {str(output)!r}; expected the path of a file")
     errors = errors or output.with_name(f"{output.name}.errors")
     _check_names(file, output, errors)
     lines, order = _read(file, keep_order=keep_order)
@@ -112,9 +114,11 @@ def _check_names(file: Path, output: Path, errors: Path) -> None:
 
 
 def _answering(url: str) -> str:
-    """Return the URL, or end the command if nothing answers there. A cluster that starts does."""
+    """Return the URL, or end the command if no cluster answers there. One that starts does."""
     try:
-        httpx.get(f"{url}/health", timeout=CONNECT_S, trust_env=False)
+        response = httpx.get(f"{url}/health", timeout=CONNECT_S, trust_env=False)
+        if response.status_code == httpx.codes.NOT_FOUND:
+            fail(no_cluster(url, "the response to GET /health is 404"))
     except httpx.TimeoutException:
         pass  # it is busy, and the lines are sent again until it answers
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -131,16 +135,20 @@ def _read(file: Path, *, keep_order: bool) -> tuple[Lines, Sequence[int]]:
             return lines, range(len(lines))
         lines = open_lines(file, sorter.add)
     except OSError as error:
-        fail(f"{file} cannot be read ({error.strerror})")
+        fail(f"FILE is {str(file)!r}, which cannot be read ({error.strerror})")
     except BadLinesError as error:
         fail(f"{file} cannot be used:\n" + "\n".join(map(str, error.faults)))
     return lines, sorter.order()
 
 
 def _start(options: str, running: ExitStack) -> str:
+    try:
+        arguments = shlex.split(options)
+    except ValueError as error:
+        fail(f"--serve is {options!r}, which is not a list of options ({error}); close the quote")
     with Status("starting the cluster", console=Console(stderr=True)):
         try:
-            return running.enter_context(own_cluster(shlex.split(options)))
+            return running.enter_context(own_cluster(arguments))
         except NotStartedError as error:
             return str(fail(f"the cluster has not started:\n{error}"))
 

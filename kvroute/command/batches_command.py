@@ -1,15 +1,17 @@
 """The commands `kvroute batch submit, list, show, results, cancel`: batches inside a cluster."""
 
+import re
 import time
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import httpx
 import typer
 from rich.console import Console
 from rich.status import Status
 
-from kvroute.client import FIND, Url, call, error_message, fail, key_headers, no_cluster
+from kvroute.client import FIND, Url, call, content_of, fail, key_headers, no_cluster
 from kvroute.command.batch_command import batch
 from kvroute.command.help_page import HelpfulCommand
 from kvroute.command.tables import Column, number, print_lines, print_table
@@ -20,9 +22,20 @@ __all__ = ["batch"]
 FINAL = ("completed", "failed", "expired", "cancelled")  # statuses of batches that have ended
 POLL_S = 1.0  # seconds between two requests for the status of a batch
 SHOWN_FAULTS = 10  # how many faults of an input file are shown
+ID = re.compile(r"[\w-]+")  # the form of a batch's id
 TIMEOUT = httpx.Timeout(60.0, write=600.0)
 
-Id = Annotated[str, typer.Argument(metavar="BATCH", help="The batch's id.")]
+
+def _path(id_: str) -> str:
+    """Return the part of a URL for a batch's id, or end the command if it cannot be an id."""
+    if not ID.fullmatch(id_):
+        fail(f"BATCH is {id_[:80]!r}; expected the id of a batch. kvroute batch list shows them")
+    return quote(id_)
+
+
+Id = Annotated[
+    str, typer.Argument(metavar="BATCH", help="The batch's id, as kvroute batch list shows it.")
+]
 
 
 @batch.command(cls=HelpfulCommand)
@@ -73,7 +86,7 @@ def list_(
 @batch.command(cls=HelpfulCommand)
 def show(id: Id, url: Url = FIND) -> None:  # noqa: A002
     """Show a batch."""
-    found = call("GET", url, f"/v1/batches/{id}")
+    found = call("GET", url, f"/v1/batches/{_path(id)}")
     counts = found["request_counts"]
     lines = [
         ("status", found["status"]),
@@ -101,7 +114,7 @@ def results(
     url: Url = FIND,
 ) -> None:
     """Download the answers of a batch: all of them, or those so far if it still runs."""
-    found = call("GET", url, f"/v1/batches/{id}")
+    found = call("GET", url, f"/v1/batches/{_path(id)}")
     file = found["error_file_id" if errors else "output_file_id"]
     if file is None:
         kind = "failed lines" if errors else "answers"
@@ -111,21 +124,21 @@ def results(
         with httpx.stream("GET", url + path, headers=key_headers(), timeout=TIMEOUT) as response:
             if response.is_error:
                 response.read()
-                fail(error_message(response.json()) or f"GET {path}: {response.status_code}")
+                content_of(response, url)
             with output.open("wb") as written:
                 for chunk in response.iter_bytes():
                     written.write(chunk)
-    except (httpx.HTTPError, ValueError) as error:
+    except httpx.HTTPError as error:
         fail(no_cluster(url, error))
     except OSError as error:
-        fail(f"{output} cannot be written ({error.strerror})")
+        fail(f"--output is {str(output)!r}, which cannot be written ({error.strerror})")
     typer.echo(f"{output}: {_counted(found['request_counts'])}; the batch is {found['status']}")
 
 
 @batch.command(cls=HelpfulCommand)
 def cancel(id: Id, url: Url = FIND) -> None:  # noqa: A002
     """Cancel a batch. Its answers so far are kept."""
-    found = call("POST", url, f"/v1/batches/{id}/cancel")
+    found = call("POST", url, f"/v1/batches/{_path(id)}/cancel")
     typer.echo(f"{id}: {found['status']}")
 
 
@@ -139,14 +152,11 @@ def _upload(file: Path, url: str) -> Any:
                 headers=key_headers(),
                 timeout=TIMEOUT,
             )
-            body = response.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(no_cluster(url, error))
     except OSError as error:
-        fail(f"{file} cannot be read ({error.strerror})")
-    if response.is_error:
-        fail(error_message(body) or f"POST /v1/files: {response.status_code}")
-    return body
+        fail(f"FILE is {str(file)!r}, which cannot be read ({error.strerror})")
+    return content_of(response, url)
 
 
 def _wait(id_: str, url: str) -> None:
@@ -179,7 +189,8 @@ def _row(found: dict[str, Any]) -> list[str]:
 
 def _counted(counts: dict[str, int]) -> str:
     results = counts["completed"] + counts["failed"]
-    text = f"{results:,} of {plural(counts['total'], 'line')} have a result"
+    verb = "has" if counts["total"] == 1 else "have"
+    text = f"{results:,} of {plural(counts['total'], 'line')} {verb} a result"
     return f"{text}, {counts['failed']:,} of them failed" if counts["failed"] else text
 
 

@@ -1,6 +1,8 @@
-"""Formats the text of `--help`: one section for each topic, without cut names or broken words.
+"""Formats what commands say about their options: the text of `--help`, and errors.
 
-Typer's own help has a table that cuts names if they do not fit into their column.
+The text of `--help` has one section for each topic, without cut names or broken words. Typer's own
+help has a table that cuts names if they do not fit into their column. Errors name an option or an
+argument as users write it.
 """
 
 import re
@@ -9,7 +11,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+from kvroute.client import option_names
+from kvroute.settings.help import expectation
 
 OPTIONS = "Options"  # heading of the section for options without a topic
 TYPES = {  # Typer's name of a type -> word that stands for a value in the help text
@@ -30,7 +36,20 @@ Row = tuple[str, str]  # an option or a command, and its description
 
 
 class HelpfulCommand(TyperCommand):
-    """A command with this module's help text."""
+    """A command with this module's help text and errors."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return list(super().parse_args(ctx, args))
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError) and error.param:
+                raise typer.BadParameter(_wrong_value(error.param, error.__cause__), ctx) from None
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        written = {parameter.name: as_written(parameter) for parameter in self.params}
+        with option_names(written):
+            return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self.get_params(ctx), ctx, formatter)
@@ -57,6 +76,19 @@ def typer_app(**options: Any) -> typer.Typer:
     return typer.Typer(
         cls=HelpfulGroup, rich_markup_mode=None, pretty_exceptions_enable=False, **options
     )
+
+
+def as_written(parameter: Any) -> str:
+    """Return the name of an option or an argument as users see it: `--ttl-s`, or `FILE`."""
+    if isinstance(parameter, TyperArgument):
+        return str(parameter.display_name_raw).strip("{}[]")
+    return str(max(parameter.opts, key=len))
+
+
+def _wrong_value(parameter: Any, error: ValidationError) -> str:
+    """Return the error about a value of the wrong form, such as `--limit is '0'; expected ...`."""
+    first = error.errors(include_url=False)[0]
+    return f"{as_written(parameter)} is {first['input']!r}; {expectation(first['msg'])}"
 
 
 def _write_parameters(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
@@ -118,7 +150,8 @@ def _parameter(parameter: Any, ctx: Any) -> Row | None:
         return None
     is_argument = isinstance(parameter, TyperArgument)
     name = parameter.display_name_raw if is_argument else re.sub(r"<[^>]+>", _value, record[0])
-    return name, re.sub(r"\bx>=", "at least ", record[1])
+    described = re.sub(r"([\d.]+)<=x<=([\d.]+)", r"from \1 to \2", record[1])
+    return name, re.sub(r"\bx>=", "at least ", described)
 
 
 def _value(name: re.Match[str]) -> str:

@@ -199,7 +199,8 @@ def _usable(path: Path) -> Iterator[None]:
     try:
         yield
     except (KeyFileError, PermissionError) as error:
-        fail(f"--file {path}: {error}")
+        remedy = "" if path.exists() else "; kvroute keys add makes a file, in a folder that exists"
+        fail(f"--file {path}: {error}{remedy}")
 
 
 def _priority(name: str) -> Priority:

@@ -14,6 +14,13 @@ NONE = "none"  # value of an option that removes the limit
 NAMES = {  # field of TenantLimits -> option
     field: f"--{field.replace('_', '-')}" for field in TenantLimits.__struct_fields__
 }
+WORDING = {  # msgspec's wording -> kvroute's
+    "Expected": "expected",
+    "`int` >= ": "a whole number of at least ",
+    "`int` <= ": "a whole number of at most ",
+    "`str` of length >= ": "a name whose number of characters is at least ",
+    "`str` of length <= ": "a name whose number of characters is at most ",
+}
 NAMES["adapters"] = "--adapter"
 
 
@@ -28,12 +35,24 @@ def updated(before: TenantLimits, options: Mapping[str, Any]) -> TenantLimits:
     values = {name: _value(name, text) for name, text in options.items() if text is not None}
     if not values:
         fail(f"no limit is set; set one of {', '.join(NAMES.values())}")
-    fields = msgspec.structs.asdict(before) | values
-    try:
-        limits = msgspec.convert(fields, TenantLimits)
-    except msgspec.ValidationError as error:
-        fail(f"{', '.join(NAMES[name] for name in values)}: {error}")
-    return limits
+    for name, value in values.items():
+        try:
+            msgspec.convert({name: value}, TenantLimits)
+        except msgspec.ValidationError as error:
+            fail(f"{NAMES[name]} is {_text(options[name])[:80]!r}; {_expected(error)}")
+    return msgspec.convert(msgspec.structs.asdict(before) | values, TenantLimits)
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _expected(error: msgspec.ValidationError) -> str:
+    """Reword msgspec's message, such as to `expected a whole number of at least 1`."""
+    expected = str(error).partition(" - at ")[0]
+    for original, wording in WORDING.items():
+        expected = expected.replace(original, wording)
+    return expected
 
 
 def as_options(limits: TenantLimits) -> str:

@@ -1,8 +1,9 @@
 """The command `kvroute prefixes`."""
 
 import json
+import math
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 from urllib.parse import quote
 
 import typer
@@ -76,14 +77,18 @@ def add(
     """Declare a prefix, or a new version of it, and wait until replicas have it cached."""
     if (file is None) == (prompt is None):
         raise typer.BadParameter("set either FILE or --prompt")
-    text = prompt if file is None else file.read()
+    text = _text(prompt, file)
+    if ttl_s is not None and not 0 < ttl_s < math.inf:
+        raise typer.BadParameter(f"--ttl-s is {ttl_s:g}; expected seconds, more than 0")
+    if host and not pinned:
+        raise typer.BadParameter("--host pins the prefix, and --unpinned does not; leave one out")
     declaration = {
         "id": id,
         "model": model,
         **({"messages": _json(text)} if messages else {"prompt": text}),
         "replicas": int(replicas) if replicas.isdecimal() else replicas,
         "ttl_s": ttl_s,
-        "pinned": "host" if host and pinned else pinned,
+        "pinned": "host" if host else pinned,
         "shared": shared,
     }
     prefix = _call("POST", url, json=declaration)
@@ -100,6 +105,18 @@ def add(
         )
     if warning := prefix.get("warning"):
         print_sentence(f"WARNING: {warning}")
+
+
+def _text(prompt: str | None, file: TextIO | None) -> str:
+    """Return the text of the prefix, or end the command if it is empty."""
+    try:
+        text = prompt if file is None else file.read()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"FILE is not text in UTF-8 ({error.reason})") from None
+    if not text:
+        name = "--prompt" if file is None else f"FILE {file.name}"
+        raise typer.BadParameter(f"{name} is empty; expected the text of the prefix")
+    return text
 
 
 @prefixes.command(name="list", cls=HelpfulCommand)
@@ -137,6 +154,8 @@ def _row(prefix: dict[str, Any]) -> list[str]:
 @prefixes.command(cls=HelpfulCommand)
 def rm(id: Id, model: Model = None, url: Url = FIND) -> None:  # noqa: A002
     """Drop a prefix, so that replicas no longer keep it cached."""
+    if not id:
+        fail("ID is ''; expected the name of a prefix. kvroute prefixes list shows them")
     _call("DELETE", url, id, model)
     typer.echo(f"{id}: dropped")
 
@@ -175,9 +194,9 @@ def _call(method: str, url: str, id_: str = "", model: str | None = None, **body
     return call(method, url, path, params={"model": model} if model else {}, **body)
 
 
-def _json(text: str | None) -> Any:
+def _json(text: str) -> Any:
     try:
-        return json.loads(text or "")
+        return json.loads(text)
     except ValueError as error:
         raise typer.BadParameter(
             f'the text is not JSON ({error}); expected [{{"role": "system", "content": "..."}}]'

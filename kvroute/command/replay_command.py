@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_LOAD = 0.8  # share of saturation; see --load
 DEFAULT_POLICY = "kvroute"
 DEFAULT_REPLICAS = 16
+MAX_REPLICAS = 10_000
+MAX_PACE = 1e6  # highest --load, --speed and --rate
 EXAMPLE = Path(str(files("kvroute.replay"))) / "example.jsonl"  # written by tests/support/traces.py
 EXAMPLE_POLICIES = "kvroute,llm-d,round-robin"
 EXAMPLE_REPLICAS = 4
@@ -53,7 +55,11 @@ def replay(
     ] = False,
     replicas: Annotated[
         int | None,
-        typer.Option(min=1, help=f"Number of modelled replicas (default: {DEFAULT_REPLICAS})."),
+        typer.Option(
+            min=1,
+            max=MAX_REPLICAS,
+            help=f"Number of modelled replicas (default: {DEFAULT_REPLICAS}).",
+        ),
     ] = None,
     engine: Annotated[
         str,
@@ -191,7 +197,8 @@ def replay(
     if (trace is None) is not example:
         raise typer.BadParameter("set either a TRACE or --example")
     pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
-    names = _names(policy or (EXAMPLE_POLICIES if example else DEFAULT_POLICY))
+    default = EXAMPLE_POLICIES if example else DEFAULT_POLICY
+    names = _names(default if policy is None else policy)
     profile = _profile(engine)
     ends = _ends(session_ends)
     cluster = Cluster(
@@ -238,7 +245,9 @@ def replay(
             typer.echo(json.dumps([run.summary.row() for run in runs], indent=2))
         else:
             _show(arrivals.requests, runs)
-    except (OSError, TraceError) as error:
+    except OSError as error:
+        fail(f"TRACE is {str(trace)!r}, which cannot be read ({error.strerror})")
+    except TraceError as error:
         fail(str(error))
 
 
@@ -285,6 +294,9 @@ def _pace(
     *,
     closed_loop: bool,
 ) -> Pace:
+    for name, value in {"--load": load, "--speed": speed, "--rate": rate}.items():
+        if value is not None and value > MAX_PACE:
+            raise typer.BadParameter(f"{name} is {value:g}; expected at most {MAX_PACE:,.0f}")
     if sum(value is not None for value in (load, speed, rate, sessions)) > 1:
         raise typer.BadParameter(
             "--load, --speed, --rate and --sessions exclude each other; set one of them"

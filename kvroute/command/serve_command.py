@@ -1,5 +1,6 @@
 """The commands `kvroute serve` and `kvroute attach`; their options come from the settings."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, make_dataclass
 from typing import Annotated, Any
 
@@ -7,7 +8,7 @@ import typer
 from pydantic.fields import FieldInfo
 
 from kvroute.client import fail
-from kvroute.settings.help import SettingsError, env_names, flags, option
+from kvroute.settings.help import NO_ARGUMENTS, SettingsError, env_names, flags, option
 from kvroute.settings.serve import OPTIONS, load
 
 
@@ -22,14 +23,15 @@ def attach(command_line: Any) -> None:
     kvroute starts no engine. It prefers the server that has cached most of a prompt. The options
     are those of kvroute serve.
     """
-    _run(asdict(command_line))
+    _run(asdict(command_line), arguments={"attach": "URL"})
 
 
-def _run(values: dict[str, Any]) -> None:
+def _run(values: dict[str, Any], arguments: Mapping[str, str] = NO_ARGUMENTS) -> None:
     from kvroute.local.launch import run
 
     try:
-        settings = load({name: value for name, value in values.items() if value not in (None, [])})
+        command_line = {name: value for name, value in values.items() if value not in (None, [])}
+        settings = load(command_line, arguments)
     except SettingsError as error:
         fail(str(error))
     raise typer.Exit(run(settings))

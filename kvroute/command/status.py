@@ -6,6 +6,7 @@ from typing import Any
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
 from kvroute.doctor.seat_checks import seated
+from kvroute.wording import plural
 
 Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it
 
@@ -38,7 +39,9 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
         limited = seats["is_limited"]
         yield (
             "seats",
-            seated(seats) if limited else f"no limit; {seats['sessions']:,} active sessions",
+            seated(seats)
+            if limited
+            else f"no limit; {plural(seats['sessions'], 'active session')}",
         )
     replicas = _entries(model, cluster, "replicas")
     if parsers := {*map(_parsers, replicas)} - {""}:
@@ -77,10 +80,11 @@ def queued(queue: Facts) -> str:
 
 
 def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
+    has_servers = any(replica.get("server") for replica in replicas)
     columns = [
         *(
             Column("replica"),
-            Column("node, or\nyour server"),
+            Column("node, or\nyour server" if has_servers else "node"),
             number("cached\nblocks"),
             number("of\nblocks"),
         ),

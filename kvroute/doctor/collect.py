@@ -29,18 +29,26 @@ Step = Callable[[str], object]  # called with a description of each step, for th
 def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> Iterator[Check]:
     """Query the cluster and yield the checks in order; if it does not respond, yield only one."""
     try:
-        health = httpx.get(f"{url}/health", timeout=WAIT_S).json()
+        response = httpx.get(f"{url}/health", timeout=WAIT_S)
+        health = response.json()
         ready = int(health["replicas"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        finding = f"no kvroute answers at {url} ({error})"
-        remedy = f"start a cluster (kvroute serve), or name another with --url or {URL}"
-        yield Check("cluster", "wrong", finding, remedy)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        yield _no_cluster(url, str(error))
+        return
+    except (ValueError, KeyError, TypeError):
+        seen = f"the response to GET /health is {response.status_code} {response.reason_phrase}"
+        yield _no_cluster(url, f"{seen}, without the state of a cluster")
         return
     with httpx.Client(base_url=url, timeout=WAIT_S, headers=key_headers()) as client:
         yield checks.cluster(health)
         yield from checks.connections(health)
         yield from checks.handshake(health)
         yield from _Collection(client, step).run(has_replicas=ready > 0, audit=audit)
+
+
+def _no_cluster(url: str, reason: str) -> Check:
+    remedy = f"start a cluster (kvroute serve), or name another with --url or {URL}"
+    return Check("cluster", "wrong", f"no kvroute answers at {url} ({reason})", remedy)
 
 
 class _RefusedError(Exception):

@@ -1,8 +1,10 @@
 """Descriptions of options, and the flags, variables and error messages derived from them."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +18,10 @@ WORDING = {  # pydantic's wording -> kvroute's
     "less than or equal to": "at most",
     "greater than": "more than",
 }
+NOT_A_CHOICE = re.compile(r"Value error, .* is not one of (.*?)\.?$", re.DOTALL)  # Typer's message
+
+
+NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,10 @@ def from_environment(name: str, field: FieldInfo) -> dict[str, str]:
 
 
 def explain(
-    details: Mapping[str, Any], fields: Mapping[str, FieldInfo], command_line: Mapping[str, Any]
+    details: Mapping[str, Any],
+    fields: Mapping[str, FieldInfo],
+    command_line: Mapping[str, Any],
+    arguments: Mapping[str, str] = NO_ARGUMENTS,
 ) -> str:
     """Explain an error to users: `KVROUTE_PORT is 'abc'; expected a valid integer, such as 8000`.
 
@@ -86,22 +95,31 @@ def explain(
         details: the error, as pydantic describes it.
         fields: the fields of all options.
         command_line: the options on the command line; all other options are from the environment.
+        arguments: fields that the command has as arguments instead of options, and their names.
     """
     name = str(details["loc"][0])
     if name not in fields:
         return f"{name} is not a setting; the settings are {', '.join(fields)}"
     field = fields[name]
-    source = (
-        flags(name, field)[0] if name in command_line else next(iter(from_environment(name, field)))
-    )
+    if name in command_line:
+        source = arguments.get(name) or flags(name, field)[0]
+    else:
+        source = next(iter(from_environment(name, field)))
     expected = expectation(details["msg"])
     if "such as" not in expected:
         expected += f", such as {option(field).example or field.default}"
-    return f"{source} is {details['input']!r}; {expected}"
+    return f"{source} is {as_written(details['input'])}; {expected}"
+
+
+def as_written(value: object) -> str:
+    """Return a value as users wrote it: the values of a repeated option, without Python's list."""
+    return ", ".join(map(repr, value)) if isinstance(value, list) else repr(value)
 
 
 def expectation(message: str) -> str:
     """Reword pydantic's message about a wrong value, such as to `expected a valid integer`."""
+    if choices := NOT_A_CHOICE.match(message):
+        return f"expected one of {choices[1]}"
     expected = message.split(", unable")[0]
     for original, wording in WORDING.items():
         expected = expected.replace(original, wording)

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 BUCKETS = ("s3://", "s3a://", "gs://", "az://")  # beginnings of the URLs of buckets
 MAX_SESSIONS = 1_000_000  # highest number that --max-sessions accepts
+CLUSTER = re.compile(r"[\w.-]{1,100}")  # the form of a cluster's id
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # the form of a browser's Origin header
 
 
@@ -33,6 +34,15 @@ def place(text: str | None) -> str | None:
             {"schemes": " ".join(BUCKETS)},
         )
     return str(Path(text).absolute())
+
+
+def cluster_name(name: str | None) -> str | None:
+    """Check the id of a cluster."""
+    if name is not None and not CLUSTER.fullmatch(name):
+        raise PydanticCustomError(
+            "cluster", "expected 1 to 100 letters, digits and the characters . _ -"
+        )
+    return name
 
 
 def listed(value: object) -> object:

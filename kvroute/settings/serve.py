@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvroute.settings.checked_options import CheckedOptions
-from kvroute.settings.help import Environment, SettingsError, explain
+from kvroute.settings.help import NO_ARGUMENTS, Environment, SettingsError, explain
 from kvroute.settings.model_settings import Detected, ModelSettings, resolve
 from kvroute.settings.options.cluster import Options
 from kvroute.settings.options.common import in_order
@@ -127,15 +127,22 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
 OPTIONS = in_order(ServeSettings.model_fields)  # name of each option -> its field
 
 
-def load(command_line: Mapping[str, Any]) -> ServeSettings:
+def load(
+    command_line: Mapping[str, Any], arguments: Mapping[str, str] = NO_ARGUMENTS
+) -> ServeSettings:
     """Return a cluster's settings. Options in `command_line` have priority over the environment.
 
-    Raises SettingsError, with one line for each value that cannot be used.
+    Args:
+        command_line: the options on the command line.
+        arguments: options that the command has as arguments, and the names of these.
+
+    Raises:
+        SettingsError: some values cannot be used; the message has one line for each.
     """
     try:
         settings = ServeSettings(**command_line)
     except ValidationError as error:
-        lines = [explain(details, OPTIONS, command_line) for details in error.errors()]
+        lines = [explain(details, OPTIONS, command_line, arguments) for details in error.errors()]
         raise SettingsError("\n".join(lines)) from None
     _ = settings.per_model  # check the models now, so that errors are raised
     return settings

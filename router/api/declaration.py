@@ -19,6 +19,7 @@ from kvroute.contract.prefix_id import PrefixId
 from kvroute.router.api.errors import invalid, shown
 
 MAX_MESSAGES = 8192  # largest number of messages in a chat
+MAX_TTL_S = 1_000_000_000  # 31 years, far below the latest time that store/ can read
 MAX_PARTS = 1024  # largest number of parts in a message's content
 
 Name = Annotated[str, Field(max_length=256)]
@@ -104,7 +105,12 @@ class PrefixDeclaration(BaseModel):
     )
     # Seconds until the prefix is dropped; None: it is kept until a client drops it.
     ttl_s: float | None = Field(
-        None, strict=True, gt=0, allow_inf_nan=False, description="seconds, more than 0"
+        None,
+        strict=True,
+        gt=0,
+        le=MAX_TTL_S,
+        allow_inf_nan=False,
+        description=f"seconds, more than 0 and up to {MAX_TTL_S:,}",
     )
     pinned: Annotated[Pinned, WrapValidator(_as_one)] = Field(
         True, description='true, false or "host"'

@@ -12,6 +12,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.settings.help import expectation
 
 Model = TypeVar("Model", bound=BaseModel)
 BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark
@@ -99,4 +100,5 @@ def _expected(model: type[BaseModel], error: ErrorDetails) -> str:
         return f"expected {field.description}"
     if error["type"] == "model_type":  # pydantic's message would name a class of kvroute
         return "expected an object"
-    return error["msg"][:1].lower() + error["msg"][1:]
+    expected = expectation(error["msg"])
+    return expected[:1].lower() + expected[1:]

@@ -185,7 +185,8 @@ class Batches:
     async def _found(self, id_: str, tenant: str) -> Snapshot:
         snapshot = await self._snapshot(id_) if BATCH_ID.match(id_) else None
         if snapshot is None or snapshot.record.tenant != tenant:
-            raise ApiError(404, f"No batch found with id '{id_[:80]}'", "id", code="not_found")
+            message = f"No batch found with id '{id_[:80]}'; GET /v1/batches lists yours"
+            raise ApiError(404, message, "id", code="not_found")
         return snapshot
 
     async def _snapshot(self, id_: str) -> Snapshot | None:

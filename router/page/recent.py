@@ -24,7 +24,7 @@ BUCKET_S = 5.0  # length of the window's parts; the oldest part is dropped as a 
 class Sums(msgspec.Struct, frozen=True):
     """The sums over the prompts of some requests."""
 
-    requests: int
+    requests: int  # answered requests; a replica that was lost during an answer has not answered
     tokens: Ledger
     # Tokens of the cause `evicted` by reason, in the order of EVICTION_REASONS.
     evicted: tuple[int, ...]
@@ -44,16 +44,32 @@ class Window:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._buckets: deque[tuple[int, dict[str, list[int]]]] = deque()  # oldest first
-        # By replica, over all buckets: requests, tokens by cause, evicted tokens by reason.
+        # By replica, over all buckets: answered requests, tokens by cause, evicted tokens by
+        # reason.
         self._totals: dict[str, list[int]] = {}
 
-    def add(self, replica_id: str, ledger: Ledger, evicted_why: EvictionReason = "usual") -> None:
-        """Add a request that ended at the replica."""
+    def add(
+        self,
+        replica_id: str,
+        ledger: Ledger,
+        evicted_why: EvictionReason = "usual",
+        *,
+        is_answered: bool = True,
+    ) -> None:
+        """Add a request that ended at the replica.
+
+        Args:
+            replica_id: the replica.
+            ledger: the prompt tokens by cause.
+            evicted_why: the reason for the evictions that the ledger counts.
+            is_answered: False if the replica was lost during the answer. If another replica
+                continues it, the request is counted there.
+        """
         now = self._roll()
         if not self._buckets or self._buckets[-1][0] != now:
             self._buckets.append((now, {}))
         evicted = (ledger.evicted * (why == evicted_why) for why in EVICTION_REASONS)
-        counts = (1, *msgspec.structs.astuple(ledger), *evicted)
+        counts = (int(is_answered), *msgspec.structs.astuple(ledger), *evicted)
         for sums in (self._buckets[-1][1], self._totals):
             sums[replica_id] = list(map(add, sums.get(replica_id) or NOTHING, counts))
 
@@ -67,7 +83,7 @@ class Window:
         while self._buckets and self._buckets[0][0] <= now - WINDOW_S // BUCKET_S:
             for replica_id, counts in self._buckets.popleft()[1].items():
                 rest = list(map(sub, self._totals[replica_id], counts))
-                if rest[0]:
+                if any(rest):
                     self._totals[replica_id] = rest
                 else:
                     del self._totals[replica_id]
@@ -124,4 +140,26 @@ class Recent(RequestObserver):
     def ended(self, attempt: Attempt) -> None:
         self.in_flight -= 1
         if (ledger := attempt.ledger()) is not None:
-            self.window.add(attempt.replica_id, ledger, attempt.evicted_why)
+            self.window.add(
+                attempt.replica_id,
+                ledger,
+                attempt.evicted_why,
+                is_answered=attempt.outcome != "failed",
+            )
+
+    def continued(self, decision: Decision) -> Decision | None:
+        """Return the latest decision that sent the request again, after its replica was lost.
+
+        The result is None if the replica was not lost, or the request was not sent again.
+        """
+        if decision.attempt.outcome != "failed":
+            return None
+        request_id = decision.attempt.request_id
+        again = (
+            later
+            for later in reversed(self.decisions)
+            if later.number > decision.number
+            and later.attempt.request_id == request_id
+            and later.attempt.outcome != "moved"
+        )
+        return next(again, None)

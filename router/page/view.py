@@ -157,7 +157,7 @@ class View:
     def _decision(self, decision: Decision) -> bytes:
         if decision.summary:
             return decision.summary
-        attempt = decision.attempt
+        attempt, continued = decision.attempt, self._recent.continued(decision)
         assert attempt.placement is not None, "only this router's own attempts have observers"
         if decision.receipt is None:
             explained = receipt(
@@ -188,12 +188,16 @@ class View:
                 "queued_s": round(attempt.context.wait.waited_s, 4),
                 "outcome": attempt.outcome,
                 "is_resumed": attempt.context.is_resumed,
+                # If the replica was lost: where the request was sent then, and how that ended.
+                "continued_at": continued and continued.attempt.replica_id,
+                "continued_outcome": continued and continued.attempt.outcome,
                 "ledger": ledger and msgspec.structs.asdict(ledger),
                 "evicted_why": attempt.evicted_why if ledger and ledger.evicted else None,
                 "receipt": decision.receipt,
             }
         )
-        if attempt.outcome:
+        # A lost replica's decision still changes while another replica continues the answer.
+        if attempt.outcome and (attempt.outcome != "failed" or _has_ended(continued)):
             decision.summary = summary
         return summary
 
@@ -224,3 +228,8 @@ class View:
             return
         ids = {record.id for record in records}
         self._blocks = {id_: n for id_, n in self._blocks.items() if id_ in ids} | counts
+
+
+def _has_ended(continued: Decision | None) -> bool:
+    """Return whether the answer that this decision continues can no longer be lost or go on."""
+    return continued is not None and continued.attempt.outcome not in (None, "failed")

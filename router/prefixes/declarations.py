@@ -20,6 +20,7 @@ from kvroute.router.prefixes.tenant_limits import check_limits
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.store.named_prefix import Prefix, is_same, own_id
 from kvroute.store.prefixes import OtherTenantError
+from kvroute.wording import plural
 
 MAX_PREFIXES = 1_000  # the most versions of all named prefixes together
 
@@ -218,7 +219,7 @@ class Declarations:
         for record in assigned_records(wanted, records):
             budget = record.facts.pin_blocks_in(wanted.tier)
             free = max(0, budget - taken[record.id])
-            if needed and record.facts.server:
+            if record.facts.server and (needed or wanted.tier != GPU):
                 raise ApiError(
                     409,
                     f"prefix {wanted.label!r} cannot be pinned: {record.facts.server} is an "
@@ -226,6 +227,8 @@ class Declarations:
                     param="pinned",
                     code="pin_budget_exceeded",
                 )
+            if wanted.tier != GPU and wanted.tier not in record.facts.tiers:
+                raise _without_tier(wanted, record)
             if needed > free:
                 raise ApiError(
                     409,
@@ -313,8 +316,9 @@ class Declarations:
         if prefix.full_blocks(self._block_size):
             return {}
         message = (
-            f"nothing of this prefix can be cached: it has {len(prefix.token_ids)} tokens, and a "
-            f"block has {self._block_size}. Declare a longer one"
+            "nothing of this prefix can be cached: it has "
+            f"{plural(len(prefix.token_ids), 'token')}, and a block has {self._block_size}. "
+            "Declare a longer one"
         )
         return {"warning": message}
 
@@ -327,6 +331,18 @@ def _other_tenant(name: str) -> ApiError:
         "another name",
         param="id",
         code="prefix_of_another_tenant",
+    )
+
+
+def _without_tier(wanted: Prefix, record: ReplicaRecord) -> ApiError:
+    """Return the error for a pin in a tier that the replica does not have."""
+    return ApiError(
+        409,
+        f"prefix {wanted.label!r} cannot be pinned in {wanted.tier.label}: replica {record.id} "
+        "keeps no cache there. Start the cluster with --host-cache-gb, or pin the prefix in GPU "
+        'memory: with "pinned": true, or with kvroute prefixes add without --host',
+        param="pinned",
+        code="pin_budget_exceeded",
     )
 
 

@@ -8,6 +8,7 @@ const HEIGHT = 128; // pixels, with the axes
 const TOP = 8, RIGHT = 10, BOTTOM = 20, LEFT = 50;
 const SHORTEST_S = 300; // time that the axis covers at least
 const STEPS_S = [60, 120, 300, 600, 900, 1800];
+const DOT = 3; // pixels, the radius of a value without neighbours
 const LABEL = 58; // pixels of a label of the time axis
 const clock = (s) => new Date(1000 * s).toLocaleTimeString("en-GB");
 
@@ -81,14 +82,22 @@ export class Chart {
   }
 
   paths() {
-    return this.rows.map((values, i) => {
+    return this.rows.flatMap((values, i) => {
       const parts = values.map((value, at) => {
         if (value === null) return "";
         const place = `${this.x(this.times[at]).toFixed(1)} ${this.y(value).toFixed(1)}`;
-        return (values[at - 1] ?? null) === null ? `M${place}h0` : `L${place}`;
+        return (values[at - 1] ?? null) === null ? `M${place}` : `L${place}`;
       });
-      return svg("path", { class: `line line-${i}`, d: parts.join("") });
+      return [svg("path", { class: `line line-${i}`, d: parts.join("") }), ...this.dots(values, i)];
     });
+  }
+
+  /** A value without a neighbour has no line, so a dot shows it. */
+  dots(values, i) {
+    const isAlone = (at) => values[at] !== null && (values[at - 1] ?? null) === null && (values[at + 1] ?? null) === null;
+    return values.flatMap((value, at) =>
+      isAlone(at) ? [svg("circle", { class: `dot dot-${i}`, cx: this.x(this.times[at]), cy: this.y(value), r: DOT })] : [],
+    );
   }
 
   point(x) {

@@ -7,7 +7,15 @@ const OUTCOMES = {
   ok: "answered",
   cancelled: "cancelled",
   refused: "refused",
-  failed: "lost with its replica",
+  failed: "replica lost",
+};
+// What became of an answer that another replica continued, after its first replica was lost.
+const CONTINUED = {
+  null: "The answer goes on there",
+  ok: "The answer is complete",
+  cancelled: "Later the client cancelled the request",
+  refused: "That replica refused the request",
+  failed: "That replica was lost, too",
 };
 // Why blocks were evicted that this prompt asked for.
 const EVICTED = {
@@ -109,8 +117,8 @@ function showSummary(decision, summary) {
   time.dateTime = at.toISOString();
   setText(time, at.toLocaleTimeString("en-GB"));
   setText(to, `→ ${decision.replica}`);
-  outcome.dataset.outcome = decision.outcome ?? "in flight";
-  setText(outcome, decision.outcome === null ? "in flight" : OUTCOMES[decision.outcome]);
+  outcome.dataset.outcome = isContinued(decision) ? "continued" : (decision.outcome ?? "in flight");
+  setText(outcome, outcomeWords(decision));
   const cached = decision.cached_tokens ?? decision.expected_tokens;
   setBar(bar, [["cached", cached / decision.prompt_tokens]]);
   const word = decision.cached_tokens === null ? "expected in cache" : "cached";
@@ -139,10 +147,27 @@ function receipt(decision) {
     decision.replica === receipt.choice
       ? null
       : el("p", "", `${receipt.choice} was full or gone when the request came, so ${decision.replica} got it.`),
-    decision.is_resumed ? el("p", "", "A replica was lost during this answer, and this one continues it.") : null,
+    decision.is_resumed ? el("p", "", "A replica was lost during this answer, and this one continues it. The prompt and the tokens that were already sent are computed again, and count as its prompt.") : null,
+    decision.outcome === "failed" ? el("p", "", lossOf(decision)) : null,
     outcomeOf(decision),
     replicasOf(decision),
   );
+}
+
+// Whether a replica was lost, and the client gets the whole answer from another one all the same.
+const isContinued = ({ continued_at: at, continued_outcome: outcome }) => at !== null && outcome !== "failed" && outcome !== "refused";
+
+function outcomeWords(decision) {
+  if (isContinued(decision)) return `continued on ${decision.continued_at}`;
+  return decision.outcome === null ? "in flight" : OUTCOMES[decision.outcome];
+}
+
+// What the loss of the replica meant for the answer.
+function lossOf(decision) {
+  const { replica, continued_at: at, continued_outcome: outcome } = decision;
+  if (!at) return `${replica} was lost during this request, and no other replica has got it so far.`;
+  const again = isContinued(decision) ? ` ${at} computed the prompt and the answer so far again, except what it had cached.` : "";
+  return `${replica} was lost during this request, and ${at} got it. ${CONTINUED[outcome]}.${again}`;
 }
 
 function outcomeOf(decision) {

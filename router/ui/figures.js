@@ -10,8 +10,8 @@ const ABOUT = {
   "In flight": "Requests that this router has sent to replicas and that have not ended. Below: the engines’ own counts, for all routers, which are about a second old.",
   Queued: "Requests that all routers hold back while every replica is busy.",
   "Sessions with a seat": "While the contexts of all sessions exceed the caches, sessions need a seat to send requests.",
-  Answered:
-    "Answers of replicas. An answer that continues on another replica counts once for each of them.",
+  "Requests answered":
+    "Requests of this router whose answer has ended: all of it was sent, or the client has left. An answer that another replica continued counts once.",
   "Replicas ready": "Replicas that get requests.",
   Index: "The routers’ knowledge of the caches’ contents, which they read from Redis.",
 };
@@ -29,7 +29,7 @@ export function showFigures(router, ledger, replicas, decisions, queue, seats) {
     ["In flight", count(router.in_flight), engines(replicas)],
     ["Queued", count(queue.all_routers.requests), queueNote(queue), sum(queue.recent.refused) > 0],
     ["Sessions with a seat", ...seatFigure(seats)],
-    ["Answered", count(ledger.requests), minutes],
+    ["Requests answered", count(ledger.requests), minutes],
     ["Replicas ready", `${count(ready)} of ${count(known)}`, ready === known ? "all of them" : "see below", ready < known],
     ["Index", router.index.reachable ? "Up to date" : "Not reachable", indexNote(router.index), !router.index.reachable],
   ];

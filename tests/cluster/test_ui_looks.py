@@ -84,6 +84,29 @@ def test_a_chart_shows_a_replica_when_it_is_chosen(browser: Page, fleet: PageSer
     assert fleet.asked[-1] == "/v1/cluster/live?replica=r0000001"
 
 
+def test_a_value_without_neighbours_is_a_dot_that_can_be_seen(browser: Page) -> None:
+    state = page_state(replicas=1, samples=9)
+    samples = state["history"]["samples"]
+    samples["prompt_tokens"] = [0, 0, 10, 0, 10, 10, 0, 0, 10]
+    with serve(state) as server:
+        shown = look(browser, server)
+        dots = "[...document.querySelector('.chart').querySelectorAll('circle')].map("
+        assert shown.evaluate(f"{dots}(dot) => dot.getBoundingClientRect().width)") == [6, 6]
+
+
+def test_an_answer_that_another_replica_continued_is_not_shown_as_lost(
+    browser: Page, fleet: PageServer
+) -> None:
+    shown = look(browser, fleet)
+    rows = "[...document.querySelectorAll('#decisions .outcome')].map((one) => one."
+    assert "continued on r0000006" in shown.evaluate(f"{rows}textContent)")
+    assert "failed" not in shown.evaluate(f"{rows}dataset.outcome)")
+    shown.evaluate("document.querySelector('[data-outcome=continued]').closest('summary').click()")
+    shown.wait_for("document.querySelector('.receipt table') !== null")
+    told = shown.evaluate("document.querySelector('.receipt').textContent")
+    assert "r0000000 was lost during this request, and r0000006 got it. The answer is" in told
+
+
 def test_causes_without_tokens_are_folded(browser: Page, fleet: PageServer) -> None:
     shown = look(browser, fleet)
     rows = "[...document.querySelectorAll('#causes tbody tr')].filter((row) => !row.hidden).length"

@@ -15,7 +15,7 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord, TierFacts, Warm
 from kvroute.keys.keyring import Caller
-from kvroute.router.api.declaration import PrefixDeclaration
+from kvroute.router.api.declaration import MAX_TTL_S, PrefixDeclaration
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
 from kvroute.router.placement.fleet import Fleet
@@ -175,14 +175,30 @@ async def test_what_replicas_could_not_pin_is_refused_with_the_room_there_is(
     assert [shown["id"] for shown in await declarations.list()] == ["law"]
 
 
+async def test_the_longest_time_to_live_is_kept_and_a_longer_one_is_refused(
+    declarations: Declarations,
+) -> None:
+    await declare(declarations, "law", 40, ttl_s=MAX_TTL_S)
+    assert [shown["id"] for shown in await declarations.list()] == ["law"]
+    with pytest.raises(ApiError, match=r"ttl_s is 1e\+300; expected seconds.*up to 1,000,000,000"):
+        await declare(declarations, "tax", 40, ttl_s=1e300)
+
+
+@pytest.mark.parametrize("tokens", [1, 20 * BLOCK])
+async def test_a_pin_in_host_memory_is_refused_if_the_cluster_has_none(
+    declarations: Declarations, tokens: int
+) -> None:
+    """A prefix shorter than a block is refused, too, although it needs no memory."""
+    with pytest.raises(
+        ApiError, match=r"keeps no cache there.*--host-cache-gb, or .*without --host"
+    ) as refusal:
+        await declare(declarations, "big", tokens, pinned="host")
+    assert (refusal.value.status, refusal.value.code) == (409, "pin_budget_exceeded")
+
+
 async def test_pins_in_host_memory_have_room_of_their_own(
     declarations: Declarations, catalogue: Catalogue, fleet: Fleet
 ) -> None:
-    with pytest.raises(
-        ApiError, match=r"has 0 of its 0 left .*in host memory.*--host-cache-gb"
-    ) as refusal:
-        await declare(declarations, "big", 20 * BLOCK, pinned="host")
-    assert (refusal.value.status, refusal.value.code) == (409, "pin_budget_exceeded")
     see(fleet, host=TierFacts(100, 1000, 1e9, pin_blocks=30), a={}, b={})
     await declare(declarations, "law", 10 * BLOCK)
     await declare(declarations, "big", 20 * BLOCK, pinned="host")

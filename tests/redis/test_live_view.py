@@ -101,11 +101,11 @@ class Seen:
             [ReplicaRecord(name, "1", 0, FACTS, LOAD, pins=pins) for name in self.names]
         )
 
-    def send(self, *, to: str = "r000", wait: Wait = NO_WAIT) -> Attempt:
+    def send(self, *, to: str = "r000", wait: Wait = NO_WAIT, request_id: str = "") -> Attempt:
         """A prompt of 10 tokens."""
         placement = self.fleet.place(np.arange(10, dtype=np.uint32), self.names, 1.0)
         context = RequestContext(1.0 - wait.waited_s, wait=wait)
-        return self.fleet.sent(placement, to, uuid.uuid4().hex, 1.0, context)
+        return self.fleet.sent(placement, to, request_id or uuid.uuid4().hex, 1.0, context)
 
     async def snapshot(self, kind: str) -> list[Any]:
         """All things of that kind, in order."""
@@ -122,6 +122,28 @@ def answer(attempt: Attempt, cached_tokens: int = 0) -> None:
 async def client(redis_url: str) -> AsyncIterator[Any]:
     async with connect(redis_url) as client:
         yield client
+
+
+async def test_a_decision_says_where_its_answer_continued_after_its_replica_was_lost(
+    client: Any, prompts: Prompts
+) -> None:
+    seen = Seen(client, prompts)
+
+    async def fate() -> tuple[str, str | None, str | None]:
+        first, *_ = await seen.snapshot("decision/")
+        return first["outcome"], first["continued_at"], first["continued_outcome"]
+
+    lost = seen.send(request_id="a")
+    seen.send(request_id="another")
+    lost.receive(Chunk((1,), 0), 1.5)
+    lost.end("failed")
+    assert await fate() == ("failed", None, None)
+    again = seen.send(to="r001", request_id="a")
+    assert await fate() == ("failed", "r001", None)
+    answer(again)
+    assert await fate() == ("failed", "r001", "ok")
+    (told,) = await seen.snapshot("ledger")
+    assert told["requests"] == 1
 
 
 async def test_a_decision_tells_of_its_request_until_it_is_over(

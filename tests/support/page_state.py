@@ -130,7 +130,7 @@ def _named(ids: list[str]) -> dict[str, Any]:
 
 
 def _decision(number: int, ids: list[str]) -> dict[str, Any]:
-    outcomes = ("ok", "cancelled", "refused", "failed", None)
+    outcome = ("ok", "cancelled", "refused", "failed", None)[number % 5]
     return {
         "number": number,
         "at_ms": 1000 * NOW_S,
@@ -144,8 +144,10 @@ def _decision(number: int, ids: list[str]) -> dict[str, Any]:
         "predicted_ttft_s": 0.02,
         "ttft_s": 0.023,
         "queued_s": 0.4,
-        "outcome": outcomes[number % len(outcomes)],
+        "outcome": outcome,
         "is_resumed": False,
+        "continued_at": ids[-1] if outcome == "failed" else None,
+        "continued_outcome": "ok" if outcome == "failed" else None,
         "ledger": dict.fromkeys(CAUSES, 0) | {"hit": 1_248, "new": 133},
         "evicted_why": None,
         "receipt": {

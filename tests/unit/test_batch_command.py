@@ -2,7 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
+import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli import app
@@ -33,3 +36,20 @@ def test_an_address_where_nothing_answers_is_named(tmp_path: Path) -> None:
     )
     assert done.exit_code == 1
     assert f"no kvroute answers at http://{url}" in done.output
+
+
+def test_lines_are_not_sent_to_another_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(LINE)
+    monkeypatch.setattr("kvroute.command.batch_command.httpx.get", not_found)
+    done = CliRunner().invoke(
+        app, ["batch", "run", str(file), "-o", str(tmp_path / "out"), *NOWHERE]
+    )
+    assert done.exit_code == 1
+    assert f"no kvroute answers at {NOWHERE[1]} (the response to GET /health is 404)" in done.output
+
+
+def not_found(url: str, **_: Any) -> httpx.Response:
+    return httpx.Response(404, request=httpx.Request("GET", url))

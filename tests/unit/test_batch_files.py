@@ -11,14 +11,18 @@ import pytest
 from kvroute.files.folder import Folder
 from kvroute.keys.keyring import Caller
 from kvroute.keys.limits import TenantLimits
+from kvroute.local.kept_logs import cluster_id
 from kvroute.router.api.errors import ApiError
 from kvroute.router.batches import batches as batches_module
 from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.batches import BatchBody, Batches, as_object
 from kvroute.router.batches.files import Files, Upload
 from kvroute.router.batches.records import FileRecord
+from kvroute.router.batches.service import BatchService, batch_service
+from kvroute.settings.router import RouterSettings
 
 CHAT = "/v1/chat/completions"
+NO_REDIS = "redis://127.0.0.1:1"
 
 
 @pytest.fixture
@@ -247,3 +251,23 @@ async def test_a_batch_has_a_window(
     assert found["expires_at"] - found["created_at"] == seconds
     assert abs(found["created_at"] - time.time()) < 100
     assert found["status"] == "validating"
+
+
+async def test_each_cluster_of_a_machine_sees_its_own_files_also_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is the default one, which all clusters of a user share."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    def files_at(port: int) -> Files:
+        cluster = cluster_id("host", port)
+        settings = RouterSettings(
+            model="m", served_model_name="m", redis_url=NO_REDIS, block_size=32, cluster=cluster
+        )
+        service = batch_service("router", settings, None)
+        assert isinstance(service, BatchService)
+        return service.files
+
+    file = await add(files_at(8000))
+    assert await files_at(8001).listed("") == []
+    assert [found.id for found in await files_at(8000).listed("")] == [file.id]

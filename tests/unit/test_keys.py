@@ -178,7 +178,10 @@ def test_a_key_can_be_less_urgent_than_others(tmp_path: Path) -> None:
         (("revoke", "0"), "ID is '0', which "),
         (("limit", "a b", "--max-requests", "1"), "TENANT is 'a b'; expected a tenant's name"),
         (("limit", "a", "--max-requests", "x"), "--max-requests is 'x'; expected a whole number"),
-        (("limit", "a", "--max-requests", "0"), "--max-requests: Expected `int` >= 1"),
+        (
+            ("limit", "a", "--max-requests", "0"),
+            "--max-requests is '0'; expected a whole number of at least 1",
+        ),
         (("limit", "a"), "no limit is set; set one of --max-requests"),
     ],
 )

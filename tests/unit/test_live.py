@@ -56,6 +56,17 @@ def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
     assert not window._buckets
 
 
+def test_an_answer_that_two_replicas_gave_is_one_answered_request() -> None:
+    clock = Clock()
+    window = Window(clock)
+    window.add("lost", ledger(10), is_answered=False)
+    window.add("b", ledger(10))
+    found = summed(window.sums().values())
+    assert (found["requests"], found["tokens"]["new"]) == (1, 20)
+    clock.now_s += WINDOW_S
+    assert window.sums() == {}
+
+
 def test_evicted_tokens_are_summed_by_reason_and_leave_the_window_with_their_request() -> None:
     clock = Clock()
     window = Window(clock)

@@ -24,6 +24,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
+from kvroute.wording import plural
 
 BLOCK_TOKENS = 512  # block size of a trace that does not have it, as in Mooncake's traces
 MAX_TOKENS = 100_000_000  # maximum length of a prompt; a longer one is a mistake in the trace
@@ -76,7 +77,8 @@ def read(path: Path, *, limit: int | None, seed: int, model: str | None = None) 
     if len(recorded) < 2:
         of_model = f" of {model}" if model else ""
         raise TraceError(
-            f"{path} has {len(recorded)} requests{of_model}; a replay needs at least two"
+            f"{path} has {plural(len(recorded), 'request')}{of_model}; a replay needs at least "
+            "two. Name a trace in Mooncake's format, or a folder of request logs (.jsonl)"
         )
     first_s = recorded[0].arrival_s
     if first_s == recorded[-1].arrival_s:

@@ -75,7 +75,7 @@ class CommonOptions(BaseModel):
     ] = ""
     cluster: Annotated[
         str | None,
-        Field(pattern=r"^[\w.-]{1,100}$"),
+        AfterValidator(parsers.cluster_name),
         Option(
             CLUSTER,
             "Id of the cluster. Clusters that share a Redis need different ids. Keep the id when "

@@ -1,0 +1,161 @@
+"""Errors about wrong values name what the user wrote, and say what is expected."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from kvroute.cli import app
+
+KEY = "KVROUTE_API_KEY"
+URL = "http://127.0.0.1:8000"
+ENV = {"COLUMNS": "300", "KVROUTE_URL": URL}
+
+
+def errors(*command: str, **env: str) -> str:
+    """Return what a command prints that must fail without a traceback."""
+    failed = CliRunner().invoke(app, [*command], env=ENV | env)
+    assert isinstance(failed.exception, SystemExit), failed.exception
+    assert failed.exit_code in (1, 2)
+    return failed.output
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["replay", "--example", "--replicas", "0"], "--replicas is '0'; expected at least 1"),
+        (["replay", "--example", "--load", "inf"], "--load is inf; expected at most 1,000,000"),
+        (["replay", "--example", "--policy", ""], "--policy names ''; expected all or some"),
+        (["replay", "/no/file"], "TRACE is '/no/file', which cannot be read (No such file"),
+        (["scale", "abc"], "REPLICAS is 'abc'; expected a valid integer"),
+        (["tenants", "--format", "xml"], "--format is 'xml'; expected one of 'table', 'json'"),
+        (["serve", "--engine", "nope"], "--engine is 'nope'; expected one of 'vllm', 'simulated'"),
+        (["serve", "--engine-args", "{bad"], "--engine-args is '{bad'; expected JSON"),
+        (["serve", "--attach", "a b", "--attach", "c"], "--attach is 'a b', 'c'; expected http"),
+        (["serve", "--cluster", "a/b"], "--cluster is 'a/b'; expected 1 to 100 letters"),
+        (["attach", "nope"], "URL is 'nope'; expected http://HOST:PORT"),
+        (["status", "--url", "http://"], "(or the variable KVROUTE_URL) is 'http://'; expected"),
+        (["status", "--url", "a:99999"], "(or the variable KVROUTE_URL) is 'a:99999'; expected"),
+        (["prefixes", "add", "x", "--prompt", ""], "--prompt is empty; expected the text"),
+        (["prefixes", "add", "x", "--prompt", "a", "--ttl-s", "inf"], "--ttl-s is inf; expected"),
+        (["prefixes", "rm", ""], "ID is ''; expected the name of a prefix"),
+        (["batch", "show", ""], "BATCH is ''; expected the id of a batch"),
+        (["batch", "cancel", "../a"], "BATCH is '../a'; expected the id of a batch"),
+        (["batch", "run", "a", "-o", ""], "--output is '.'; expected the path of a file"),
+        (["keys", "list", "--file", "/no/file"], "kvroute keys add makes a file"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_option_and_what_is_expected(
+    command: list[str], message: str
+) -> None:
+    assert message in errors(*command)
+
+
+def test_a_pin_in_host_memory_and_no_pin_exclude_each_other() -> None:
+    command = ("prefixes", "add", "x", "--prompt", "a", "--host", "--unpinned")
+    assert "--host pins the prefix, and --unpinned does not" in errors(*command)
+
+
+def test_options_for_a_batchs_own_cluster_need_closed_quotes(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x"}}')
+    command = ("batch", "run", str(file), "-o", str(tmp_path / "out"), "--serve", "--port '")
+    assert "which is not a list of options (No closing quotation)" in errors(*command)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("0", " of at least 1"), ("9" * 20, " of at most 281474976710656"), ("-1", ", or none")],
+)
+def test_a_limit_of_a_tenant_has_a_range(tmp_path: Path, value: str, message: str) -> None:
+    file = str(tmp_path / "keys")
+    CliRunner().invoke(app, ["keys", "add", "--tenant", "acme", "--file", file])
+    shown = errors("keys", "limit", "acme", "--file", file, "--max-requests", value)
+    assert f"--max-requests is '{value}'; expected a whole number{message}" in shown
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, status: int, content: bytes) -> None:
+    """Let all requests of commands have this response."""
+
+    def request(method: str, url: str, **_: Any) -> httpx.Response:
+        return httpx.Response(status, content=content, request=httpx.Request(method, url))
+
+    monkeypatch.setattr("kvroute.client.httpx.request", request)
+
+
+@pytest.mark.parametrize(
+    ("command", "field", "said", "shown"),
+    [
+        ("tenants", "since", 'since is "x"; expected', '--since is "x"; expected'),
+        ("tenants", "since", "since is A and until is B;", "--since is A and --until is B;"),
+        ("prefixes add a --prompt b", "replicas", "replicas is 0;", "--replicas is 0;"),
+        ("prefixes add a --prompt b", "ttl_s", "ttl_s is -1;", "--ttl-s is -1;"),
+        ("prefixes add a --prompt b", "id", 'id is "";', 'ID is "";'),
+        ("tenants", "x", "what is since is unknown", "what is since is unknown"),
+    ],
+)
+def test_an_error_of_the_cluster_names_the_commands_option(
+    monkeypatch: pytest.MonkeyPatch, command: str, field: str, said: str, shown: str
+) -> None:
+    error = {"error": {"message": said, "param": field, "code": "invalid_value"}}
+    answered(monkeypatch, 400, json.dumps(error).encode())
+    assert errors(*command.split()).startswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("status", "content"),
+    [
+        (200, b"<html>"),
+        (404, b"<html>"),
+        (404, b'{"detail": "Not Found"}'),
+        (404, b'{"error": {"message": "Not Found"}}'),
+    ],
+)
+def test_another_server_is_not_taken_for_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, status: int, content: bytes
+) -> None:
+    answered(monkeypatch, status, content)
+    shown = errors("status")
+    assert f"no kvroute answers at {URL} (the response to GET /v1/cluster is {status}" in shown
+
+
+@pytest.mark.parametrize("content", [b"<html>", b"[]", b'{"status": "ok"}'])
+def test_the_doctor_does_not_take_another_server_for_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
+    def get(url: str, **_: Any) -> httpx.Response:
+        return httpx.Response(200, content=content, request=httpx.Request("GET", url))
+
+    monkeypatch.setattr("kvroute.doctor.collect.httpx.get", get)
+    assert "GET /health is 200 OK, without the state of a cluster)" in errors("doctor")
+
+
+def test_a_key_with_a_line_break_inside_is_no_key() -> None:
+    assert f"{KEY} is not an API key" in errors("status", **{KEY: "a\nb"})
+
+
+@pytest.mark.parametrize(("server", "heading"), [(None, "node "), ("http://a:1", "node, or")])
+def test_status_speaks_of_your_servers_only_if_some_are_attached(
+    monkeypatch: pytest.MonkeyPatch, server: str | None, heading: str
+) -> None:
+    replica = {
+        "id": "r0",
+        "model": "m",
+        "node": "192.0.2.1",
+        "server": server,
+        "blocks": 0,
+        "capacity_blocks": 9,
+        "running": 0,
+        "waiting": 0,
+        "degraded": "",
+        "tool_parser": None,
+        "reasoning_parser": None,
+    }
+    cluster = {"queues": [], "replicas": [replica]}
+    answered(monkeypatch, 200, json.dumps(cluster).encode())
+    shown = CliRunner().invoke(app, ["status"], env=ENV).output
+    assert heading in shown
+    assert ("your server" in shown) == (server is not None)
