@@ -7,7 +7,7 @@ import msgspec
 
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.response_object import DATA, OBJECT, Members, encode, members
-from kvroute.store.background_store import Status
+from kvroute.store.conversations.background import Status
 
 NUMBER = "sequence_number"  # the member of an event that counts the events of a response
 END = b"\n\n"  # the end of an event

@@ -19,8 +19,8 @@ from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.response_object import DATA, Members, encode, members
 from kvroute.router.background.events import END, NUMBER, Events
 from kvroute.router.background.own_request import ask
-from kvroute.store.background_store import BackgroundStore, Body, Record, Status
-from kvroute.store.leased_values import TooLongError
+from kvroute.store.conversations.background import BackgroundStore, Body, Record, Status
+from kvroute.store.conversations.leased_values import TooLongError
 
 log = logging.getLogger("kvroute.background")
 

@@ -24,9 +24,9 @@ from kvroute.router.api.response_object import Members, encode, members
 from kvroute.router.background.events import after
 from kvroute.router.background.run import Environment, Run
 from kvroute.settings.router import RouterSettings
-from kvroute.store.background_store import BackgroundStore, Body, Head, Record, Status
 from kvroute.store.connection import connect
-from kvroute.store.leased_values import TooLongError, key
+from kvroute.store.conversations.background import BackgroundStore, Body, Head, Record, Status
+from kvroute.store.conversations.leased_values import TooLongError, key
 
 log = logging.getLogger("kvroute.background")
 

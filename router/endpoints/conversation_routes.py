@@ -10,12 +10,12 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import JSONResponse
 
 from kvroute.router.api.bodies import BodyReader
-from kvroute.router.api.conversation_bodies import ConversationBody, ItemsBody, MetadataBody
 from kvroute.router.api.errors import ApiError
+from kvroute.router.conversations.bodies import ConversationBody, ItemsBody, MetadataBody
+from kvroute.router.conversations.continuing import OPTION
+from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.router.endpoints.pages import Page, in_order, page_of
 from kvroute.router.endpoints.response_routes import MAX_LISTED, Salt
-from kvroute.router.serving.conversation_objects import ConversationObjects
-from kvroute.router.serving.conversations import OPTION
 from kvroute.router.serving.models import Served
 
 CONVERSATIONS = "/v1/conversations"

@@ -9,8 +9,8 @@ from fastapi import Request, Response
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.admission.limits import Entry, Limits, OverLimitError
 from kvroute.router.api.errors import FINAL, ApiError
-from kvroute.router.endpoints.limit_headers import over_limit, rate_headers
 from kvroute.router.middleware.access import caller_of
+from kvroute.router.middleware.limit_headers import over_limit, rate_headers
 from kvroute.router.serving.models import Models
 
 NO_LIMITS = nullcontext()  # for requests that do not have to be counted

@@ -34,9 +34,9 @@ from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
 from kvroute.router.background.own_request import IS_BACKGROUND
+from kvroute.router.background.responding import begin
 from kvroute.router.dispatch.chat_batch import run_together
 from kvroute.router.dispatch.relay import complete_response
-from kvroute.router.endpoints.background import begin
 from kvroute.router.endpoints.limited import (
     add_headers,
     counting_refusals,

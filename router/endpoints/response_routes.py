@@ -14,15 +14,15 @@ from kvroute.keys.keyring import owner
 from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.api.response_object import listed
-from kvroute.router.endpoints.background import (
+from kvroute.router.background.responding import (
     Background,
     as_response,
     events_of,
     starting_after,
 )
+from kvroute.router.conversations.continuing import OPTION, Conversations
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.middleware.access import caller_of
-from kvroute.router.serving.conversations import OPTION, Conversations
 from kvroute.router.serving.models import Models, Served
 
 RESPONSE = RESPONSES + "/{response_id}"  # path of one stored response

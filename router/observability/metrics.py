@@ -41,7 +41,7 @@ from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.returns import EVICTION_REASONS
-from kvroute.store.responses import Responses
+from kvroute.store.conversations.responses import Responses
 
 # Upper bounds of histogram buckets, in seconds.
 WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -33,8 +33,8 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.settings.router import RouterSettings
+from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
-from kvroute.store.responses import Responses
 
 
 class Telemetry:

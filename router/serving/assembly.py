@@ -18,6 +18,8 @@ from kvroute.router.connections import replicas as serve_replicas
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.conversations.continuing import Conversations
+from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
@@ -39,17 +41,15 @@ from kvroute.router.queueing.queue import Queue
 from kvroute.router.queueing.seating import Answer as Seat
 from kvroute.router.queueing.seating import Seating
 from kvroute.router.queueing.wake import Wake
-from kvroute.router.serving.conversation_objects import ConversationObjects
-from kvroute.router.serving.conversations import Conversations
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.clusters import ClusterModel, Clusters
 from kvroute.store.connection import connect
-from kvroute.store.conversation_store import ConversationStore
+from kvroute.store.conversations.objects import ConversationStore
+from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
-from kvroute.store.responses import Responses
 
 # Limit of prompt and response together in tokens, until a replica has reported its limit.
 UNKNOWN_CONTEXT = 2**31

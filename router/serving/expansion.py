@@ -7,9 +7,9 @@ only their ids.
 from msgspec.structs import replace
 
 from kvroute.router.api.calls import Call
+from kvroute.router.conversations.continuing import Conversations, Expanded, with_conversation
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.router.serving.conversations import Conversations, Expanded, with_conversation
 from kvroute.store.named_prefix import Prefix
 
 

@@ -24,6 +24,7 @@ from kvroute.blocks.chain import Scope
 from kvroute.keys.keyring import salted
 from kvroute.router.api.calls import STATELESS_ROUTES, Call
 from kvroute.router.api.scoring import Scoring, completion
+from kvroute.router.conversations.continuing import Expanded
 from kvroute.router.dispatch.ended_sessions import end_session
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import complete_response
@@ -35,7 +36,6 @@ from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.image_affinity import ImageAffinity
 from kvroute.router.prompts.scored import scored_prompts
 from kvroute.router.serving.assembly import Parts
-from kvroute.router.serving.conversations import Expanded
 from kvroute.router.serving.expansion import expand
 from kvroute.router.serving.forwarding import forward
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer

@@ -9,13 +9,13 @@ from fastapi import Response
 
 from kvroute.router.api.calls import MESSAGES, RESPONSES
 from kvroute.router.api.errors import DONE, event
+from kvroute.router.conversations.continuing import Expanded
+from kvroute.router.conversations.storing import stored
 from kvroute.router.dispatch.batch import batch_response
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.relay import placement_headers, relay_response
 from kvroute.router.dispatch.replica_errors import replica_error
 from kvroute.router.placement.receipts import RECEIPTS
-from kvroute.router.serving.conversations import Expanded
-from kvroute.router.serving.stored_response import stored
 
 NAMED_EVENTS = (RESPONSES, MESSAGES)  # routes whose events in streams have a name and a type
 

@@ -100,9 +100,9 @@ MUTATIONS = {
     ),
     "conversations": Mutation(
         "a response goes on with the conversation before it",
-        "router/serving/conversations.py",
-        "call = self._with_turns(call, own, await self._previous_turns(previous_id, salt))",
-        "await self._previous_turns(previous_id, salt)",
+        "router/conversations/continuing.py",
+        "call = self._with_turns(call, own, turns)",
+        "pass",
     ),
     "templates": Mutation(
         "a router renders chats as vLLM does",

@@ -21,7 +21,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.background import run, service
 from kvroute.router.background.events import Events, after
 from kvroute.router.background.service import BackgroundResponses
-from kvroute.store.background_store import BackgroundStore, Record
+from kvroute.store.conversations.background import BackgroundStore, Record
 from tests.support.waiting import until
 
 MB = 1 << 20

@@ -22,11 +22,11 @@ from starlette.responses import Response
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.conversations.continuing import Conversations, Expanded, with_conversation
+from kvroute.router.conversations.storing import stored
 from kvroute.router.endpoints.conversation_routes import routes
 from kvroute.router.ingress import _refuse
-from kvroute.router.serving.conversations import Conversations, Expanded, with_conversation
-from kvroute.router.serving.stored_response import stored
-from kvroute.store.responses import Responses
+from kvroute.store.conversations.responses import Responses
 from tests.support.conversations import MB, conversation_objects, stored_conversations
 from tests.support.workloads import user
 

@@ -13,10 +13,10 @@ from starlette.types import Message
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES
 from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.serving.conversations import Conversations, Expanded, with_conversation
-from kvroute.router.serving.stored_response import stored
+from kvroute.router.conversations.continuing import Conversations, Expanded, with_conversation
+from kvroute.router.conversations.storing import stored
 from kvroute.store.connection import connect
-from kvroute.store.responses import Responses
+from kvroute.store.conversations.responses import Responses
 from tests.support.conversations import stored_conversations
 
 MB = 1 << 20

@@ -16,13 +16,13 @@ from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.conversations.continuing import Conversations, with_conversation
+from kvroute.router.conversations.storing import stored
 from kvroute.router.endpoints.response_routes import routes
 from kvroute.router.ingress import _refuse
 from kvroute.router.middleware.access import Access
-from kvroute.router.serving.conversations import Conversations, with_conversation
-from kvroute.router.serving.stored_response import stored
 from kvroute.store.connection import connect
-from kvroute.store.responses import Responses
+from kvroute.store.conversations.responses import Responses
 from tests.support.conversations import stored_conversations
 
 MB = 1 << 20

@@ -17,9 +17,15 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.store.connection import connect
+from kvroute.store.conversations.leased_values import (
+    LARGEST_SHARE,
+    MAX_REMOVED,
+    OVERHEAD,
+    TooLongError,
+    key,
+)
+from kvroute.store.conversations.responses import MAX_LINKS, Responses, StoredTurn
 from kvroute.store.keys import key_prefix
-from kvroute.store.leased_values import LARGEST_SHARE, MAX_REMOVED, OVERHEAD, TooLongError, key
-from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn
 
 MB = 1 << 20
 KEY = f"{key_prefix('default', 'm')}:responses"

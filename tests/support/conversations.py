@@ -2,10 +2,10 @@
 
 from redis.asyncio import Redis
 
-from kvroute.router.serving.conversation_objects import ConversationObjects
-from kvroute.router.serving.conversations import Conversations
-from kvroute.store.conversation_store import ConversationStore
-from kvroute.store.responses import Responses
+from kvroute.router.conversations.continuing import Conversations
+from kvroute.router.conversations.objects import ConversationObjects
+from kvroute.store.conversations.objects import ConversationStore
+from kvroute.store.conversations.responses import Responses
 
 MB = 1 << 20
 

@@ -42,13 +42,13 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
-from kvroute.store.background_store import BackgroundStore
 from kvroute.store.batch_leases import BatchLeases
 from kvroute.store.connection import connect
+from kvroute.store.conversations.background import BackgroundStore
+from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
 from kvroute.store.named_prefix import Prefix
 from kvroute.store.prefixes import Prefixes
-from kvroute.store.responses import Responses
 
 NOWHERE = "redis://127.0.0.1"
 

@@ -21,8 +21,8 @@ from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
-from kvroute.router.endpoints.limit_headers import duration
 from kvroute.router.middleware.access import Access
+from kvroute.router.middleware.limit_headers import duration
 from kvroute.router.observability.metrics import OverLimit
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models

@@ -18,9 +18,8 @@ import redis.asyncio as redis
 from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
 from kvroute.store.connection import with_timeout
-from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
-from kvroute.store.leased_scripts import READ
-from kvroute.store.leased_values import (
+from kvroute.store.conversations.leased_scripts import READ
+from kvroute.store.conversations.leased_values import (
     KEY_BYTES,
     LeasedValues,
     TooLongError,
@@ -29,6 +28,7 @@ from kvroute.store.leased_values import (
     packed,
     unpacked,
 )
+from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 ROOT = bytes(KEY_BYTES)  # stands for the previous KEY in a conversation's first response
 MAX_LINKS = 1000  # maximum number of responses in one conversation

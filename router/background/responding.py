@@ -12,9 +12,9 @@ from kvroute.router.api.calls import BACKGROUND, Call
 from kvroute.router.api.errors import invalid, shown, unsupported
 from kvroute.router.api.response_object import encode
 from kvroute.router.background.service import BackgroundResponses
-from kvroute.router.serving.conversations import OPTION
+from kvroute.router.conversations.continuing import OPTION
 from kvroute.router.serving.model_router import ModelRouter
-from kvroute.store.background_store import Record
+from kvroute.store.conversations.background import Record
 
 
 async def begin(call: Call, model: ModelRouter, request: Request) -> Response:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import redis.asyncio as redis
 
 from kvroute.contract.unreadable import UnreadableError
-from kvroute.store.leased_scripts import DELETE, GET, PUT
+from kvroute.store.conversations.leased_scripts import DELETE, GET, PUT
 
 KEY_BYTES = 16  # size of a KEY
 OVERHEAD = 320  # bytes of Redis's memory that a value takes besides its two parts

@@ -13,11 +13,11 @@ import msgspec
 from msgspec.structs import replace
 
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES, values_in
-from kvroute.router.api.conversation_bodies import ConversationBody, ItemsBody
 from kvroute.router.api.errors import ApiError, needing_redis, shown
 from kvroute.router.api.response_object import encode, with_parts
-from kvroute.store.conversation_store import ConversationStore, Found, StoredConversation
-from kvroute.store.responses import joined
+from kvroute.router.conversations.bodies import ConversationBody, ItemsBody
+from kvroute.store.conversations.objects import ConversationStore, Found, StoredConversation
+from kvroute.store.conversations.responses import joined
 
 TRIES = 8  # how often a change is tried if other requests change the conversation as well
 PREFIX = "conv_"  # beginning of a conversation's id

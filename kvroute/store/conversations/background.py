@@ -18,9 +18,7 @@ from kvroute.contract.priority import Priority
 from kvroute.contract.records import VERSION, Count, Name, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.store.connection import with_timeout
-from kvroute.store.conversation_store import NO_MODEL
-from kvroute.store.keys import key_prefix
-from kvroute.store.leased_values import (
+from kvroute.store.conversations.leased_values import (
     KEY_BYTES,
     LeasedValues,
     TooLongError,
@@ -28,6 +26,8 @@ from kvroute.store.leased_values import (
     decompressed,
     packed,
 )
+from kvroute.store.conversations.objects import NO_MODEL
+from kvroute.store.keys import key_prefix
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 OPEN: tuple[Status, ...] = (

@@ -14,7 +14,7 @@ from kvroute.router.api.response_object import (
     last_response,
     members,
 )
-from kvroute.router.serving.conversations import Expanded
+from kvroute.router.conversations.continuing import Expanded
 
 
 async def stored(expanded: Expanded, response: Response) -> Response:

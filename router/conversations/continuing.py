@@ -22,13 +22,19 @@ from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
 from kvroute.router.api.calls import BACKGROUND, RESPONSES, Call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
-from kvroute.router.api.response_object import PREVIOUS, Members, as_input, encode, members
+from kvroute.router.api.response_object import (
+    PREVIOUS,
+    Members,
+    as_input,
+    encode,
+    members,
+)
+from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.router.placement.receipts import RECEIPTS
-from kvroute.router.serving.conversation_objects import ConversationObjects
-from kvroute.store.leased_values import TooLongError
+from kvroute.store.conversations.leased_values import TooLongError
+from kvroute.store.conversations.responses import MAX_LINKS, Responses, StoredTurn, joined
 from kvroute.store.named_prefix import Prefix
 from kvroute.store.outage import Outage
-from kvroute.store.responses import MAX_LINKS, Responses, StoredTurn, joined
 
 log = logging.getLogger("kvroute.conversations")
 

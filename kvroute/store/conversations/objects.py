@@ -13,8 +13,7 @@ import redis.asyncio as redis
 from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
 from kvroute.store.connection import with_timeout
-from kvroute.store.keys import key_prefix
-from kvroute.store.leased_values import (
+from kvroute.store.conversations.leased_values import (
     LeasedValues,
     TooLongError,
     Written,
@@ -23,6 +22,7 @@ from kvroute.store.leased_values import (
     packed,
     unpacked,
 )
+from kvroute.store.keys import key_prefix
 
 NO_MODEL = ""  # stands for the model in the keys of values that belong to a whole cluster
 

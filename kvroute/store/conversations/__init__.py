@@ -1,0 +1,1 @@
+"""Responses and conversations in Redis, which clients can read and continue."""
