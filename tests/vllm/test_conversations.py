@@ -224,7 +224,8 @@ def test_a_response_runs_in_the_background(client: OpenAI) -> None:
     ended = after_its_end(client, begun.id)
     expected = whole(client, input=NAME)
     assert (ended.id, ended.status, ended.background) == (begun.id, expected.status, True)
-    assert (ended.output_text, ended.usage) == (expected.output_text, expected.usage)
+    assert ended.output_text == expected.output_text
+    assert ended.usage.total_tokens == expected.usage.total_tokens
     next_ = whole(client, input="What is my name?", previous_response_id=begun.id)
     assert next_.usage.input_tokens > ended.usage.total_tokens
     client.responses.delete(begun.id)
