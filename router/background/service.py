@@ -101,8 +101,9 @@ class BackgroundResponses:
 
     def check(self) -> None:
         """Raise the error of the task that looks for responses, if it has ended."""
-        if self._watching is not None and self._watching.done():
-            self._watching.result()
+        watching = self._watching
+        if watching is not None and watching.done() and not watching.cancelled():
+            watching.result()
 
     async def stop(self) -> None:
         """Stop all runs, and let other routers run the responses."""

@@ -27,7 +27,7 @@ from kvroute.router.conversations.storing import stored
 from kvroute.router.endpoints.conversation_routes import routes
 from kvroute.router.ingress import _refuse
 from kvroute.store.conversations.responses import Responses
-from tests.support.conversations import MB, conversation_objects, stored_conversations
+from tests.support.stored_conversations import MB, conversation_objects, stored_conversations
 from tests.support.workloads import user
 
 ANSWER = {

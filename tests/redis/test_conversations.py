@@ -17,7 +17,7 @@ from kvroute.router.conversations.continuing import Conversations, Expanded, wit
 from kvroute.router.conversations.storing import stored
 from kvroute.store.connection import connect
 from kvroute.store.conversations.responses import Responses
-from tests.support.conversations import stored_conversations
+from tests.support.stored_conversations import stored_conversations
 
 MB = 1 << 20
 NOWHERE = "redis://127.0.0.1:1"

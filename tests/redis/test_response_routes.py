@@ -23,7 +23,7 @@ from kvroute.router.ingress import _refuse
 from kvroute.router.middleware.access import Access
 from kvroute.store.connection import connect
 from kvroute.store.conversations.responses import Responses
-from tests.support.conversations import stored_conversations
+from tests.support.stored_conversations import stored_conversations
 
 MB = 1 << 20
 

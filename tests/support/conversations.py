@@ -1,28 +1,30 @@
-"""Conversations on a Redis, for tests."""
+"""Small traces for the replay."""
 
-from redis.asyncio import Redis
+import random
 
-from kvroute.router.conversations.continuing import Conversations
-from kvroute.router.conversations.objects import ConversationObjects
-from kvroute.store.conversations.objects import ConversationStore
-from kvroute.store.conversations.responses import Responses
-
-MB = 1 << 20
+from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 
 
-def conversation_objects(
-    client: Redis, *, limit_bytes: int = 16 * MB, max_bytes: int = MB
-) -> ConversationObjects:
-    """Return the conversations that clients create."""
-    store = ConversationStore(
-        client, "default", limit_bytes=limit_bytes, ttl_s=60, max_bytes=max_bytes
-    )
-    return ConversationObjects(store)
+def request(
+    index: int, blocks: list[int], output_tokens: int = 1, *, rest: int = 1, at_s: float = 0.0
+) -> Request:
+    """Return a request whose prompt has these full blocks and `rest` more tokens."""
+    chain = tuple(Fingerprint(block) for block in blocks)
+    return Request(index, at_s, len(blocks) * BLOCK_TOKENS + rest, output_tokens, chain)
 
 
-def stored_conversations(
-    client: Redis, responses: Responses, *, max_bytes: int = MB
-) -> Conversations:
-    """Return the conversations of one model, with these responses."""
-    objects = conversation_objects(client, max_bytes=max_bytes)
-    return Conversations(responses, objects, max_bytes=max_bytes)
+def conversations(count: int = 60, turns: int = 4, seed: int = 0) -> list[Request]:
+    """Return the requests of chats that share a system prompt.
+
+    The prompt of each turn begins with the prompt of the turn before it.
+    """
+    rng = random.Random(seed)
+    times_s = sorted(rng.uniform(0, 60) for _ in range(count * turns))
+    chats = [[1] for _ in range(count)]
+    requests = []
+    for index, at_s in enumerate(times_s):
+        chat = chats[rng.randrange(count)]
+        chat += [1000 * (index + 1) + i for i in range(rng.randrange(1, 12))]
+        requests.append(request(index, chat, rng.randrange(1, 200), rest=7, at_s=at_s))
+    return requests
