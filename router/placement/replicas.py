@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvroute.adapters.added import is_key
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.blocks.tiers import HOST, Tier
 from kvroute.contract.adapters import LOAD_S
@@ -178,6 +179,8 @@ class ReplicaRegistry:
     def can_load(self, replica_id: str, lora: str) -> bool:
         """Return whether the replica can load the adapter; true if it does not list adapters."""
         record = self._records.get(replica_id)
+        if record is not None and is_key(lora):  # it was added while the cluster runs
+            return record.facts.max_lora_rank > 0
         identity = record.identity if record else None
         return identity is None or lora in identity.adapters
 

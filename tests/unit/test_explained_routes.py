@@ -20,9 +20,13 @@ class Model:
         self.settings = SimpleNamespace(adapters=[])
         self.asked: list[tuple[str, str]] = []
         self.requests = self
+        self.adapters = self
 
-    def adapter(self, name: str | None) -> str | None:
+    def adapter(self, name: str | None, tenant: str = "") -> str | None:
         return ""
+
+    def get(self, key: str) -> None:
+        """Return the added adapter with this key."""
 
     async def explain(self, call: Call, _: Any) -> list[Any]:
         self.asked.append((call.path, call.prefix_name))
