@@ -1,10 +1,11 @@
 """LoRA adapters that are added while a cluster runs: their files, keys and life in a replica."""
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ class Replica:
     """A replica's adapters, with one simulated engine."""
 
     def __init__(self, root: Path, **differs: Any) -> None:
-        self.engine = SimulatedEngine(cast(SimulatedConfig, _replaced(CONFIG, **differs)))
+        self.engine = SimulatedEngine(dataclasses.replace(CONFIG, **differs))
         self.store = Listed()
         self.adapters = AddedAdapters([self.engine], self.store, root=root, on_change=lambda: None)
 
@@ -205,12 +206,6 @@ class Replica:
             await self.engine.generate(request, chunks.append)
         data = b"".join(chunk.http.data for chunk in chunks if chunk.http)
         return data.decode()
-
-
-def _replaced(config: SimulatedConfig, **differs: Any) -> SimulatedConfig:
-    import dataclasses
-
-    return dataclasses.replace(config, **differs)
 
 
 @pytest.fixture
