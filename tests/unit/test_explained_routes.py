@@ -10,6 +10,7 @@ from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.endpoints import openai_routes
 from kvroute.router.serving.models import Models
+from tests.support.adapters import none_added
 
 
 class Model:
@@ -20,13 +21,10 @@ class Model:
         self.settings = SimpleNamespace(adapters=[])
         self.asked: list[tuple[str, str]] = []
         self.requests = self
-        self.adapters = self
+        self.adapters = none_added()
 
     def adapter(self, name: str | None, tenant: str = "") -> str | None:
         return ""
-
-    def get(self, key: str) -> None:
-        """Return the added adapter with this key."""
 
     async def explain(self, call: Call, _: Any) -> list[Any]:
         self.asked.append((call.path, call.prefix_name))
