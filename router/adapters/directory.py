@@ -122,15 +122,12 @@ class AdapterDirectory:
                 self._learn(await self.store.all())
                 self._revision = revision
 
-    async def refresh_for(self, name: str) -> None:
-        """Read the adapters again, because a client asks for a name that is not known.
-
-        If Redis is away, the adapters stay as they are.
-        """
+    async def refresh_if_possible(self) -> None:
+        """Read the adapters if they have changed. If Redis is away, they stay as they are."""
         try:
             await self.refresh()
         except (RedisError, OSError) as error:
-            log.debug("cannot look for the adapter %r: %s", name, error)
+            log.debug("the added LoRA adapters cannot be read: %s", error)
 
     def _learn(self, adapters: Collection[AddedAdapter]) -> None:
         self._by_key = {adapter.key: adapter for adapter in adapters}

@@ -124,8 +124,13 @@ class AdapterOperations:
             await asyncio.sleep(POLL_S)
         return not any(map(self._directory.get, keys))
 
-    def list(self) -> list[dict[str, Any]]:
-        """Return all added adapters, with the replicas that have them in memory."""
+    async def list(self) -> list[dict[str, Any]]:
+        """Return all added adapters, with the replicas that have them in memory.
+
+        Without Redis, these are the adapters that were read last.
+        """
+        if self._settings.lora_root:
+            await self._directory.refresh_if_possible()
         loaded: dict[str, list[str]] = {}
         records = self._replicas.own_records
         for record in records:

@@ -48,7 +48,7 @@ async def unload(request: Request, models: Served, bodies: BodyReader) -> Respon
 async def list_adapters(models: Served, model: str | None = None) -> Response:
     """Return the added adapters of all tenants, and which replicas have them in memory."""
     selected = models.all if model is None else [models.select(model)]
-    adapters = [each.adapter_operations.list() for each in selected]
+    adapters = [await each.adapter_operations.list() for each in selected]
     return JSONResponse({"object": "list", "data": label_by_model(selected, adapters)})
 
 

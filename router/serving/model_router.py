@@ -55,7 +55,7 @@ class ModelRouter:
     async def look_for(self, model: str) -> None:
         """Read the added adapters in Redis again if this may be the name of a new one."""
         if self.settings.lora_root and len(model) <= MAX_NAME + len(self.name):
-            await self.adapters.refresh_for(model)
+            await self.adapters.refresh_if_possible()
 
 
 def _live(parts: Parts, status: Status) -> Live:
