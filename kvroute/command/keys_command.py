@@ -149,6 +149,10 @@ def limit(
     max_open_batches: Annotated[
         str | None, typer.Option(help="Batches that have not ended.")
     ] = None,
+    max_adapters: Annotated[
+        str | None,
+        typer.Option(help="Added LoRA adapters that belong to the tenant, per model."),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter that the tenant may use. Repeat --adapter for several."),
@@ -173,6 +177,7 @@ def limit(
         "max_files": max_files,
         "max_file_bytes": max_file_bytes,
         "max_open_batches": max_open_batches,
+        "max_adapters": max_adapters,
         "adapters": adapter or None,
     }
     _check_tenant(tenant)

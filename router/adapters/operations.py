@@ -19,12 +19,14 @@ from kvroute.adapters.added import (
 )
 from kvroute.adapters.files import path_in
 from kvroute.contract.adapters import Adapter
+from kvroute.keys.limits import TenantLimits
 from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.settings.router import RouterSettings
 from kvroute.store.adapters import NameTakenError
+from kvroute.wording import plural
 
 MAX_ADAPTERS = 10_000  # adapters of one model; each takes about 1 KB in Redis and in each router
 CHECK_S = 300.0  # seconds that a replica has to load an adapter
@@ -72,12 +74,15 @@ class AdapterOperations:
         self._replicas = replicas
         self._settings = settings
 
-    async def add(self, new: NewAdapter, *, taken: Collection[str]) -> None:
+    async def add(
+        self, new: NewAdapter, *, taken: Collection[str], limits: TenantLimits | None = None
+    ) -> None:
         """Check an adapter by loading it on one replica, and add it for the fleet.
 
         Args:
             new: the adapter.
             taken: names of models and of the adapters of --lora.
+            limits: the limits of the adapter's tenant; None: no limits.
 
         Raises:
             ApiError: the adapter cannot be added.
@@ -85,7 +90,7 @@ class AdapterOperations:
         path = self._checked(new, taken)
         with needing_redis():
             await self._directory.refresh()
-        self._check_room(new)
+        self._check_room(new, limits)
         order = encode_order(Adapter(name=new.lora_name, path=path))
         packed = await self._questions.ask(
             "check_adapter", order, within_s=CHECK_S, prefer=self._with_room
@@ -185,7 +190,7 @@ class AdapterOperations:
         except ValueError as error:
             raise invalid("lora_path", f"lora_path is {shown(new.lora_path)}; {error}") from None
 
-    def _check_room(self, new: NewAdapter) -> None:
+    def _check_room(self, new: NewAdapter, limits: TenantLimits | None) -> None:
         """Refuse an adapter early, before a replica loads it."""
         if not any(record.facts.max_lora_rank for record in self._replicas.own_records):
             raise ApiError(
@@ -196,9 +201,26 @@ class AdapterOperations:
         found = self._directory.find(new.lora_name, new.tenant)
         if found and found.tenant == new.tenant and not new.load_inplace:
             raise _taken(found)
+        if new.tenant and limits is not None:
+            self._check_limit(new, limits.max_adapters)
         if len(self._directory.all) >= MAX_ADAPTERS:
             raise ApiError(
-                400, f"{MAX_ADAPTERS:,} adapters are the most; remove some that are not needed"
+                409,
+                f"the model has {MAX_ADAPTERS:,} added adapters, which is the maximum; remove some "
+                "that are not needed",
+                code="too_many_adapters",
+            )
+
+    def _check_limit(self, new: NewAdapter, limit: int | None) -> None:
+        """Refuse an adapter above the limit of its tenant."""
+        own = {each.name for each in self._directory.all if each.tenant == new.tenant}
+        if limit is not None and len(own | {new.lora_name}) > limit:
+            raise ApiError(
+                409,
+                f"tenant {new.tenant} may have {plural(limit, 'adapter')}, and {new.lora_name!r} "
+                f"would be number {len(own) + 1}; remove one with kvroute adapters remove",
+                param="tenant",
+                code="tenant_adapters_exceeded",
             )
 
     def _with_room(self, running: Collection[str]) -> str:

@@ -28,7 +28,9 @@ async def load(request: Request, models: Served, bodies: BodyReader) -> Response
     for each in models.all:
         if each is not model and each.adapter(new.lora_name, new.tenant):
             names.append(new.lora_name)
-    await model.adapter_operations.add(new, taken=names)
+    keys = request.app.state.keys
+    limits = keys.limits(new.tenant) if keys and new.tenant else None
+    await model.adapter_operations.add(new, taken=names, limits=limits)
     return PlainTextResponse(f"Success: LoRA adapter '{new.lora_name}' added successfully.")
 
 
