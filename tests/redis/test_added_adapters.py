@@ -3,9 +3,11 @@
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from kvroute.adapters.added import AddedAdapter
@@ -162,3 +164,80 @@ async def test_a_tenant_finds_its_own_adapter_before_that_of_all(store: Adapters
     assert directory.find("law", "other") is None
     assert {each.digest[0] for each in directory.usable("acme")} == {"b", "c"}
     assert [each.digest[0] for each in directory.usable()] == ["a"]
+
+
+class Fleet:
+    """Routers that run in turn: one step of one router at a time."""
+
+    def __init__(self, store: Adapters) -> None:
+        self.store = store
+        self.running = {"a", "b", "c"}
+        self.routers = {name: Router(store, name, self.running).directory for name in self.running}
+        self.requests: dict[str, list[tuple[str, ExitStack]]] = {name: [] for name in self.running}
+
+    async def add(self, router: str, name: str, digest: str) -> None:
+        with suppress(NameTakenError):
+            await self.store.add(adapter(name, digest), replaces=True)
+
+    async def leave(self, router: str, name: str, digest: str) -> None:
+        await self.store.leave(adapter(name, digest).key)
+
+    async def poll(self, router: str, name: str, digest: str) -> None:
+        if router in self.running:
+            await self.routers[router].refresh()
+            await self.routers[router]._remove_unused()
+
+    async def begin(self, router: str, name: str, digest: str) -> None:
+        directory = self.routers[router]
+        if router in self.running and (found := directory.find(name)):
+            stack = ExitStack()
+            stack.enter_context(directory.in_use(found.key))
+            self.requests[router].append((found.key, stack))
+
+    async def end(self, router: str, name: str, digest: str) -> None:
+        if self.requests[router]:
+            self.requests[router].pop(0)[1].close()
+
+    async def die(self, router: str, name: str, digest: str) -> None:
+        if len(self.running) > 1:
+            self.running.discard(router)
+
+    async def used(self) -> set[str]:
+        return {key for router in self.running for key, _ in self.requests[router]}
+
+
+STEPS = ("add", "leave", "poll", "poll", "poll", "begin", "begin", "end", "die")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(STEPS),
+            st.sampled_from("abc"),
+            st.sampled_from(("sql", "law")),
+            st.sampled_from("12"),
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=100)
+def test_an_adapter_stays_while_a_running_router_uses_it_and_goes_afterwards(
+    redis_url: str, steps: list[tuple[str, str, str, str]]
+) -> None:
+    async def check() -> None:
+        client = connect(redis_url)
+        fleet = Fleet(Adapters(client, uuid.uuid4().hex))
+        try:
+            for step, *given_to in steps:
+                await getattr(fleet, step)(*given_to)
+                assert await fleet.used() <= {each.key for each in await fleet.store.all()}
+            for router in fleet.running:
+                while fleet.requests[router]:
+                    await fleet.end(router, "", "")
+            for router in [*fleet.running, *fleet.running]:
+                await fleet.poll(router, "", "")
+            assert not [each for each in await fleet.store.all() if each.is_leaving]
+        finally:
+            await client.aclose()
+
+    asyncio.run(check())
