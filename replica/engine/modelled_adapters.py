@@ -21,14 +21,15 @@ class ModelledAdapters(AdapterCache):
             can_add: Whether other adapters can be admitted later.
         """
         super().__init__(in_memory)
-        self._known = set(names)
+        self._named = sorted(names)  # those of --lora, which all clients may know
+        self._known = set(self._named)
         self._load_s = load_s
         self._can_add = can_add
 
     def check(self, name: str) -> None:
         """Raise ValueError if requests cannot ask for this adapter. Empty: the base model."""
         if name and name not in self._known:
-            names = ", ".join(sorted(self._known))
+            names = ", ".join(self._named)
             raise ValueError(f"this replica has no LoRA adapter {name!r}; it has {names}")
 
     def admit(self, adapter: Adapter) -> None:

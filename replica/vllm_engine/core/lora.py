@@ -28,6 +28,7 @@ class Adapters:
             adapter.name: LoRARequest(adapter.name, number, adapter.path)
             for number, adapter in enumerate(adapters, start=1)
         }
+        self._named = tuple(self.lora_requests)  # those of --lora, which all clients may know
         self._numbers = itertools.count(1 + len(self.lora_requests))  # of further adapters
         self._loading = asyncio.Lock()
         self.loaded: list[str] = []  # names of loaded adapters; the first one is evicted next
@@ -45,7 +46,7 @@ class Adapters:
             return None
         if name not in self.lora_requests:
             raise ValueError(
-                f"this replica has no LoRA adapter {name!r}; it has {', '.join(self.lora_requests)}"
+                f"this replica has no LoRA adapter {name!r}; it has {', '.join(self._named)}"
             )
         async with self._loading:
             if name not in self.loaded:
