@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,16 +144,22 @@ def test_an_adapter_that_cannot_be_used_is_refused_with_the_reason(
 
 def test_a_removal_waits_for_a_running_answer(simulated: Cluster) -> None:
     added(simulated, "sql", "sql")
-    body = {"model": "sql", "prompt": "count", "max_tokens": 150, "stream": True}
+    body = {"model": "sql", "prompt": "count", "max_tokens": 400, "stream": True}
     url = f"{simulated.url}/v1/completions"
     with httpx.stream("POST", url, json=body, timeout=TIMEOUT_S) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data: ")
-        removal = threading.Thread(target=removed, args=(simulated, "sql"))
-        removal.start()
-        wait_until(lambda: listed(simulated)["sql"]["state"] == "leaving")
-        assert "data: [DONE]" in list(lines)
-    removal.join()
+        with ThreadPoolExecutor(1) as pool:
+            removal = pool.submit(
+                httpx.post,
+                f"{simulated.url}/v1/unload_lora_adapter",
+                json={"lora_name": "sql"},
+                timeout=TIMEOUT_S,
+            )
+            wait_until(lambda: listed(simulated)["sql"]["state"] == "leaving")
+            assert not removal.done()
+            assert "data: [DONE]" in list(lines)
+            assert removal.result().status_code == 200
     assert listed(simulated) == {}
 
 
