@@ -234,15 +234,15 @@ async def _answer(
     call = _with_headers(call, request)
     tenant = tenant_of(call.caller)
     request.state.model = model = await models.find(call.model, limits_of(request), tenant)
+    lora = model.adapter(call.model, tenant) or ""
+    if added := _added_adapter(model, lora):
+        request.state.adapters.enter_context(model.adapters.in_use(lora))
+        call = replace(call, adapter=added)
     if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
         try:
             return await begin(call, model, request)
         except RefusedCallError as error:
             return complete_response(error.refusal, path=call.path)
-    lora = model.adapter(call.model, tenant) or ""
-    if added := _added_adapter(model, lora):
-        request.state.adapters.enter_context(model.adapters.in_use(lora))
-        call = replace(call, adapter=added)
     max_wait_s = model.settings.max_wait_s
     urgency = urgency_of(request.headers, call.body, call.caller, max_wait_s=max_wait_s)
     context = RequestContext(
