@@ -1,6 +1,7 @@
 """Adds, lists and removes LoRA adapters for the whole fleet, as operators ask."""
 
 import asyncio
+import random
 import re
 import time
 from collections.abc import Collection
@@ -226,11 +227,11 @@ class AdapterOperations:
     def _with_room(self, running: Collection[str]) -> str:
         """Return the replica that has the most free places for adapters in memory."""
 
-        def places(replica_id: str) -> int:
+        def places(replica_id: str) -> tuple[int, float]:
             record = self._replicas.get(replica_id)
             if record is None or not record.facts.max_lora_rank:
-                return -1
-            return record.facts.max_cpu_loras - len(record.load.loras)
+                return -1, 0.0
+            return record.facts.max_cpu_loras - len(record.load.loras), random.random()
 
         return max(running, key=places)
 

@@ -238,6 +238,17 @@ def test_routers_and_replicas_know_the_folder_of_adapters(tmp_path: Path) -> Non
     assert settings.for_replicas()["lora_root"] == str(tmp_path)
 
 
+def test_a_replica_that_has_loaded_no_adapter_yet_counts_as_fast_as_the_others() -> None:
+    measured = [
+        msgspec.structs.replace(record(name), load=Load(lora_load_s=seconds))
+        for name, seconds in (("a", 0.01), ("b", 0.03), ("c", 0.02))
+    ]
+    unmeasured = msgspec.structs.replace(record("new"), load=Load())
+    fleet = fleet_of(*measured, unmeasured)
+    placement = fleet.place(PROMPT, ["a", "b", "c", "new"], 0.0, Scope("sql"))
+    assert placement.candidate("new").lora_s == 0.02
+
+
 def test_an_added_adapter_goes_to_replicas_that_take_added_ones() -> None:
     key = f"sql@{32 * 'a'}"
     new = msgspec.structs.replace(knowing("new"), facts=facts(max_lora_rank=16))

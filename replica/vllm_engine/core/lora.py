@@ -84,7 +84,8 @@ class Adapters:
                 f"the LoRA adapter {name_of(adapter.lora_name)!r} cannot be loaded from "
                 f"{adapter.lora_path}: {error}"
             ) from error
-        self.load_s += (time.monotonic() - began_s - self.load_s) / 2
+        took_s = time.monotonic() - began_s
+        self.load_s = took_s if self.load_s == LOAD_S else (self.load_s + took_s) / 2
         resident = await self._core.call("list_loras")  # loading may have evicted another adapter
         self.loaded = [
             name for name in self.loaded if self.lora_requests[name].lora_int_id in resident
