@@ -32,7 +32,8 @@ from kvroute.wording import plural
 MAX_ADAPTERS = 10_000  # adapters of one model; each takes about 1 KB in Redis and in each router
 CHECK_S = 300.0  # seconds that a replica has to load an adapter
 REMOVAL_S = 50.0  # seconds that a client waits for the removal of an adapter
-POLL_S = 0.1  # seconds between two checks whether an adapter is removed
+RECORDS_S = 5.0  # seconds that a client waits until the router knows a replica
+POLL_S = 0.1  # seconds between two checks of what a client waits for
 
 
 class NewAdapter(BaseModel):
@@ -91,6 +92,7 @@ class AdapterOperations:
         path = self._checked(new, taken)
         with needing_redis():
             await self._directory.refresh()
+        await self._wait_for_replicas()
         self._check_room(new, limits)
         order = encode_order(Adapter(name=new.lora_name, path=path))
         packed = await self._questions.ask(
@@ -190,6 +192,12 @@ class AdapterOperations:
             return path_in(root, new.lora_path)
         except ValueError as error:
             raise invalid("lora_path", f"lora_path is {shown(new.lora_path)}; {error}") from None
+
+    async def _wait_for_replicas(self) -> None:
+        """Wait a moment for the first record of a replica, since a cluster may just have begun."""
+        ends_s = time.monotonic() + RECORDS_S
+        while not self._replicas.own_records and time.monotonic() < ends_s:
+            await asyncio.sleep(POLL_S)
 
     def _check_room(self, new: NewAdapter, limits: TenantLimits | None) -> None:
         """Refuse an adapter early, before a replica loads it."""
