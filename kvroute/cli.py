@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from kvroute.command.adapters_command import adapters
 from kvroute.command.batches_command import batch
 from kvroute.command.doctor_command import doctor
 from kvroute.command.explain import explain
@@ -51,6 +52,7 @@ app.command("serve", cls=HelpfulCommand, rich_help_panel=RUN)(Serve)
 app.command("attach", cls=HelpfulCommand, rich_help_panel=RUN)(Attach)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
 app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
+app.add_typer(adapters, name="adapters", rich_help_panel=RUN)
 app.add_typer(keys, name="keys", rich_help_panel=RUN)
 app.add_typer(batch, name="batch", rich_help_panel=RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)

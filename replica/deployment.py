@@ -13,6 +13,7 @@ import ray
 from msgspec.structs import replace
 from ray import serve
 
+from kvroute.adapters.added import decode_order, encode_files
 from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
@@ -25,11 +26,13 @@ from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.process.metrics_port import Exposition, expose
 from kvroute.process.tracing import start_tracing
+from kvroute.replica.added_adapters import AddedAdapters
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engines
 from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.settings.replica import ReplicaSettings
+from kvroute.store.adapters import Adapters
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
@@ -74,6 +77,14 @@ class Replica:
             *(rank.follow_events() for rank in self._ranks),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
+        self._adapters = AddedAdapters(
+            engines,
+            Adapters(self._redis, self._settings.served_model_name, cluster=self._settings.cluster),
+            root=self._settings.lora_root,
+            on_change=self._renew_soon,
+        )
+        if self._settings.lora_root:
+            self._tasks.append(asyncio.create_task(self._adapters.run(), name="adapters"))
         warmers = [rank.warmer for rank in self._ranks]
         await asyncio.gather(*(warmer.start(self._settings.declared) for warmer in warmers))
         self._tasks += [asyncio.create_task(warmer.run(), name="warmer") for warmer in warmers]
@@ -84,6 +95,7 @@ class Replica:
             "http": self._http,
             "end_session": self._end_session,
             "pull": self._pull,
+            "check_adapter": self._check_adapter,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
         self._server = Server(self._generate, methods, max_requests=max_requests, secret=secret)
@@ -98,7 +110,8 @@ class Replica:
         return Address(self._host, server.port, server.secret, len(self._ranks)).as_stats()
 
     async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
-        await self._ranks[request.rank].generate(request, emit)
+        async with self._adapters.used_by(request):
+            await self._ranks[request.rank].generate(request, emit)
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
         """Run a test request. Metrics do not count it, because no client sent it."""
@@ -119,6 +132,22 @@ class Replica:
         _, request = decode_begin(begin)
         return encode_result(await self._ranks[rank].engine.pull(replace(request, rank=rank)))
 
+    async def _check_adapter(self, adapter: bytes, rank: int) -> bytes:
+        """Load an adapter that is to be added, and unload it again.
+
+        Args:
+            adapter: An encoded Adapter. Its name is used in error messages only.
+            rank: The number of the rank that loads it.
+
+        Returns:
+            An encoded AdapterFiles.
+        """
+        return encode_files(await self._adapters.check(decode_order(adapter), rank))
+
+    def _renew_soon(self) -> None:
+        for rank in self._ranks:
+            rank.publisher.renew_soon()
+
     async def _render(self, call: bytes, rank: int) -> bytes:
         """Render the prompt of an HTTP request that the router cannot render, and return it."""
         return encode_rendered(await self._ranks[rank].engine.render(decode_call(call)))
@@ -127,10 +156,14 @@ class Replica:
         """Return the response to an HTTP request that generates no tokens, in one piece."""
         http = decode_call(call)
         request = GenerateRequest(
-            f"{http.request_id}-0", NO_TOKENS, http.namespace, call=http, rank=rank
+            *(f"{http.request_id}-0", NO_TOKENS, http.namespace),
+            lora=http.lora,
+            call=http,
+            rank=rank,
         )
         chunks: list[Chunk] = []
-        await self._ranks[rank].engine.generate(request, chunks.append)
+        async with self._adapters.used_by(request):
+            await self._ranks[rank].engine.generate(request, chunks.append)
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:

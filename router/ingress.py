@@ -23,6 +23,7 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.background.service import BackgroundResponses, background_responses
 from kvroute.router.batches.service import BatchService, Unusable, batch_service
 from kvroute.router.endpoints import (
+    adapter_routes,
     batch_routes,
     cluster_routes,
     conversation_routes,
@@ -54,7 +55,7 @@ LAST_ERRORS_S = 1.0
 
 ROUTE_MODULES = (  # the modules with the router's HTTP routes
     *(openai_routes, response_routes, conversation_routes, session_routes, file_routes),
-    *(batch_routes, prefix_routes, cluster_routes, docs_routes, ui_routes),
+    *(batch_routes, prefix_routes, adapter_routes, cluster_routes, docs_routes, ui_routes),
 )
 
 

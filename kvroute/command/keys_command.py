@@ -1,21 +1,22 @@
 """The command `kvroute keys`."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 from kvroute.client import fail
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.keys_limit import NONE, as_options, check_tenant, updated
 from kvroute.command.tables import Column, print_table
 from kvroute.contract.priority import PRIORITIES, Priority, parse_priority
 from kvroute.keys.key_file import (
     ROLES,
+    TENANT,
     KeyFileError,
     Role,
     locked,
@@ -25,6 +26,19 @@ from kvroute.keys.key_file import (
     write,
 )
 from kvroute.keys.limits import ANY, OTHER, TenantLimits
+
+NONE = "none"  # value of an option that removes the limit
+NAMES = {  # field of TenantLimits -> option
+    field: f"--{field.replace('_', '-')}" for field in TenantLimits.__struct_fields__
+}
+WORDING = {  # msgspec's wording -> kvroute's
+    "Expected": "expected",
+    "`int` >= ": "a whole number of at least ",
+    "`int` <= ": "a whole number of at most ",
+    "`str` of length >= ": "a name whose number of characters is at least ",
+    "`str` of length <= ": "a name whose number of characters is at most ",
+}
+NAMES["adapters"] = "--adapter"
 
 COLUMNS = ("id", "tenant", "roles", "priority", "created")
 
@@ -96,7 +110,7 @@ def list_keys(file: File) -> None:
     if content.tenants:
         typer.echo("\nlimits of tenants:")
     for tenant, limits in sorted(content.tenants.items()):
-        typer.echo(f"{tenant}: {as_options(limits)}")
+        typer.echo(f"{tenant}: {_as_options(limits)}")
 
 
 @keys.command(cls=HelpfulCommand)
@@ -135,6 +149,10 @@ def limit(
     max_open_batches: Annotated[
         str | None, typer.Option(help="Batches that have not ended.")
     ] = None,
+    max_adapters: Annotated[
+        str | None,
+        typer.Option(help="Added LoRA adapters that belong to the tenant, per model."),
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option(help="A LoRA adapter that the tenant may use. Repeat --adapter for several."),
@@ -159,19 +177,20 @@ def limit(
         "max_files": max_files,
         "max_file_bytes": max_file_bytes,
         "max_open_batches": max_open_batches,
+        "max_adapters": max_adapters,
         "adapters": adapter or None,
     }
-    check_tenant(tenant)
+    _check_tenant(tenant)
     if like_others and (tenant == ANY or any(value is not None for value in options.values())):
         fail("--like-others needs the name of one tenant, and no other option may be set with it")
     with _usable(file), locked(file):
         content = read(file)
         others = {name: limits for name, limits in content.tenants.items() if name != tenant}
         before = content.tenants.get(tenant, TenantLimits())
-        after = None if like_others else updated(before, options)
+        after = None if like_others else _updated(before, options)
         changed = {tenant: after} if after else {}
         write(file, msgspec.structs.replace(content, tenants=others | changed))
-    typer.echo(f"{tenant}: {as_options(after) if after else f'the limits of {ANY}'}")
+    typer.echo(f"{tenant}: {_as_options(after) if after else f'the limits of {ANY}'}")
 
 
 @keys.command(cls=HelpfulCommand)
@@ -214,3 +233,59 @@ def _roles(names: list[str]) -> list[Role]:
         if name not in ROLES:
             fail(f"--role is {name[:80]!r}; expected {', '.join(ROLES)}")
     return [role for role in ROLES if role in names]
+
+
+def _check_tenant(name: str) -> None:
+    """End the command with an error if a tenant cannot have this name."""
+    if name != ANY and not re.match(TENANT, name):
+        fail(f"TENANT is {name[:80]!r}; expected a tenant's name, or '{ANY}' for all others")
+
+
+def _updated(before: TenantLimits, options: Mapping[str, Any]) -> TenantLimits:
+    """Return the limits, changed by the options that the user has set (those that are not None)."""
+    values = {name: _value(name, text) for name, text in options.items() if text is not None}
+    if not values:
+        fail(f"no limit is set; set one of {', '.join(NAMES.values())}")
+    for name, value in values.items():
+        try:
+            msgspec.convert({name: value}, TenantLimits)
+        except msgspec.ValidationError as error:
+            fail(f"{NAMES[name]} is {_text(options[name])[:80]!r}; {_expected(error)}")
+    return msgspec.convert(msgspec.structs.asdict(before) | values, TenantLimits)
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _expected(error: msgspec.ValidationError) -> str:
+    """Reword msgspec's message, such as to `expected a whole number of at least 1`."""
+    expected = str(error).partition(" - at ")[0]
+    for original, wording in WORDING.items():
+        expected = expected.replace(original, wording)
+    return expected
+
+
+def _as_options(limits: TenantLimits) -> str:
+    """Return the limits as they would be set on the command line."""
+    fields = msgspec.structs.asdict(limits)
+    options = [_option(name, value) for name, value in fields.items() if value is not None]
+    return " ".join(options) or "no limits"
+
+
+def _option(name: str, value: int | Sequence[str]) -> str:
+    if isinstance(value, int):
+        return f"{NAMES[name]} {value}"
+    return " ".join(f"{NAMES[name]} {text}" for text in value) or f"{NAMES[name]} ''"
+
+
+def _value(name: str, text: str | Sequence[str]) -> object:
+    """Parse the value of an option, or the values of --adapter; None removes the limit."""
+    if not isinstance(text, str):
+        names = [adapter for adapter in text if adapter]
+        return None if names == [NONE] else names
+    if text == NONE:
+        return None
+    if not (text.isascii() and text.isdigit()):
+        fail(f"{NAMES[name]} is {text[:80]!r}; expected a whole number, or {NONE}")
+    return int(text)

@@ -41,9 +41,10 @@ def read_adapter(text: str, *, has_files: bool = True) -> Adapter:
     adapter = Adapter(name=name, path=str(Path(path).expanduser().absolute()))
     if not has_files:
         return adapter
-    if _rank(adapter) > RANKS[-1]:
+    rank = rank_of(Path(adapter.path) / CONFIG_FILE)
+    if rank > RANKS[-1]:
         raise ValueError(
-            f"the adapter's rank is {_rank(adapter)}, and vLLM supports ranks up to {RANKS[-1]}; "
+            f"the adapter's rank is {rank}, and vLLM supports ranks up to {RANKS[-1]}; "
             "train the adapter again with a lower rank"
         )
     if _weights(adapter) is None:
@@ -51,9 +52,15 @@ def read_adapter(text: str, *, has_files: bool = True) -> Adapter:
     return adapter
 
 
-def sufficient_rank(adapters: Iterable[Adapter]) -> int:
-    """Return the smallest of vLLM's ranks that is enough for all adapters."""
-    highest = max(map(_rank, adapters), default=0)
+def sufficient_rank(adapters: Iterable[Adapter], *, at_least: int = 0) -> int:
+    """Return the smallest of vLLM's ranks that is enough for all adapters.
+
+    Args:
+        adapters: adapters whose files are on this machine.
+        at_least: a rank for which the result must be enough, too.
+    """
+    ranks = (rank_of(Path(adapter.path) / CONFIG_FILE) for adapter in adapters)
+    highest = max(at_least, *ranks, 0)
     return next(rank for rank in RANKS if rank >= highest)
 
 
@@ -80,12 +87,20 @@ def _weights(adapter: Adapter) -> Path | None:
     return next(filter(Path.is_file, files), None)
 
 
-def _rank(adapter: Adapter) -> int:
-    """Return the highest rank of all layers of the adapter."""
-    config = _config(Path(adapter.path) / CONFIG_FILE)
+def rank_of(file: Path) -> int:
+    """Return the highest rank of all layers of an adapter.
+
+    Args:
+        file: the adapter's CONFIG_FILE.
+
+    Raises:
+        ValueError: the file cannot be read, or has no rank.
+    """
+    config = _config(file)
     highest = 0
-    for rank in (config.get("r"), *(config.get("rank_pattern") or {}).values()):
-        if not isinstance(rank, int) or rank < 1:
+    pattern = config.get("rank_pattern") or {}
+    for rank in (config.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])):
+        if type(rank) is not int or rank < 1:
             raise ValueError(
                 f"{CONFIG_FILE} has the rank {rank!r}; a LoRA adapter has a rank of 1 or more"
             )
@@ -129,6 +144,10 @@ class AdapterCache:
         if len(self._names) > self._capacity:
             self._names.popitem(last=False)
         return is_new
+
+    def drop(self, name: str) -> None:
+        """Remove the adapter from memory, if it is there."""
+        self._names.pop(name, None)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -29,6 +29,10 @@ class HttpCall(Struct, frozen=True, array_like=True):
     namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
     has_prefix: bool = False  # True: the token ids begin with a named prefix that the body lacks
+    # The added LoRA adapter that the body asks for (adapters/added.py): its key and its
+    # folder. Empty: the body asks for the model, or for an adapter of --lora.
+    lora: str = ""
+    lora_path: str = ""
 
 
 # A value of HttpCall.problem: no replica is in the index, for example because Redis was emptied.

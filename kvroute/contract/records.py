@@ -81,6 +81,7 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     max_num_seqs: Count = 0  # maximum number of requests in one batch; 0: unknown
     step_tokens: AtLeastOne = 8192  # maximum tokens in a step: vLLM's max_num_batched_tokens
     max_cpu_loras: Count = 0  # maximum number of LoRA adapters in memory
+    max_lora_rank: Count = 0  # maximum rank of adapters that are added later; 0: none can be added
     # "vllm", "simulated", "unpatched" (vLLM without kvroute's changes) or "attached" (a server that
     # the user runs).
     engine: Name = "vllm"

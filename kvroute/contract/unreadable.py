@@ -15,6 +15,7 @@ Kind = Literal[
     "change",
     "blocks",
     "prefix",
+    "adapter",
     "audit",
     "cluster",
     "response",

@@ -28,6 +28,7 @@ class TenantLimits(Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     max_files: Count | None = None  # files of the Files API, with the results of batches
     max_file_bytes: Count | None = None  # bytes of all files, with results
     max_open_batches: Count | None = None  # batches that have not ended
+    max_adapters: Count | None = None  # added LoRA adapters of the tenant, for each model
     adapters: tuple[Adapter, ...] | None = None  # LoRA adapters that the tenant may use; (): none
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
+from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import Emit, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.pull import PullResult
@@ -54,6 +55,31 @@ class Engine(Protocol):
             ValueError: The LoRA adapter is unknown or cannot be loaded.
         """
         ...
+
+    def admit_adapter(self, adapter: Adapter) -> None:
+        """Accept requests for an added adapter (adapters/added.py) from now on.
+
+        It is loaded when it is first needed. Engines whose `max_lora_rank` is 0 refuse.
+
+        Raises:
+            ValueError: The engine cannot load adapters after its start.
+        """
+        raise ValueError(
+            f"this engine ({self.facts.engine}) cannot load adapters after its start; name them "
+            "with --lora"
+        )
+
+    async def load_adapter(self, name: str) -> None:
+        """Load an admitted adapter.
+
+        Raises:
+            ValueError: The adapter cannot be loaded.
+        """
+        raise ValueError(f"the adapter {name} was not admitted")
+
+    async def drop_adapter(self, name: str) -> None:
+        """Unload an admitted adapter, and refuse requests for it. No request may be using it."""
+        return
 
     async def pull(self, request: GenerateRequest) -> PullResult:
         """Copy the blocks of a prompt from a peer's host memory, without computing anything.

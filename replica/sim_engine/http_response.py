@@ -6,6 +6,7 @@ Requests to other routes, and fields that the engine does not support, are rejec
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from kvroute.adapters.added import name_of
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.http_call import NO_RECORD, HttpCall, HttpPart, Rendered
 from kvroute.replica.sim_engine.output import Output
@@ -58,7 +59,7 @@ async def respond(
     reply = shape(
         sampling,
         id_=client_id(request.request_id),
-        model=request.lora or model,
+        model=name_of(request.lora) or model,
         created=call.created,
         cached_tokens=call.cached_tokens if call.deltas else None,
         prompt_tokens=prompt_tokens,

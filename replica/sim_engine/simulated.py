@@ -13,7 +13,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import HOST_GROUPS
-from kvroute.contract.adapters import AdapterCache
+from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.keep import Order, RetentionHint
@@ -22,6 +22,7 @@ from kvroute.contract.pull import PullResult
 from kvroute.contract.records import Load
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
+from kvroute.replica.engine.modelled_adapters import ModelledAdapters
 from kvroute.replica.engine.pins import admit_pin
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.fabric.block_format import format_of
@@ -70,7 +71,12 @@ class SimulatedEngine(Engine):
         self._prefill = PrefillModel(
             config.prefill_tokens_per_s or math.inf, config.attention_tokens
         )
-        self._adapters = AdapterCache(self.facts.max_cpu_loras)
+        self._adapters = ModelledAdapters(
+            config.adapters,
+            in_memory=config.max_cpu_loras,
+            load_s=config.lora_load_s,
+            can_add=config.max_lora_rank > 0,
+        )
         self._pins: dict[str, Table] = {}
         self._host_pins: dict[str, int] = {}
         self._jobs: set[Job] = set()
@@ -125,6 +131,15 @@ class SimulatedEngine(Engine):
             return await super().pull(request)
         return await self._pulls.pull(request.using_all_blocks(), request.pull)
 
+    def admit_adapter(self, adapter: Adapter) -> None:
+        self._adapters.admit(adapter)
+
+    async def load_adapter(self, name: str) -> None:
+        await self._adapters.load(name)
+
+    async def drop_adapter(self, name: str) -> None:
+        self._adapters.forget(name)
+
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         if self._pulls is not None and request.pull is not None:
             prepared()
@@ -175,9 +190,7 @@ class SimulatedEngine(Engine):
         """
         if request.pin:
             admit_pin(request, self)
-        if request.lora and request.lora not in self.config.adapters:
-            names = ", ".join(sorted(self.config.adapters))
-            raise ValueError(f"this replica has no LoRA adapter {request.lora!r}; it has {names}")
+        self._adapters.check(request.lora)
         prompt_tokens = len(request.prompt_ids)
         longest = self.config.max_model_len - 1
         if not 1 <= prompt_tokens <= longest:
@@ -326,7 +339,8 @@ class SimulatedEngine(Engine):
             self._scheduler.end_reloads(now_s)
             batch = self._scheduler.schedule(now_s)
             if batch or not self._scheduler.reloads:
-                await self._pace.spend(self._loading_s(batch) + self._step_s(batch))
+                loading_s = self._adapters.loading_s(choice.lora for choice in batch)
+                await self._pace.spend(loading_s + self._step_s(batch))
             else:
                 await self._wait_for_reload()
             self._publish()
@@ -342,11 +356,6 @@ class SimulatedEngine(Engine):
             async with asyncio.timeout(left_s):
                 await self._has_work.wait()
         self._pace.restart()
-
-    def _loading_s(self, batch: Batch) -> float:
-        """Load the batch's adapters, and return how many seconds the engine needs for that."""
-        loras = {choice.lora for choice in batch if choice.lora}
-        return self.config.lora_load_s * sum(map(self._adapters.use, loras))
 
     def _step_s(self, batch: Batch) -> float:
         prefill_s = 0.0

@@ -22,6 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import (
     CannotRunError,
     Chunk,
@@ -193,6 +194,17 @@ class VllmEngine(Engine):
             raise self._dead(error) from error
         finally:
             self._unfinished -= 1
+
+    def admit_adapter(self, adapter: Adapter) -> None:
+        if not self.facts.max_lora_rank:
+            super().admit_adapter(adapter)
+        self._adapters.admit(adapter)
+
+    async def load_adapter(self, name: str) -> None:
+        await self._adapters.ready(name)
+
+    async def drop_adapter(self, name: str) -> None:
+        await self._adapters.drop(name)
 
     async def pull(self, request: GenerateRequest) -> PullResult:
         return await self._pulls.only(request, partial(self._generate_raw, only_pulls=True))

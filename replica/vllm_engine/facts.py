@@ -54,6 +54,7 @@ def facts_of(
         max_num_seqs=config.scheduler_config.max_num_seqs,
         step_tokens=config.scheduler_config.max_num_batched_tokens,
         max_cpu_loras=settings.loras_in_memory,
+        max_lora_rank=settings.max_lora_rank if settings.lora_root else 0,
         engine="vllm",
         content_format=content_format,
         tool_parser=tool_parser,

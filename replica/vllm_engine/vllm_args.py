@@ -60,11 +60,12 @@ def engine_args(
         "revision": settings.revision or None,
         "otlp_traces_endpoint": traces_endpoint(),
     }
-    if settings.adapters:
+    if settings.adapters or settings.lora_root:
         ours["enable_lora"] = True
         ours["max_loras"] = settings.max_loras
         ours["max_cpu_loras"] = settings.loras_in_memory
-        ours["max_lora_rank"] = sufficient_rank(settings.adapters)
+        added_rank = settings.max_lora_rank if settings.lora_root else 0
+        ours["max_lora_rank"] = sufficient_rank(settings.adapters, at_least=added_rank)
     ours |= host_args(settings, node_bytes=memory_bytes(), on_cpu=on_cpu)
     cpu_defaults = {
         "kv_cache_memory_bytes": settings.kv_cache_memory_mb << 20,

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from pydantic import TypeAdapter, ValidationError
 
+from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import PrefixId
 from kvroute.keys.keyring import Caller, owner, salted
@@ -93,6 +94,7 @@ class Call(Struct, frozen=True):
     prefix_name: str = ""  # value of the header PREFIX; empty if there is none
     # The response should include receipts, which explain to which replica each prompt was sent.
     wants_receipts: bool = False
+    adapter: Adapter | None = None  # the added LoRA adapter that `model` names, by its key
 
     @property
     def model(self) -> str | None:

@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 
 from kvroute.keys.keyring import tenant_of
 from kvroute.process import vllm_build
+from kvroute.router.accounting.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
-from kvroute.router.endpoints.days import days_between
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model

@@ -5,7 +5,6 @@ tests/vllm/test_routes.py fails when vLLM has a route that is neither here nor a
 
 from collections.abc import Mapping
 
-_ADAPTERS = "adapters are named when the cluster starts, with --lora NAME=FOLDER"
 _AUDIO = "kvroute serves no models for audio yet; send these requests to a vLLM server"
 _COHERE = "kvroute does not have Cohere's form of chats; use {} instead"
 _ONE_ENGINE = "it concerns one engine, and routers send each request to any replica; {}"
@@ -61,12 +60,10 @@ MISSING: Mapping[str, str] = {  # path -> why kvroute does not have it, and what
     "/v1/chat/completions/render": _APART.format("/tokenize returns the tokens of a chat"),
     "/v1/completions/derender": _APART.format("/detokenize returns the text of tokens"),
     "/v1/completions/render": _APART.format("/tokenize returns the tokens of a text"),
-    "/v1/load_lora_adapter": _ADAPTERS,
     "/v1/messages/render": _APART.format("/tokenize returns the tokens of a chat"),
     "/v1/realtime": "its sessions stay on one engine, so that the router could not place requests",
     "/v1/responses/render": _APART.format("/tokenize returns the tokens of a chat"),
     "/v1/systemone": "kvroute does not have it yet; use a chat with a JSON schema",
-    "/v1/unload_lora_adapter": _ADAPTERS,
     "/wake_up": _SLEEP,
     "/weight_checker": _WEIGHTS,
     "/weight_info": _STATE,

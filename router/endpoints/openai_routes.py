@@ -1,6 +1,6 @@
 """OpenAI's HTTP routes, and /v1/route, which explains where a prompt would be sent."""
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -10,6 +10,8 @@ from msgspec.structs import replace
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvroute.adapters.added import name_of
+from kvroute.contract.adapters import Adapter
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
@@ -48,6 +50,7 @@ from kvroute.router.endpoints.seat_notices import SeatNotices
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
 
@@ -71,7 +74,8 @@ class Answers:
         request, notices = Request(scope, receive), SeatNotices(send)
         entry = entered(request)
         try:
-            with leaving(entry):
+            # The stack keeps the request's LoRA adapters from being removed until it has ended.
+            with leaving(entry), ExitStack() as request.state.adapters:
                 response = await _respond(self.path, request, entry, notices)
                 if not notices.has_started:
                     await response(scope, receive, send)
@@ -111,10 +115,11 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
         call = _with_headers(await bodies.read(parse_any, request), request)
         try:
             hints = hints_of(request.headers, call)
-            model = models.select(call.model, limits_of(request))
-            context = RequestContext(
-                namespace=call.cache_salt, lora=model.adapter(call.model) or "", hints=hints
-            )
+            tenant = tenant_of(call.caller)
+            model = await models.find(call.model, limits_of(request), tenant)
+            lora = model.adapter(call.model, tenant) or ""
+            call = replace(call, adapter=_added_adapter(model, lora))
+            context = RequestContext(namespace=call.cache_salt, lora=lora, hints=hints)
             receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
             return complete_response(error.refusal, path=call.path)
@@ -128,17 +133,18 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
 @routes.get("/v1/models")
 async def list_models(request: Request, models: Served) -> Response:
     """Return the models and adapters that the client may use."""
-    limits = limits_of(request)
-    cards = [card for model in models.all for card in models.cards(model, limits)]
+    limits, tenant = limits_of(request), tenant_of(caller_of(request))
+    cards = [card for model in models.all for card in models.cards(model, limits, tenant)]
     return JSONResponse({"object": "list", "data": cards})
 
 
 @routes.get("/v1/models/{name:path}")
 async def get_model(name: str, request: Request, models: Served) -> Response:
     """Return one model or adapter."""
-    model = models.select(name, limits_of(request))
-    id_ = model.adapter(name) or model.name
-    (card,) = (card for card in models.cards(model) if card["id"] == id_)
+    tenant = tenant_of(caller_of(request))
+    model = await models.find(name, limits_of(request), tenant)
+    id_ = name_of(model.adapter(name, tenant) or model.name)
+    (card,) = (card for card in models.cards(model, tenant=tenant) if card["id"] == id_)
     return JSONResponse(card)
 
 
@@ -185,11 +191,18 @@ async def _respond(
     return response
 
 
+def _added_adapter(model: ModelRouter, lora: str) -> Adapter | None:
+    """Return the added adapter with this key; None: `lora` is the name of one of --lora."""
+    added = model.adapters.get(lora)
+    return added.as_adapter if added else None
+
+
 async def _score(request: Request, entry: Entry | None) -> Response:
     """Return the response to a scoring request."""
     models: Models = request.app.state.models
     scoring, raw, name = await request.app.state.bodies.read(parse_scoring, request)
-    request.state.model = model = models.select(name, limits_of(request))
+    tenant = tenant_of(caller_of(request))
+    request.state.model = model = await models.find(name, limits_of(request), tenant)
     call, id_ = await model.requests.scoring(scoring, raw), request_id(request)
     response = await _answer(call, request, entry, id_=id_)
     if response.status_code != 200:
@@ -219,7 +232,12 @@ async def _answer(
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
-    request.state.model = model = models.select(call.model, limits_of(request))
+    tenant = tenant_of(call.caller)
+    request.state.model = model = await models.find(call.model, limits_of(request), tenant)
+    lora = model.adapter(call.model, tenant) or ""
+    if added := _added_adapter(model, lora):
+        request.state.adapters.enter_context(model.adapters.in_use(lora))
+        call = replace(call, adapter=added)
     if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
         try:
             return await begin(call, model, request)
@@ -231,9 +249,9 @@ async def _answer(
         request_id=id_,
         choices=call.n,
         namespace=call.cache_salt,
-        tenant=tenant_of(call.caller),
+        tenant=tenant,
         entry=entry,
-        lora=model.adapter(call.model) or "",
+        lora=lora,
         urgency=urgency if is_first else urgency.without_limit(),
         sharer=sharer_of(call.caller, call.body.get("user")),
         hints=hints_of(request.headers, call),

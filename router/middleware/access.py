@@ -34,8 +34,12 @@ USE = (  # the role use is needed
     *("/v1/route", "/v1/conversations", "/v1/sessions", "/v1/files", "/v1/batches"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")  # the role observe is needed
-READ = ("/v1/prefixes",)  # GET needs the role observe; other methods need the role manage
-MANAGE = ("/v1/cluster/audit", "/v1/cluster/canary")  # the role manage is needed
+# GET needs the role observe; other methods need the role manage.
+READ = ("/v1/prefixes", "/v1/adapters")
+MANAGE = (  # the role manage is needed
+    *("/v1/cluster/audit", "/v1/cluster/canary"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+)
 
 # Key in the ASGI scope of requests that this process sends to itself: their caller.
 INTERNAL_CALLER = "kvroute.caller"

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from kvroute.adapters.added import name_of
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.priority import Priority
@@ -126,7 +127,7 @@ class RequestLog(RequestObserver):
             outcome=attempt.outcome or "ok",
             ledger=ledger,
             request_id=attempt.context.request_id,
-            lora=placement.lora or msgspec.UNSET,
+            lora=name_of(placement.lora) or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),

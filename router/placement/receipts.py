@@ -5,6 +5,7 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
+from kvroute.adapters.added import name_of
 from kvroute.blocks.tiers import Tier
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, CostTerms, prices, terms_s
@@ -75,7 +76,7 @@ def receipt(
     }
     return {
         "policy": policy,
-        "lora": placement.lora or None,
+        "lora": name_of(placement.lora) or None,
         "prompt_tokens": placement.prompt_tokens,
         "block_size": placement.block_size,
         "reusable_blocks": len(placement.chain),

@@ -1,10 +1,12 @@
 """The replicas with a record in the index: their records and leases, and whose cache is usable."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from statistics import median
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from kvroute.adapters.added import is_key
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.blocks.tiers import HOST, Tier
 from kvroute.contract.adapters import LOAD_S
@@ -56,6 +58,8 @@ class ReplicaRegistry:
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
+        # Median of the measured seconds to load a LoRA adapter; LOAD_S until one is measured.
+        self._lora_load_s = LOAD_S
         self._ranks: dict[str, list[ReplicaRecord]] = {}  # id in Ray Serve -> records of its ranks
         self._leased: set[str] = set()  # ids of ranks with a valid lease
 
@@ -89,6 +93,9 @@ class ReplicaRegistry:
         self.handshake.check(current, unreadable, unknown_layouts)
         self.exchanges = _exchanges(current, self.degraded)
         self._leased = self._records.keys() - set(unleased)
+        loads_s = [record.load.lora_load_s for record in current]
+        measured_s = [load_s for load_s in loads_s if load_s != LOAD_S]
+        self._lora_load_s = median(measured_s) if measured_s else LOAD_S
         self.free_blocks = {
             record.id: record.facts.capacity_blocks - record.load.used_blocks for record in current
         }
@@ -178,13 +185,20 @@ class ReplicaRegistry:
     def can_load(self, replica_id: str, lora: str) -> bool:
         """Return whether the replica can load the adapter; true if it does not list adapters."""
         record = self._records.get(replica_id)
+        if record is not None and is_key(lora):  # it was added while the cluster runs
+            return record.facts.max_lora_rank > 0
         identity = record.identity if record else None
         return identity is None or lora in identity.adapters
 
     def lora_load_s(self, replica_id: str) -> float:
-        """Return the seconds that the replica takes to load an adapter."""
+        """Return the seconds that the replica takes to load an adapter.
+
+        A replica that has loaded none yet is assumed to be as fast as the others. Otherwise, new
+        adapters would go to the first replica that has measured its time.
+        """
         record = self._records.get(replica_id)
-        return record.load.lora_load_s if record else LOAD_S
+        own_s = record.load.lora_load_s if record else LOAD_S
+        return own_s if own_s != LOAD_S else self._lora_load_s
 
     def tiers_as_json(self, replica_id: str) -> dict[str, dict[str, float]]:
         """Return the size and copy speed of each of the replica's slower tiers, by tier name."""

@@ -21,12 +21,12 @@ from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
+from kvroute.process.outage import Outage
 from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.settings.multi_task import Task
 from kvroute.store.named_prefix import Prefix, assigned, own_id, shared_tokens
-from kvroute.store.outage import Outage
 from kvroute.store.prefixes import Prefixes
 
 log = logging.getLogger("kvroute.prefixes")

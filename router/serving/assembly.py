@@ -12,6 +12,8 @@ from redis.asyncio import Redis
 from kvroute.contract.identity import identify
 from kvroute.contract.unreadable import Unreadable
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
+from kvroute.router.adapters.directory import AdapterDirectory
+from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.admission.limits import Limits
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections import replicas as serve_replicas
@@ -44,6 +46,7 @@ from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
+from kvroute.store.adapters import Adapters
 from kvroute.store.clusters import ClusterModel, Clusters
 from kvroute.store.connection import connect
 from kvroute.store.conversations.objects import ConversationStore
@@ -167,6 +170,14 @@ class Parts:
             gate,
             shared_tokens=self.prefixes.catalogue.shared_tokens,
             blamed=self.blamed,
+        )
+        self.adapters = AdapterDirectory(
+            Adapters(redis, model, cluster=cluster, unreadable=self.unreadable),
+            router_id,
+            self.index.routers,
+        )
+        self.adapter_operations = AdapterOperations(
+            self.adapters, self.questions, self.fleet.replicas, settings
         )
         # Monitoring.
         self.recorder = _recorder(self)

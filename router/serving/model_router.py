@@ -8,6 +8,8 @@ from kvroute.router.serving.lifecycle import Lifecycle
 from kvroute.router.serving.request_handler import RequestHandler
 from kvroute.router.serving.status import Status
 
+MAX_NAME = 129  # the most characters of an adapter's name, with the colon before it
+
 
 class ModelRouter:
     """Everything that the HTTP routes need for one model. `lifecycle` starts and ends its tasks."""
@@ -16,7 +18,9 @@ class ModelRouter:
         settings = parts.settings
         self.name = settings.served_model_name
         self.settings = settings
-        self._adapters = frozenset(adapter.name for adapter in settings.adapters)
+        self._named_adapters = frozenset(adapter.name for adapter in settings.adapters)
+        self.adapters = parts.adapters  # those that were added while the cluster runs
+        self.adapter_operations = parts.adapter_operations
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
         self.status = Status(parts)
@@ -29,20 +33,29 @@ class ModelRouter:
         self.live = _live(parts, self.status) if settings.ui else None  # None: the page is off
         self.recorder = parts.recorder  # None: the page is off
 
-    def adapter(self, model: str | None) -> str | None:
+    def adapter(self, model: str | None, tenant: str = "") -> str | None:
         """Return the LoRA adapter that a client requests as `adapter` or as `model:adapter`.
 
         Args:
             model: the field `model` of the request; None: the request has no such field.
+            tenant: the request's tenant; empty: the cluster has no API keys.
 
         Returns:
-            The adapter's name; empty for the base model; None if the name is neither this model's
-            nor that of one of its adapters.
+            The name of an adapter of --lora, or the key of an added adapter; empty for the base
+            model; None if the name is neither this model's nor that of one of its adapters.
         """
         if model in (None, self.name):
             return ""
         name = model.removeprefix(f"{self.name}:")
-        return name if name in self._adapters else None
+        if name in self._named_adapters:
+            return name
+        added = self.adapters.find(name, tenant)
+        return added.key if added else None
+
+    async def look_for(self, model: str) -> None:
+        """Read the added adapters in Redis again if this may be the name of a new one."""
+        if self.settings.lora_root and len(model) <= MAX_NAME + len(self.name):
+            await self.adapters.refresh_if_possible()
 
 
 def _live(parts: Parts, status: Status) -> Live:

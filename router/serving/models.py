@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
+from kvroute.adapters.added import AddedAdapter, name_of
 from kvroute.contract.adapters import Adapter
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError, invalid
@@ -24,6 +25,7 @@ PERMISSION = {
     "is_blocking": False,
 }
 
+MAX_NAMES = 10  # in an error, the most names of models and adapters
 MAX_SHOWN = 80  # in an error, the most characters that are shown of an unknown model's name
 
 
@@ -45,13 +47,25 @@ class Models:
         """Return the name of the model if there is only one."""
         return self.first.name if len(self.all) == 1 else None
 
-    def select(self, model: str | None, limits: TenantLimits | None = None) -> ModelRouter:
+    async def find(
+        self, model: str | None, limits: TenantLimits | None = None, tenant: str = ""
+    ) -> ModelRouter:
+        """Return the same as `select`, and look in Redis for an adapter of an unknown name."""
+        if model is not None and all(each.adapter(model, tenant) is None for each in self.all):
+            for each in self.all:
+                await each.look_for(model)
+        return self.select(model, limits, tenant)
+
+    def select(
+        self, model: str | None, limits: TenantLimits | None = None, tenant: str = ""
+    ) -> ModelRouter:
         """Return the router of a model.
 
         Args:
             model: the field `model` of a request: the name of a model or of an adapter. None: the
                 request has no such field, which is allowed if there is only one model.
             limits: the limits of the request's tenant; None: no limits.
+            tenant: the request's tenant; empty: the cluster has no API keys.
 
         Raises:
             ApiError: the model is not served, or the tenant may not use it.
@@ -59,25 +73,29 @@ class Models:
         if model is None and len(self.all) == 1:
             return self.first
         if model is None:
-            raise invalid("model", f"model is missing; this server has {self._served(limits)}")
+            served = self._served(limits, tenant)
+            raise invalid("model", f"model is missing; this server has {served}")
         for candidate in self.all:
-            adapter = candidate.adapter(model)
+            adapter = candidate.adapter(model, tenant)
             if adapter is not None and _may_use(adapter, limits):
                 return candidate
         name = model if len(model) <= MAX_SHOWN else model[:MAX_SHOWN] + "…"
         raise ApiError(
             404,
-            f"The model '{name}' does not exist; this server has {self._served(limits)}.",
+            f"The model '{name}' does not exist; this server has {self._served(limits, tenant)}.",
             param="model",
             code="model_not_found",
         )
 
-    def _served(self, limits: TenantLimits | None) -> str:
-        """Return the names of all models and adapters that a tenant may use, as a text."""
-        names = [card["id"] for model in self.all for card in self.cards(model, limits)]
-        return " and ".join(map(repr, names))
+    def _served(self, limits: TenantLimits | None, tenant: str) -> str:
+        """Return the names of the models and adapters that a tenant may use, as a text."""
+        names = [card["id"] for model in self.all for card in self.cards(model, limits, tenant)]
+        more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
+        return " and ".join(map(repr, names[:MAX_NAMES])) + more
 
-    def cards(self, model: ModelRouter, limits: TenantLimits | None = None) -> list[dict[str, Any]]:
+    def cards(
+        self, model: ModelRouter, limits: TenantLimits | None = None, tenant: str = ""
+    ) -> list[dict[str, Any]]:
         """Return a model and its adapters that the limits allow, as OpenAI's API lists them."""
         card = {
             "id": model.name,
@@ -89,15 +107,15 @@ class Models:
             "max_model_len": model.status.max_model_len,
             "permission": [PERMISSION | {"created": self._started}],
         }
-        adapters = [
-            adapter for adapter in model.settings.adapters if _may_use(adapter.name, limits)
-        ]
-        return [card, *(card | _adapter(adapter, parent=model.name) for adapter in adapters)]
+        adapters = [_adapter(adapter) for adapter in model.settings.adapters]
+        adapters += [_added(adapter) for adapter in model.adapters.usable(tenant)]
+        usable = [adapter for adapter in adapters if _may_use(adapter["id"], limits)]
+        return [card, *(card | adapter | {"parent": model.name} for adapter in usable)]
 
 
 def _may_use(adapter: str, limits: TenantLimits | None) -> bool:
     """Return whether a tenant may use an adapter, or the base model if `adapter` is empty."""
-    return not adapter or limits is None or limits.allows(adapter)
+    return not adapter or limits is None or limits.allows(name_of(adapter))
 
 
 def label_by_model(
@@ -116,6 +134,10 @@ async def _served(request: Request) -> Models:
 Served = Annotated[Models, Depends(_served)]  # a route's parameter of this type gets the models
 
 
-def _adapter(adapter: Adapter, *, parent: str) -> dict[str, Any]:
+def _adapter(adapter: Adapter) -> dict[str, Any]:
     """Return the fields of an adapter's card that differ from the card of its model."""
-    return {"id": adapter.name, "root": adapter.path, "parent": parent}
+    return {"id": adapter.name, "root": adapter.path}
+
+
+def _added(adapter: AddedAdapter) -> dict[str, Any]:
+    return {"id": adapter.name, "root": adapter.path, "created": int(adapter.created_s)}

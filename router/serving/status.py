@@ -9,6 +9,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
+from kvroute.adapters.added import name_of
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.accounting.accounts import as_json
@@ -212,7 +213,7 @@ class Status:
             "capacity_blocks": record.facts.capacity_blocks,
             "running": record.load.running,
             "waiting": record.load.waiting,
-            "loras": record.load.loras,
+            "loras": [name_of(lora) for lora in record.load.loras],
             "unfit": record.facts.unfit,
             "degraded": self._parts.fleet.replicas.degraded.get(record.id),
             "tool_parser": record.facts.tool_parser,

@@ -80,6 +80,18 @@ MUTATIONS = {
         "if caller.roles.isdisjoint(roles):",
         "if not roles:",
     ),
+    "adapters": Mutation(
+        "a name of an adapter that is used again finds no blocks of the earlier weights",
+        "kvroute/adapters/added.py",
+        'return f"{self.id}@{self.digest}"',
+        "return f\"{self.id}@{32 * '0'}\"",
+    ),
+    "removals": Mutation(
+        "an adapter is removed after the last request of every router",
+        "kvroute/store/adapters.py",
+        "if not waiting <= members or (",
+        "if (",
+    ),
     "prefixes": Mutation(
         "a named prefix is cached before its first request",
         "replica/warmer.py",

@@ -33,6 +33,7 @@ TOOL_PARSER = "hermes"
 INTERVAL = 4  # number of tokens in a chunk of the engine that tests/slow/engines share
 NAMES = ("sql", "law", "poems")  # names of the shared engine's adapters
 BROKEN = "broken"  # name of an adapter that cannot be loaded
+LATE = "late"  # name of the folder of an adapter that is added after the engine's start
 # The shallow model has the first layers and dimensions of the built-in model. It computes a token
 # very fast, and its answers make no sense.
 LAYERS = 2  # number of layers of the shallow model
@@ -50,6 +51,7 @@ class Running:
     table: BlockTable
     ghosts: Ghosts
     rank: int = 0
+    root: Path = Path()  # folder of the adapters that can be added
     requests: int = 0
     comparisons: list[Comparison] = field(default_factory=list)
     transfers: list[Transfers] = field(default_factory=list)
@@ -123,7 +125,10 @@ async def started_ranks(
     engines = await start_engines(settings, key=PULL_KEY)
     tables = [BlockTable(engine.group_entries) for engine in engines]
     ranks = [
-        Running(engine, table, make_ghosts(engine, table), number)
+        Running(
+            *(engine, table, make_ghosts(engine, table), number),
+            root=settings.lora_root or Path(),
+        )
         for number, (engine, table) in enumerate(zip(engines, tables, strict=True))
     ]
     pumps = [asyncio.create_task(running.pump()) for running in ranks]

@@ -79,6 +79,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
     ],
     "observe": [
         "GET /metrics",
+        "GET /v1/adapters",
         "GET /v1/cluster",
         "GET /v1/cluster/diagnosis",
         "GET /v1/cluster/history",
@@ -93,7 +94,9 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "DELETE /v1/prefixes/{name:path}",
         "GET /v1/cluster/audit",
         "POST /v1/cluster/canary",
+        "POST /v1/load_lora_adapter",
         "POST /v1/prefixes",
+        "POST /v1/unload_lora_adapter",
     ],
 }
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.router.accounting.days import DEFAULT_DAYS, days_between
 from kvroute.router.api.errors import ApiError
-from kvroute.router.endpoints.days import DEFAULT_DAYS, days_between
 
 TODAY = date(2026, 11, 23)
 

@@ -10,6 +10,7 @@ from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.endpoints import openai_routes
 from kvroute.router.serving.models import Models
+from tests.support.adapters import none_added
 
 
 class Model:
@@ -20,8 +21,9 @@ class Model:
         self.settings = SimpleNamespace(adapters=[])
         self.asked: list[tuple[str, str]] = []
         self.requests = self
+        self.adapters = none_added()
 
-    def adapter(self, name: str | None) -> str | None:
+    def adapter(self, name: str | None, tenant: str = "") -> str | None:
         return ""
 
     async def explain(self, call: Call, _: Any) -> list[Any]:

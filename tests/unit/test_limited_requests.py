@@ -26,6 +26,7 @@ from kvroute.router.middleware.limit_headers import duration
 from kvroute.router.observability.metrics import OverLimit
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
+from tests.support.adapters import none_added
 from tests.support.waiting import until
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -36,6 +37,7 @@ class Model:
 
     def __init__(self) -> None:
         self.name = "m"
+        self.adapters = none_added()
         self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0, model="m")
         self.status = SimpleNamespace(max_model_len=100)
         self.requests = self.telemetry = self
@@ -45,7 +47,10 @@ class Model:
         self.refusals: list[tuple[str, str]] = []
         self.errors: list[Exception] = []
 
-    def adapter(self, name: str | None) -> str | None:
+    async def look_for(self, name: str) -> None:
+        """Look for an added adapter; there is none."""
+
+    def adapter(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, "m") else name if name in ("x", "y") else None
 
     async def answer(self, call: Any, context: RequestContext) -> Response:

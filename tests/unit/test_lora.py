@@ -212,6 +212,52 @@ def test_engines_make_room_for_the_highest_rank(tmp_path: Path) -> None:
     assert [sufficient_rank(adapters[:1]), sufficient_rank(adapters)] == [8, 16]
 
 
+def test_engines_make_room_for_the_highest_rank_of_adapters_that_are_added_later() -> None:
+    assert [sufficient_rank([], at_least=rank) for rank in (1, 16, 33, 512)] == [8, 16, 64, 512]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_root": "/nowhere"}, "--lora-root is '/nowhere', which is not a folder"),
+        ({"engine_hooks": "off"}, "and --engine-hooks is off; leave one of them out"),
+        ({"attach": ["http://127.0.0.1:1"]}, "--lora-root does not work with --attach"),
+        ({"max_lora_rank": 1024}, "--max-lora-rank is 1024"),
+    ],
+)
+def test_a_folder_of_adapters_that_cannot_be_used_stops_the_start(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load({"lora_root": str(tmp_path), **options})
+
+
+def test_routers_and_replicas_know_the_folder_of_adapters(tmp_path: Path) -> None:
+    (settings,) = load({"lora_root": str(tmp_path), "redis_url": "redis://r"}).resolve()
+    assert settings.for_routers()["lora_root"] == str(tmp_path)
+    assert settings.for_replicas()["lora_root"] == str(tmp_path)
+
+
+def test_a_replica_that_has_loaded_no_adapter_yet_counts_as_fast_as_the_others() -> None:
+    measured = [
+        msgspec.structs.replace(record(name), load=Load(lora_load_s=seconds))
+        for name, seconds in (("a", 0.01), ("b", 0.03), ("c", 0.02))
+    ]
+    unmeasured = msgspec.structs.replace(record("new"), load=Load())
+    fleet = fleet_of(*measured, unmeasured)
+    placement = fleet.place(PROMPT, ["a", "b", "c", "new"], 0.0, Scope("sql"))
+    assert placement.candidate("new").lora_s == 0.02
+
+
+def test_an_added_adapter_goes_to_replicas_that_take_added_ones() -> None:
+    key = f"sql@{32 * 'a'}"
+    new = msgspec.structs.replace(knowing("new"), facts=facts(max_lora_rank=16))
+    fleet = fleet_of(knowing("old"), new)
+    placement = fleet.place(PROMPT, ["old", "new"], 0.0, Scope(key))
+    assert [candidate.replica_id for candidate in placement.ranking] == ["new"]
+    assert receipt(placement, policy="kvroute")["lora"] == "sql"
+
+
 def test_adapters_are_the_same_when_their_files_are(tmp_path: Path) -> None:
     one, same, other = (
         digests([read_adapter(f"x={write_adapter(tmp_path / name, seed=seed)}")])

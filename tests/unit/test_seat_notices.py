@@ -15,6 +15,7 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
+from tests.support.adapters import none_added
 
 CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER: Any = {"role": "user", "content": "Hi"}
@@ -44,12 +45,16 @@ class Model:
 
     def __init__(self, notices: int, result: Response | ApiError) -> None:
         self.name = "m"
+        self.adapters = none_added()
         self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0)
         self.errors: list[Exception] = []
         self.requests = self.telemetry = self
         self._notices, self._result = notices, result
 
-    def adapter(self, name: str | None) -> str | None:
+    async def look_for(self, name: str) -> None:
+        """Look for an added adapter; there is none."""
+
+    def adapter(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, "m") else None
 
     async def answer(self, call: Any, context: RequestContext) -> Response:

@@ -134,6 +134,17 @@ class CommonOptions(BaseModel):
             env=("SEQ_SIZE_PER_BLOCK",),
         ),
     ] = None
+    lora_root: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            ADAPTERS,
+            "Folder of the adapters that can be added while the cluster runs (kvroute adapters). "
+            "Every machine needs it, at the same path.",
+            example="adapters",
+            default="none: no adapters can be added",
+        ),
+    ] = None
     engine: Annotated[
         Literal["vllm", "simulated"],
         Option(

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from kvroute.contract.adapters import RANKS
 from kvroute.settings import parsers
 from kvroute.settings.help import Option
 from kvroute.settings.options.common import (
@@ -160,6 +161,15 @@ class ReplicaOptions(CommonOptions):
         int,
         Positive,
         Option(ADAPTERS, "Maximum adapters in a replica's memory, at least --max-loras."),
+    ] = 16
+    max_lora_rank: Annotated[
+        int,
+        Field(ge=1, le=RANKS[-1]),
+        Option(
+            ADAPTERS,
+            "Maximum rank of the adapters of --lora-root. A replica has GPU memory for --max-loras "
+            "adapters of this rank.",
+        ),
     ] = 16
     engine_hooks: Annotated[
         Literal["on", "off"],

@@ -5,12 +5,15 @@ Here, such an error affects only the request that needs the adapter.
 """
 
 import asyncio
+import itertools
 import time
 from collections.abc import Iterable
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from kvroute.adapters.added import is_key, name_of
+from kvroute.adapters.files import check_digest
 from kvroute.contract.adapters import LOAD_S, Adapter
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 
@@ -25,6 +28,8 @@ class Adapters:
             adapter.name: LoRARequest(adapter.name, number, adapter.path)
             for number, adapter in enumerate(adapters, start=1)
         }
+        self._named = tuple(self.lora_requests)  # those of --lora, which all clients may know
+        self._numbers = itertools.count(1 + len(self.lora_requests))  # of further adapters
         self._loading = asyncio.Lock()
         self.loaded: list[str] = []  # names of loaded adapters; the first one is evicted next
         self.load_s = LOAD_S  # moving average of the seconds to load an adapter
@@ -41,7 +46,7 @@ class Adapters:
             return None
         if name not in self.lora_requests:
             raise ValueError(
-                f"this replica has no LoRA adapter {name!r}; it has {', '.join(self.lora_requests)}"
+                f"this replica has no LoRA adapter {name!r}; it has {', '.join(self._named)}"
             )
         async with self._loading:
             if name not in self.loaded:
@@ -51,18 +56,36 @@ class Adapters:
             self.loaded.append(name)
         return self.lora_requests[name]
 
+    def admit(self, adapter: Adapter) -> None:
+        """Accept requests for an adapter that is added after the engine's start."""
+        if adapter.name not in self.lora_requests:
+            request = LoRARequest(adapter.name, next(self._numbers), adapter.path)
+            self.lora_requests[adapter.name] = request
+
+    async def drop(self, name: str) -> None:
+        """Unload an adapter that no request uses, and refuse requests for it."""
+        async with self._loading:
+            request = self.lora_requests.pop(name, None)
+            if request is not None and name in self.loaded:
+                self.loaded.remove(name)
+                await self._core.call("remove_lora", request.lora_int_id)
+
     async def _load(self, adapter: LoRARequest) -> None:
         began_s = time.monotonic()
         try:
+            if is_key(adapter.lora_name):
+                added = Adapter(name=adapter.lora_name, path=adapter.lora_path)
+                await asyncio.to_thread(check_digest, added)
             await self._core.call("add_lora", adapter)
         except EngineDeadError:
             raise
         except Exception as error:  # vLLM raises errors of its engine as plain Exception
             raise ValueError(
-                f"the LoRA adapter {adapter.lora_name!r} cannot be loaded from "
+                f"the LoRA adapter {name_of(adapter.lora_name)!r} cannot be loaded from "
                 f"{adapter.lora_path}: {error}"
             ) from error
-        self.load_s += (time.monotonic() - began_s - self.load_s) / 2
+        took_s = time.monotonic() - began_s
+        self.load_s = took_s if self.load_s == LOAD_S else (self.load_s + took_s) / 2
         resident = await self._core.call("list_loras")  # loading may have evicted another adapter
         self.loaded = [
             name for name in self.loaded if self.lora_requests[name].lora_int_id in resident

@@ -53,6 +53,7 @@ from kvroute.replica.vllm_engine.http import (
     response_object,
 )
 from kvroute.replica.vllm_engine.http.chosen_parsers import chosen_tool_parser
+from kvroute.replica.vllm_engine.http.requested_adapters import RequestedAdapters
 from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, RequestRun
 
 log = logging.getLogger("kvroute.replica")
@@ -134,6 +135,7 @@ class HttpApp:
         app.user_middleware.clear()
         app.middleware_stack = app.build_middleware_stack()
         models = app.state.openai_serving_models
+        models.lora_requests = RequestedAdapters(args.served_model_name[0])
         for name, adapter in adapters[0].lora_requests.items():
             models.lora_requests[name] = adapter
             models.lora_requests[f"{args.served_model_name[0]}:{name}"] = adapter
@@ -201,7 +203,8 @@ class _Client:
         run = CURRENT.get()
         assert run is not None, "only HTTP requests call this"
         rank = run.request.rank
-        lora = await self._adapters[rank].ready(lora_request.lora_name if lora_request else "")
+        asked = run.request.lora or (lora_request.lora_name if lora_request else "")
+        lora = await self._adapters[rank].ready(asked)
         at_rank = AtRank(self._llm, rank)
         options |= {"lora_request": lora, "priority": run.priority}
         outputs = AsyncLLM.encode(at_rank, run.salted(prompt), *args, **options)

@@ -10,6 +10,7 @@ from tests.support.adapters import write_adapter
 from tests.support.engines import (
     BROKEN,
     INTERVAL,
+    LATE,
     LAYERS,
     NAMES,
     SHALLOW_CACHE_MB,
@@ -39,7 +40,7 @@ async def running(
     """A shallow model in a small cache. It has memory for two of its adapters and takes one in a
     batch, and it answers in chunks of several tokens."""
     folder = tmp_path_factory.mktemp("engine")
-    for seed, name in enumerate((*NAMES, BROKEN)):
+    for seed, name in enumerate((*NAMES, BROKEN, LATE)):
         write_adapter(folder / name, seed=seed, layers=LAYERS, width=WIDTH, strength=4.0)
     (folder / BROKEN / WEIGHTS_FILES[0]).write_bytes(b"no weights")
     async with started(
@@ -51,6 +52,7 @@ async def running(
         adapters=tuple(Adapter(name=name, path=str(folder / name)) for name in (*NAMES, BROKEN)),
         max_loras=1,
         max_cpu_loras=2,
+        lora_root=folder,
         engine_args={"tool_call_parser": TOOL_PARSER},
     ) as running:
         yield running

@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kvroute.adapters.added import AddedAdapter
+from kvroute.adapters.files import check_files
 from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest
-from tests.support.answers import ids_of
+from tests.support.answers import completion, events_of, ids_of, status_of
 from tests.support.engines import (
     BLOCK,
     BROKEN,
+    LATE,
     NAMES,
     TOKENS,
     Running,
@@ -101,6 +104,64 @@ async def test_an_adapter_that_cannot_be_loaded_costs_its_own_requests_only(
         await running.run(under(BROKEN, prompt_of(40, seed=58)))
     await running.engine.check()
     assert await cached_tokens(running, under("", prompt_of(40, seed=58))) == 0
+
+
+def late(running: Running) -> AddedAdapter:
+    """Return the adapter that is added after the engine's start."""
+    folder = running.root / LATE
+    files = check_files(str(folder), running.root, max_rank=running.engine.facts.max_lora_rank)
+    return AddedAdapter(name=LATE, path=str(folder), digest=files.digest, rank=files.rank)
+
+
+def under_late(adapter: AddedAdapter, prompt: list[int]) -> GenerateRequest:
+    call = completion(model=LATE, max_tokens=TOKENS)
+    call = replace(call, lora=adapter.key, lora_path=adapter.path)
+    return replace(request_of(prompt), lora=adapter.key, call=call)
+
+
+async def test_an_adapter_is_added_and_dropped_while_the_engine_runs(running: Running) -> None:
+    adapter, prompt = late(running), prompt_of(200, seed=60)
+    request = under_late(adapter, prompt)
+    with pytest.raises(ValueError, match="no LoRA adapter"):
+        await running.run(request)
+    running.engine.admit_adapter(adapter.as_adapter)
+    await running.engine.load_adapter(adapter.key)
+    assert adapter.key in running.engine.load().loras
+    first = await running.run(request)
+    assert events_of(first)[0]["model"] == LATE
+    assert first[0].cached_tokens == 0
+    assert await cached_tokens(running, request) == 192
+    await until(lambda: chain_of(prompt, adapter.key) <= set(running.table.held()))
+    await running.engine.drop_adapter(adapter.key)
+    assert adapter.key not in running.engine.load().loras
+    with pytest.raises(ValueError, match="no LoRA adapter"):
+        await running.run(request)
+
+
+async def test_an_added_adapter_answers_as_it_did_before_it_was_dropped(running: Running) -> None:
+    adapter, prompt = late(running), prompt_of(100, seed=61)
+    answers = []
+    for _ in range(2):
+        running.engine.admit_adapter(adapter.as_adapter)
+        answers.append(ids_of(await running.run(under_late(adapter, prompt))))
+        await running.engine.drop_adapter(adapter.key)
+    base = ids_of(await running.run(request_of(prompt)))
+    assert answers[0] == answers[1]
+    if running.engine.facts.engine == "vllm":
+        assert answers[0] != base
+
+
+async def test_the_name_of_an_added_adapter_is_known_to_its_own_requests_only(
+    running: Running,
+) -> None:
+    if running.engine.facts.engine == "simulated":
+        pytest.skip("it does not check the field model")
+    adapter, prompt = late(running), prompt_of(40, seed=62)
+    running.engine.admit_adapter(adapter.as_adapter)
+    stranger = replace(request_of(prompt), call=completion(model=LATE, max_tokens=TOKENS))
+    assert status_of(await running.run(under_late(adapter, prompt))) == 200
+    assert status_of(await running.run(stranger)) == 404
+    await running.engine.drop_adapter(adapter.key)
 
 
 async def test_an_answer_goes_on_under_its_adapter(running: Running) -> None:

@@ -25,6 +25,7 @@ from dashboards.promql import filled_in
 from dashboards.tenants import TENANTS
 from kvroute.keys.key_file import Role, read
 from kvroute.local.running import KEY
+from tests.support.adapters import write_adapter
 from tests.support.browser import page
 from tests.support.fuzzing import BASES, PATHS, bodies, changed, check, fuzzing, texts
 from tests.support.prometheus_server import prometheus
@@ -40,6 +41,9 @@ ROUTES = (
     ("POST", "/v1/prefixes"),
     ("DELETE", "/v1/prefixes/x"),
     ("GET", "/v1/prefixes"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
+    ("GET", "/v1/adapters"),
     ("GET", "/v1/models"),
     ("GET", "/v1/cluster"),
     ("GET", "/v1/cluster/hot"),
@@ -91,7 +95,12 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         [*KVROUTE, "keys", "add", "--tenant", "first", "--file", str(path)], check=True
     )
     assert first.returncode == 0
-    options = ("--replicas", "1", "--api-keys", str(path), "--allow-origin", ALLOWED)
+    for seed, name in enumerate(("one", "other")):
+        write_adapter(path.parent / "adapters" / name, seed=seed)
+    options = (
+        *("--replicas", "1", "--api-keys", str(path), "--allow-origin", ALLOWED),
+        *("--lora-root", str(path.parent / "adapters")),
+    )
     with start_cluster("--engine", "simulated", *options) as cluster:
         yield Keyed(cluster, path)
 
@@ -238,6 +247,30 @@ def test_a_shared_prefix_is_cached_for_all_tenants_and_what_follows_it_for_none(
         assert completed(b, {**named, "cache_salt": "mine"}) == shared
         same_text = {**question, "prompt": rules + question["prompt"], "max_tokens": 1}
         assert completed(b, same_text) == shared
+
+
+def test_an_adapter_of_a_tenant_is_nobody_elses(
+    keyed: Keyed, tenants: tuple[str, str], operator: str
+) -> None:
+    def add(folder: str, tenant: str, key: str) -> "subprocess.CompletedProcess[str]":
+        owner = ("--tenant", tenant, "--url", keyed.cluster.url)
+        return keyed.kvroute("adapters", "add", "law", folder, *owner, key=key)
+
+    assert "needs an API key with the role manage" in add("one", "a", tenants[0]).stderr
+    assert add("one", "a", operator).returncode == 0
+    with keyed.client(tenants[0]) as own, keyed.client(tenants[1]) as other:
+        text = {**chat("What does the law say? " * 40), "model": "law"}
+        assert "law" in {card["id"] for card in own.get("/v1/models").json()["data"]}
+        assert "law" not in other.get("/v1/models").text
+        assert other.post("/v1/chat/completions", json=text).status_code == 404
+        assert other.get("/v1/models/law").status_code == 404
+        cached(own, text)
+        assert add("other", "b", operator).returncode == 0
+        cards = [client.get("/v1/models/law").json() for client in (own, other)]
+        assert [Path(card["root"]).name for card in cards] == ["one", "other"]
+        assert cached(other, text) == 0
+    shown = keyed.kvroute("adapters", "list", "--url", keyed.cluster.url, key=operator).stdout
+    assert shown.count("law") == 2
 
 
 def test_a_tenants_prefix_is_nobody_elses(keyed: Keyed, tenants: tuple[str, str]) -> None:

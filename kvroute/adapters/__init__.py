@@ -1,0 +1,1 @@
+"""LoRA adapters that are added while the cluster runs: their records and their files."""

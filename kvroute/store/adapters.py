@@ -1,0 +1,205 @@
+"""The LoRA adapters of one model that were added while the cluster runs, as stored in Redis.
+
+TAG is CLUSTER/MODEL, as in index.py:
+
+    kvroute:{TAG}:adapters           hash    key of an adapter -> JSON of AddedAdapter
+    kvroute:{TAG}:adapters:revision  string  a number that is new after each change
+    kvroute:{TAG}:adapters:unused    set     "ROUTER KEY": this router has no more requests for an
+                                             adapter that is being removed
+
+The adapters have no lease: they stay when the cluster is started again, if Redis keeps its data.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import redis.asyncio as redis
+from msgspec.structs import replace
+
+from kvroute.adapters.added import AddedAdapter, decode, encode
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
+from kvroute.store.connection import with_timeout
+from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+
+NUMBER_DIGITS = 18  # maximum number of digits of a revision; longer ones are unreadable
+
+
+class NameTakenError(Exception):
+    """The name belongs to another adapter, or the same adapter is still being removed."""
+
+    def __init__(self, by: AddedAdapter) -> None:
+        self.by = by
+
+
+class Adapters:
+    """The added adapters of one model of one cluster.
+
+    All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
+    not make them raise an error.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        model: str,
+        *,
+        cluster: str = DEFAULT_CLUSTER,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        self.unreadable = unreadable or Unreadable()
+        self._redis: Any = client
+        self._adapters = f"{key_prefix(cluster, model)}:adapters"
+        self._revision = f"{self._adapters}:revision"
+        self._unused = f"{self._adapters}:unused"
+        # The values that were read last, and what they mean: most of them are read again.
+        self._decoded: dict[bytes, AddedAdapter | None] = {}
+
+    @with_timeout
+    async def revision(self) -> int:
+        """Return a number that is new after each change; 0: there never was one, or it is lost."""
+        return _number(await self._redis.get(self._revision))
+
+    @with_timeout
+    async def all(self) -> list[AddedAdapter]:
+        """Return all adapters, the oldest first."""
+        packed = (await self._redis.hgetall(self._adapters)).values()
+        self._decoded = {value: self._decode(value) for value in packed}
+        readable = [adapter for adapter in self._decoded.values() if adapter is not None]
+        return sorted(readable, key=lambda adapter: (adapter.created_s, adapter.key))
+
+    @with_timeout
+    async def add(self, adapter: AddedAdapter, *, replaces: bool = False) -> None:
+        """Add an adapter.
+
+        Args:
+            adapter: the adapter.
+            replaces: whether an adapter with this name is removed once its requests have ended.
+
+        Raises:
+            NameTakenError: `replaces` is False and there is an adapter with this name, or an
+                adapter with this key is being removed.
+        """
+
+        async def change(pipe: Any) -> None:
+            replaced = []
+            for other in await self._others(pipe):
+                if other.key == adapter.key and (other.is_leaving or not replaces):
+                    raise NameTakenError(other)
+                if other.id == adapter.id and other.key != adapter.key and not other.is_leaving:
+                    replaced.append(other)
+            if replaced and not replaces:
+                raise NameTakenError(replaced[0])
+            await self._write(
+                pipe, [adapter, *(replace(other, is_leaving=True) for other in replaced)]
+            )
+
+        await self._transaction(change)
+
+    @with_timeout
+    async def leave(self, key: str) -> bool:
+        """Mark an adapter as being removed. Returns False if there is none with this key."""
+
+        async def change(pipe: Any) -> bool:
+            packed = await pipe.hget(self._adapters, key)
+            adapter = None if packed is None else self._decode(packed)
+            if adapter is None:
+                return False
+            if not adapter.is_leaving:
+                await self._write(pipe, [replace(adapter, is_leaving=True)])
+            return True
+
+        return bool(await self._transaction(change))
+
+    @with_timeout
+    async def is_unused(self, key: str, router: str) -> None:
+        """Record that a router has no more requests for an adapter that is being removed.
+
+        An adapter that is no longer there is ignored, so that nothing of it stays in Redis.
+        """
+
+        async def change(pipe: Any) -> None:
+            packed = await pipe.hget(self._adapters, key)
+            pipe.multi()
+            if packed is not None:
+                pipe.sadd(self._unused, _unused(router, key))
+
+        await self._transaction(change)
+
+    @with_timeout
+    async def remove_unused(self, key: str, routers: Iterable[str]) -> bool:
+        """Remove an adapter if it is being removed, and all these routers have no requests for it.
+
+        Returns:
+            Whether the adapter is no longer there.
+        """
+        waiting = {_unused(router, key) for router in routers}
+
+        async def change(pipe: Any) -> bool:
+            packed = await pipe.hget(self._adapters, key)
+            if packed is None:
+                return True
+            members = {
+                member.decode(errors="replace") for member in await pipe.smembers(self._unused)
+            }
+            adapter = self._decode(packed)
+            if not waiting <= members or (adapter is not None and not adapter.is_leaving):
+                return False
+            revision = await self._next_revision(pipe)
+            mine = [member for member in members if member.endswith(f" {key}")]
+            pipe.multi()
+            pipe.set(self._revision, revision)
+            pipe.hdel(self._adapters, key)
+            if mine:
+                pipe.srem(self._unused, *mine)
+            return True
+
+        return bool(await self._transaction(change))
+
+    @with_timeout
+    async def restore(self, adapters: Sequence[AddedAdapter]) -> None:
+        """Write the adapters again if Redis has lost its data, that is, if it has no revision."""
+
+        async def change(pipe: Any) -> None:
+            if not _number(await pipe.get(self._revision)):
+                await self._write(pipe, adapters)
+
+        await self._transaction(change)
+
+    async def _others(self, pipe: Any) -> list[AddedAdapter]:
+        packed = (await pipe.hgetall(self._adapters)).values()
+        return [adapter for value in packed if (adapter := self._decode(value)) is not None]
+
+    async def _write(self, pipe: Any, adapters: Sequence[AddedAdapter]) -> None:
+        revision = await self._next_revision(pipe)
+        pipe.multi()
+        pipe.set(self._revision, revision)
+        for adapter in adapters:
+            pipe.hset(self._adapters, adapter.key, encode(adapter))
+
+    async def _next_revision(self, pipe: Any) -> int:
+        # The first revision is the current time, so that it is new even after Redis lost its data.
+        revision = _number(await pipe.get(self._revision))
+        return revision + 1 if revision else time.time_ns() // 1000
+
+    async def _transaction(self, change: Callable[[Any], Awaitable[Any]]) -> Any:
+        return await self._redis.transaction(change, self._revision, value_from_callable=True)
+
+    def _decode(self, packed: bytes) -> AddedAdapter | None:
+        """Decode a record; return None if it is unreadable."""
+        if packed in self._decoded:
+            return self._decoded[packed]
+        try:
+            return decode(packed)
+        except DECODE_ERRORS as error:
+            self.unreadable.add("adapter", "", error)
+            return None
+
+
+def _unused(router: str, key: str) -> str:
+    return f"{router} {key}"
+
+
+def _number(packed: bytes | None) -> int:
+    """Decode a number; return 0 if it is missing or unreadable."""
+    return int(packed) if packed and packed.isdigit() and len(packed) <= NUMBER_DIGITS else 0

@@ -1,0 +1,1 @@
+"""The LoRA adapters that operators add while the cluster runs: adding, finding, removing."""
