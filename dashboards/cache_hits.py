@@ -10,6 +10,8 @@ SAVED = "kvroute_prefix_saved_tokens_total"
 # their colours, in the order of the tokens in a prompt.
 LEDGER = (
     ("hit", "green"),
+    ("pulled", "dark-green"),
+    ("disk", "super-light-green"),
     ("unexpected_hit", "light-green"),
     ("stale", "red"),
     ("spilled", "orange"),
@@ -22,8 +24,9 @@ LEDGER = (
     ("tail", "gray"),
 )
 CAUSES = (
-    "hit: cached, as expected. unexpected_hit: cached, but not expected; see the age of the index "
-    "in the dashboard Routing. stale: expected, but no longer cached; see the publishing lag. "
+    "hit: cached, as expected. pulled: copied from another replica's host memory. disk: read from "
+    "the disk cache. unexpected_hit: cached, but not expected; see the age of the index in the "
+    "dashboard Routing. stale: expected, but no longer cached; see the publishing lag. "
     "spilled: cached on another replica, which was usually busy; add replicas. unpinned: part of a "
     "named prefix that no replica had cached; set a larger `--pin-share`. partial: cached, except "
     "in layers with a sliding window or a state; set vLLM's `prefix_cache_retention_interval`. "
@@ -61,7 +64,7 @@ def waterfall() -> tuple[Query, ...]:
     )
 
 
-CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
+CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|pulled|disk|unexpected_hit"')
 
 SHARES = Row(
     "Shares of all prompt tokens",
