@@ -210,7 +210,10 @@ class HandOver:
         key, now_s = self._links.pull_key(prompt.rank_id), time.monotonic()
         if key is None or to.exchange.speed is None:
             return None
-        source, within_s = prompt.source, ends_s - now_s
+        pulls, left_s = self._fleet.pulls, ends_s - now_s
+        wait_s = pulls.links.wait_s(prompt.rank_id, to.rank_id, now_s)
+        # After this time, computing the blocks would have been faster.
+        within_s = min(left_s, wait_s + to.pull_s + to.computing_s)
         request = GenerateRequest(
             f"hand-over-{secrets.token_hex(8)}",
             prompt.token_ids[: to.tokens],
@@ -219,15 +222,13 @@ class HandOver:
             shared_tokens=prompt.scope.shared_tokens,
             order_s=-MAX_ORDER_S,  # it computes nothing, so no request has to wait for it
             keep=prompt.retention.keep,
-            pull=Pull(prompt.rank_id, source.address, key, to.tokens, within_s),
+            pull=Pull(prompt.rank_id, prompt.source.address, key, to.tokens, within_s),
         )
-        pulls, id_, result = self._fleet.pulls, request.request_id, None
-        pulls.links.begin(
-            id_, prompt.rank_id, to.rank_id, speed=to.exchange.speed, end_s=now_s + to.pull_s
-        )
+        id_, result, end_s = request.request_id, None, now_s + wait_s + to.pull_s
+        pulls.links.begin(id_, prompt.rank_id, to.rank_id, speed=to.exchange.speed, end_s=end_s)
         try:
             body = encode_begin(0, request)
-            packed = await self._links.call(to.rank_id, "pull", body, within_s=within_s + CHECK_S)
+            packed = await self._links.call(to.rank_id, "pull", body, within_s=left_s + CHECK_S)
             result = decode_result(packed)
         except (UnansweredError, *DECODE_ERRORS) as error:
             log.info("replica %s has not pulled a conversation's blocks: %s", to.rank_id, error)

@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from kvroute.blocks.chain import EVERYBODY
+from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Emit, GenerateRequest, TokenIds
 from kvroute.contract.pull import PullResult, Reason, encode_result
 from kvroute.contract.records import Load, ReplicaRecord, TierFacts
@@ -241,7 +242,7 @@ async def test_a_conversation_that_was_moved_can_be_moved_again() -> None:
 def prompt(end: int, tokens: int = 100, before: int = 0) -> RecentPrompt:
     fleet = Fleet(model="m", revision="", block_size=BLOCK, rng=random.Random(0))
     hint = fleet.returns.retention([], 0, NO_HINTS)
-    turn = hint.turn._replace(end=end, before=before)
+    turn = hint.turn._replace(end=Fingerprint(end), before=Fingerprint(before))
     source = Exchange("f", "a:1", 1, None)
     return RecentPrompt(
         np.zeros(tokens, np.uint32), EVERYBODY, Retention(turn, hint.keep), "a", source
