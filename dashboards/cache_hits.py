@@ -349,7 +349,7 @@ PULLS = Row(
             "measured. If many are lost or refused, see the logs of the replicas.",
             grafana.NUMBER,
             (Query(per_second(router("kvroute_pulls_total"), "result"), "{{result}}"),),
-            width=8,
+            width=6,
         ),
         Panel(
             "Speed of pulls",
@@ -366,7 +366,7 @@ PULLS = Row(
                     "blue",
                 ),
             ),
-            width=8,
+            width=6,
         ),
         Panel(
             "Time saved by pulls",
@@ -374,7 +374,20 @@ PULLS = Row(
             "minus the times of the pulls. If it is near 0, pulls are not needed.",
             grafana.SECONDS,
             (Query(per_second(router("kvroute_peer_saved_seconds_total")), "saved", "green"),),
-            width=8,
+            width=6,
+        ),
+        Panel(
+            "Conversations of removed replicas",
+            "Conversations per second whose replica was removed. moved: another replica has "
+            "pulled the blocks. If many are late, set a larger `--hand-over-s`.",
+            grafana.NUMBER,
+            (
+                Query(
+                    per_second(router("kvroute_handed_over_prompts_total"), "result"),
+                    "{{result}}",
+                ),
+            ),
+            width=6,
         ),
     ),
 )
