@@ -81,12 +81,15 @@ class HandOver:
     def remember(self, generation: Generation) -> None:
         """Remember a prompt that has its first token.
 
-        Prompts with images are left out, since a pull has only token ids.
+        Prompts with images are left out, since a pull has only token ids, and so are prompts whose
+        blocks are evicted first, for example those of batch requests.
         """
         rank_id, retention = generation.replica_id, generation.retention
         source = self._fleet.replicas.exchanges.get(rank_id)
         is_on = self._within_s > 0 and self._fleet.pulls.is_on
-        if is_on and source and source.address and retention and not generation.features:
+        if not is_on or source is None or not source.address or generation.features:
+            return
+        if retention is not None and retention.keep.order != Order.ENDED:
             self._prompts.store(
                 RecentPrompt(generation.token_ids, generation.scope, retention, rank_id, source)
             )
@@ -153,7 +156,7 @@ class HandOver:
             received: blocks that each rank has got in this hand-over.
         """
         retention = prompt.retention
-        if retention.keep.order == Order.ENDED or not self._fleet.returns.knows(retention.turn):
+        if not self._fleet.returns.knows(retention.turn):
             return "dropped"
         to = min(self._receivers(prompt), key=lambda to: _cost(to, received), default=None)
         if to is None:
