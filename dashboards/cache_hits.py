@@ -10,6 +10,8 @@ SAVED = "kvroute_prefix_saved_tokens_total"
 # their colours, in the order of the tokens in a prompt.
 LEDGER = (
     ("hit", "green"),
+    ("pulled", "dark-green"),
+    ("disk", "super-light-green"),
     ("unexpected_hit", "light-green"),
     ("stale", "red"),
     ("spilled", "orange"),
@@ -22,8 +24,9 @@ LEDGER = (
     ("tail", "gray"),
 )
 CAUSES = (
-    "hit: cached, as expected. unexpected_hit: cached, but not expected; see the age of the index "
-    "in the dashboard Routing. stale: expected, but no longer cached; see the publishing lag. "
+    "hit: cached, as expected. pulled: copied from another replica's host memory. disk: read from "
+    "the disk cache. unexpected_hit: cached, but not expected; see the age of the index in the "
+    "dashboard Routing. stale: expected, but no longer cached; see the publishing lag. "
     "spilled: cached on another replica, which was usually busy; add replicas. unpinned: part of a "
     "named prefix that no replica had cached; set a larger `--pin-share`. partial: cached, except "
     "in layers with a sliding window or a state; set vLLM's `prefix_cache_retention_interval`. "
@@ -61,7 +64,7 @@ def waterfall() -> tuple[Query, ...]:
     )
 
 
-CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
+CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|pulled|disk|unexpected_hit"')
 
 SHARES = Row(
     "Shares of all prompt tokens",
@@ -346,7 +349,7 @@ PULLS = Row(
             "measured. If many are lost or refused, see the logs of the replicas.",
             grafana.NUMBER,
             (Query(per_second(router("kvroute_pulls_total"), "result"), "{{result}}"),),
-            width=8,
+            width=6,
         ),
         Panel(
             "Speed of pulls",
@@ -363,7 +366,7 @@ PULLS = Row(
                     "blue",
                 ),
             ),
-            width=8,
+            width=6,
         ),
         Panel(
             "Time saved by pulls",
@@ -371,7 +374,20 @@ PULLS = Row(
             "minus the times of the pulls. If it is near 0, pulls are not needed.",
             grafana.SECONDS,
             (Query(per_second(router("kvroute_peer_saved_seconds_total")), "saved", "green"),),
-            width=8,
+            width=6,
+        ),
+        Panel(
+            "Conversations of removed replicas",
+            "Conversations per second whose replica was removed. moved: another replica has "
+            "pulled the blocks. If many are late, set a larger `--hand-over-s`.",
+            grafana.NUMBER,
+            (
+                Query(
+                    per_second(router("kvroute_handed_over_prompts_total"), "result"),
+                    "{{result}}",
+                ),
+            ),
+            width=6,
         ),
     ),
 )

@@ -6,7 +6,7 @@ from dashboards.promql import per_second, quantile, replica, router, share, tota
 from dashboards.replica import BLOCKS_IN_USE
 
 REQUESTS = router("kvroute_requests_total")
-CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|unexpected_hit"')
+CACHED = router("kvroute_prompt_tokens_total", 'cause=~"hit|pulled|disk|unexpected_hit"')
 TTFT = router("kvroute_time_to_first_token_seconds_bucket")
 WAITS = router("kvroute_queue_wait_seconds_bucket", 'priority!="batch"')
 DEFAULT_LINE = 'line="default"'  # the queue of normal requests, without batch requests
@@ -317,7 +317,9 @@ WORK = Row(
                 Query(per_second(CACHED), "prompts, cached", "green"),
                 Query(
                     per_second(
-                        router("kvroute_prompt_tokens_total", 'cause!~"hit|unexpected_hit"')
+                        router(
+                            "kvroute_prompt_tokens_total", 'cause!~"hit|pulled|disk|unexpected_hit"'
+                        )
                     ),
                     "prompts, computed",
                     "orange",

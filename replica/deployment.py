@@ -72,6 +72,10 @@ class Replica:
             [rank.publisher for rank in self._ranks],
             [rank.ghosts for rank in self._ranks],
         )
+        # Whether other replicas can pull this replica's blocks.
+        self._is_pulled_from = any(engine.facts.blocks_address for engine in engines)
+        # Time at which the drain began, on the event loop's clock; before the drain, the start.
+        self._drained_s = asyncio.get_running_loop().time()
         self._tasks = [
             asyncio.create_task(self._keep_index(), name="index"),
             *(rank.follow_events() for rank in self._ranks),
@@ -213,6 +217,7 @@ class Replica:
         """
         self._server.stop()
         await self._server.idle()
+        await self._wait_for_hand_over()
         await self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -225,6 +230,18 @@ class Replica:
             await rank.engine.close()
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
+
+    async def _wait_for_hand_over(self) -> None:
+        """Wait until other replicas have pulled this replica's blocks.
+
+        Routers close their connections then. If they do not, the wait ends --hand-over-s after the
+        start of the drain.
+        """
+        if not self._is_pulled_from:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._drained_s + self._settings.hand_over_s):
+                await self._server.alone()
 
     async def _expose(self) -> Exposition | None:
         return await asyncio.to_thread(
@@ -268,6 +285,7 @@ class Replica:
         async with asyncio.TaskGroup() as tasks:
             publishing = [tasks.create_task(rank.keep_in_index()) for rank in self._ranks]
             await draining()
+            self._drained_s = asyncio.get_running_loop().time()
             self._server.stop()
             for publisher in publishing:
                 publisher.cancel()

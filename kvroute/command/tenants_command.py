@@ -16,7 +16,12 @@ CSV_COLUMNS = (
     *("model", "tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
     *("gpu_seconds", "gpu_seconds_saved", "failed"),
 )
-CACHED = ("hit", "unexpected_hit")  # causes under which the response counts cached tokens
+CACHED = (
+    "hit",
+    "pulled",
+    "disk",
+    "unexpected_hit",
+)  # causes under which the response counts cached tokens
 
 
 class Format(StrEnum):

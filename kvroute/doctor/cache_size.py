@@ -12,6 +12,10 @@ from kvroute.doctor.load_checks import FEW_REQUESTS
 # Both numbers are shares of all prompt tokens.
 MIN_GAIN = 0.03  # a larger cache is recommended if it would add at least this share of hits
 MUCH_EVICTED = 0.05  # from this share of evicted tokens on, say if more memory would not help
+DISK_REMEDY = (
+    "blocks are read only if that is faster than computing them: use a faster disk, set a larger "
+    "--disk-cache-gb, or do without --disk-cache"
+)
 ENGINE = "kvroute_engine_"  # prefix of the names of an engine's metrics
 
 
@@ -24,19 +28,25 @@ class CacheReading:
     # Size of a larger cache, relative to the real one -> estimate of the additional tokens that it
     # would have had. The engine computes it from a list of evicted blocks (replica/ghosts.py).
     ghost_hit_tokens: Mapping[float, float]
+    disk_written_bytes: float = 0.0
+    disk_read_bytes: float = 0.0
 
 
 def reading(samples: Iterable[Sample]) -> CacheReading | None:
     """Return the counters from a process's metrics, or None if the process is not a replica."""
-    values, ghosts = dict[str, float](), dict[float, float]()
+    values, ghosts, disk = dict[str, float](), dict[float, float](), dict[str, float]()
     for sample in samples:
+        if sample.name == f"{ENGINE}disk_bytes_total":
+            disk[sample.labels["direction"]] = sample.value
         if sample.name == f"{ENGINE}ghost_hit_tokens_total":
             ghosts[float(sample.labels["cache"])] = sample.value
         values[sample.name] = sample.value
     if not ghosts:
         return None
     prompt_tokens = values[f"{ENGINE}prompt_tokens_total"]
-    return CacheReading(prompt_tokens, values[f"{ENGINE}cached_tokens_total"], ghosts)
+    cached_tokens = values[f"{ENGINE}cached_tokens_total"]
+    written, read = disk.get("out", 0.0), disk.get("in", 0.0)
+    return CacheReading(prompt_tokens, cached_tokens, ghosts, written, read)
 
 
 def judge(
@@ -68,6 +78,26 @@ def judge(
         remedy = f"more memory: {_points(gains, 1.5)} with a cache of 1.5 times the size; "
         remedy += f"or one more replica: {_one_more(len(replicas), gains)}"
         yield Check("cache", "warning", finding, remedy)
+
+
+def judge_disk(hits: Facts, replicas: Sequence[CacheReading]) -> Iterator[Check]:
+    """Check that the disk cache is read, if blocks are missing that it should have.
+
+    Args:
+        hits: Cache hits and misses of one router's recent requests, by cause.
+        replicas: Counters of the replicas of all models.
+    """
+    written = sum(replica.disk_written_bytes for replica in replicas)
+    read = sum(replica.disk_read_bytes for replica in replicas)
+    if not written or hits["requests"] < FEW_REQUESTS:
+        return
+    evicted = hits["tokens"]["evicted"] / sum(hits["tokens"].values())
+    finding = f"{written / 1e9:.1f} GB were written to the disk cache and {read / 1e9:.1f} GB read"
+    if read or evicted < MUCH_EVICTED:
+        yield Check("disk", "ok", finding)
+        return
+    finding += f", although {evicted:.0%} of prompt tokens were lost to eviction"
+    yield Check("disk", "warning", finding, DISK_REMEDY)
 
 
 def _gains(replicas: Sequence[CacheReading], prompt_tokens: float) -> dict[float, float]:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -120,6 +121,7 @@ class _Collection:
         yield from load_checks.hits(diagnosis["hits"])
         yield from load_checks.load(replicas["backlogs_s"])
         yield from load_checks.speeds(replicas.get("slow", {}))
+        yield from load_checks.pulls(replicas.get("pulls", {}))
         yield from load_checks.queues(diagnosis.get("queues", ()))
         yield from seat_checks.seats(diagnosis.get("seats", ()))
         yield from batch_checks.batches(diagnosis.get("batches"))
@@ -139,7 +141,9 @@ class _Collection:
             yield from metrics_ports.judge_missing(replicas["leases_s"] or (), targets)
             yield from metrics_ports.judge_logs(probes)
             is_busy = load_checks.is_busy(replicas["backlogs_s"], diagnosis.get("queues", ()))
-            for model, caches in metrics_ports.caches(probes).items():
+            by_model = metrics_ports.caches(probes)
+            yield from cache_size.judge_disk(diagnosis["hits"], [*chain(*by_model.values())])
+            for model, caches in by_model.items():
                 yield from cache_size.judge(model, diagnosis["hits"], caches, is_busy=is_busy)
         except _RefusedError as error:
             yield Check(

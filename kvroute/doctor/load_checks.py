@@ -32,6 +32,7 @@ class Limit(NamedTuple):
 
 # The ledger (router/placement/ledger.py) counts each prompt token under one cause, which says why
 # the token was cached or not.
+CACHED = ("hit", "pulled", "disk", "unexpected_hit")  # causes of tokens from a cache
 LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "stale": Limit(
         0.1,
@@ -66,6 +67,7 @@ SLOW = (
     "routers already send it fewer requests; check its GPU's temperature and clocks (nvidia-smi -q "
     "-d PERFORMANCE) and other programs on its machine, or replace it"
 )
+SLOW_LINK = "no blocks are pulled over this link; use a faster network, or set --pull off"
 WHERE = {  # part of the chat that changes -> its description
     "system": "in the system message",
     "developer": "in the developer's message",
@@ -163,6 +165,31 @@ def speeds(slow: Mapping[str, float]) -> Iterator[Check]:
         yield Check("speed", "ok", "no replica is far slower than the others")
 
 
+def pulls(links: Mapping[str, Facts]) -> Iterator[Check]:
+    """Check for links over which replicas pull blocks more slowly than they compute them.
+
+    Args:
+        links: Replica that pulls -> the speed of its slowest link (placement/pulls.py: PullSpeed).
+    """
+    slow = {id_: link for id_, link in links.items() if link["pull_s"] >= link["computing_s"]}
+    for replica_id, link in slow.items():
+        finding = f"replica {replica_id} pulls blocks at {_gb_per_s(link)}: {link['tokens']:,} "
+        finding += (
+            f"tokens take {link['pull_s']:.2g} s, and computing them {link['computing_s']:.2g} s"
+        )
+        yield Check("pulls", "warning", finding, SLOW_LINK)
+    if links and not slow:
+        slowest = min(links.values(), key=lambda link: link["bytes_per_s"])
+        finding = (
+            f"{plural(len(links), 'replica')} can pull blocks, at {_gb_per_s(slowest)} or more"
+        )
+        yield Check("pulls", "ok", finding)
+
+
+def _gb_per_s(link: Facts) -> str:
+    return f"{link['bytes_per_s'] / 1e9:.2g} GB/s"
+
+
 def is_busy(backlogs_s: Mapping[str, float], queues: Iterable[Facts]) -> bool:
     """Return whether requests wait because the whole fleet is busy.
 
@@ -232,8 +259,8 @@ def _waited(queue: Facts) -> str:
 
 def _shares(tokens: Mapping[str, int], total: int) -> str:
     """Return the share of cached tokens, then the share of each cause of misses, largest first."""
-    cached = (tokens["hit"] + tokens["unexpected_hit"]) / total
-    missed = [cause for cause, n in tokens.items() if n and cause not in ("hit", "unexpected_hit")]
+    cached = sum(tokens[cause] for cause in CACHED) / total
+    missed = [cause for cause, n in tokens.items() if n and cause not in CACHED]
     missed.sort(key=lambda cause: -tokens[cause])
     shares = [f"{cause} {tokens[cause] / total:.0%}" for cause in missed]
     return ", ".join([f"{cached:.0%} of prompt tokens from a cache", *shares])

@@ -79,6 +79,8 @@ class Server:
         self.away_reason = ""  # why the engine cannot run requests now; empty: it can
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._is_alone = asyncio.Event()  # there is no connection
+        self._is_alone.set()
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str, ports: Sequence[int] = (0,)) -> None:
@@ -131,12 +133,27 @@ class Server:
         """Wait until no request or call runs."""
         await self._is_idle.wait()
 
+    async def alone(self) -> None:
+        """Wait until no router is connected."""
+        await self._is_alone.wait()
+
     async def close(self) -> None:
         """Stop listening, and end all requests and connections."""
         if self._server is not None:
             self._server.close()
         tasks = [task for peer in self.peers for task in peer.close()]
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def connected(self, peer: "Peer") -> None:
+        """Add a connection."""
+        self.peers.add(peer)
+        self._is_alone.clear()
+
+    def disconnected(self, peer: "Peer") -> None:
+        """Remove a connection."""
+        self.peers.discard(peer)
+        if not self.peers:
+            self._is_alone.set()
 
     def request_started(self) -> None:
         """Count a request or call that starts to run."""
@@ -173,7 +190,7 @@ class Peer(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._server.peers.add(self)
+        self._server.connected(self)
         if sum(not peer._is_proven for peer in self._server.peers) > MAX_UNPROVEN:
             self._reject(f"{MAX_UNPROVEN} other connections have not sent a proof yet")
             return
@@ -181,7 +198,7 @@ class Peer(Connection):
         self._loop.call_later(PROOF_S, self._check_proof_arrived)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._server.peers.discard(self)
+        self._server.disconnected(self)
         self.close()
 
     def close(self) -> list[asyncio.Task[None]]:

@@ -114,7 +114,7 @@ def usage_of(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
     ledger = attempt.ledger()
     if ledger is not None:
         tokens = attempt.dispatch.prompt_tokens
-        cached = min(ledger.hit + ledger.unexpected_hit, tokens)
+        cached = min(ledger.cached, tokens)
         usage["prefill_us"] = _prefill_us(attempt, cached, tokens, gpus)
         if not attempt.context.is_resumed:  # the first replica's attempt has counted the prompt
             usage |= msgspec.structs.asdict(ledger)

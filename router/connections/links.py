@@ -59,6 +59,8 @@ class Links:
                 yet computed.
         """
         self._on_pending = on_pending
+        # Called with the id of each removed replica. While it returns True, the connection stays.
+        self.is_needed: Callable[[str], bool] = lambda replica_id: False
         self.losses = 0  # connections that ended while Serve ran the replica
         # Replica id -> time of the first failure to connect, and the reason of the last one.
         self._failures: dict[str, tuple[float, str]] = {}
@@ -99,6 +101,10 @@ class Links:
             for id_, (since_s, reason) in self._failures.items()
             if now_s - since_s >= REPORT_AFTER_S
         }
+
+    def is_connected(self, replica_id: str) -> bool:
+        """Return whether there is an open connection, even if Serve has removed the replica."""
+        return self._open(replica_id) is not None
 
     def busy(self) -> set[str]:
         """Return the replicas that run requests of this router, even if Serve has removed them."""
@@ -179,7 +185,9 @@ class Links:
                 self._tasks[replica_id] = tasks.create_task(work, name=f"link {replica_id}")
         for replica_id in self._tasks.keys() - running:
             link = self._links.get(replica_id)
-            if link is None or not link.streams:  # a replica that drains finishes its requests
+            is_needed = link is not None and self.is_needed(replica_id)
+            # A replica that drains finishes its requests.
+            if link is None or not (link.streams or is_needed):
                 self._tasks.pop(replica_id).cancel()
 
     async def _stay_connected(self, replica_id: str) -> None:

@@ -75,6 +75,7 @@ class Generation:
         self._written_tokens = current.first.http.written_tokens if current.first.http else 0
         self.request_id = request.request_id  # the id under which the engine runs the request
         self.token_ids = request.token_ids
+        self.scope = request.scope
         self.features = context.features
         self._start = start
         self._request = request

@@ -213,7 +213,7 @@ class RequestCounts(RequestObserver):
             self._tokens[cause].inc(tokens)
         self._evicted[attempt.evicted_why].inc(ledger.evicted)
         reloaded = attempt.reloaded_tokens
-        self._hits[GPU].inc(ledger.hit + ledger.unexpected_hit - sum(reloaded.values()))
+        self._hits[GPU].inc(ledger.cached - sum(reloaded.values()))
         for tier, tokens in reloaded.items():
             self._hits[tier].inc(tokens)
         for tier, saved_s in attempt.saved_s.items():

@@ -1,10 +1,12 @@
-"""Metrics of the pulls that a router has ordered."""
+"""Metrics of the pulls that a router has ordered, with and without a request."""
 
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter
 
 from kvroute.contract.pull import PullResult, Reason
+from kvroute.process.exposition import Readings
+from kvroute.router.dispatch.hand_over import HandOver
 
 COMPLETE = "complete"  # label of pulls that copied all blocks
 UNKNOWN = "unknown"  # label of pulls of which no result came, for example of a lost replica
@@ -43,3 +45,21 @@ class PullMetrics:
         self._tokens.inc(result.tokens)
         self._bytes.inc(result.size_bytes)
         self._seconds.inc(result.took_s)
+
+
+def export(hand_over: HandOver, readings: Readings) -> None:
+    """Export what became of the conversations of removed replicas."""
+    readings.labelled_counter(
+        "result",
+        "kvroute_handed_over_prompts",
+        "Latest prompts of conversations whose replica was removed, by result: moved (another "
+        "replica has pulled the blocks), held (another replica had them already), dropped (the "
+        "conversation ended or continued, or the blocks were evicted or are not worth a pull), "
+        "late (the time was over).",
+        lambda: {str(result): count for result, count in hand_over.outcomes.items()},
+    )
+    readings.counter(
+        "kvroute_handed_over_tokens",
+        "Prompt tokens whose blocks other replicas have pulled from removed ones.",
+        lambda: hand_over.tokens,
+    )

@@ -16,8 +16,9 @@ from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
+from kvroute.router.dispatch.hand_over import HandOver
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability import request_spans
+from kvroute.router.observability import pull_metrics, request_spans
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
@@ -98,6 +99,7 @@ class Telemetry:
         audit: Audit,
         unreadable: Unreadable,
         links: Links,
+        hand_over: HandOver,
         blamed: PoisonList,
         responses: Responses | None,
         queue: Queue[Any],
@@ -111,6 +113,7 @@ class Telemetry:
         self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)
+        pull_metrics.export(hand_over, self._metrics.readings)
         self._metrics.export_blamed(blamed)
         self._metrics.export_queue(queue)
         if seats is not None:

@@ -31,7 +31,7 @@ class Sums(msgspec.Struct, frozen=True):
 
     @property
     def hit_tokens(self) -> int:
-        return self.tokens.hit + self.tokens.unexpected_hit
+        return self.tokens.cached
 
     @property
     def prompt_tokens(self) -> int:

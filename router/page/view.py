@@ -14,13 +14,13 @@ decision/N      where a request went, its result, and a receipt that explains th
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from redis.exceptions import RedisError
 
-from kvroute.blocks.tiers import SLOWER
+from kvroute.blocks.tiers import PEER, SLOWER
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerSubscriber
@@ -29,6 +29,7 @@ from kvroute.router.page.live import State
 from kvroute.router.page.places import Places
 from kvroute.router.page.recent import Decision, Recent, Sums, summed
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.pulls import PullSpeed
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
@@ -94,10 +95,10 @@ class View:
             "prefixes": self._hot_prefixes(),
             "named": await self._named_prefixes(),
         }
-        states = self._states(records)
+        states, speeds = self._states(records), self._fleet.pulls.speeds()
         by_id = {record.id: record for record in records}
         for number, (replica_id, status) in enumerate(sorted(states.items())):
-            facts = self._replica(by_id.get(replica_id), sums.get(replica_id))
+            facts = self._replica(by_id.get(replica_id), sums.get(replica_id), speeds)
             state[f"replica/{replica_id}"] = encode({"id": replica_id, "state": status, **facts})
             if number % STEP == STEP - 1:
                 await asyncio.sleep(0)
@@ -132,15 +133,21 @@ class View:
         states |= dict.fromkeys(degraded, "degraded")
         return states
 
-    def _replica(self, record: ReplicaRecord | None, sums: Sums | None) -> dict[str, Any]:
+    def _replica(
+        self,
+        record: ReplicaRecord | None,
+        sums: Sums | None,
+        speeds: Mapping[str, PullSpeed],
+    ) -> dict[str, Any]:
         totals = {
             "requests": sums.requests if sums else 0,
             "prompt_tokens": sums.prompt_tokens if sums else 0,
             "hit_tokens": sums.hit_tokens if sums else 0,
+            "pulled_tokens": sums.tokens.pulled if sums else 0,
         }
         if record is None:  # the replica has not registered in the index yet
             return totals
-        tiers = record.facts.tiers
+        tiers, speed = record.facts.tiers, speeds.get(record.id)
         return totals | {
             "node": record.whereabouts.node,
             "capacity_blocks": record.facts.capacity_blocks,
@@ -150,6 +157,8 @@ class View:
             "cached_blocks": self._blocks.get(record.id),
             "used_blocks": record.load.used_blocks,
             "pinned_blocks": sum(pin.pinned_blocks for pin in record.pins.values()),
+            # Bytes per second over the slowest link to the replica; null: it pulls nothing.
+            "pull_bytes_per_s": speed and round(speed.bytes_per_s),
             "running": record.load.running,
             "waiting": record.load.waiting,
         }
@@ -179,7 +188,7 @@ class View:
                 "prompt_tokens": attempt.placement.prompt_tokens,
                 "expected_tokens": attempt.placement.expected_tokens(attempt.replica_id),
                 "cached_tokens": attempt.cached_tokens,
-                **{f"{tier.name}_tokens": reloaded.get(tier, 0) for tier in SLOWER},
+                **{f"{tier.name}_tokens": reloaded.get(tier, 0) for tier in (*SLOWER, PEER)},
                 "output_tokens": attempt.output_tokens if attempt.outcome else None,
                 "predicted_ttft_s": round(
                     attempt.placement.predicted_ttft_s(attempt.replica_id), 4

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Feature, Fingerprint
-from kvroute.blocks.tiers import PEER, Tier
+from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
@@ -409,6 +409,7 @@ class Attempt:
         """
         if self.placement is None or self.cached_tokens is None:
             return None
+        reloaded = self.reloaded_tokens
         return account(
             self.placement.prompt_tokens,
             cacheable=len(self.placement.chain) * self.placement.block_size,
@@ -420,4 +421,6 @@ class Attempt:
             known=self.placement.known_tokens,
             broken=self.context.broken.lost if self.context.broken else NOTHING,
             is_salted=bool(self.context.namespace),
+            pulled=reloaded.get(PEER, 0),
+            disk=reloaded.get(DISK, 0),
         )

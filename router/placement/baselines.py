@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvroute.router.placement.policy import Candidate, rank
+from kvroute.router.placement.policy import Candidate, Prices, rank
 
 
 class Ranking(Protocol):
@@ -23,9 +23,7 @@ class Ranking(Protocol):
         candidates: Sequence[Candidate],
         *,
         rng: random.Random,
-        busy_s: float,
-        pressure: float = 0.0,
-        forks: float = 1.0,
+        prices: Prices,
     ) -> list[Candidate]: ...
 
 
@@ -40,9 +38,7 @@ class RoundRobin:
         candidates: Sequence[Candidate],
         *,
         rng: random.Random,
-        busy_s: float,
-        pressure: float = 0.0,
-        forks: float = 1.0,
+        prices: Prices,
     ) -> list[Candidate]:
         self._count += 1
         first = self._count % max(1, len(candidates))
@@ -51,7 +47,7 @@ class RoundRobin:
 
 
 def power_of_two(
-    candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
+    candidates: Sequence[Candidate], *, rng: random.Random, prices: Prices
 ) -> list[Candidate]:
     """Prefer the less loaded of two random replicas, as Ray Serve's default router does."""
     shuffled = rng.sample(candidates, len(candidates))
@@ -59,14 +55,14 @@ def power_of_two(
 
 
 def least_loaded(
-    candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
+    candidates: Sequence[Candidate], *, rng: random.Random, prices: Prices
 ) -> list[Candidate]:
     """Prefer the replicas with the fewest unanswered requests; break ties at random."""
     return sorted(rng.sample(candidates, len(candidates)), key=_unanswered)
 
 
 def any_replica(
-    candidates: Sequence[Candidate], *, rng: random.Random, **_prices: object
+    candidates: Sequence[Candidate], *, rng: random.Random, prices: Prices
 ) -> list[Candidate]:
     """Rank the replicas at random."""
     return rng.sample(candidates, len(candidates))

@@ -189,18 +189,17 @@ class Fleet:
         )
         busy_s, pressure = self.loads.scale.busy_s, self.pressure.value
         forks = self._branches.forks(prefix)
+        common = prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks)
         if offers := self.pulls.offers(chain, best):
             candidates = self.pulls.apply(
                 candidates,
                 offers,
                 best=best,
                 block_size=self._block_size,
-                prices=prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks),
+                prices=common,
                 now_s=now_s,
             )
-        ranking = self._rank(
-            candidates, rng=self._rng, busy_s=busy_s, pressure=pressure, forks=forks
-        )
+        ranking = self._rank(candidates, rng=self._rng, prices=common)
         return Placement(
             ranking=tuple(ranking),
             chain=tuple(chain),
@@ -229,9 +228,8 @@ class Fleet:
             candidate._replace(backlog_s=candidate.backlog_s + lane_s)
             for candidate, lane_s in zip(again.ranking, ahead_s, strict=True)
         ]
-        ranking = self._rank(
-            candidates, rng=self._rng, busy_s=again.busy_s, pressure=again.pressure, forks=0.0
-        )
+        common = prices(candidates, busy_s=again.busy_s, pressure=again.pressure, forks=0.0)
+        ranking = self._rank(candidates, rng=self._rng, prices=common)
         return replace(again, ranking=tuple(ranking))
 
     def _candidates(

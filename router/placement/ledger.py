@@ -16,7 +16,9 @@ token. They are in tokens from the start of the prompt:
     cacheable   the longest part that a cache could hold: full blocks, without the last token
 
 Delivered tokens count as `hit` up to `expected`, and as `unexpected_hit` beyond: the index was
-late, or another request with the same prefix was faster. All other tokens were computed. The cause
+late, or another request with the same prefix was faster. Of the tokens before `expected`, those
+that were copied from another replica's host memory for this request count as `pulled`, and those
+that were read from the disk cache as `disk`. All other tokens were computed. The cause
 of such a token is the first one in this list whose length is greater than the token's position:
 
     cause       length      meaning
@@ -34,7 +36,7 @@ of such a token is the first one in this list whose length is greater than the t
                             costs
     tail                    cannot be cached: the token is beyond `cacheable`
 
-The eleven causes always add up to the number of tokens of the prompt.
+The causes always add up to the number of tokens of the prompt.
 """
 
 import msgspec
@@ -44,6 +46,8 @@ class Ledger(msgspec.Struct, frozen=True):
     """Number of a prompt's tokens by cause."""
 
     hit: int
+    pulled: int
+    disk: int
     unexpected_hit: int
     stale: int
     spilled: int
@@ -54,6 +58,11 @@ class Ledger(msgspec.Struct, frozen=True):
     new: int
     isolated: int
     tail: int
+
+    @property
+    def cached(self) -> int:
+        """Return the number of tokens that came from a cache."""
+        return self.hit + self.pulled + self.disk + self.unexpected_hit
 
 
 NOTHING = range(0)
@@ -72,6 +81,8 @@ def account(
     known: int = 0,
     broken: range = NOTHING,
     is_salted: bool = False,
+    pulled: int = 0,
+    disk: int = 0,
 ) -> Ledger:
     """Return the ledger of a prompt.
 
@@ -79,9 +90,13 @@ def account(
 
     Args:
         is_salted: whether the prompt has a cache_salt.
+        pulled: how many delivered and expected tokens came from another replica's host memory.
+        disk: how many delivered and expected tokens came from the disk cache.
     """
     begin = min(delivered, prompt_tokens)
     hit = min(begin, expected)
+    pulled = min(pulled, hit)
+    disk = min(disk, hit - pulled)
 
     def until(end: int) -> int:
         """Return how many tokens before `end` have no cause yet, and mark them as counted."""
@@ -90,7 +105,9 @@ def account(
         return begin - before
 
     counts = {
-        "hit": hit,
+        "hit": hit - pulled - disk,
+        "pulled": pulled,
+        "disk": disk,
         "unexpected_hit": begin - hit,
         "stale": until(expected),
         "spilled": until(reusable),

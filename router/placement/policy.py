@@ -142,6 +142,9 @@ class Prices:
     evicted: float = 0.0  # price of the blocks that a pull evicts, as a multiple of its `saved_s`
 
 
+NO_PRICES = Prices(alpha=1.0, rotation=0.0)  # each term of the cost counts as its time
+
+
 def prices(
     candidates: Sequence[Candidate],
     *,
@@ -156,6 +159,8 @@ def prices(
         pressure: cache pressure, see pressure.py.
         forks: number of earlier prompts that diverged from this one at the end of the longest hit.
     """
+    if not candidates:
+        return NO_PRICES
     backlogs_s = sorted([candidate.backlog_s for candidate in candidates])
     count = len(backlogs_s)
     is_start = forks > 0 or not any(candidate.hit_blocks for candidate in candidates)
@@ -238,9 +243,7 @@ def rank(
     candidates: Sequence[Candidate],
     *,
     rng: random.Random,
-    busy_s: float,
-    pressure: float = 0.0,
-    forks: float = 1.0,
+    prices: Prices,
 ) -> list[Candidate]:
     """Return the candidates in ascending order of their cost.
 
@@ -250,13 +253,8 @@ def rank(
     Args:
         candidates: one candidate for each replica.
         rng: the source of the random order.
-        busy_s: see `prices`.
-        pressure: see `prices`.
-        forks: see `prices`.
+        prices: the factors of this request.
     """
-    if not candidates:
-        return []
-    common = prices(candidates, busy_s=busy_s, pressure=pressure, forks=forks)
     draw = rng.random
-    ranked = sorted([(cost_s(c, common), -c.free_blocks, draw(), c) for c in candidates])
+    ranked = sorted([(cost_s(c, prices), -c.free_blocks, draw(), c) for c in candidates])
     return [candidate for *_, candidate in ranked]

@@ -54,6 +54,15 @@ class Offer(NamedTuple):
     peer_ids: Sequence[str]
 
 
+class PullSpeed(NamedTuple):
+    """How fast a replica pulls over its slowest link, compared with computing."""
+
+    bytes_per_s: float
+    tokens: int  # tokens of one step of its engine
+    pull_s: float  # time to pull the blocks of so many tokens, with the copy to the GPU
+    computing_s: float  # time to compute them
+
+
 # How long the prompt waits at a replica without the pull, the candidate's index, and what it needs.
 _Able = tuple[float, int, Exchange, Offer]
 NO_OFFERS: Mapping[str, Offer] = {}
@@ -239,6 +248,24 @@ class Pulls:
             return None
         tokens = pull.blocks * block_size
         return Pull(pull.peer_id, peer.address, key, tokens, self.within_s(candidate))
+
+    def speeds(self) -> dict[str, PullSpeed]:
+        """Return how fast each replica pulls, by id; without replicas that do not pull."""
+        speeds, slowest = {}, self.links.slowest()
+        for replica_id, exchange in self._replicas.exchanges.items():
+            record, load = self._replicas.get(replica_id), self._loads.of(replica_id)
+            if exchange.speed is None or record is None:
+                continue
+            blocks = max(1, load.step_tokens // record.facts.block_size)
+            tokens, slowness = blocks * record.facts.block_size, slowest.get(replica_id, 1.0)
+            link_s = slowness * exchange.speed.seconds(blocks * exchange.block_bytes)
+            speeds[replica_id] = PullSpeed(
+                exchange.speed.bytes_per_s / slowness,
+                tokens,
+                link_s + self._replicas.tiers[replica_id][HOST].reload_s(blocks),
+                load.speed.slowness * load.model.seconds(0, tokens),
+            )
+        return speeds
 
     # Pulls in progress.
 

@@ -70,6 +70,13 @@ class Links:
         speed = self._speeds.get((source, target))
         return speed.slowness if speed else 1.0
 
+    def slowest(self) -> dict[str, float]:
+        """Return the largest slowness of the links to each replica, as far as it is known."""
+        slowest = dict[str, float]()
+        for (_, target), speed in self._speeds.items():
+            slowest[target] = max(speed.slowness, slowest.get(target, 0.0))
+        return slowest
+
     def wait_s(self, source: str, target: str, now_s: float) -> float:
         """Return the seconds until the pulls in progress at both ends should be done."""
         out, into = self._sources.get(source), self._targets.get(target)

@@ -26,6 +26,7 @@ from kvroute.router.dispatch.admission import Gate
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.dispatcher import Dispatcher
 from kvroute.router.dispatch.ended_sessions import EndedSessions
+from kvroute.router.dispatch.hand_over import HandOver
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
@@ -163,6 +164,9 @@ class Parts:
         )
         self.seating = _seating(settings, self)
         gate = Gate(self.fleet, self.liveness, self.holding, self.seating)
+        self.hand_over = HandOver(
+            self.fleet, self.links, self.liveness.trusted, within_s=settings.hand_over_s
+        )
         self.questions = Questions(self.links, gate)
         self.dispatcher = Dispatcher(
             self.links,

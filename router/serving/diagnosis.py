@@ -51,6 +51,7 @@ class Diagnosis:
         )
         running = sorted(chain.from_iterable(model.running for model in self._models))
         engines = [model.engine_problems() for model in self._models]
+        speeds = [model.speeds() for model in self._models]
         return {
             "now_s": time.time(),
             "redis": redis,
@@ -61,7 +62,8 @@ class Diagnosis:
                 "running": running,
                 "leases_s": leases,
                 "backlogs_s": dict(ChainMap(*(model.backlogs_s() for model in self._models))),
-                "slow": dict(ChainMap(*(model.slow_replicas() for model in self._models))),
+                "slow": dict(ChainMap(*(each["slow"] for each in speeds))),
+                "pulls": dict(ChainMap(*(each["pulls"] for each in speeds))),
                 "rendering_differences": dict(
                     ChainMap(*(model.rendering_differences() for model in self._models))
                 ),

@@ -32,6 +32,7 @@ class Lifecycle:
             audit=parts.audit,
             unreadable=parts.unreadable,
             links=parts.links,
+            hand_over=parts.hand_over,
             blamed=parts.blamed,
             responses=parts.responses,
             queue=parts.queue,
@@ -65,6 +66,7 @@ class Lifecycle:
             "links": parts.links.run(),
             "liveness": parts.liveness.run(),
             "holding": parts.holding.run(),
+            "hand-over": parts.hand_over.run(),
             "neighbours": parts.neighbours.run(),
             "ended sessions": parts.ended_sessions.run(parts.links),
         }

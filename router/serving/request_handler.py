@@ -226,6 +226,7 @@ class RequestHandler:
             if generation.is_refused:
                 continue
             self._parts.prefixes.count(generation, expanded.prefix, owner)
+            self._parts.hand_over.remember(generation)
             if context.entry is not None:
                 new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
                 context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())

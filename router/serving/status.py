@@ -181,9 +181,16 @@ class Status:
         backlogs_s = self._parts.fleet.loads.backlogs_s(running, time.monotonic())
         return dict(zip(running, backlogs_s, strict=True))
 
-    def slow_replicas(self) -> dict[str, float]:
-        """Return the replicas that are much slower than the others: id -> factor."""
-        return self._parts.fleet.loads.slow_replicas(self.running)
+    def speeds(self) -> dict[str, dict[str, Any]]:
+        """Return the replicas that are much slower than the others, and the speed of pulls.
+
+        Returns:
+            slow: replica -> the factor by which it is slower.
+            pulls: replica that pulls -> the fields of its PullSpeed (placement/pulls.py).
+        """
+        fleet = self._parts.fleet
+        pulls = {id_: speed._asdict() for id_, speed in fleet.pulls.speeds().items()}
+        return {"slow": fleet.loads.slow_replicas(self.running), "pulls": pulls}
 
     def blamed(self) -> list[dict[str, Any]]:
         """Return the requests that stopped a replica and are refused for some minutes."""

@@ -35,6 +35,12 @@ const TERMS = {
   rotation: "rotation of new conversations",
   decode: "slowing running answers",
 };
+// Where the cached tokens of a prompt came from, if not from GPU memory.
+const SLOWER = [
+  ["host_tokens", "host memory"],
+  ["disk_tokens", "the disk cache"],
+  ["peer_tokens", "another replica"],
+];
 const AT_FIRST = 10;
 
 const list = document.getElementById("decisions");
@@ -124,7 +130,7 @@ function showSummary(decision, summary) {
   const word = decision.cached_tokens === null ? "expected in cache" : "cached";
   setText(hits, `${count(cached)} of ${plural(decision.prompt_tokens, "token")} ${word}`);
   const parts = [
-    decision.host_tokens ? `${count(decision.host_tokens)} from host memory` : null,
+    ...SLOWER.map(([tier, place]) => (decision[tier] ? `${count(decision[tier])} from ${place}` : null)),
     decision.queued_s ? `queued ${seconds(decision.queued_s)}` : null,
     decision.ttft_s === null ? null : `first token ${seconds(decision.ttft_s)}`,
     `predicted ${seconds(decision.predicted_ttft_s)}`,
@@ -177,7 +183,9 @@ function outcomeOf(decision) {
     ["expected here", `${count(decision.expected_tokens)} tokens`],
     ["delivered by the cache", decision.cached_tokens === null ? "–" : `${count(decision.cached_tokens)} tokens`],
   ];
-  if (decision.host_tokens) facts.push(["of these from host memory", `${count(decision.host_tokens)} tokens`]);
+  for (const [tier, place] of SLOWER) {
+    if (decision[tier]) facts.push([`of these from ${place}`, `${count(decision[tier])} tokens`]);
+  }
   if (decision.output_tokens !== null) facts.push(["answer", plural(decision.output_tokens, "token")]);
   if (receipt.congestion_price !== null) facts.push(["price of computing again", `× ${receipt.congestion_price.toFixed(2)}`]);
   if (receipt.broken) facts.push(["prefix broken", changed(receipt.broken)]);

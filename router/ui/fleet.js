@@ -103,10 +103,17 @@ function showCache(replica, bar, cache) {
     replica.cached_blocks === null ? "cached: unknown" : `${percent(replica.cached_blocks, capacity)} cached`,
     `${percent(used, own)} in use`,
     pinned ? `${percent(pinned, own)} pinned` : null,
+    pulls(replica),
   ].filter(Boolean);
   setText(cache, words.join(" · "));
   const where = replica.host_blocks ? `, ${count(replica.host_blocks)} of them in host memory` : "";
   bar.setAttribute("aria-label", `KV cache of ${count(capacity)} blocks${where}: ${words.join(", ")}`);
+}
+
+function pulls(replica) {
+  if (!replica.pull_bytes_per_s) return null;
+  const share = percent(replica.pulled_tokens, replica.prompt_tokens);
+  return `${share} of prompts pulled, at ${(replica.pull_bytes_per_s / 1e9).toPrecision(2)} GB/s`;
 }
 
 function showFigures(replica, list) {

@@ -18,6 +18,8 @@ export const PLACES = {
 // As in the table of docs/metrics.md.
 export const CAUSES = [
   ["hit", "came from the cache, as the router expected", ""],
+  ["pulled", "were copied from another replica's host memory, as the router expected", ""],
+  ["disk", "were read from the disk cache, as the router expected", ""],
   ["unexpected_hit", "came from the cache, although the router did not expect it", "see whether kvroute_index_age_seconds is high"],
   ["stale", "were expected in the cache but were not there: they were evicted meanwhile, or the index was wrong", "give the cache more memory; see whether kvroute_publisher_lag_seconds is high"],
   ["spilled", "were cached on a replica that was not chosen, mostly because it was busy", "add replicas"],
@@ -53,7 +55,7 @@ for (const [cause, meaning, remedy] of CAUSES) {
 }
 
 export const totalTokens = (ledger) => Object.values(ledger.tokens).reduce((a, b) => a + b, 0);
-export const hitTokens = (ledger) => ledger.tokens.hit + ledger.tokens.unexpected_hit;
+export const hitTokens = ({ tokens }) => tokens.hit + tokens.pulled + tokens.disk + tokens.unexpected_hit;
 
 export function showLedger(ledger) {
   const total = totalTokens(ledger);

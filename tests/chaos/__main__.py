@@ -24,6 +24,7 @@ from kvroute.local.ports import free_port
 from tests.chaos.client_faults import GRAMMAR_FAULTS
 from tests.chaos.faults import BREAKING, FAULTS
 from tests.chaos.load import Count, Load
+from tests.chaos.pull_faults import PULL_FAULTS
 from tests.chaos.victim import Fault, Victim
 from tests.support.own_disk import CAN_MOUNT, ON_OWN_DISK
 from tests.support.redis_server import Wire, Wired, redis_server
@@ -55,6 +56,16 @@ SIMULATED = Setting(
         *("--host-cache-gb", "0.1"),
     ),
     faults=FAULTS,
+)
+PULLING = Setting(
+    "simulated replicas that pull blocks from each other",
+    replicas=3,
+    streams=4,
+    options=(
+        *("--engine", "simulated", "--simulated-decode-ms", "20"),
+        *("--simulated-prefill-tokens-per-s", "10000", "--host-cache-gb", "8", "--pull", "on"),
+    ),
+    faults=PULL_FAULTS,
 )
 VLLM = Setting(
     "vLLM replicas of the built-in model",
@@ -257,6 +268,7 @@ def main(
 ) -> None:
     schedules: dict[Setting, list[tuple[str, ...]]] = {
         SIMULATED: scheduled(seed, pairs),
+        PULLING: [(name,) for name in PULL_FAULTS],
         VLLM: [*((name,) for name in GRAMMAR_FAULTS), (STOPPED,)],
     }
     page = [HEAD.format(held=HELD_S, cores=os.cpu_count(), seed=seed)]

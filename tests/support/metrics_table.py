@@ -33,7 +33,9 @@ from kvroute.router.batches.runner import BatchRunner
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
+from kvroute.router.dispatch.hand_over import HandOver
 from kvroute.router.index.feed import Feed
+from kvroute.router.observability import pull_metrics
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
@@ -78,7 +80,9 @@ def router() -> CollectorRegistry:
     metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None](lambda: 1.0))
-    metrics.export_links(Links(lambda: replicas(())))
+    links = Links(lambda: replicas(()))
+    metrics.export_links(links)
+    pull_metrics.export(HandOver(fleet, links, list, within_s=1.0), metrics.readings)
     metrics.export_blamed(PoisonList())
     metrics.export_seats(Seats[None](lambda: 0))
     responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, max_bytes=0)

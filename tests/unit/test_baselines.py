@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from kvroute.router.placement.baselines import RANKINGS
-from kvroute.router.placement.policy import Candidate
+from kvroute.router.placement.policy import NO_PRICES, Candidate
 from kvroute.settings.serve import ServeSettings
 
 RNG = random.Random(3)
@@ -16,7 +16,7 @@ FLEET = [Candidate(name, 0, 0.0, 0.1, unanswered=i) for i, name in enumerate("ab
 def firsts(policy: str, times: int) -> list[str]:
     """Return the replicas to which one router would send this many requests."""
     ranking = RANKINGS[policy]()
-    return [ranking(FLEET, rng=RNG, busy_s=1.0)[0].replica_id for _ in range(times)]
+    return [ranking(FLEET, rng=RNG, prices=NO_PRICES)[0].replica_id for _ in range(times)]
 
 
 def test_every_policy_that_an_operator_can_choose_exists() -> None:
@@ -25,9 +25,9 @@ def test_every_policy_that_an_operator_can_choose_exists() -> None:
 
 @pytest.mark.parametrize("policy", RANKINGS)
 def test_every_ranking_has_each_replica_once(policy: str) -> None:
-    order = RANKINGS[policy]()(FLEET, rng=RNG, busy_s=1.0)
+    order = RANKINGS[policy]()(FLEET, rng=RNG, prices=NO_PRICES)
     assert sorted(candidate.replica_id for candidate in order) == list("abcd")
-    assert RANKINGS[policy]()([], rng=RNG, busy_s=1.0) == []
+    assert RANKINGS[policy]()([], rng=RNG, prices=NO_PRICES) == []
 
 
 def test_round_robin_chooses_one_replica_after_the_other() -> None:

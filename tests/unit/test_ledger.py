@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvroute.router.placement.ledger import account
 
 TOKENS = st.integers(0, 10_000)
-LENGTHS = "cacheable reusable expected delivered named partial known".split()
+LENGTHS = "cacheable reusable expected delivered named partial known pulled disk".split()
 
 
 def ledger(**lengths: Any) -> dict[str, int]:
@@ -32,8 +32,8 @@ def test_the_causes_add_up_to_the_prompt_for_any_lengths(
     tokens = msgspec.structs.astuple(found)
     assert sum(tokens) == prompt
     assert min(tokens) >= 0
-    assert found.hit + found.unexpected_hit == min(lengths["delivered"], prompt)
-    assert found.hit + found.stale == min(lengths["expected"], prompt)
+    assert found.cached == min(lengths["delivered"], prompt)
+    assert found.hit + found.pulled + found.disk + found.stale == min(lengths["expected"], prompt)
     assert not (found.new if is_salted else found.isolated)
     assert found.broken <= len(broken)
 
@@ -44,6 +44,18 @@ def test_an_uncached_prompt_is_new_except_its_tail() -> None:
 
 def test_expected_and_delivered_tokens_are_hits() -> None:
     assert ledger(reusable=64, expected=64, delivered=64) == {"hit": 64, "new": 32, "tail": 4}
+
+
+def test_tokens_from_a_peer_and_from_the_disk_have_their_own_causes() -> None:
+    found = ledger(reusable=64, expected=64, delivered=80, pulled=32, disk=16)
+    assert found == {
+        "hit": 16,
+        "pulled": 32,
+        "disk": 16,
+        "unexpected_hit": 16,
+        "new": 16,
+        "tail": 4,
+    }
 
 
 def test_expected_tokens_that_were_not_delivered_are_stale() -> None:

@@ -15,7 +15,7 @@ from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.policy import Candidate, rank
+from kvroute.router.placement.policy import Candidate, prices, rank
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
@@ -63,7 +63,8 @@ def test_a_long_queue_outweighs_the_time_to_load_an_adapter_on_another_replica()
     def chosen(backlog_s: float) -> str:
         loaded = Candidate("loaded", 0, backlog_s, own_s=0.1)
         idle = [Candidate(name, 0, 0.0, own_s=0.1, lora_s=2.0) for name in "abc"]
-        return rank([loaded, *idle], rng=random.Random(0), busy_s=1.0)[0].replica_id
+        fleet = [loaded, *idle]
+        return rank(fleet, rng=random.Random(0), prices=prices(fleet, busy_s=1.0))[0].replica_id
 
     assert chosen(1.5) == "loaded"
     assert chosen(2.5) in "abc"

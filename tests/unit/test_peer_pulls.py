@@ -302,3 +302,18 @@ def test_without_peers_the_ranking_is_as_without_pulls(held: list[int], missing:
         return list(place(fleet).ranking)
 
     assert ranking(may_pull=True) == ranking(may_pull=False)
+
+
+def test_the_speed_of_pulls_is_that_of_the_slowest_link_known() -> None:
+    fleet = two()
+    first = fleet.pulls.speeds()["b"]
+    assert first.bytes_per_s == pytest.approx(1e6)
+    assert first.pull_s < first.computing_s
+    end(fleet, fleet.sent(place(fleet), "b", "r", 0.0), took_s=10.0)
+    later = fleet.pulls.speeds()["b"]
+    assert later.bytes_per_s < first.bytes_per_s
+    assert later.pull_s > first.pull_s
+
+
+def test_replicas_that_do_not_pull_have_no_speed_of_pulls() -> None:
+    assert not fleet_of(peer("a", load=Load())).pulls.speeds()

@@ -22,7 +22,8 @@ def replica(name: str, **facts: Any) -> Candidate:
 
 
 def best(*candidates: Candidate, pressure: float = 0.0, forks: float = 1.0) -> str:
-    ranked = rank(candidates, rng=RNG, busy_s=UNIT_S, pressure=pressure, forks=forks)
+    common = prices(candidates, busy_s=UNIT_S, pressure=pressure, forks=forks)
+    ranked = rank(candidates, rng=RNG, prices=common)
     return ranked[0].replica_id
 
 
@@ -98,7 +99,7 @@ def test_a_reload_delays_only_its_own_request() -> None:
 
 
 def test_ranking_no_replicas_is_not_an_error() -> None:
-    assert rank([], rng=RNG, busy_s=UNIT_S) == []
+    assert rank([], rng=RNG, prices=prices([], busy_s=UNIT_S)) == []
 
 
 seconds = st.floats(0, 100, allow_subnormal=False)
@@ -137,9 +138,9 @@ candidates = st.lists(
 
 @given(candidates.filter(len))
 def test_every_replica_is_ranked_once_and_costs_never_fall(fleet: list[Candidate]) -> None:
-    ranking = rank(fleet, rng=RNG, busy_s=UNIT_S)
-    assert sorted(c.replica_id for c in ranking) == sorted(c.replica_id for c in fleet)
     common = prices(fleet, busy_s=UNIT_S)
+    ranking = rank(fleet, rng=RNG, prices=common)
+    assert sorted(c.replica_id for c in ranking) == sorted(c.replica_id for c in fleet)
     costs = [cost_s(candidate, common) for candidate in ranking]
     assert costs == sorted(costs)
 

@@ -13,7 +13,7 @@ from kvroute.blocks.tiers import HOST, TierBlocks
 from kvroute.command.explain import TERMS, print_receipt, sentences
 from kvroute.contract.keep import RetentionHint, SessionTurn
 from kvroute.router.placement.attempts import Placement
-from kvroute.router.placement.policy import Candidate, CostTerms, rank
+from kvroute.router.placement.policy import Candidate, CostTerms, prices, rank
 from kvroute.router.placement.receipts import REASONS, receipt
 from kvroute.router.sessions.breaks import Break, Difference, Span
 from kvroute.router.sessions.returns import Retention
@@ -25,7 +25,7 @@ def replica(name: str, **facts: Any) -> Candidate:
 
 
 def placement(*candidates: Candidate) -> Placement:
-    ranking = rank(candidates, rng=random.Random(0), busy_s=1.0)
+    ranking = rank(candidates, rng=random.Random(0), prices=prices(candidates, busy_s=1.0))
     best = max((candidate.hit_blocks for candidate in candidates), default=0)
     return Placement(tuple(ranking), (), best_hit_blocks=best, prompt_tokens=700, block_size=16)
 

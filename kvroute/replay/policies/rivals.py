@@ -14,7 +14,7 @@ from kvroute.replay.policies.protocol import Decision, LoadReport, Setup
 from kvroute.replay.workload.trace import Request
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.baselines import RANKINGS
-from kvroute.router.placement.policy import Candidate
+from kvroute.router.placement.policy import NO_PRICES, Candidate
 
 
 class Counting:
@@ -94,7 +94,7 @@ class Baseline(Counting):
             Candidate(f"{replica:05}", 0, 0.0, 0.0, unanswered=active)
             for replica, active in enumerate(self.active)
         ]
-        return int(self._rank(candidates, rng=self.rng, busy_s=1.0)[0].replica_id)
+        return int(self._rank(candidates, rng=self.rng, prices=NO_PRICES)[0].replica_id)
 
 
 class ConsistentHash(Counting):
