@@ -252,6 +252,15 @@ async def test_another_router_runs_it_when_its_own_stops_or_dies(
         assert (await other.found(id_)).head.attempts == 2
 
 
+async def test_a_router_that_stops_stays_healthy_while_its_answers_end(empty_redis: Redis) -> None:
+    """Ray Serve ends a router at once when its health check fails."""
+    one = Router(empty_redis, "one", whole)
+    one.service.start(None)
+    await one.service.stop()
+    await asyncio.sleep(0)
+    one.service.check()
+
+
 async def test_a_busy_cluster_is_asked_again(empty_redis: Redis) -> None:
     async def first_busy(body: dict[str, Any], send: Send) -> None:
         if len(one.requests) < 3:
