@@ -102,6 +102,7 @@ def show(id: Id, url: Url = FIND) -> None:  # noqa: A002
     for fault in (found["errors"] or {"data": []})["data"][:SHOWN_FAULTS]:
         line = "file" if fault["line"] is None else f"line {fault['line']}"
         typer.echo(f"{line}: {fault['message']}")
+    _say_why_lines_failed(found)
 
 
 @batch.command(cls=HelpfulCommand)
@@ -133,6 +134,8 @@ def results(
     except OSError as error:
         fail(f"--output is {str(output)!r}, which cannot be written ({error.strerror})")
     typer.echo(f"{output}: {_counted(found['request_counts'])}; the batch is {found['status']}")
+    if not errors:
+        _say_why_lines_failed(found)
 
 
 @batch.command(cls=HelpfulCommand)
@@ -157,6 +160,13 @@ def _upload(file: Path, url: str) -> Any:
     except OSError as error:
         fail(f"FILE is {str(file)!r}, which cannot be read ({error.strerror})")
     return content_of(response, url)
+
+
+def _say_why_lines_failed(found: dict[str, Any]) -> None:
+    """Say how to find out why lines of a batch have failed, if some have."""
+    if found["request_counts"]["failed"]:
+        command = f"kvroute batch results {found['id']} --errors -o errors.jsonl"
+        typer.echo(f"the failed lines, and why they failed: {command}")
 
 
 def _wait(id_: str, url: str) -> None:
