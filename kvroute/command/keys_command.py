@@ -191,6 +191,8 @@ def limit(
         changed = {tenant: after} if after else {}
         write(file, msgspec.structs.replace(content, tenants=others | changed))
     typer.echo(f"{tenant}: {_as_options(after) if after else f'the limits of {ANY}'}")
+    if tenant != ANY and all(key.tenant != tenant for key in content.keys):
+        typer.echo(f"no key belongs to {tenant} yet; kvroute keys list shows the tenants with keys")
 
 
 @keys.command(cls=HelpfulCommand)

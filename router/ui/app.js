@@ -4,7 +4,7 @@ import { showBatches } from "./batches.js";
 import { charted, chartFleet, onCharted, showCharts } from "./charts.js";
 import { showDecisions } from "./decisions.js";
 import { el, setText } from "./dom.js";
-import { ask, follow, setKey } from "./events.js";
+import { ask, follow, hasKey, setKey } from "./events.js";
 import { showFigures } from "./figures.js";
 import { showFleet } from "./fleet.js";
 import { showLedger } from "./ledger.js";
@@ -43,7 +43,8 @@ function stop() {
 function lost(error) {
   const status = error?.status;
   if (status === 401 || status === 403) {
-    say("lost", status === 401 ? "an API key is needed" : "this API key may not observe");
+    const wrong = hasKey() ? "this API key is unknown or revoked" : "an API key is needed";
+    say("lost", status === 401 ? wrong : "this API key may not observe");
     askForKey();
     return;
   }

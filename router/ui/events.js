@@ -12,6 +12,9 @@ export class Refused extends Error {
 /** Keeps a key; what cannot be sent is none. */
 export const setKey = (key) => sessionStorage.setItem(NAME, /^[!-~]+$/.test(key) ? key : "invalid");
 
+/** Whether a key was given. */
+export const hasKey = () => Boolean(sessionStorage.getItem(NAME));
+
 /** The response; with the key, if one was given. */
 export async function ask(url, options = {}) {
   const key = sessionStorage.getItem(NAME);

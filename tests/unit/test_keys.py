@@ -237,6 +237,9 @@ def test_the_command_sets_limits_and_takes_them_away(tmp_path: Path) -> None:
         return runner.invoke(app, ["keys", *args, "--file", str(path)]).output
 
     kvroute("add", "--tenant", "acme")
+    assert "no key belongs to acne yet" in kvroute("limit", "acne", "--max-requests", "4")
+    kvroute("limit", "acne", "--like-others")
+    assert "no key" not in kvroute("limit", "acme", "--max-requests", "3")
     kvroute("limit", "acme", "--max-requests", "4", "--adapter", "x", "--adapter", "y")
     kvroute("limit", "acme", "--uncached-tokens-per-minute", "600")
     kvroute("limit", "*", "--max-prefixes", "0")

@@ -352,7 +352,12 @@ def test_the_page_asks_for_a_key_and_keeps_it_out_of_addresses(
     with page() as shown:
         shown.open(f"{keyed.cluster.url}/ui", width=1000)
         shown.wait_for(f"{state} === 'an API key is needed'")
-        for key, then in ((tenants[0], "this API key may not observe"), (operator, "live")):
+        states = {
+            "kvr-wrong": "this API key is unknown or revoked",
+            tenants[0]: "this API key may not observe",
+            operator: "live",
+        }
+        for key, then in states.items():
             shown.evaluate(f"document.querySelector('#key').value = '{key}'")
             shown.evaluate("document.querySelector('#login').requestSubmit()")
             shown.wait_for(f"{state} === '{then}'")
