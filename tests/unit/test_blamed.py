@@ -119,11 +119,10 @@ async def test_requests_that_stop_two_replicas_together_are_not_sent_to_a_third(
             for prompt in (PROMPT, PROMPT + 1)
         ]
         for asks, stopped, following in ((2, "r0", "r1"), (4, "r1", "r2")):
-            while len(asked) < asks or wired.links.received_messages(stopped) <= 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(asked) >= asks)  # noqa: B023
+            await until(lambda: wired.links.received_messages(stopped) > 2)  # noqa: B023
             wired.list(following)
-            while following not in wired.links.connected():
-                await asyncio.sleep(0.01)
+            await until(lambda: following in wired.links.connected())  # noqa: B023
             wired.links.lose(stopped, HungError(stopped))
         ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert [getattr(error, "code", "") for error in ended] == ["request_blamed"] * 2
