@@ -10,8 +10,7 @@ TAG is CLUSTER/MODEL, as in index.py:
 The adapters have no lease: they stay when the cluster is started again, if Redis keeps its data.
 """
 
-import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import redis.asyncio as redis
@@ -21,8 +20,7 @@ from kvroute.adapters.added import AddedAdapter, decode, encode
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.store.connection import with_timeout
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
-
-NUMBER_DIGITS = 18  # maximum number of digits of a revision; longer ones are unreadable
+from kvroute.store.revision import Revision
 
 
 class NameTakenError(Exception):
@@ -50,7 +48,7 @@ class Adapters:
         self.unreadable = unreadable or Unreadable()
         self._redis: Any = client
         self._adapters = f"{key_prefix(cluster, model)}:adapters"
-        self._revision = f"{self._adapters}:revision"
+        self._revision = Revision(client, f"{self._adapters}:revision")
         self._unused = f"{self._adapters}:unused"
         # The values that were read last, and what they mean: most of them are read again.
         self._decoded: dict[bytes, AddedAdapter | None] = {}
@@ -58,7 +56,7 @@ class Adapters:
     @with_timeout
     async def revision(self) -> int:
         """Return a number that is new after each change; 0: there never was one, or it is lost."""
-        return _number(await self._redis.get(self._revision))
+        return await self._revision.read()
 
     @with_timeout
     async def all(self) -> list[AddedAdapter]:
@@ -94,7 +92,7 @@ class Adapters:
                 pipe, [adapter, *(replace(other, is_leaving=True) for other in replaced)]
             )
 
-        await self._transaction(change)
+        await self._revision.transaction(change)
 
     @with_timeout
     async def leave(self, key: str) -> bool:
@@ -109,7 +107,7 @@ class Adapters:
                 await self._write(pipe, [replace(adapter, is_leaving=True)])
             return True
 
-        return bool(await self._transaction(change))
+        return bool(await self._revision.transaction(change))
 
     @with_timeout
     async def is_unused(self, key: str, router: str) -> None:
@@ -124,7 +122,7 @@ class Adapters:
             if packed is not None:
                 pipe.sadd(self._unused, _unused(router, key))
 
-        await self._transaction(change)
+        await self._revision.transaction(change)
 
     @with_timeout
     async def remove_unused(self, key: str, routers: Iterable[str]) -> bool:
@@ -145,45 +143,37 @@ class Adapters:
             adapter = self._decode(packed)
             if not waiting <= members or (adapter is not None and not adapter.is_leaving):
                 return False
-            revision = await self._next_revision(pipe)
+            revision = await self._revision.next(pipe)
             mine = [member for member in members if member.endswith(f" {key}")]
             pipe.multi()
-            pipe.set(self._revision, revision)
+            self._revision.set(pipe, revision)
             pipe.hdel(self._adapters, key)
             if mine:
                 pipe.srem(self._unused, *mine)
             return True
 
-        return bool(await self._transaction(change))
+        return bool(await self._revision.transaction(change))
 
     @with_timeout
     async def restore(self, adapters: Sequence[AddedAdapter]) -> None:
         """Write the adapters again if Redis has lost its data, that is, if it has no revision."""
 
         async def change(pipe: Any) -> None:
-            if not _number(await pipe.get(self._revision)):
+            if await self._revision.is_lost(pipe):
                 await self._write(pipe, adapters)
 
-        await self._transaction(change)
+        await self._revision.transaction(change)
 
     async def _others(self, pipe: Any) -> list[AddedAdapter]:
         packed = (await pipe.hgetall(self._adapters)).values()
         return [adapter for value in packed if (adapter := self._decode(value)) is not None]
 
     async def _write(self, pipe: Any, adapters: Sequence[AddedAdapter]) -> None:
-        revision = await self._next_revision(pipe)
+        revision = await self._revision.next(pipe)
         pipe.multi()
-        pipe.set(self._revision, revision)
+        self._revision.set(pipe, revision)
         for adapter in adapters:
             pipe.hset(self._adapters, adapter.key, encode(adapter))
-
-    async def _next_revision(self, pipe: Any) -> int:
-        # The first revision is the current time, so that it is new even after Redis lost its data.
-        revision = _number(await pipe.get(self._revision))
-        return revision + 1 if revision else time.time_ns() // 1000
-
-    async def _transaction(self, change: Callable[[Any], Awaitable[Any]]) -> Any:
-        return await self._redis.transaction(change, self._revision, value_from_callable=True)
 
     def _decode(self, packed: bytes) -> AddedAdapter | None:
         """Decode a record; return None if it is unreadable."""
@@ -198,8 +188,3 @@ class Adapters:
 
 def _unused(router: str, key: str) -> str:
     return f"{router} {key}"
-
-
-def _number(packed: bytes | None) -> int:
-    """Decode a number; return 0 if it is missing or unreadable."""
-    return int(packed) if packed and packed.isdigit() and len(packed) <= NUMBER_DIGITS else 0

@@ -15,7 +15,7 @@ meanwhile. Unreadable entries are skipped and counted.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,9 +35,9 @@ from kvroute.store.named_prefix import (
     is_same,
     terms_of,
 )
+from kvroute.store.revision import Revision, number
 
 TOKEN_BYTES = 4  # bytes of one token id
-NUMBER_DIGITS = 18  # maximum number of digits in a number; longer numbers are unreadable
 
 
 class OtherTenantError(Exception):
@@ -66,7 +66,7 @@ class Prefixes:
         self._versions = f"{self._declared}:versions"
         self._hits = f"{self._declared}:hits"
         self._saved = f"{self._declared}:saved"
-        self._revision = f"{self._declared}:revision"
+        self._revision = Revision(client, f"{self._declared}:revision")
 
     @with_timeout
     async def declare(
@@ -108,7 +108,7 @@ class Prefixes:
             await self._write(pipe, [new])
             return new
 
-        prefix: Prefix = await self._transaction(change)
+        prefix: Prefix = await self._revision.transaction(change)
         return prefix
 
     @with_timeout
@@ -146,17 +146,17 @@ class Prefixes:
 
         It is 0 if Redis never had a prefix, or has lost its data.
         """
-        return _number(await self._redis.get(self._revision))
+        return await self._revision.read()
 
     @with_timeout
     async def restore(self, prefixes: Sequence[Prefix]) -> None:
         """Write the prefixes again if Redis has lost its data, that is, if it has no revision."""
 
         async def change(pipe: Any) -> None:
-            if not _number(await pipe.get(self._revision)):
+            if await self._revision.is_lost(pipe):
                 await self._write(pipe, prefixes)
 
-        await self._transaction(change)
+        await self._revision.transaction(change)
 
     @with_timeout
     async def count(self, uses: Mapping[str, tuple[int, int]]) -> None:
@@ -172,7 +172,7 @@ class Prefixes:
                 (key, id_)
                 for key in (self._hits, self._saved)
                 for id_ in declared
-                if (number := await pipe.hget(key, id_)) is not None and not number.isdigit()
+                if (packed := await pipe.hget(key, id_)) is not None and not packed.isdigit()
             ]
             pipe.multi()
             for key, id_ in garbage:
@@ -182,7 +182,7 @@ class Prefixes:
                 pipe.hincrby(self._hits, id_, hits)
                 pipe.hincrby(self._saved, id_, tokens_saved)
 
-        await self._transaction(change)
+        await self._revision.transaction(change)
 
     @with_timeout
     async def uses(self) -> Mapping[str, tuple[int, int]]:
@@ -192,12 +192,9 @@ class Prefixes:
         pipeline.hgetall(self._saved)
         hits, saved = await pipeline.execute()
         return {
-            id_.decode(errors="replace"): (_number(n), _number(saved.get(id_)))
+            id_.decode(errors="replace"): (number(n), number(saved.get(id_)))
             for id_, n in hits.items()
         }
-
-    async def _transaction(self, change: Callable[[Any], Awaitable[Any]]) -> Any:
-        return await self._redis.transaction(change, self._revision, value_from_callable=True)
 
     async def _read(self, pipe: Any, name: str) -> Prefix | None:
         packed, key = await pipe.hget(self._declared, name), name.encode()
@@ -212,8 +209,8 @@ class Prefixes:
         If that number in Redis is unreadable, return the highest version in the declarations.
         """
         packed = await pipe.hget(self._versions, id_)
-        if packed is None or _number(packed):
-            return _number(packed)
+        if packed is None or number(packed):
+            return number(packed)
         keys = [self._key(name) for name in await pipe.hkeys(self._declared)]
         return max((key.version for key in keys if key and key.id == id_), default=0)
 
@@ -258,9 +255,9 @@ class Prefixes:
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
         """Queue the writes in the transaction. A version that exists keeps its `order`."""
         existing = [await pipe.hget(self._declared, prefix.name) for prefix in prefixes]
-        revision = await self._next_revision(pipe)
+        revision = await self._revision.next(pipe)
         pipe.multi()
-        pipe.set(self._revision, revision + len(prefixes))
+        self._revision.set(pipe, revision + len(prefixes))
         for order, (prefix, packed) in enumerate(zip(prefixes, existing, strict=True), revision):
             terms = packed and self._terms(prefix.name.encode(), packed)
             new_terms = terms_of(prefix, order=terms.order if terms else order)
@@ -285,9 +282,9 @@ class Prefixes:
                 return False
             left = declared.keys() - removed
             unused = {_id(name) for name in removed} - {_id(name) for name in left}
-            revision = await self._next_revision(pipe)
+            revision = await self._revision.next(pipe)
             pipe.multi()
-            pipe.set(self._revision, revision)
+            self._revision.set(pipe, revision)
             pipe.hdel(self._declared, *removed)
             pipe.hdel(self._tokens, *removed)
             if unused:
@@ -295,17 +292,7 @@ class Prefixes:
                 pipe.hdel(self._saved, *unused)
             return True
 
-        return bool(await self._transaction(change))
-
-    async def _next_revision(self, pipe: Any) -> int:
-        # The first revision is the current time, so that it is new even after Redis lost its data.
-        revision = _number(await pipe.get(self._revision))
-        return revision + 1 if revision else time.time_ns() // 1000
-
-
-def _number(packed: bytes | None) -> int:
-    """Decode a number; return 0 if it is missing or unreadable."""
-    return int(packed) if packed and packed.isdigit() and len(packed) <= NUMBER_DIGITS else 0
+        return bool(await self._revision.transaction(change))
 
 
 def _id(name: bytes) -> str:
