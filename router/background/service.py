@@ -35,7 +35,7 @@ LEASE_S = 10.0  # a response whose state has not changed for so long is run by a
 STOP_S = 2.0  # the most seconds that stopping waits until other routers may run the responses
 POLL_S = 0.2  # pause between two looks for new events of a response
 MAX_OPEN = 1024  # the most responses of a cluster that have not ended
-MAX_OPEN_OF_TENANT = 256  # the same of one tenant, if there are API keys
+MAX_OPEN_OF_TENANT = 256  # the most open responses of one tenant, if there are API keys
 MAX_ATTEMPTS = 5  # a response that so many routers have begun to run fails
 GIVEN_UP = f"{MAX_ATTEMPTS} routers have begun to run the response, and none has ended it"
 NULL = b"null"
@@ -64,7 +64,7 @@ class BackgroundResponses:
         self._keys = keys
         self._runs: dict[bytes, tuple[Run, asyncio.Task[None]]] = {}
         # Responses of other routers: KEY -> their state, and when this router has first seen it.
-        self._seen: dict[bytes, tuple[bytes, float]] = {}
+        self._seen: dict[bytes, tuple[Head, float]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._environment = Environment(
             store,
@@ -210,18 +210,16 @@ class BackgroundResponses:
         A Redis that cannot be used ends the stream; the client can ask for the rest later.
         """
         chunk = 0
-        while True:
-            while chunk < record.head.chunks:
+        head: Head | None = record.head
+        while head is not None:
+            while chunk < head.chunks:
                 for event in after(await self._store.events(record.key, chunk) or b"", number):
                     yield event
                 chunk += 1
-            if not record.head.is_open:
+            if not head.is_open:
                 return
             await asyncio.sleep(POLL_S)
-            found = await self._store.read(record.key)
-            if found is None:
-                return
-            record = found
+            head = await self._store.head(record.key)
 
     async def _watch(self) -> None:
         """Run the responses that nobody runs, until cancelled."""
@@ -237,17 +235,19 @@ class BackgroundResponses:
         open_ = await self._store.open()
         self._seen = {found: seen for found, seen in self._seen.items() if found in open_}
         for found in open_.keys() - self._runs.keys():
-            record = await self._store.read(found)
-            if record is None or not record.head.is_open:
+            head = await self._store.head(found)
+            if head is None or not head.is_open:
                 await self._store.forget(found)
-            elif self._is_abandoned(record):
-                await self._claim(record)
+            elif self._is_abandoned(found, head):
+                record = await self._store.read(found)
+                if record is not None and record.head == head:
+                    await self._claim(record)
 
-    def _is_abandoned(self, record: Record) -> bool:
-        state, since_s = self._seen.get(record.key, (b"", 0.0))
-        if state != record.first:
-            self._seen[record.key] = state, since_s = record.first, time.monotonic()
-        return not record.head.router or time.monotonic() - since_s > LEASE_S
+    def _is_abandoned(self, found: bytes, head: Head) -> bool:
+        state, since_s = self._seen.get(found, (None, 0.0))
+        if state != head:
+            self._seen[found] = head, (since_s := time.monotonic())
+        return not head.router or time.monotonic() - since_s > LEASE_S
 
     async def _claim(self, record: Record) -> None:
         """Run a response if no other router begins to."""

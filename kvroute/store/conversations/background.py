@@ -30,10 +30,7 @@ from kvroute.store.conversations.objects import NO_MODEL
 from kvroute.store.keys import key_prefix
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
-OPEN: tuple[Status, ...] = (
-    "queued",
-    "in_progress",
-)  # of a response that has not ended
+OPEN: tuple[Status, ...] = ("queued", "in_progress")  # statuses that are not final
 HEX = re.compile(rb"[0-9a-f]{%d}" % (2 * KEY_BYTES))
 LARGEST = 8  # limit of a value's parts, in multiples of the largest body
 
@@ -130,10 +127,20 @@ class BackgroundStore:
         """Return a response; None if it is missing, expired or unreadable."""
         if not (parts := await self._values.get(key)):
             return None
+        head = self._head(key, parts[0])
+        return None if head is None else Record(key, head, *parts)
+
+    @with_timeout
+    async def head(self, key: bytes) -> Head | None:
+        """Return the state of a response without its body; None as from `read`."""
+        first = await self._values.first(key)
+        return None if first is None else self._head(key, first)
+
+    def _head(self, key: bytes, first: bytes) -> Head | None:
         try:
-            data = decompressed(parts[0], self.max_bytes)
+            data = decompressed(first, self.max_bytes)
             check_version(_versions, data)
-            return Record(key, _heads.decode(data), *parts)
+            return _heads.decode(data)
         except (*DECODE_ERRORS, TooLongError) as error:
             self._unreadable.add("response", key.hex(), error)
             return None
@@ -185,9 +192,9 @@ class BackgroundStore:
     @with_timeout
     async def events(self, key: bytes, number: int) -> bytes | None:
         """Return the events of a response that were stored with this number, if they are there."""
-        parts = await self._values.get(_chunk_key(key, number))
+        packed_events = await self._values.second(_chunk_key(key, number))
         try:
-            return None if parts is None else decompressed(parts[1], self.max_bytes)
+            return None if packed_events is None else decompressed(packed_events, self.max_bytes)
         except (*DECODE_ERRORS, TooLongError) as error:
             self._unreadable.add("response", key.hex(), error)
             return None

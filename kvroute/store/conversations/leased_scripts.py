@@ -101,12 +101,15 @@ extend_lease()
 return values
 """
 
-# Returns both parts of a value, or nil if there is no such value.
+# ARGV 4 and further: the part's suffix, that is '' for the first part and 'r' for the second one.
+# Returns these parts of a value, or nil if there is no such value.
 GET = f"""{_STATE}
 if not exists(ARGV[1]) then return nil end
 use(ARGV[1])
 extend_lease()
-return redis.call('HMGET', KEYS[1], ARGV[1], ARGV[1] .. 'r')
+local fields = {{}}
+for number = 4, #ARGV do fields[number - 3] = ARGV[1] .. ARGV[number] end
+return redis.call('HMGET', KEYS[1], unpack(fields))
 """
 
 # Returns 1, or 0 if there is no such value.

@@ -31,6 +31,7 @@ INLINE_BYTES = 32 << 10  # up to this size, compress on the event loop: that tak
 ZLIB_FACTOR = 4  # how many times smaller zlib is assumed to make JSON
 LEVEL = 1  # compression level: three times as fast as zlib's default, and nearly as small
 
+FIRST, SECOND = "", "r"  # ends of the names of the hash's fields with these parts
 # known: there is such a value already, or the value to replace has changed.
 Written = Literal["stored", "too_large", "known"]
 
@@ -91,8 +92,20 @@ class LeasedValues:
 
     async def get(self, key: bytes) -> tuple[bytes, bytes] | None:
         """Return both parts of a value, and extend its lease; None if there is no such value."""
-        first, second = await self.run(self._get, key) or (None, None)
+        first, second = await self._parts(key, FIRST, SECOND)
         return None if first is None or second is None else (first, second)
+
+    async def first(self, key: bytes) -> bytes | None:
+        """Return the first part of a value, and extend its lease; None if there is no value."""
+        return (await self._parts(key, FIRST))[0]
+
+    async def second(self, key: bytes) -> bytes | None:
+        """Return the second part of a value, and extend its lease; None if there is no value."""
+        return (await self._parts(key, SECOND))[0]
+
+    async def _parts(self, key: bytes, *suffixes: str) -> list[bytes | None]:
+        found: list[bytes | None] | None = await self.run(self._get, key, *suffixes)
+        return found or [None] * len(suffixes)
 
     async def delete(self, key: bytes) -> bool:
         """Delete a value; return whether there was one."""

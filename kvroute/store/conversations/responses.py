@@ -140,10 +140,10 @@ class Responses:
 
         Its lease is extended to `ttl_s` from now.
         """
-        if not (parts := await self.values.get(key(id, salt))):
+        if not (packed_response := await self.values.second(key(id, salt))):
             return None
         try:
-            return await unpacked(_unpack_response, parts[1:], self._max_bytes)
+            return await unpacked(_unpack_response, [packed_response], self._max_bytes)
         except (*DECODE_ERRORS, TooLongError) as error:
             self._unreadable.add("response", id, error)
             return None
