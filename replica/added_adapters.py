@@ -8,7 +8,6 @@ are to be warm before the first request, and to unload those that were removed.
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from redis.exceptions import RedisError
 
 from kvroute.adapters.added import AdapterFiles, AddedAdapter, is_key, name_of
 from kvroute.adapters.files import check_digest, check_files, path_in
+from kvroute.adapters.uses import Uses
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import GenerateRequest
 from kvroute.replica.engine.protocol import Engine
@@ -53,7 +53,7 @@ class AddedAdapters:
         self._admitting = asyncio.Lock()
         # Keys of the admitted adapters -> time of the latest use on the monotonic clock.
         self._used_s: dict[str, float] = {}
-        self._uses = Counter[str]()  # key -> number of requests that use the adapter
+        self._uses = Uses()
         self._revision = 0  # revision of the adapters that were read last
         self._added: list[AddedAdapter] = []  # all adapters, from the last read of Redis
         self._read_s = 0.0  # time at which the last complete read began
@@ -127,13 +127,10 @@ class AddedAdapters:
 
     @contextmanager
     def _in_use(self, key: str) -> Iterator[None]:
-        self._uses[key] += 1
         try:
-            yield
+            with self._uses.use(key):
+                yield
         finally:
-            self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._uses[key]
             if key in self._used_s:
                 self._used_s[key] = time.monotonic()
 
@@ -163,10 +160,10 @@ class AddedAdapters:
         """
         added = {adapter.key for adapter in self._added}
         for key, used_s in list(self._used_s.items()):
-            if key in added or self._uses[key] or used_s >= self._read_s:
+            if key in added or self._uses.of(key) or used_s >= self._read_s:
                 continue
             async with self._admitting:
-                if self._uses[key]:
+                if self._uses.of(key):
                     continue
                 del self._used_s[key]
                 for engine in self._engines:

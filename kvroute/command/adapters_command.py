@@ -15,7 +15,7 @@ from kvroute.client import (
     Model,
     Url,
     call,
-    error_message,
+    content_of,
     fail,
     has_several_models,
     key_headers,
@@ -163,9 +163,8 @@ def _post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
     sent = {name: value for name, value in body.items() if value not in (None, "")}
     try:
         response = httpx.post(url + path, json=sent, headers=key_headers(), timeout=ANSWER_S)
-        problem = error_message(response.json()) if response.is_error else None
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(no_cluster(url, error))
     if response.is_error:
-        fail(problem or f"POST {path}: {response.status_code} {response.reason_phrase}")
+        content_of(response, url)  # prints the error, and ends the command
     return response

@@ -21,7 +21,7 @@ class ModelledAdapters(AdapterCache):
             can_add: Whether other adapters can be admitted later.
         """
         super().__init__(in_memory)
-        self._named = sorted(names)  # those of --lora, which all clients may know
+        self._named = sorted(names)  # the adapters of --lora, which all clients may know
         self._known = set(self._named)
         self._load_s = load_s
         self._can_add = can_add

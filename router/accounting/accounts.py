@@ -125,7 +125,7 @@ def usage_of(attempt: Attempt, *, gpus: int, decode_s: float) -> dict[str, int]:
 def _prefill_us(attempt: Attempt, start: int, end: int, gpus: int) -> int:
     """Return the predicted GPU microseconds to compute the prompt's tokens from start to end."""
     load = attempt.load
-    return round(US * gpus * load.speed.slowness * load.model.seconds(start, end))
+    return round(US * gpus * load.computing_s(start, end))
 
 
 def as_json(tenant: str, account: Account) -> dict[str, Any]:

@@ -9,13 +9,12 @@ Every router does its part of every removal, so a removal goes on if the router 
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection
 
 from redis.exceptions import RedisError
 
 from kvroute.adapters.added import AddedAdapter, own_name
+from kvroute.adapters.uses import Uses
 from kvroute.process.outage import Outage
 from kvroute.store.adapters import Adapters
 
@@ -42,7 +41,7 @@ class AdapterDirectory:
         self._routers = routers
         self._by_key: dict[str, AddedAdapter] = {}
         self._by_id: dict[str, AddedAdapter] = {}  # without those that are leaving
-        self._uses = Counter[str]()  # key -> number of this router's requests for the adapter
+        self.uses = Uses()  # this router's requests; an adapter that has some is not removed
         self._reported: set[str] = set()  # keys of leaving adapters that were reported as unused
         self._revision: int | None = None  # revision of the adapters in memory; None: not read yet
         self._read_s = -1.0  # time at which the last read began
@@ -86,21 +85,6 @@ class AdapterDirectory:
         """Return the adapter with this key, also while it is being removed."""
         return self._by_key.get(key)
 
-    def uses(self, key: str) -> int:
-        """Return the number of this router's requests for an adapter."""
-        return self._uses[key]
-
-    @contextmanager
-    def in_use(self, key: str) -> Iterator[None]:
-        """Count a request for an adapter. An adapter is not removed while it has requests."""
-        self._uses[key] += 1
-        try:
-            yield
-        finally:
-            self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._uses[key]
-
     async def refresh(self) -> None:
         """Read the adapters if they have changed since this call.
 
@@ -137,7 +121,7 @@ class AdapterDirectory:
     async def _remove_unused(self) -> None:
         """Do this router's part in the removal of the adapters that are leaving."""
         leaving = [adapter.key for adapter in self.all if adapter.is_leaving]
-        unused = [key for key in leaving if not self._uses[key]]
+        unused = [key for key in leaving if not self.uses.of(key)]
         for key in unused:
             if key not in self._reported:
                 await self.store.is_unused(key, self._router)

@@ -5,16 +5,20 @@ Routers call these functions through bodies.py, so that a large body does not de
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.settings.help import expectation
 
 Model = TypeVar("Model", bound=BaseModel)
+MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+# What clients attach to an object, with the limits of OpenAI's API.
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 BOM = b"\xef\xbb\xbf"  # UTF-8's byte order mark
 _INTEGER, _BOOLEAN = TypeAdapter[int](int), TypeAdapter[bool](bool)
 # Field -> type that vLLM converts its value to.

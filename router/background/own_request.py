@@ -1,16 +1,15 @@
 """Sends a request to this process's own HTTP application, and hands on what it answers."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Scope
 
 from kvroute.keys.keyring import Caller
+from kvroute.process.asgi import post_scope
 from kvroute.router.middleware.access import INTERNAL_CALLER
 
-JSON = "application/json"
 # Key in the ASGI scope of requests whose answer is kept as that of a background response.
 IS_BACKGROUND = "kvroute.background"
 
@@ -43,17 +42,9 @@ async def ask(
         "content-type": "application/json",
         "content-length": f"{len(body)}",
     }
-    scope: MutableMapping[str, Any] = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [_encoded(name, value) for name, value in {**headers, **own}.items()],
+    encoded = [_encoded(name, value) for name, value in {**headers, **own}.items()]
+    scope: Scope = {
+        **post_scope(path, encoded),
         "client": ("127.0.0.1", 0),
         "server": ("localhost", 80),
         INTERNAL_CALLER: caller,
@@ -72,8 +63,7 @@ async def ask(
         elif message["type"] == "http.response.body" and message.get("body"):
             await received(message["body"])
 
-    typed: Scope = scope
-    await application(typed, receive, send)
+    await application(scope, receive, send)
 
 
 def _encoded(name: str, value: str) -> tuple[bytes, bytes]:

@@ -11,6 +11,7 @@ from kvroute.files.store import FileStore
 from kvroute.keys.keyring import Caller, tenant_of
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.api.parsing import Metadata
 from kvroute.router.batches.batch_state import FOLDER, BatchState, Snapshot
 from kvroute.router.batches.files import Files
 from kvroute.router.batches.records import (
@@ -33,7 +34,6 @@ FORGOTTEN_S = 60 * 86_400
 MAX_WINDOW_S = 30 * 86_400  # longest completion window
 
 Text = Annotated[str, Field(max_length=512)]
-MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class ExpiresAfter(BaseModel):
@@ -51,7 +51,7 @@ class BatchBody(BaseModel):
     input_file_id: Text
     endpoint: Text
     completion_window: Text = "24h"
-    metadata: Annotated[dict[MetadataKey, Text] | None, Field(max_length=16)] = None
+    metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -8,12 +8,9 @@ from pydantic_core import PydanticCustomError
 
 from kvroute.router.api.call_limits import MAX_NAME, MAX_VALUES, values_in
 from kvroute.router.api.errors import shown
+from kvroute.router.api.parsing import Metadata
 
 MAX_ADDED = 20  # the most items that one request adds, as in OpenAI's API
-
-Key = Annotated[str, Field(min_length=1, max_length=64)]
-Value = Annotated[str, Field(max_length=512)]
-Metadata = Annotated[dict[Key, Value], Field(max_length=16)]
 
 
 class ItemsBody(BaseModel):

@@ -192,11 +192,10 @@ class HandOver:
                 continue
             hit = hits.get(rank_id, 0)
             blocks, end = len(chain) - hit, len(chain) * size
-            link_s = exchange.speed.seconds(blocks * exchange.block_bytes)
-            link_s *= fleet.pulls.links.slowness(prompt.rank_id, rank_id)
-            reload_s = fleet.replicas.tiers[rank_id][HOST].reload_s(blocks)
-            computing_s = load.speed.slowness * load.model.seconds(hit * size, end)
-            yield Receiver(rank_id, exchange, end, blocks, link_s + reload_s, computing_s)
+            slowness = fleet.pulls.links.slowness(prompt.rank_id, rank_id)
+            pull_s = fleet.pulls.copying_s(rank_id, blocks, slowness=slowness)
+            computing_s = load.computing_s(hit * size, end)
+            yield Receiver(rank_id, exchange, end, blocks, pull_s, computing_s)
 
     def _has_space(self, received: Counter[str]) -> bool:
         """Return whether other replicas should evict blocks of their own for more blocks.

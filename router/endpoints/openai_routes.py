@@ -236,7 +236,7 @@ async def _answer(
     request.state.model = model = await models.find(call.model, limits_of(request), tenant)
     lora = model.adapter(call.model, tenant) or ""
     if added := _added_adapter(model, lora):
-        request.state.adapters.enter_context(model.adapters.in_use(lora))
+        request.state.adapters.enter_context(model.adapters.uses.use(lora))
         call = replace(call, adapter=added)
     if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
         try:

@@ -392,7 +392,7 @@ class Attempt:
         slower = [tier for tier in reloaded if tier != PEER]
         for tier, tokens in reloaded.items():
             wait_s = candidate.pull_s if tier == PEER else candidate.reload_s / len(slower)
-            computed_s = self.load.speed.slowness * self.load.model.seconds(begin, begin + tokens)
+            computed_s = self.load.computing_s(begin, begin + tokens)
             saved_s[tier] = max(0.0, computed_s - wait_s)
             begin += tokens
         return saved_s

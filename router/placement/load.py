@@ -89,6 +89,10 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     kv: KvUse = field(default_factory=KvUse)  # KV cache that unanswered requests hold
     answer_tokens: float = 0.0  # moving average of the length of answers
 
+    def computing_s(self, begin: int, end: int) -> float:
+        """Return the time to compute a prompt's tokens `begin` to `end`, at the measured speed."""
+        return self.speed.slowness * self.model.seconds(begin, end)
+
     def send(self, request_id: str, sent: PendingRequest) -> None:
         """Add a request that is sent to the replica."""
         self.join(request_id, sent)

@@ -244,7 +244,7 @@ class Loads:
     def prefill_s(self, replica_id: str, tokens: int) -> float:
         """Return the seconds to compute a prompt of this length if the replica is idle."""
         load = self.of(replica_id)
-        return load.speed.slowness * load.model.seconds(0, tokens)
+        return load.computing_s(0, tokens)
 
     def _describe(self, replica_id: str, load: ReplicaLoad) -> None:
         """Update a replica's load from its record."""

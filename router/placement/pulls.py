@@ -258,14 +258,26 @@ class Pulls:
                 continue
             blocks = max(1, load.step_tokens // record.facts.block_size)
             tokens, slowness = blocks * record.facts.block_size, slowest.get(replica_id, 1.0)
-            link_s = slowness * exchange.speed.seconds(blocks * exchange.block_bytes)
             speeds[replica_id] = PullSpeed(
                 exchange.speed.bytes_per_s / slowness,
                 tokens,
-                link_s + self._replicas.tiers[replica_id][HOST].reload_s(blocks),
-                load.speed.slowness * load.model.seconds(0, tokens),
+                self.copying_s(replica_id, blocks, slowness=slowness),
+                load.computing_s(0, tokens),
             )
         return speeds
+
+    def copying_s(self, replica_id: str, blocks: int, *, slowness: float) -> float:
+        """Return the time to pull blocks, with the copy to the GPU.
+
+        Args:
+            replica_id: a rank that can pull.
+            blocks: the number of blocks.
+            slowness: how many times slower than measured by the rank the link is.
+        """
+        exchange = self._replicas.exchanges[replica_id]
+        assert exchange.speed is not None
+        link_s = slowness * exchange.speed.seconds(blocks * exchange.block_bytes)
+        return link_s + self._replicas.tiers[replica_id][HOST].reload_s(blocks)
 
     # Pulls in progress.
 

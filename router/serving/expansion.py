@@ -7,32 +7,24 @@ only their ids.
 from msgspec.structs import replace
 
 from kvroute.router.api.calls import Call
-from kvroute.router.conversations.continuing import Conversations, Expanded, with_conversation
+from kvroute.router.conversations.continuing import Expanded, with_conversation
 from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.serving.assembly import Parts
 from kvroute.store.named_prefix import Prefix
 
 
-async def expand(
-    call: Call,
-    *,
-    conversations: Conversations | None,
-    tokenizer: Prompts,
-    catalogue: Catalogue,
-) -> Expanded:
+async def expand(call: Call, parts: Parts) -> Expanded:
     """Return the call with its conversation and its named prefix.
 
     Special tokens in the client's texts are escaped if --escape-special-tokens is on.
 
-    Args:
-        conversations: the stored conversations; None: this server does not store responses.
-
     Raises:
         ApiError: the response or the prefix is unknown, or the conversation is too long.
     """
-    expanded = await with_conversation(call, conversations)
-    call = await tokenizer.escaped(expanded.call)
-    return replace(expanded, call=call, prefix=await _named_prefix(call, catalogue))
+    expanded = await with_conversation(call, parts.conversations)
+    call = await parts.tokenizer.escaped(expanded.call)
+    prefix = await _named_prefix(call, parts.prefixes.catalogue)
+    return replace(expanded, call=call, prefix=prefix)
 
 
 async def _named_prefix(call: Call, catalogue: Catalogue) -> Prefix | None:

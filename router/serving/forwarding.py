@@ -43,12 +43,7 @@ async def _count_tokens(call: Call, generating: Call, parts: Parts, renderer: Re
         call: the call that counts.
         generating: the call that would generate an answer to the same prompt.
     """
-    expanded = await expand(
-        generating,
-        conversations=parts.conversations,
-        tokenizer=parts.tokenizer,
-        catalogue=parts.prefixes.catalogue,
-    )
+    expanded = await expand(generating, parts)
     prompts = (await renderer.render(expanded.call, expanded.prefix)).token_ids
     if len(prompts) != 1:
         raise invalid("prompt", f"prompt has {len(prompts)} texts; expected one")

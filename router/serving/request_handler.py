@@ -85,7 +85,7 @@ class RequestHandler:
         """Answer a call for which replicas generate tokens, by calling the stages in order."""
         parts = self._parts
         parts.holding.check(context.urgency, context.sharer)
-        expanded = await self._expand(call)
+        expanded = await expand(call, self._parts)
         with request_spans.step("tokenise"):
             rendered = await self._renderer.render(expanded.call, expanded.prefix)
         if context.entry is not None:
@@ -102,7 +102,7 @@ class RequestHandler:
             ApiError: the call would be refused.
             RefusedCallError: a replica refuses the body.
         """
-        expanded = await self._expand(call)
+        expanded = await expand(call, self._parts)
         call = expanded.call
         rendered = await self._renderer.render(call, expanded.prefix)
         broken = self._broken(expanded, rendered, context.lora, self._chats.compare)
@@ -129,7 +129,7 @@ class RequestHandler:
             ApiError: the router would refuse the call.
             RefusedCallError: a replica would refuse the body.
         """
-        expanded = await self._expand(call)
+        expanded = await expand(call, self._parts)
         await self._renderer.render(expanded.call, expanded.prefix)
 
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
@@ -161,14 +161,6 @@ class RequestHandler:
         if not self._parts.fleet.returns.trusts_ends:
             return {}
         return await end_session(self._parts.links, session)
-
-    async def _expand(self, call: Call) -> Expanded:
-        return await expand(
-            call,
-            conversations=self._parts.conversations,
-            tokenizer=self._parts.tokenizer,
-            catalogue=self._parts.prefixes.catalogue,
-        )
 
     def _with_prompts(
         self, context: RequestContext, expanded: Expanded, rendered: RenderedCall

@@ -113,7 +113,7 @@ async def test_a_removal_waits_for_the_requests_of_every_running_router(store: A
         Router(store, "b", running).following() as other,
     ):
         await until(lambda: one.get(key) is not None and other.get(key) is not None)
-        with other.in_use(key):
+        with other.uses.use(key):
             await store.leave(key)
             await until(lambda: one.find("sql") is None and other.find("sql") is None)
             running.discard("killed")
@@ -191,7 +191,7 @@ class Fleet:
         directory = self.routers[router]
         if router in self.running and (found := directory.find(name)):
             stack = ExitStack()
-            stack.enter_context(directory.in_use(found.key))
+            stack.enter_context(directory.uses.use(found.key))
             self.requests[router].append((found.key, stack))
 
     async def end(self, router: str, name: str, digest: str) -> None:

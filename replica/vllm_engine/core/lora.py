@@ -28,8 +28,12 @@ class Adapters:
             adapter.name: LoRARequest(adapter.name, number, adapter.path)
             for number, adapter in enumerate(adapters, start=1)
         }
-        self._named = tuple(self.lora_requests)  # those of --lora, which all clients may know
-        self._numbers = itertools.count(1 + len(self.lora_requests))  # of further adapters
+        self._named = tuple(
+            self.lora_requests
+        )  # the adapters of --lora, which all clients may know
+        self._numbers = itertools.count(
+            1 + len(self.lora_requests)
+        )  # numbers of the adapters that are added later
         self._loading = asyncio.Lock()
         self.loaded: list[str] = []  # names of loaded adapters; the first one is evicted next
         self.load_s = LOAD_S  # moving average of the seconds to load an adapter

@@ -36,6 +36,7 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.contract.preparation import prepared
+from kvroute.process.asgi import post_scope
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import (
@@ -383,21 +384,8 @@ CURRENT: ContextVar[RequestRun | None] = ContextVar("CURRENT", default=None)
 def scope(path: str, headers: Mapping[str, str]) -> dict[str, Any]:
     """Return the ASGI scope of a POST request with a JSON body."""
     all_headers = {"content-type": "application/json", **headers}
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode(),
-        "query_string": b"",
-        "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in all_headers.items()],
-        "client": None,
-        "server": None,
-        "state": {},
-    }
+    encoded = ((name.encode(), value.encode()) for name, value in all_headers.items())
+    return post_scope(path, encoded)
 
 
 def content_type(message: Message) -> str:
