@@ -17,7 +17,7 @@ from tests.support.waiting import until
 from tests.support.workloads import BLOCK, Answer, ask, people_table, user
 
 STREAMS = 16
-TOKENS = 1500  # of each answer: a busy machine must kill the replica before they end
+TOKENS = 3000  # of each answer: a busy machine must kill the replica before they end
 
 
 async def recited(client: AsyncOpenAI, number: int, pieces: list[str]) -> str:
