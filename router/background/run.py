@@ -19,7 +19,7 @@ from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.response_object import DATA, Members, encode, members
 from kvroute.router.background.events import END, NUMBER, Events
 from kvroute.router.background.own_request import ask
-from kvroute.store.conversations.background import BackgroundStore, Body, Record, Status
+from kvroute.store.conversations.background import BackgroundStore, Body, Head, Record, Status
 from kvroute.store.conversations.leased_values import TooLongError
 
 log = logging.getLogger("kvroute.background")
@@ -67,6 +67,9 @@ class Run:
         self._events = Events(record.head.events)
         self._written_s = time.monotonic()
         self._unwritten = b""  # events that are not in Redis, or only without the state behind them
+        # The state of a write that has failed, and the size of its events: Redis may have it
+        # nevertheless. None: no write has failed.
+        self._unsure: tuple[Head, int] | None = None
         self._refusal = b""  # the body of a response with an error
         self._status, self._headers = 0, dict[str, str]()
 
@@ -81,27 +84,24 @@ class Run:
         Returns:
             The response's last status. None: this router does not run it any more.
         """
-        keeping, asking = asyncio.create_task(self._keep()), asyncio.create_task(self._ask())
+        asking = asyncio.create_task(self._ask())
         try:
-            await asyncio.wait((keeping, asking), return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                keeping.result()  # raises the error with which it has ended
+            await self._keep(asking)
             status, response = asking.result()
-            keeping.cancel()
-            await asyncio.wait((keeping,))
             await self._end(status, response)
             return status
         except LostError:
             return None
         finally:
-            for task in (keeping, asking):
-                task.cancel()
-            await asyncio.wait((keeping, asking))
+            asking.cancel()
+            await asyncio.wait((asking,))
 
     async def release(self) -> None:
         """Let another router run the response, since this router stops."""
         with suppress(RedisError, OSError):
-            await self._store.replace(self._record, replace(self._record.head, router=""))
+            found = await self._store.read(self.key)
+            if found is not None and found.head.router == self._record.head.router:
+                await self._store.replace(found, replace(found.head, router=""))
 
     async def _ask(self) -> tuple[Status, Members]:
         """Send the request until a replica has answered it; return the response's last state."""
@@ -155,19 +155,22 @@ class Run:
         self._events.add(b"event: response.failed\n" + DATA + encode(told) + END)
         return "failed", response
 
-    async def _keep(self) -> None:
-        """Write events and the state to Redis, until cancelled.
+    async def _keep(self, asking: asyncio.Task[Any]) -> None:
+        """Write events and the state to Redis, until the request has been answered.
 
         Raises:
             LostError: the response does not belong to this router any more.
         """
-        while True:
-            await asyncio.sleep(FLUSH_S)
-            with suppress(RedisError, OSError):  # it is written when Redis is back
-                await self._flush("in_progress" if self._events.response else "queued")
+        while not asking.done():
+            await asyncio.wait((asking,), timeout=FLUSH_S)
+            if not asking.done():
+                # What fails is written later: when Redis is back, or at the end.
+                with suppress(RedisError, OSError, TooLongError):
+                    await self._flush("in_progress" if self._events.response else "queued")
 
     async def _flush(self, status: Status, response: Members | None = None) -> None:
         """Write new events, and the state if there are any or if it is time to."""
+        await self._resolve()
         head = self._record.head
         is_due = time.monotonic() - self._written_s > BEAT_S or not head.chunks
         self._unwritten += self._events.taken()
@@ -188,11 +191,35 @@ class Run:
         body = None
         if response is not None:
             body = replace(self._body, response=msgspec.Raw(encode(response)))
+        self._unsure = changed, len(data)
         written = await self._store.replace(self._record, changed, body)
+        self._unsure = None
         if written is None:
             raise LostError
+        self._accept(written, len(data))
+
+    async def _resolve(self) -> None:
+        """Find out whether Redis has what a failed write has sent.
+
+        The events of a write that was done must not be sent again: clients may have them.
+
+        Raises:
+            LostError: the response does not belong to this router any more.
+        """
+        if self._unsure is None:
+            return
+        head, size = self._unsure
+        found = await self._store.read(self.key)
+        self._unsure = None
+        if found is not None and found.head == head:
+            self._accept(found, size)
+        elif found is None or found.first != self._record.first:
+            raise LostError
+
+    def _accept(self, written: Record, size: int) -> None:
+        """Note what Redis has now, with `size` bytes of the events that were not written."""
         self._record, self._written_s = written, time.monotonic()
-        self._unwritten = self._unwritten[len(data) :]
+        self._unwritten = self._unwritten[size:]
 
     async def _end(self, status: Status, response: Members) -> None:
         """Write the last state, as soon as Redis can be written."""

@@ -318,18 +318,29 @@ async def test_one_that_no_router_survives_is_given_up(empty_redis: Redis) -> No
         assert other.requests == []
 
 
+async def slowly(body: dict[str, Any], send: Send) -> None:
+    """The whole answer, over many writes to Redis."""
+    await started(send)
+    for each in events_of(body["request_id"]):
+        await send({"type": "http.response.body", "body": each, "more_body": True})
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("is_done", [False, True])
 async def test_events_are_complete_although_redis_fails_now_and_then(
-    empty_redis: Redis, monkeypatch: pytest.MonkeyPatch
+    empty_redis: Redis, monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
-    one = Router(empty_redis, "one", whole)
+    """A write that fails may have been done, if only its reply is lost."""
+    one = Router(empty_redis, "one", slowly)
     replace_record, calls = one.store.replace, 0
 
     async def failing(*given: Any) -> Record | None:
         nonlocal calls
         calls += 1
+        written = await replace_record(*given) if is_done or not calls % 2 else None
         if calls % 2:
             raise RedisConnectionError("away")
-        return await replace_record(*given)
+        return written
 
     monkeypatch.setattr(one.store, "replace", failing)
     async with running(one):
@@ -337,6 +348,27 @@ async def test_events_are_complete_although_redis_fails_now_and_then(
         assert (await one.ended(id_))["status"] == "completed"
         numbers = [each["sequence_number"] for each in await one.streamed(id_)]
         assert numbers == list(range(len(TEXT) + 2))
+        assert len(one.requests) == 1
+
+
+async def test_an_answer_that_ends_while_its_events_are_written_is_written_once(
+    empty_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Router(empty_redis, "one", slowly)
+    replace_record = one.store.replace
+
+    async def slow(*given: Any) -> Record | None:
+        written = await replace_record(*given)
+        await asyncio.sleep(0.3)
+        return written
+
+    monkeypatch.setattr(one.store, "replace", slow)
+    async with running(one):
+        id_ = await one.create()
+        assert (await one.ended(id_))["status"] == "completed"
+        numbers = [each["sequence_number"] for each in await one.streamed(id_)]
+        assert numbers == list(range(len(TEXT) + 2))
+        assert len(one.requests) == 1
 
 
 async def test_an_answer_that_is_too_large_fails(empty_redis: Redis) -> None:
