@@ -4,9 +4,10 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
+import psutil
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.bodies import (
@@ -26,6 +27,7 @@ from tests.support.serving import Cluster
 from tests.support.waiting import until
 
 TOKENS = 300  # of each answer, or somewhat fewer
+ROUNDS = 3  # because a loaded machine can end all answers before the test gets to the kill
 NOTE = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz", k=TOKENS))
 SCHEMA = {
     "type": "object",
@@ -83,18 +85,27 @@ async def test_every_field_of_every_event_is_as_if_no_replica_had_been_killed(
     cluster: Cluster,
 ) -> None:
     undisturbed = await answers(cluster, lambda call, replica: None)
-    pids = dict(pids_of(cluster))
-    failed = attempts_that_failed(cluster)
+    for _ in range(ROUNDS):
+        failed = attempts_that_failed(cluster)
+        disturbed = await answers_with_a_killed_replica(cluster)
+        for call, before, after in zip(ALL, undisturbed, disturbed, strict=True):
+            cut = call in CANNOT and ERRORS[call[0]] in after
+            assert cut or Joined(comparable(after)) == Joined(comparable(before)), call
+        if attempts_that_failed(cluster) - failed >= 2:
+            return
+    raise AssertionError("in each round, the answers had ended before the kill")
+
+
+async def answers_with_a_killed_replica(cluster: Cluster) -> list[str]:
+    """Return the streams of all calls, one of whose replicas is killed when all have begun."""
     begun: dict[int, str] = {}  # call to the replica that its first events came from
 
+    await until(lambda: len(running_replicas(cluster)) == 2, within_s=240)
+    pids = running_replicas(cluster)
     running = asyncio.create_task(answers(cluster, begun.__setitem__))
     await until(lambda: len(begun) == len(ALL))
     os.kill(pids[begun[0]], signal.SIGKILL)
-    disturbed = await running
-    assert attempts_that_failed(cluster) - failed >= 2, "the answers had ended before the kill"
-    for call, before, after in zip(ALL, undisturbed, disturbed, strict=True):
-        cut = call in CANNOT and ERRORS[call[0]] in after
-        assert cut or Joined(comparable(after)) == Joined(comparable(before)), call
+    return await running
 
 
 async def answers(cluster: Cluster, got: Callable[[int, str], None]) -> list[str]:
@@ -121,7 +132,8 @@ async def answer(client: httpx.AsyncClient, number: int, got: Callable[[int, str
     return data.decode()
 
 
-def pids_of(cluster: Cluster) -> Iterator[tuple[str, int]]:
-    """Return the process id of each replica."""
-    for replica in httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]:
-        yield replica["id"], replica["pid"]
+def running_replicas(cluster: Cluster) -> dict[str, int]:
+    """Return the process id of each replica whose process exists."""
+    replicas = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["replicas"]
+    pids = {replica["id"]: replica["pid"] for replica in replicas}
+    return {replica: pid for replica, pid in pids.items() if psutil.pid_exists(pid)}
