@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvroute.client import FIND, Url
+from kvroute.client import FIND, Url, fail
+from kvroute.command.serve_command import parsed
 from kvroute.command.tables import Column, print_table, prose
 from kvroute.wording import plural
 
@@ -30,21 +31,58 @@ def doctor(
             "a router know of it; this stops each engine for some milliseconds.",
         ),
     ] = False,
+    before_start: Annotated[
+        bool,
+        typer.Option(
+            "--before-start",
+            help="Check this machine instead, before a cluster is started on it. The options of "
+            "kvroute serve follow after --.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    serve_options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- OPTIONS", help="Options of kvroute serve for --before-start."),
+    ] = None,
 ) -> None:
     """Check a running cluster, and send a small test request to each replica.
 
     The exit code is 1 if something is wrong, else 0, even with warnings.
     """
-    from kvroute.doctor.collect import collect_checks
-
-    with Console(stderr=True).status("connecting to the cluster") as status:
-        checks = list(collect_checks(url, audit=audit, step=status.update))
+    if serve_options and not before_start:
+        fail(
+            f"{' '.join(serve_options)} is unexpected; options of kvroute serve belong to "
+            "kvroute doctor --before-start"
+        )
+    if before_start:
+        checks = list(_machine_checks(serve_options or []))
+    else:
+        checks = _cluster_checks(url, audit=audit)
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks]))
     else:
         _show(checks)
     raise typer.Exit(1 if any(check.grade == "wrong" for check in checks) else 0)
+
+
+def _cluster_checks(url: str, *, audit: bool) -> "list[Check]":
+    from kvroute.doctor.collect import collect_checks
+
+    with Console(stderr=True).status("connecting to the cluster") as status:
+        return list(collect_checks(url, audit=audit, step=status.update))
+
+
+def _machine_checks(serve_options: "Sequence[str]") -> "Iterator[Check]":
+    """Yield what `kvroute serve` with these options would check before it starts anything."""
+    from kvroute.doctor.checks import Check
+    from kvroute.local.before_start import before_start
+
+    for name, problems in before_start(parsed(serve_options)):
+        for problem in problems:
+            finding, _, remedy = problem.text.partition("; ")
+            yield Check(name, "wrong" if problem.is_final else "warning", finding, remedy)
+        if not problems:
+            yield Check(name, "ok", "no problem found")
 
 
 def _show(checks: "Sequence[Check]") -> None:

@@ -1,6 +1,6 @@
 """The commands `kvroute serve` and `kvroute attach`; their options come from the settings."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, make_dataclass
 from typing import Annotated, Any
 
@@ -8,8 +8,9 @@ import typer
 from pydantic.fields import FieldInfo
 
 from kvroute.client import fail
+from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.settings.help import NO_ARGUMENTS, SettingsError, env_names, flags, option
-from kvroute.settings.serve import OPTIONS, load
+from kvroute.settings.serve import OPTIONS, ServeSettings, load
 
 
 def serve(command_line: Any) -> None:
@@ -29,12 +30,24 @@ def attach(command_line: Any) -> None:
 def _run(values: dict[str, Any], arguments: Mapping[str, str] = NO_ARGUMENTS) -> None:
     from kvroute.local.launch import run
 
+    raise typer.Exit(run(_settings(values, arguments)))
+
+
+def _settings(values: Mapping[str, Any], arguments: Mapping[str, str]) -> ServeSettings:
+    """Return the settings; end the command if a value cannot be used."""
+    command_line = {name: value for name, value in values.items() if value not in (None, [], ())}
     try:
-        command_line = {name: value for name, value in values.items() if value not in (None, [])}
-        settings = load(command_line, arguments)
+        return load(command_line, arguments)
     except SettingsError as error:
-        fail(str(error))
-    raise typer.Exit(run(settings))
+        raise fail(str(error)) from None
+
+
+def parsed(options: Sequence[str]) -> ServeSettings:
+    """Return the settings that `kvroute serve` would have with these options."""
+    app = typer_app()
+    app.command("serve", cls=HelpfulCommand)(Serve)
+    context = typer.main.get_command(app).make_context("kvroute serve", list(options))
+    return _settings(context.params, NO_ARGUMENTS)
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:

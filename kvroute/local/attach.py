@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 
 from kvroute.deployments import APPLICATION, deployment
-from kvroute.local.progress import Progress, StartError
+from kvroute.local.progress import Progress
+from kvroute.machine.problem import StartError
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.attached_engine.server import (
     ServerError,

@@ -14,7 +14,7 @@ import redis
 
 from kvroute.local.ports import free_port
 from kvroute.local.processes import die_with_parent
-from kvroute.local.progress import StartError
+from kvroute.machine.problem import StartError
 from kvroute.store.connection import OLDEST_REDIS
 
 START_S = 10.0  # seconds that a private server has to start, that is, to answer a PING
@@ -30,6 +30,8 @@ NEEDED = (  # remedy for a Redis that refuses writes
     "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
     "and can save"
 )
+KEEPS_ALL = "noeviction"  # the policy of a Redis that never deletes a key to free memory
+CLOCKS_AGREE_S = 1.0  # clocks that certainly differ by more seconds get a warning
 PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tries to write
 
 
@@ -103,6 +105,36 @@ def check_redis(url: str) -> str:
             f"--redis-url is {shown!r}, whose version is {version}; expected Redis 6.2 or newer"
         )
     return version
+
+
+def redis_warnings(url: str) -> Iterator[str]:
+    """Yield why kvroute would lose data in this Redis, or mistake times, although it can be used.
+
+    A Redis that does not tell its policy or its time, as some services do not, gets no warning.
+    """
+    shown = without_password(url)
+    try:
+        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+            memory = client.info("memory")
+            sent_s = time.time()
+            seconds, microseconds = client.time()
+            received_s = time.time()
+    except (redis.RedisError, OSError):
+        return
+    policy = memory.get("maxmemory_policy", KEEPS_ALL)
+    if policy != KEEPS_ALL:
+        yield (
+            f"--redis-url is {shown!r}, whose maxmemory-policy is {policy}, so that it deletes "
+            f"records of cached blocks, named prefixes and responses when its memory is full; set "
+            f"maxmemory-policy to {KEEPS_ALL}"
+        )
+    clock_s = seconds + microseconds / 1e6
+    apart_s = max(clock_s - received_s, sent_s - clock_s)  # at least this much
+    if apart_s > CLOCKS_AGREE_S:
+        yield (
+            f"the clock of the Redis at {shown} differs by {apart_s:.1f} s from this "
+            "machine's; synchronise the clocks, with chrony or another NTP client"
+        )
 
 
 def _remedy(url: str, error: Exception) -> str:

@@ -11,10 +11,6 @@ from rich.text import Text
 REMIND_S = 30.0  # seconds between two lines about the same wait, if the output is not a terminal
 
 
-class StartError(RuntimeError):
-    """The cluster cannot start. The message says why, and what the user can do."""
-
-
 class Progress:
     """Prints the progress of a start, one line per event."""
 

@@ -23,8 +23,9 @@ from kvroute.local.haproxy.health import ADMIN_SOCKET
 from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MAX_REQUESTS, TLS_CERT, TLS_KEY
 from kvroute.local.ports import free_port
 from kvroute.local.processes import kill_descendants
-from kvroute.local.progress import Progress, StartError
+from kvroute.local.progress import Progress
 from kvroute.local.signals import StopSignals
+from kvroute.machine.problem import StartError
 from kvroute.process import vllm_build
 from kvroute.process.metrics_port import METRICS_HOST
 from kvroute.settings.owned_engine_args import options_for

@@ -16,10 +16,11 @@ from kvroute.local.embedded_redis import (
     _executable,
     check_redis,
     embedded_redis,
+    redis_warnings,
     without_password,
 )
 from kvroute.local.ports import free_port
-from kvroute.local.progress import StartError
+from kvroute.machine.problem import StartError
 from tests.support.waiting import wait_until
 
 PARENT = """
@@ -163,3 +164,28 @@ def test_a_password_that_is_not_quoted_is_not_shown_either(url: str) -> None:
     with pytest.raises(StartError, match="in URL quoting") as failed:
         check_redis(url)
     assert "se-cret" not in str(failed.value)
+
+
+def test_a_redis_that_deletes_keys_or_has_another_time_gets_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with embedded_redis() as url:
+        assert list(redis_warnings(url)) == []
+        with redis.Redis.from_url(url) as client:
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        (policy,) = redis_warnings(url)
+        assert "allkeys-lru" in policy
+        assert "set maxmemory-policy to noeviction" in policy
+        now = time.time
+        monkeypatch.setattr("kvroute.local.embedded_redis.time.time", lambda: now() - 7)
+        _, clock = redis_warnings(url)
+        assert "differs by 7.0 s" in clock
+
+
+def test_a_redis_that_does_not_tell_its_policy_gets_no_warning() -> None:
+    with embedded_redis() as url, redis.Redis.from_url(url) as client:
+        client.acl_setuser("low", enabled=True, passwords=["+low"], commands=["+get"], keys=["*"])
+        assert (
+            list(redis_warnings(url.replace("://:", "://low:").replace(_password(url), "low")))
+            == []
+        )

@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import RedisError
 
 from kvroute.local.embedded_redis import check_redis
-from kvroute.local.progress import StartError
+from kvroute.machine.problem import StartError
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from tests.support.certificates import certificate

@@ -62,6 +62,7 @@ ORDER = (
     "kvroute.autoscaling",
     "kvroute.app",
     "kvroute.local.haproxy",
+    "kvroute.machine",
     "kvroute.local",
     "kvroute.client",
     "kvroute.doctor",

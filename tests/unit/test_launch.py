@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from kvroute.deployments import final_error, short
 from kvroute.keys.key_file import new_file, new_key, write
-from kvroute.local.launch import (
+from kvroute.local.before_start import (
     check_access,
     check_engine_installed,
     check_files_dir,
@@ -19,7 +19,7 @@ from kvroute.local.launch import (
     gpus_per_replica,
 )
 from kvroute.local.ports import free_port
-from kvroute.local.progress import StartError
+from kvroute.machine.problem import StartError
 from kvroute.process.hub import check_on_hub
 from kvroute.settings.owned_engine_args import options_for
 from kvroute.settings.serve import ServeSettings, load

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter
 
-from kvroute.local.launch import check_metrics_token
+from kvroute.local.before_start import check_metrics_token
 from kvroute.local.ports import free_port, listen_error
-from kvroute.local.progress import StartError
+from kvroute.machine.problem import StartError
 from kvroute.process.metrics_port import (
     Exposition,
     NoMetricsError,

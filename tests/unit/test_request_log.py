@@ -19,8 +19,8 @@ from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord, TierFacts
-from kvroute.local.launch import check_request_log
-from kvroute.local.progress import StartError
+from kvroute.local.before_start import check_request_log
+from kvroute.machine.problem import StartError
 from kvroute.replay.workload.trace import read
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine

@@ -8,8 +8,9 @@ from typing import Any, get_args
 
 import pytest
 
-from kvroute.local.launch import check_engine_args
-from kvroute.local.progress import Progress, StartError
+from kvroute.local.before_start import check_engine_args
+from kvroute.local.progress import Progress
+from kvroute.machine.problem import StartError
 from kvroute.settings.options.replica import Dtype
 from kvroute.settings.owned_engine_args import FIXED, OWNED
 from kvroute.settings.replica import ReplicaSettings

