@@ -36,7 +36,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
     def per_model(self) -> tuple[CheckedOptions, ...]:
         """Return the options of each model. Raises SettingsError if a model cannot be served."""
         names = [name.strip() for name in self.model.split(",")]
-        if self.models and len(names) > 1:
+        if self.models and "model" in self.model_fields_set:
             raise SettingsError(
                 f"--model is {self.model!r}, and --models is set as well; keep one of them"
             )

@@ -142,11 +142,11 @@ def test_caches_larger_than_the_memory_are_a_warning() -> None:
 
 def test_all_replicas_and_ranks_count_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvroute.process.vllm_build.is_for_gpus", lambda: False)
-    monkeypatch.setattr(limits, "memory", lambda needed: iter([needed]))
+    monkeypatch.setattr(limits, "memory", lambda needed: iter([Problem(str(needed))]))
     sizes = {"replicas": 2, "max_replicas": 3, "data_parallel_size": 2, "kv_cache_memory_mb": 100}
     settings = load({**sizes, "model": "another/model"})
     needed, *_ = fleet.memory_problems(settings.per_model, 0)
-    assert needed == 3 * 2 * 100_000_000
+    assert needed == Problem(str(3 * 2 * 100_000_000))
 
 
 def test_the_weights_of_a_local_model_count(tmp_path: Path) -> None:

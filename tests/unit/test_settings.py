@@ -288,6 +288,7 @@ def test_models_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) 
         ),
         ({"models": "{"}, r"--models is '\{'; expected JSON .* such as \[\{\"model\": "),
         ({"models": "[{}]", "model": ["a", "b"]}, "--model is 'a,b', and --models is set as well"),
+        ({"models": "[{}]", "model": "a"}, "--model is 'a', and --models is set as well"),
     ],
 )
 def test_models_that_cannot_be_served_are_refused_by_name(
