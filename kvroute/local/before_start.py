@@ -188,6 +188,8 @@ def gpu_problems(settings: ServeSettings) -> Iterator[Problem]:
         return
     if all(model.gpus_per_replica == 0 for model, _ in fleet.engines_of(models)):
         return
+    if not gpus.torch_cuda():
+        return  # PyTorch is built for other GPUs than NVIDIA's, which Ray and vLLM examine
     try:
         driver = gpus.driver()
         available = gpus.usable(driver) if driver else 0

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -33,6 +34,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("kvroute.process.vllm_build.is_for_gpus", lambda: True)
+    monkeypatch.setattr(gpus, "torch_cuda", lambda: "12.8")
 
     def install(script: str) -> None:
         program = tmp_path / "nvidia-smi"
@@ -107,6 +109,24 @@ def test_more_replicas_than_visible_gpus_are_final(
     assert "3 GPUs for 3 replicas" in problem.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "hides all GPUs" in found(replicas=1)[0].text
+
+
+def test_other_gpus_than_nvidias_are_not_examined(
+    smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi("exit 1")
+    monkeypatch.setattr(gpus, "torch_cuda", lambda: "")
+    assert found() == []
+
+
+@pytest.mark.parametrize("line", ["cuda: Optional[str] = '12.8'", "cuda = '12.8'"])
+def test_the_cuda_version_of_pytorch_is_read_without_importing_it(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(f"__version__ = '2.11'\n{line}\nhip = None\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert gpus.torch_cuda() == "12.8"
 
 
 def test_a_busy_gpu_is_a_warning_that_follows_vllms_share(smi: Smi) -> None:
