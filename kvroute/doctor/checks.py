@@ -9,12 +9,11 @@ from kvroute.contract.ranks import replicas_of
 from kvroute.deployments import last_line
 from kvroute.local.ports import is_local
 from kvroute.process import vllm_build
-from kvroute.store.connection import OLDEST_REDIS
+from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY
 
 Grade = Literal["ok", "warning", "wrong"]
 Facts = Mapping[str, Any]  # a part of the router's diagnosis, as JSON
 
-SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
 FULL = 0.9  # a warning if Redis uses more than this share of its memory limit
 # A warning if a round trip to Redis takes more than this many seconds. A change of the index needs
 # two round trips: one to write it and one to read it.

@@ -19,8 +19,8 @@ from kvroute.doctor import (
     seat_checks,
 )
 from kvroute.doctor.checks import Check
-from kvroute.doctor.clocks import Offset
 from kvroute.local.running import URL
+from kvroute.process.clock_offset import Offset, offset
 
 WAIT_S = 60.0  # timeout of a request; long, since canaries and audits involve every replica
 
@@ -107,7 +107,7 @@ class _Collection:
     def _diagnosis(self) -> Iterator[Check]:
         sent_s = time.time()
         diagnosis = self._request("GET", "/v1/cluster/diagnosis")
-        router = clocks.offset(diagnosis["now_s"], sent_s=sent_s, received_s=time.time())
+        router = offset(diagnosis["now_s"], sent_s=sent_s, received_s=time.time())
         replicas, ours = diagnosis["replicas"], importlib.metadata.version("kvroute")
         yield from checks.deployments(diagnosis["serve"]["deployments"])
         yield from checks.redis(diagnosis["redis"])

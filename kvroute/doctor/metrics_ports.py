@@ -15,7 +15,8 @@ from kvroute.client import TOKEN_FILE
 from kvroute.contract.ranks import replicas_of
 from kvroute.doctor.cache_size import CacheReading, reading
 from kvroute.doctor.checks import Check
-from kvroute.doctor.clocks import Offset, dated
+from kvroute.doctor.clocks import dated
+from kvroute.process.clock_offset import Offset
 
 MAX_PARALLEL = 32  # maximum number of processes whose metrics are read in parallel
 CONNECT_S = 1.0  # timeout of a connection to a process

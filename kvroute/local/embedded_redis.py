@@ -15,7 +15,8 @@ import redis
 from kvroute.local.ports import free_port
 from kvroute.local.processes import die_with_parent
 from kvroute.machine.problem import StartError
-from kvroute.store.connection import OLDEST_REDIS
+from kvroute.process.clock_offset import AGREED_S, offset
+from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY
 
 START_S = 10.0  # seconds that a private server has to start, that is, to answer a PING
 SECRET = "secret.conf"  # configuration file with the password, in the server's folder
@@ -30,8 +31,6 @@ NEEDED = (  # remedy for a Redis that refuses writes
     "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
     "and can save"
 )
-KEEPS_ALL = "noeviction"  # the policy of a Redis that never deletes a key to free memory
-CLOCKS_AGREE_S = 1.0  # clocks that certainly differ by more seconds get a warning
 PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tries to write
 
 
@@ -121,16 +120,16 @@ def redis_warnings(url: str) -> Iterator[str]:
             received_s = time.time()
     except (redis.RedisError, OSError):
         return
-    policy = memory.get("maxmemory_policy", KEEPS_ALL)
-    if policy != KEEPS_ALL:
+    policy = memory.get("maxmemory_policy", SAFE_POLICY)
+    if policy != SAFE_POLICY:
         yield (
             f"--redis-url is {shown!r}, whose maxmemory-policy is {policy}, so that it deletes "
             f"records of cached blocks, named prefixes and responses when its memory is full; set "
-            f"maxmemory-policy to {KEEPS_ALL}"
+            f"maxmemory-policy to {SAFE_POLICY}"
         )
-    clock_s = seconds + microseconds / 1e6
-    apart_s = max(clock_s - received_s, sent_s - clock_s)  # at least this much
-    if apart_s > CLOCKS_AGREE_S:
+    clock = offset(seconds + microseconds / 1e6, sent_s=sent_s, received_s=received_s)
+    apart_s = abs(clock.min_difference_s)
+    if apart_s > AGREED_S:
         yield (
             f"the clock of the Redis at {shown} differs by {apart_s:.1f} s from this "
             "machine's; synchronise the clocks, with chrony or another NTP client"

@@ -16,7 +16,7 @@ MB = 1_000_000
 def engines_of(models: Sequence[CheckedOptions]) -> list[tuple[CheckedOptions, int]]:
     """Return each model that runs vLLM on this machine, and its number of replicas."""
     return [
-        (model, model.own_replicas if model.servers else model.max_fleet_size)
+        (model, model.own_fleet_size)
         for model in models
         if model.engine == "vllm" and model.starts_engines
     ]

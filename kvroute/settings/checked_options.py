@@ -32,6 +32,11 @@ class CheckedOptions(ModelOptions):
         return len(self.servers) + self.own_replicas if self.servers else self.replicas
 
     @property
+    def own_fleet_size(self) -> int:
+        """Return the maximum number of replicas whose engines kvroute starts."""
+        return self.own_replicas if self.servers else self.max_fleet_size
+
+    @property
     def starts_engines(self) -> bool:
         """Return whether kvroute starts engines itself, for all replicas or some of them."""
         return not self.servers or self.own_replicas > 0

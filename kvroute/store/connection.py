@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 import redis.asyncio as redis
 
 OLDEST_REDIS = (6, 2)  # oldest version of Redis with all commands that kvroute's scripts use
+SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
 TIMEOUT_S = 5.0  # timeout of one call to Redis, in seconds
 
 

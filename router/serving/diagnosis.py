@@ -20,6 +20,7 @@ from redis.exceptions import RedisError
 
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process import ray_internals
+from kvroute.process.clock_offset import offset
 from kvroute.router.page.recent import summed
 from kvroute.router.serving.status import Status
 from kvroute.store.connection import with_timeout
@@ -131,7 +132,7 @@ async def redis_facts(redis: Any) -> Facts:
         "used_bytes": memory["used_memory"],
         "answers_in_s": received_s - sent_s,
         # Lower and upper bound of the seconds by which Redis' clock is ahead of this node's clock.
-        "clock_ahead_s": (redis_s - received_s, redis_s - sent_s),
+        "clock_ahead_s": offset(redis_s, sent_s=sent_s, received_s=received_s),
     }
 
 

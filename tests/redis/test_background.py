@@ -326,6 +326,16 @@ async def slowly(body: dict[str, Any], send: Send) -> None:
         await asyncio.sleep(0.02)
 
 
+async def assert_each_event_comes_once(one: "Router") -> None:
+    """Run a response in the background, and assert that its stream is complete."""
+    async with running(one):
+        id_ = await one.create()
+        assert (await one.ended(id_))["status"] == "completed"
+        numbers = [each["sequence_number"] for each in await one.streamed(id_)]
+        assert numbers == list(range(len(TEXT) + 2))
+        assert len(one.requests) == 1
+
+
 @pytest.mark.parametrize("is_done", [False, True])
 async def test_events_are_complete_although_redis_fails_now_and_then(
     empty_redis: Redis, monkeypatch: pytest.MonkeyPatch, is_done: bool
@@ -343,12 +353,7 @@ async def test_events_are_complete_although_redis_fails_now_and_then(
         return written
 
     monkeypatch.setattr(one.store, "replace", failing)
-    async with running(one):
-        id_ = await one.create()
-        assert (await one.ended(id_))["status"] == "completed"
-        numbers = [each["sequence_number"] for each in await one.streamed(id_)]
-        assert numbers == list(range(len(TEXT) + 2))
-        assert len(one.requests) == 1
+    await assert_each_event_comes_once(one)
 
 
 async def test_an_answer_that_ends_while_its_events_are_written_is_written_once(
@@ -363,12 +368,7 @@ async def test_an_answer_that_ends_while_its_events_are_written_is_written_once(
         return written
 
     monkeypatch.setattr(one.store, "replace", slow)
-    async with running(one):
-        id_ = await one.create()
-        assert (await one.ended(id_))["status"] == "completed"
-        numbers = [each["sequence_number"] for each in await one.streamed(id_)]
-        assert numbers == list(range(len(TEXT) + 2))
-        assert len(one.requests) == 1
+    await assert_each_event_comes_once(one)
 
 
 async def test_an_answer_that_is_too_large_fails(empty_redis: Redis) -> None:

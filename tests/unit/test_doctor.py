@@ -19,10 +19,10 @@ from kvroute.doctor import (
 )
 from kvroute.doctor.cache_size import CacheReading
 from kvroute.doctor.checks import Check
-from kvroute.doctor.clocks import Offset
 from kvroute.doctor.collect import collect_checks
 from kvroute.doctor.metrics_ports import Probe
 from kvroute.local.ports import free_port
+from kvroute.process.clock_offset import Offset
 from kvroute.process.metrics_port import Exposition
 from kvroute.router.placement.ledger import CAUSES
 from tests.support import metrics_table
