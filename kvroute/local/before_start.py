@@ -6,6 +6,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from kvroute.keys import key_file
 from kvroute.local.embedded_redis import check_redis, redis_warnings
 from kvroute.local.haproxy.wrapper import check_pair
@@ -36,12 +38,12 @@ def examine(checks: Mapping[str, Examine], settings: ServeSettings, progress: Pr
     for problem in (problem for found in checks.values() for problem in found(settings)):
         if problem.is_final:
             raise StartError(problem.text)
-        progress.say(f"WARNING: {problem.text}", style="yellow")
+        progress.warn(problem.text)
 
 
 def before_start(settings: ServeSettings) -> Iterator[tuple[str, list[Problem]]]:
     """Yield the name of each check that can be made before a start, and the problems it found."""
-    for name, found in {**OF_OPTIONS, **OF_MACHINE, **OF_MODELS}.items():
+    for name, found in {**OF_OPTIONS, **OF_MACHINE, **ON_THE_WAY}.items():
         yield name, list(found(settings))
 
 
@@ -212,7 +214,7 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
     """
     default = min(1, available)
     counts = [_gpus_wanted(model, default) for model in models]
-    sizes = [model.own_replicas if model.servers else model.max_fleet_size for model in models]
+    sizes = [model.own_fleet_size for model in models]
     needed = sum(size * count for size, count in zip(sizes, counts, strict=True))
     if needed > available:
         replicas = " and ".join(
@@ -266,13 +268,16 @@ OF_OPTIONS: Mapping[str, Examine] = {
 OF_MACHINE: Mapping[str, Examine] = {
     "vLLM": final(lambda settings: check_engine_installed(settings.per_model)),
     "GPUs": gpu_problems,
-    "Redis": redis_problems,
     "memory": lambda settings: fleet.memory_problems(settings.per_model, OBJECT_STORE_BYTES),
     "open files": lambda settings: fleet.connection_problems(
         settings.routers, settings.max_requests
     ),
 }
-OF_MODELS: Mapping[str, Examine] = {
-    "engine arguments": final(lambda settings: check_engine_args(settings.per_model, Progress())),
+# A start makes these checks on its way, when it needs what they examine.
+ON_THE_WAY: Mapping[str, Examine] = {
+    "Redis": redis_problems,
+    "engine arguments": final(
+        lambda settings: check_engine_args(settings.per_model, Progress(Console(stderr=True)))
+    ),
     "models": final(check_models),
 }

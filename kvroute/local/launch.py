@@ -29,6 +29,7 @@ from kvroute.local.before_start import (
 from kvroute.local.embedded_redis import (
     check_redis,
     embedded_redis,
+    redis_warnings,
     without_password,
 )
 from kvroute.local.guard import guarded, head_service
@@ -106,8 +107,8 @@ def _start(
     examine(OF_OPTIONS, settings, progress)
     settings = attached(settings, progress)
     examine(OF_MACHINE, settings, progress)
-    check_engine_args(settings.per_model, progress)
     redis_url = _redis(settings, progress, running)
+    check_engine_args(settings.per_model, progress)
     paths = [_model(options, progress) for options in settings.per_model]
     progress.step("starting Ray")
     with progress.waiting("Ray"):
@@ -152,6 +153,8 @@ def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> s
     version = check_redis(url)
     answers = "answers" if settings.redis_url else "started"
     progress.step(f"Redis {version} {answers} at {without_password(url)}")
+    for warning in redis_warnings(url) if settings.redis_url else ():
+        progress.warn(warning)
     return url
 
 

@@ -27,6 +27,10 @@ class Progress:
         """Print a line without a time."""
         self._console.print(text, style=style)
 
+    def warn(self, text: str) -> None:
+        """Print a problem in spite of which the cluster can run."""
+        self.say(f"WARNING: {text}", style="yellow")
+
     def fail(self, text: str) -> None:
         """Print an error. On a terminal, long lines are broken between words."""
         self._console.print(text, style="red", soft_wrap=not self._console.is_terminal)

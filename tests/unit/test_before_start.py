@@ -209,6 +209,14 @@ def test_the_doctor_lists_problems_first_and_fails_if_one_is_final(tmp_path: Pat
     assert "Not a directory" in wrong[0]["finding"]
 
 
+def test_progress_is_not_mixed_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(before_start, "vllm_errors", lambda models: [[]])
+    options = ["--engine-args", "enforce_eager=true"]
+    shown = CliRunner().invoke(app, ["doctor", "--before-start", "--json", "--", *options])
+    assert "engine arguments" in [check["name"] for check in json.loads(shown.stdout)]
+    assert "checking --engine-args" in shown.stderr
+
+
 def test_options_of_serve_without_before_start_are_refused() -> None:
     refused = CliRunner().invoke(app, ["doctor", "--", "--replicas", "3"])
     assert refused.exit_code == 1
