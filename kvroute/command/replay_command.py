@@ -80,6 +80,16 @@ def replay(
         float | None,
         typer.Option(min=0.001, help="Speed of copies from host memory (default: the profile's)."),
     ] = None,
+    disk_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="With --host-tokens: disk cache of each replica, in tokens (0: none)."
+        ),
+    ] = 0,
+    disk_gb_per_s: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Speed of reads of a disk cache (default: the profile's)."),
+    ] = None,
     link_gb_per_s: Annotated[
         float | None,
         typer.Option(
@@ -199,6 +209,8 @@ def replay(
     pace = _pace(load, speed, rate, sessions, closed_loop=closed_loop)
     default = EXAMPLE_POLICIES if example else DEFAULT_POLICY
     names = _names(default if policy is None else policy)
+    if disk_tokens and not host_tokens:
+        raise typer.BadParameter("--disk-tokens needs --host-tokens, since disks fill host memory")
     profile = _profile(engine)
     ends = _ends(session_ends)
     cluster = Cluster(
@@ -211,6 +223,8 @@ def replay(
         *_slow(slow),
         host_tokens=host_tokens,
         host_gb_per_s=host_gb_per_s or profile.host_gb_per_s,
+        disk_tokens=disk_tokens,
+        disk_gb_per_s=disk_gb_per_s or profile.disk_gb_per_s,
         kv_bytes=profile.kv_bytes,
         link_gb_per_s=profile.link_gb_per_s if link_gb_per_s is None else link_gb_per_s,
         link_latency_s=(
@@ -256,6 +270,8 @@ def _described(cluster: "Cluster", engine: str) -> str:
     parts = [f"{cluster.replicas} x {engine}, {cluster.kv_tokens:,} tokens of KV cache each"]
     if cluster.host_tokens:
         parts.append(f"{cluster.host_tokens:,} tokens of host memory each")
+    if cluster.disk_tokens:
+        parts.append(f"{cluster.disk_tokens:,} tokens of disk cache each")
     if cluster.routers > 1:
         parts.append(f"{cluster.routers} routers")
     if cluster.slow_share:

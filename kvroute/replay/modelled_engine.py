@@ -2,9 +2,9 @@
 
 A request reserves the blocks for its whole answer when it is admitted, so no request is preempted.
 The exceptions are batch requests, which give way to others by the rules in contract/priority.py.
-If a part of a prompt is in a slower tier (host memory), its request may wait for a copy of these
-blocks before it joins the batch. Other requests run in the meantime. A request whose blocks are
-pulled from another replica waits in the same way; the caller models the pull (network.py).
+If a part of a prompt is in a slower tier (host memory, a disk), its request may wait for a copy of
+these blocks before it joins the batch. Other requests run in the meantime. A request whose blocks
+are pulled from another replica waits in the same way; the caller models the pull (network.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class ModelledReplica:
     Args:
         model: the times of the engine's steps.
         capacity_blocks: size of the KV cache.
-        tiers: the replica's slower tiers; at most one is modelled.
+        tiers: the replica's slower tiers, the fastest first.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class ModelledReplica:
     ) -> None:
         self.cache = PagedCache(capacity_blocks, self._evicted)
         self.hit_tokens: dict[int, int] = {}  # request index -> cached prompt tokens
-        self.reloaded_tokens: dict[int, int] = {}  # request index -> tokens from a slower tier
+        # Request index -> tokens from each slower tier.
+        self.reloaded_tokens: dict[int, dict[Tier, int]] = {}
         self.reload_wait_s: dict[int, float] = {}  # request index -> seconds of wait for the copy
-        self.memory: TierMemory[Running] | None = None  # the slower tier; None: there is none
-        for tier, facts in tiers.items():
-            self.memory = TierMemory(tier, facts, model.prefill)
+        # The slower tiers; None: there are none.
+        self.memory = TierMemory[Running](tiers, model.prefill) if tiers else None
         self.prefill_s = 0.0  # seconds of prefill since the start
         self._now_s = 0.0  # time of the caller's latest call
         self.plan: Plan | None = None  # the steps that run now; None: the engine is idle
@@ -154,9 +154,10 @@ class ModelledReplica:
         self._end_chunks(plan, result)
         self._end_answers(result)
         if self.memory is not None:
-            added, removed = self.memory.take_changes()
-            result.added += added
-            result.removed += removed
+            for level in self.memory.levels:
+                added, removed = level.take_changes()
+                result.added += added
+                result.removed += removed
         self._start(plan.ends_s)
         return result
 
@@ -192,7 +193,7 @@ class ModelledReplica:
         """Return how many prompt tokens must be computed, neither reused nor copied from a tier."""
         hits = sum(1 for _ in takewhile(self.cache.__contains__, request.reusable))
         if self.memory is not None:
-            hits += self.memory.blocks_worth_copying(request, hits)
+            hits += sum(part.blocks for part in self.memory.worth_copying(request, hits))
         return request.input_tokens - hits * request.block_tokens
 
     def _decode(self, sequence: Running) -> None:
@@ -326,12 +327,13 @@ class ModelledReplica:
         """Start a copy from a slower tier if that saves time; return whether a copy was started."""
         request = admitted.request
         hits = admitted.computed // request.block_tokens
-        blocks = 0 if self.memory is None else self.memory.blocks_worth_copying(request, hits)
-        self.hit_tokens[request.index] = (hits + blocks) * request.block_tokens
-        if self.memory is None or not blocks:
+        parts = [] if self.memory is None else self.memory.worth_copying(request, hits)
+        tokens = {part.tier: part.blocks * request.block_tokens for part in parts}
+        self.hit_tokens[request.index] = admitted.computed + sum(tokens.values())
+        if self.memory is None or not parts:
             return False
-        ends_s = self.memory.reload(admitted, request, hits, blocks, self._now_s)
-        self.reloaded_tokens[request.index] = blocks * request.block_tokens
+        ends_s = self.memory.reload(admitted, request, hits, parts, self._now_s)
+        self.reloaded_tokens[request.index] = tokens
         self.reload_wait_s[request.index] = ends_s - self._now_s
         return True
 

@@ -65,10 +65,11 @@ MORE_COLUMNS: Sequence[Column] = (
     Column("TTFT p90, s\n16k to 48k", "ttft_p90_16k_48k_s", "{:.2f}", LOW),
     Column("TTFT p90, s\nover 48k", "ttft_p90_over_48k_s", "{:.2f}", LOW),
 )
-HOST_COLUMNS: Sequence[Column] = (
+TIER_COLUMNS: Sequence[Column] = (
     POLICY,
     Column("hit share\nin GPU memory", "gpu_hit_share", "{:.3f}"),
     Column("hit share\nin host memory", "host_hit_share", "{:.3f}"),
+    Column("hit share\non disk", "disk_hit_share", "{:.3f}"),
     Column("reloads\nin all, s", "reload_s", "{:.1f}"),
     Column("wait for\na reload, ms", "reload_wait_ms", "{:.0f}", LOW),
 )
@@ -96,8 +97,9 @@ class Summary:
     ttft_p90_16k_48k_s: float | None
     ttft_p90_over_48k_s: float | None
     gpu_hit_share: float  # part of hit_share that was in GPU memory
-    host_hit_share: float  # part of hit_share that was only in host memory
-    reload_s: float  # total time that the replicas spent on copies from host memory
+    host_hit_share: float  # part of hit_share that was in host memory, but not in GPU memory
+    disk_hit_share: float  # part of hit_share that was only on disk
+    reload_s: float  # total time that the replicas spent on copies from slower tiers
     reload_wait_ms: float  # mean wait for a copy, over the requests that needed one
     session_times: SessionTimes
 
@@ -122,6 +124,8 @@ def summarise(
     hit_tokens = sum(outcome.hit_tokens[measured])
     reloaded_tokens = sum(outcome.reloaded_tokens[measured])
     waits_s = [wait_s for wait_s in outcome.reload_wait_s[measured] if wait_s]
+    disk_tokens = sum(outcome.disk_tokens[measured])
+    prompt_tokens = float(input_tokens[measured].sum())
     ideal_tokens = sum(ideal_hit_tokens(requests)[measured])
     arrival_s, first_s = np.array(outcome.arrival_s), np.array(outcome.first_token_s)
     ttft_s = (first_s - arrival_s)[measured]
@@ -130,7 +134,7 @@ def summarise(
     in_time = first_s <= arrival_s.max()
     return Summary(
         policy,
-        hit_share=hit_tokens / float(input_tokens[measured].sum()),
+        hit_share=hit_tokens / prompt_tokens,
         ideal_share=hit_tokens / ideal_tokens if ideal_tokens else 1.0,
         ttft_p50_s=float(p50_s),
         ttft_p90_s=float(p90_s),
@@ -140,8 +144,9 @@ def summarise(
         prompt_tokens_per_s=float(input_tokens[in_time].sum()) / span_s,
         imbalance=max(outcome.prefill_s) * len(outcome.prefill_s) / sum(outcome.prefill_s),
         **dict(zip(_SIZE_FIELDS, _p90_by_size_s(input_tokens[measured], ttft_s), strict=True)),
-        gpu_hit_share=(hit_tokens - reloaded_tokens) / float(input_tokens[measured].sum()),
-        host_hit_share=reloaded_tokens / float(input_tokens[measured].sum()),
+        gpu_hit_share=(hit_tokens - reloaded_tokens) / prompt_tokens,
+        host_hit_share=(reloaded_tokens - disk_tokens) / prompt_tokens,
+        disk_hit_share=disk_tokens / prompt_tokens,
         reload_s=sum(outcome.reload_s),
         reload_wait_ms=1000 * sum(waits_s) / len(waits_s) if waits_s else 0.0,
         session_times=session_times(loop, outcome),
@@ -162,7 +167,7 @@ def tables(
     """Yield the tables of the report.
 
     The first table is about requests. In a closed loop, tables about sessions follow. The next
-    table has balance and TTFT by prompt size. If host memory was used, the last table has hits by
+    table has balance and TTFT by prompt size. If slower tiers were used, the last table has hits by
     tier.
 
     Args:
@@ -176,7 +181,9 @@ def tables(
         yield _table(summaries, SLOWDOWN_COLUMNS, ties)
     yield _table(summaries, MORE_COLUMNS, ties)
     if any(summary.reload_s for summary in summaries):
-        yield _table(summaries, HOST_COLUMNS, ties)
+        is_disk_used = any(summary.disk_hit_share for summary in summaries)
+        columns = [each for each in TIER_COLUMNS if is_disk_used or each.field != "disk_hit_share"]
+        yield _table(summaries, columns, ties)
 
 
 def _table(

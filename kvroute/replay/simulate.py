@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 from itertools import count, pairwise
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.blocks.tiers import HOST, Tier
+from kvroute.blocks.tiers import DISK, HOST, Tier
 from kvroute.contract.pull import LinkSpeed, PullResult, Reason
 from kvroute.contract.records import TierFacts
 from kvroute.replay.events import (
@@ -25,6 +25,7 @@ from kvroute.replay.events import (
     StepEnd,
 )
 from kvroute.replay.hardware.model import (
+    DISK_GB_PER_S,
     HOST_GB_PER_S,
     KV_BYTES,
     LINK_LATENCY_S,
@@ -55,6 +56,8 @@ class Cluster:
     slow_speed: float = 1.0  # speed of slow replicas, relative to the other replicas
     host_tokens: int = 0  # size of each replica's cache in host memory, in tokens; 0: none
     host_gb_per_s: float = HOST_GB_PER_S  # speed of copies from host memory
+    disk_tokens: int = 0  # size of each replica's disk cache, in tokens; 0: none
+    disk_gb_per_s: float = DISK_GB_PER_S  # speed of reads of a disk cache
     kv_bytes: int = KV_BYTES  # bytes of a token's keys and values
     link_gb_per_s: float = 0.0  # bandwidth of each replica's link for pulls; 0: no pulls
     link_latency_s: float = LINK_LATENCY_S  # time until the first bytes of a pull
@@ -67,11 +70,21 @@ class Cluster:
         return LinkSpeed(self.link_latency_s, 1e9 * self.link_gb_per_s)
 
     def tiers(self, block_tokens: int) -> Mapping[Tier, TierFacts]:
-        """Return the slower tiers of each replica: its host memory, if it keeps blocks there."""
-        blocks = self.host_tokens // block_tokens
-        bytes_per_s = 1e9 * self.host_gb_per_s
-        facts = TierFacts(blocks, block_tokens * self.kv_bytes, bytes_per_s)
-        return {HOST: facts} if blocks else {}
+        """Return the slower tiers of each replica, the fastest first.
+
+        As in production, replicas without host memory have no disk cache.
+        """
+        sizes = {
+            HOST: (self.host_tokens, self.host_gb_per_s),
+            DISK: (self.disk_tokens, self.disk_gb_per_s),
+        }
+        if self.host_tokens < block_tokens:
+            return {}
+        return {
+            tier: TierFacts(tokens // block_tokens, block_tokens * self.kv_bytes, 1e9 * gb_per_s)
+            for tier, (tokens, gb_per_s) in sizes.items()
+            if tokens >= block_tokens
+        }
 
     @property
     def speeds(self) -> list[float]:
@@ -92,6 +105,7 @@ class Outcome:
     hit_tokens: list[int]
     prefill_s: list[float]  # seconds that each replica spent on prompts
     reloaded_tokens: list[int]  # hit tokens that were copied from a slower tier
+    disk_tokens: list[int]  # those of them that were copied from the disk cache
     reload_wait_s: list[float]  # seconds that each request waited for a copy
     reload_s: list[float]  # seconds that each replica spent on copies
     pulled_tokens: list[int]  # tokens that were pulled from another replica
@@ -185,6 +199,7 @@ class _Simulation:
             hit_tokens=zero_counts,
             prefill_s=[],
             reloaded_tokens=zero_counts.copy(),
+            disk_tokens=zero_counts.copy(),
             reload_wait_s=zeros.copy(),
             reload_s=[],
             pulled_tokens=zero_counts.copy(),
@@ -261,7 +276,7 @@ class _Simulation:
         target, source = self._replicas[decision.replica], self._replicas[order.source]
         first = target.held_blocks(request)
         assert source.memory is not None
-        end = min(order.blocks, first + source.memory.hits(request, first))
+        end = min(order.blocks, first + source.memory.hits_in_host(request, first))
         if end <= first:
             reason: Reason = "" if order.blocks <= first else "gone"
             self._pulled[request.index] = PullResult(0, 0, 0.0, reason)
@@ -285,7 +300,7 @@ class _Simulation:
             request, number = transfer.request, transfer.target
             memory, replica = self._replicas[transfer.source].memory, self._replicas[number]
             assert memory is not None
-            blocks = min(transfer.arrived, memory.hits(request, transfer.first_block))
+            blocks = min(transfer.arrived, memory.hits_in_host(request, transfer.first_block))
             tokens = blocks * request.block_tokens
             is_late = transfer.arrived < transfer.blocks
             reason: Reason = "late" if is_late else "" if blocks == transfer.blocks else "gone"
@@ -350,7 +365,9 @@ class _Simulation:
         outcome = self._outcome
         outcome.first_token_s[index] = at_s
         outcome.hit_tokens[index] = replica.hit_tokens.pop(index)
-        outcome.reloaded_tokens[index] = replica.reloaded_tokens.pop(index, 0)
+        reloaded = replica.reloaded_tokens.pop(index, {})
+        outcome.reloaded_tokens[index] = sum(reloaded.values())
+        outcome.disk_tokens[index] = reloaded.get(DISK, 0)
         outcome.reload_wait_s[index] = replica.reload_wait_s.pop(index, 0.0)
 
     def _end_reload(self, number: int, now_s: float) -> None:

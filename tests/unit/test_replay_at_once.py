@@ -132,6 +132,7 @@ def outcome_of(times_s: list[tuple[float, float]]) -> Outcome:
         hit_tokens=[],
         prefill_s=[],
         reloaded_tokens=[],
+        disk_tokens=[],
         reload_wait_s=none,
         reload_s=[],
         pulled_tokens=[],

@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.hardware.model import (
+    DISK_GB_PER_S,
     HOST_GB_PER_S,
     KV_BYTES,
     LINK_GB_PER_S,
@@ -51,6 +52,7 @@ class Profile(BaseModel):
     kv_tokens: PositiveInt = 800_000  # tokens in the KV cache
     kv_bytes: PositiveInt = KV_BYTES  # bytes of a token's keys and values
     host_gb_per_s: PositiveFloat = HOST_GB_PER_S  # speed of copies from host memory to all GPUs
+    disk_gb_per_s: PositiveFloat = DISK_GB_PER_S  # speed of reads of its disk cache
     link_gb_per_s: PositiveFloat = LINK_GB_PER_S  # bandwidth of its network link, in each direction
     link_latency_s: NonNegativeFloat = LINK_LATENCY_S  # time until the first bytes of a pull
 

@@ -4,8 +4,10 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
+from types import MappingProxyType
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import DISK, HOST
 from kvroute.replay.policies.protocol import Decision, Setup
 from kvroute.replay.policies.rivals import Prefilling
 from kvroute.replay.workload.trace import Request
@@ -26,9 +28,10 @@ class Dynamo(Prefilling):
     as in Dynamo's overlap refresh.
 
     A block that is only in host memory counts as 0.75 of a hit, the default host_cache_hit_weight.
+    One that is only on a disk counts as 0.25, the default disk_cache_hit_weight.
     """
 
-    tier_credit = 0.75
+    tier_credits = MappingProxyType({HOST: 0.75, DISK: 0.25})
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.blocks.tiers import HOST
+from kvroute.blocks.tiers import DISK, HOST
 from kvroute.contract.keep import SESSION_BITS, RetentionHint, batch_hint, hash_number
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.priority import BATCH_S
@@ -88,6 +88,7 @@ class Production:
             step_tokens=setup.chunk_tokens,
             max_num_seqs=setup.max_sequences,
             host=setup.tiers.get(HOST),
+            disk=setup.tiers.get(DISK),
             format="replay" if setup.link else "",
             blocks_address="replay" if setup.link else "",
         )

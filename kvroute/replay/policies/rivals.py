@@ -4,10 +4,12 @@ import math
 import random
 from bisect import bisect
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 
 from kvroute.blocks.fingerprint import Fingerprint
+from kvroute.blocks.tiers import DISK, HOST, Tier
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.pull import PullResult
 from kvroute.replay.policies.protocol import Decision, LoadReport, Setup
@@ -145,7 +147,8 @@ class SGLang(Counting):
 class Indexed(Counting):
     """A policy that also knows which replica has cached which blocks, from the index."""
 
-    tier_credit = 1.0  # value of a block that is only in a slower tier; 1 is a block in GPU memory
+    # Value of a block that is only in a slower tier; 1 is a block in GPU memory.
+    tier_credits: Mapping[Tier, float] = MappingProxyType({HOST: 1.0, DISK: 1.0})
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
@@ -156,12 +159,14 @@ class Indexed(Counting):
     def hits(self, request: Request) -> list[float]:
         """Return the value of the cached prefix on each replica, in blocks."""
         hits = self.mirror.hits(request.reusable)
-        gpu_hits = [hits.get(str(replica), 0) for replica in self.replicas]
-        values: list[float] = [*gpu_hits]
+        best = [hits.get(str(replica), 0) for replica in self.replicas]
+        values: list[float] = [*best]
         for tier in self.setup.tiers:
             hits = self.mirror.hits([*map(tier.fingerprint, request.reusable)])
-            for replica, gpu in enumerate(gpu_hits):
-                values[replica] += self.tier_credit * max(0, hits.get(str(replica), 0) - gpu)
+            for replica, faster in enumerate(best):
+                more = max(0, hits.get(str(replica), 0) - faster)
+                values[replica] += self.tier_credits[tier] * more
+                best[replica] += more
         return values
 
     def on_index_change(
@@ -229,11 +234,12 @@ class LlmD(Indexed):
     The queue score is 1 for the shortest queue and 0 for the longest, as in queuedepth/README.md.
     llm-d scrapes queues and KV use from vLLM, by default every 50 ms (refreshMetricsInterval).
     Here, a single router uses its own counters instead, which are never late. A block that is only
-    in host memory counts as 0.8 of a hit, the default weight of `cpu` in llm-d-kv-cache-manager.
+    in host memory counts as 0.8 of a hit, the default weight of `cpu` in llm-d-kv-cache-manager. So
+    does one that is only on a disk, for which there is no default.
     """
 
     report_s = 0.05
-    tier_credit = 0.8
+    tier_credits = MappingProxyType({HOST: 0.8, DISK: 0.8})
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         super().__init__(setup, rng)
