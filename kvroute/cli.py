@@ -8,6 +8,7 @@ import typer
 from kvroute.command.adapters_command import adapters
 from kvroute.command.batches_command import batch
 from kvroute.command.doctor_command import doctor
+from kvroute.command.drain_command import drain
 from kvroute.command.explain import explain
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.keys_command import keys
@@ -51,6 +52,7 @@ def kvroute(
 app.command("serve", cls=HelpfulCommand, rich_help_panel=RUN)(Serve)
 app.command("attach", cls=HelpfulCommand, rich_help_panel=RUN)(Attach)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
+app.command(cls=HelpfulCommand, rich_help_panel=RUN)(drain)
 app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
 app.add_typer(adapters, name="adapters", rich_help_panel=RUN)
 app.add_typer(keys, name="keys", rich_help_panel=RUN)

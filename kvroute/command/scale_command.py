@@ -15,8 +15,9 @@ def scale(
     url: Url = FIND,
 ) -> None:
     """Add replicas to a running cluster, or remove some. No request is lost."""
-    from kvroute.command.scale import ScaleError
-    from kvroute.command.scale import scale as scale_to
+    from kvroute.controller.connection import UnreachableError
+    from kvroute.controller.scale import ScaleError
+    from kvroute.controller.scale import scale as scale_to
     from kvroute.local.progress import Progress
 
     if replicas < 1:
@@ -26,7 +27,7 @@ def scale(
     try:
         address = call("GET", url, "/v1/cluster")["ray_address"]
         scale_to(replicas, _scaled_model(model, url), address, Progress())
-    except ScaleError as error:
+    except (ScaleError, UnreachableError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("stopped waiting; the cluster continues to scale")

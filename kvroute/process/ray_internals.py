@@ -3,6 +3,7 @@
 Ray is pinned to one version. tests/unit/test_ray_internals.py checks the parts that are used here.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,9 +36,14 @@ async def routing_stats(replica: RunningReplica) -> Any:
 
 def deployment_details(application: str, deployment: str) -> dict[str, Any]:
     """Return the details of a deployment, from Serve's controller."""
-    instance = _controller("get_serve_instance_details")
-    details: dict[str, Any] = instance["applications"][application]["deployments"][deployment]
+    details: dict[str, Any] = deployments(application)[deployment]
     return details
+
+
+def deployments(application: str) -> dict[str, Any]:
+    """Return the details of all deployments of an application, from Serve's controller."""
+    instance = _controller("get_serve_instance_details")
+    return dict(instance["applications"][application]["deployments"])
 
 
 def endpoint_host() -> str:
@@ -54,6 +60,26 @@ def set_replicas(application: str, deployment: str, replicas: int) -> None:
 
     id_ = DeploymentID(name=deployment, app_name=application)
     _controller("update_deployment_replicas", id_, replicas)
+
+
+def drain_node(node_id: str, within_s: float) -> str:
+    """Let Ray start nothing more on a node, and Serve move its replicas to other nodes.
+
+    Args:
+        node_id: The node's id in Ray.
+        within_s: Seconds after which the node ends.
+
+    Returns:
+        Why Ray refuses; empty if it does not.
+    """
+    import ray
+    from ray.core.generated import autoscaler_pb2
+
+    gcs = ray._raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    preempted = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    ends_ms = int(1000 * (time.time() + within_s))
+    is_accepted, problem = gcs.drain_node(node_id, preempted, "kvroute drain", ends_ms)
+    return "" if is_accepted else problem or "no reason given"
 
 
 def thread_safe_handle(application: str, deployment: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.command.scale import _connected
+from kvroute.controller.connection import connected
 from tests.support.serving import Cluster
 
 
@@ -20,7 +20,7 @@ def cache_clearer(cluster: Cluster) -> Iterator[Callable[[str], None]]:
     import ray
 
     address = httpx.get(f"{cluster.url}/v1/cluster", timeout=10).json()["ray_address"]
-    with _connected(address):
+    with connected(address):
         actors = ray.util.list_named_actors(all_namespaces=True)
 
         def clear(replica_id: str) -> None:

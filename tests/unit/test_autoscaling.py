@@ -26,8 +26,8 @@ from kvroute import autoscaling
 from kvroute.app import GROW_DELAY_S, build
 from kvroute.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.command.scale import Deployed, ScaleError, check_not_autoscaling
 from kvroute.contract.records import Description, ReplicaRecord
+from kvroute.controller.scale import Deployed, ScaleError, check_not_autoscaling
 from kvroute.replica.backlog import STEP_S, Backlog, occupancy
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored
 from kvroute.replica.engine_metrics import ReplicaMetrics

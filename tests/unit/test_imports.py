@@ -64,6 +64,7 @@ ORDER = (
     "kvroute.local.haproxy",
     "kvroute.machine",
     "kvroute.local",
+    "kvroute.controller",
     "kvroute.client",
     "kvroute.doctor",
     "kvroute.replay.hardware",

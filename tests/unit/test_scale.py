@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from kvroute.command.scale import Deployed, ScaleError, check_resources, describe
+from kvroute.controller.scale import Deployed, ScaleError, check_resources, describe
 from tests.support.serving import KVROUTE, Cluster
 
 

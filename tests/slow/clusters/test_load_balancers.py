@@ -35,8 +35,8 @@ LONG = 400  # tokens: no answer ends before the last one has begun, however busy
 REQUESTS = 60  # new ones, when a node has gone
 SERVE_DRAINS = """
 import sys, ray
-from kvroute.command.scale import _connected
-with _connected(sys.argv[1]):
+from kvroute.controller.connection import connected
+with connected(sys.argv[1]):
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"].startswith("SERVE_PROXY_ACTOR"):
             ray.get(ray.get_actor(**actor).update_draining.remote(True))

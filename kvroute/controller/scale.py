@@ -1,12 +1,11 @@
 """Changes the number of replicas of a running cluster, for `kvroute scale`."""
 
-import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvroute.controller.connection import connected
 from kvroute.deployments import APPLICATION, OWN_REPLICAS, deployment, last_line
 from kvroute.local.progress import Progress
 
@@ -43,8 +42,9 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: Progress
     Raises:
         ScaleError: Ray has too few resources, another user has changed the target meanwhile, or
             autoscaling is on.
+        UnreachableError: The cluster's Ray cannot be reached.
     """
-    with _connected(ray_address):
+    with connected(ray_address):
         import ray
 
         from kvroute.process.ray_internals import set_replicas
@@ -116,28 +116,6 @@ def _wait(replicas: int, name: str, progress: Progress) -> None:
         if deployed.states == {"RUNNING": replicas}:
             return
         time.sleep(POLL_S)
-
-
-@contextmanager
-def _connected(ray_address: str) -> Iterator[None]:
-    """Connect this process to the cluster as a Ray driver."""
-    import ray
-
-    from kvroute.process.ray_internals import use_auth_token
-
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    use_auth_token()
-    try:
-        ray.init(ray_address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ray.exceptions.RayError, RuntimeError, OSError) as error:
-        raise ScaleError(
-            f"the cluster's Ray at {ray_address} cannot be reached ({error}); "
-            "run this on a machine of the cluster, as the user who started it"
-        ) from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _deployed(name: str) -> Deployed:

@@ -1,0 +1,1 @@
+"""Requests to Ray Serve's controller: change the number of replicas, and empty a machine."""

@@ -1,0 +1,39 @@
+"""Connects a command to the Ray of a running cluster."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class UnreachableError(RuntimeError):
+    """The cluster's Ray cannot be reached. The message says what to do."""
+
+
+@contextmanager
+def connected(ray_address: str) -> Iterator[None]:
+    """Connect this process to the cluster as a Ray driver.
+
+    Args:
+        ray_address: Address of the cluster's Ray, or "auto" for the one that runs on this machine.
+
+    Raises:
+        UnreachableError: No Ray answers there, or it belongs to another user.
+    """
+    import ray
+
+    from kvroute.process.ray_internals import use_auth_token
+
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    use_auth_token()
+    try:
+        ray.init(ray_address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ray.exceptions.RayError, RuntimeError, OSError) as error:
+        where = "on this machine" if ray_address == "auto" else f"at {ray_address}"
+        raise UnreachableError(
+            f"the cluster's Ray {where} cannot be reached ({error}); "
+            "run this on a machine of the cluster, as the user who started it"
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
