@@ -19,6 +19,7 @@ from kvroute.adapters.files import check_digest, check_files, path_in
 from kvroute.adapters.uses import Uses
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import GenerateRequest
+from kvroute.replica.adapter_copies import AdapterCopies
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.adapters import Adapters
 
@@ -36,6 +37,7 @@ class AddedAdapters:
         store: Adapters,
         *,
         root: Path | None,
+        copies: AdapterCopies | None = None,
         on_change: Callable[[], None],
     ) -> None:
         """Create the adapters of a replica.
@@ -44,11 +46,13 @@ class AddedAdapters:
             engines: The replica's ranks.
             store: The added adapters in Redis.
             root: The folder that has all adapters; None: none can be added.
+            copies: Copies uploaded adapters to this machine; None: it has them all.
             on_change: Called when the list of loaded adapters has changed.
         """
         self._engines = engines
         self._store = store
         self._root = root
+        self._copies = copies
         self._on_change = on_change
         self._admitting = asyncio.Lock()
         # Keys of the admitted adapters -> time of the latest use on the monotonic clock.
@@ -81,7 +85,7 @@ class AddedAdapters:
         self._checks += 1
         engine, name = self._engines[rank], f"{adapter.name} (check {self._checks})"
         try:
-            folder = self._checked_path(adapter.path)
+            folder = await self._folder(adapter.path)
             assert self._root
             files = await asyncio.to_thread(
                 check_files, folder, self._root, max_rank=engine.facts.max_lora_rank
@@ -113,8 +117,8 @@ class AddedAdapters:
                 return
             if not is_key(adapter.name):
                 raise ValueError(f"{adapter.name[:80]!r} is not the key of an adapter")
-            self._checked_path(adapter.path)
             try:
+                await self._folder(adapter.path)
                 await asyncio.to_thread(check_digest, adapter)
             except ValueError as error:
                 raise ValueError(
@@ -134,11 +138,18 @@ class AddedAdapters:
             if key in self._used_s:
                 self._used_s[key] = time.monotonic()
 
-    def _checked_path(self, path: str) -> str:
-        """Return the path. Raises ValueError if it is not in the folder of adapters."""
+    async def _folder(self, path: str) -> str:
+        """Return the absolute path of an adapter's folder. If it was uploaded, copy it first.
+
+        Raises:
+            ValueError: It is not in the folder of adapters, or cannot be copied.
+        """
         if self._root is None:
             raise ValueError("no adapters can be added; start the cluster with --lora-root FOLDER")
-        return path_in(self._root, path)
+        folder = path_in(self._root, path)
+        if self._copies:
+            await self._copies.ensure(folder)
+        return folder
 
     async def _read(self) -> None:
         began_s = time.monotonic()

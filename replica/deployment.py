@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ray import serve
 
 from kvroute.adapters.added import decode_order, encode_files
+from kvroute.adapters.uploads import Uploads
 from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
@@ -26,6 +27,7 @@ from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.process.metrics_port import Exposition, expose
 from kvroute.process.tracing import start_tracing
+from kvroute.replica.adapter_copies import AdapterCopies, FromRouters
 from kvroute.replica.added_adapters import AddedAdapters
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
@@ -85,6 +87,7 @@ class Replica:
             engines,
             Adapters(self._redis, self._settings.served_model_name, cluster=self._settings.cluster),
             root=self._settings.lora_root,
+            copies=self._adapter_copies(),
             on_change=self._renew_soon,
         )
         if self._settings.lora_root:
@@ -147,6 +150,13 @@ class Replica:
             An encoded AdapterFiles.
         """
         return encode_files(await self._adapters.check(decode_order(adapter), rank))
+
+    def _adapter_copies(self) -> AdapterCopies | None:
+        if self._settings.lora_root is None:
+            return None
+        model = self._settings.served_model_name
+        uploads = Uploads(self._settings.lora_root, self._settings.cluster, model)
+        return AdapterCopies(uploads, FromRouters(model).read)
 
     def _renew_soon(self) -> None:
         for rank in self._ranks:

@@ -67,9 +67,8 @@ def check_digest(adapter: Adapter) -> None:
     Raises:
         ValueError: they have changed, or cannot be read.
     """
-    folder = Path(adapter.path)
     try:
-        digest = _digest(folder / WEIGHTS_FILE, folder / CONFIG_FILE)
+        digest = digest_of(Path(adapter.path))
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read ({error.strerror})") from None
     if digest != digest_in(adapter.name):
@@ -77,6 +76,11 @@ def check_digest(adapter: Adapter) -> None:
             "its files on this machine differ from those with which it was added; restore them, or "
             "remove the adapter and add it again"
         )
+
+
+def digest_of(folder: Path) -> str:
+    """Return the digest of an adapter's files. Raises OSError."""
+    return _digest(folder / WEIGHTS_FILE, folder / CONFIG_FILE)
 
 
 def _inside(file: Path, root: Path) -> Path:

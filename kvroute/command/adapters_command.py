@@ -23,6 +23,7 @@ from kvroute.client import (
 )
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_sentence, print_table
+from kvroute.contract.adapters import CONFIG_FILE, WEIGHTS_FILES
 from kvroute.wording import plural
 
 POLL_S = 0.3  # seconds between two queries of the adapters' state
@@ -54,9 +55,17 @@ def add(
         typer.Argument(
             metavar="FOLDER",
             help="The adapter's folder below --lora-root, in PEFT's format. Every machine needs "
-            "it.",
+            "it, unless you --upload it.",
         ),
     ],
+    upload: Annotated[
+        bool,
+        typer.Option(
+            "--upload",
+            help="Send the files of FOLDER, on this machine, to the cluster, which copies them to "
+            "its machines.",
+        ),
+    ] = False,
     warm: Annotated[
         bool,
         typer.Option("--warm", help="Load the adapter on all replicas now, and wait for that."),
@@ -69,7 +78,8 @@ def add(
     url: Url = FIND,
 ) -> None:
     """Add an adapter for the whole cluster. One replica loads it first, to check it."""
-    body = {"lora_name": name, "lora_path": _path(folder), "load_inplace": replace, "warm": warm}
+    path = _upload(url, Path(folder).expanduser(), model) if upload else _path(folder)
+    body = {"lora_name": name, "lora_path": path, "load_inplace": replace, "warm": warm}
     _post(url, "/v1/load_lora_adapter", body | _owner(tenant, model))
     if warm:
         loaded = _until_warm(url, name, tenant, model)
@@ -120,6 +130,25 @@ def _path(folder: str) -> str:
     """Return the path to send: absolute if the folder is found from here, else as it is."""
     path = Path(folder).expanduser()
     return str(path.absolute()) if path.is_dir() else folder
+
+
+def _upload(url: str, folder: Path, model: str | None) -> str:
+    """Send an adapter's files to the cluster, and return their path there."""
+    try:
+        data = {"adapter_config": (folder / CONFIG_FILE).read_text()}
+        with (folder / WEIGHTS_FILES[0]).open("rb") as weights:
+            response = httpx.post(
+                f"{url}/v1/adapters/files",
+                data=data | ({"model": model} if model else {}),
+                files={"file": (WEIGHTS_FILES[0], weights)},
+                headers=key_headers(),
+                timeout=ANSWER_S,
+            )
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"FOLDER is {str(folder)!r}, whose files cannot be read ({error})")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        fail(no_cluster(url, error))
+    return str(content_of(response, url)["path"])
 
 
 def _owner(tenant: str, model: str | None) -> dict[str, Any]:

@@ -115,6 +115,12 @@ def _engine_arg_error() -> PydanticCustomError:
     return PydanticCustomError("engine_args", "expected a JSON object or name=value")
 
 
+def number_as_text(value: object) -> object:
+    """Return a number, as YAML and JSON have it, as text; return any other value unchanged."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else value
+
+
 def checked_size(value: str) -> str:
     """Check a size: a number of GB, or a percentage of the node's memory."""
     try:

@@ -168,12 +168,7 @@ class AdapterOperations:
         """
         root = self._settings.lora_root
         if root is None:
-            raise ApiError(
-                400,
-                "no adapters can be added to this cluster; start it with --lora-root FOLDER, where "
-                "FOLDER has all adapters, or name the adapters with --lora NAME=PATH",
-                code="unsupported_parameter",
-            )
+            raise cannot_add()
         if not re.fullmatch(NAME, new.lora_name):
             raise invalid(
                 "lora_name",
@@ -250,6 +245,16 @@ class AdapterOperations:
             except NameTakenError as error:
                 raise _taken(error.by) from None
             await self._directory.refresh()
+
+
+def cannot_add() -> ApiError:
+    """Return the error for a cluster without --lora-root."""
+    return ApiError(
+        400,
+        "no adapters can be added to this cluster; start it with --lora-root FOLDER, where FOLDER "
+        "has all adapters, or name the adapters with --lora NAME=PATH",
+        code="unsupported_parameter",
+    )
 
 
 def _adapter(new: NewAdapter, path: str, files: AdapterFiles) -> AddedAdapter:

@@ -31,8 +31,19 @@ class _Part:
 class UploadForm:
     """A form with a file. The fields before the file are known once `begin` has returned."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(
+        self,
+        request: Request,
+        *,
+        fields: str = "`purpose` and `file`",
+        max_field_bytes: int = MAX_FIELD_BYTES,
+    ) -> None:
         """Read the form's boundary.
+
+        Args:
+            request: The request with the form.
+            fields: The form's fields, for an error.
+            max_field_bytes: Longest value of a field.
 
         Raises:
             ApiError: the body is not a form.
@@ -43,8 +54,9 @@ class UploadForm:
             raise ApiError(
                 415,
                 "a file is uploaded as a form: send Content-Type: multipart/form-data with the "
-                "fields `purpose` and `file`",
+                f"fields {fields}",
             )
+        self._max_field_bytes = max_field_bytes
         self.fields: dict[str, str] = {}
         self.filename = ""
         self._has_file = False
@@ -142,7 +154,8 @@ class UploadForm:
         if self._part.name == FILE:
             self._data.append(data[start:end])
         else:
-            self._part.value = _bounded(self._part.value + data[start:end])
+            value = self._part.value + data[start:end]
+            self._part.value = _bounded(value, self._max_field_bytes)
 
     def _end_part(self) -> None:
         if self._part.name != FILE:
@@ -155,8 +168,8 @@ def _decoded(filename: bytes) -> str:
     return text.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
 
 
-def _bounded(value: bytes) -> bytes:
+def _bounded(value: bytes, most: int = MAX_FIELD_BYTES) -> bytes:
     """Return a value. Raises ApiError if it is too long."""
-    if len(value) > MAX_FIELD_BYTES:
-        raise invalid(None, f"a field or header of the form has more than {MAX_FIELD_BYTES} bytes")
+    if len(value) > most:
+        raise invalid(None, f"a field or header of the form has more than {most} bytes")
     return value

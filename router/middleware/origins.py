@@ -32,7 +32,8 @@ READ_HEADERS = frozenset({*ORIGIN_HEADERS, b"content-type"})
 SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 METHODS = ("GET", "HEAD", "POST", "DELETE")  # methods of the router's routes
 NO_JSON = ("text/plain", "multipart/form-data")  # content types that are always rejected
-UPLOADS = "/v1/files"  # the route whose bodies are multipart/form-data
+# The routes whose bodies are multipart/form-data.
+UPLOADS = frozenset({"/v1/files", "/v1/adapters/files"})
 FORM = "application/x-www-form-urlencoded"
 DEFAULT_PORT = re.compile(r":(80|443)?$")
 PORT = re.compile(r":\d*$")
@@ -103,7 +104,7 @@ class Origins:
         if self._local_only and scope["path"] != "/health":
             self._check_name(headers.get(b"host", ""))
         self._check_page(scope["method"], headers)
-        if scope["method"] not in SAFE and scope["path"].rstrip("/") != UPLOADS:
+        if scope["method"] not in SAFE and scope["path"].rstrip("/") not in UPLOADS:
             _check_content(headers)
 
     def _check_name(self, host: str) -> None:

@@ -57,21 +57,32 @@ class Nodes:
         answer = httpx.get(f"{self.url}/v1/cluster", timeout=10).raise_for_status()
         return {replica["id"]: replica["node"] for replica in answer.json()["replicas"]}
 
+    def check_deployed(self) -> None:
+        """Fail if Serve could not deploy the application."""
+        try:
+            application = self._application()
+        except (subprocess.CalledProcessError, KeyError):
+            return
+        assert application["status"] != "DEPLOY_FAILED", application["message"][-1000:]
+
     def serving(self) -> dict[str, str]:
         """Return the replicas to which Serve sends requests: id -> address."""
-        api = "http://127.0.0.1:8265/api/serve/applications/"  # only reachable on the head
-        inside = ("nsenter", "--net", "--target", str(self.head.init.pid))
-        key = ("--header", f"Authorization: Bearer {TOKEN}")
-        curl = ("curl", "--silent", "--fail", "--max-time", "10", *key, api)
-        output = subprocess.run([*inside, *curl], check=True, capture_output=True).stdout
-        replicas = json.loads(output)["applications"]["kvroute"]["deployments"]["Replica"][
-            "replicas"
-        ]
+        replicas = self._application()["deployments"]["Replica"]["replicas"]
         return {
             replica["replica_id"]: replica["node_ip"]
             for replica in replicas
             if replica["state"] == "RUNNING"
         }
+
+    def _application(self) -> dict[str, Any]:
+        """Return what Serve says of the application."""
+        api = "http://127.0.0.1:8265/api/serve/applications/"  # only reachable on the head
+        inside = ("nsenter", "--net", "--target", str(self.head.init.pid))
+        key = ("--header", f"Authorization: Bearer {TOKEN}")
+        curl = ("curl", "--silent", "--fail", "--max-time", "10", *key, api)
+        output = subprocess.run([*inside, *curl], check=True, capture_output=True).stdout
+        application: dict[str, Any] = json.loads(output)["applications"]["kvroute"]
+        return application
 
     def processes(self) -> Counter[str]:
         """Count the replicas' processes at each address."""
@@ -159,6 +170,6 @@ def _wait_until_ready(nodes: Nodes, replicas: int) -> None:
             if len(nodes.index()) == replicas and nodes.index() == nodes.serving():
                 return
         except (httpx.HTTPError, subprocess.CalledProcessError, KeyError):
-            pass  # Serve is not up yet
+            nodes.check_deployed()  # Serve is not up yet
         time.sleep(0.5)
     raise AssertionError(f"not ready in time: {nodes.index()}")

@@ -110,6 +110,7 @@ class ReplicaOptions(CommonOptions):
     ] = 0.3
     host_cache_gb: Annotated[
         str,
+        BeforeValidator(parsers.number_as_text),
         AfterValidator(parsers.checked_size),
         Option(
             CACHE,
