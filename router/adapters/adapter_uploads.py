@@ -65,7 +65,7 @@ class AdapterUploads:
             raise ApiError(429, f"{MAX_AT_ONCE} adapters are being uploaded; try again later")
         self._running += 1
         try:
-            await asyncio.to_thread(self.uploads.tidy, self._used())
+            await self._tidy()
             folder = await asyncio.to_thread(self.uploads.begin)
             try:
                 return await self._receive(folder, weights, config)
@@ -114,8 +114,11 @@ class AdapterUploads:
         except ValueError as error:
             raise invalid("file", str(error).replace(f"{folder}/", "")) from None
 
-    def _used(self) -> set[str]:
-        return {adapter.digest for adapter in self._directory.all}
+    async def _tidy(self) -> None:
+        """Delete old uploads that no adapter uses, if the adapters are known."""
+        if self._directory.is_complete:
+            used = {adapter.digest for adapter in self._directory.all}
+            await asyncio.to_thread(self.uploads.tidy, used)
 
 
 def check_config(text: str | None) -> bytes:

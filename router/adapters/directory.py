@@ -65,6 +65,11 @@ class AdapterDirectory:
         """Return all adapters, the oldest first, with those that are being removed."""
         return self._by_key.values()
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the adapters were read from Redis, which has had some since its start."""
+        return bool(self._revision)
+
     def find(self, name: str, tenant: str = "") -> AddedAdapter | None:
         """Return the adapter that requests of a tenant get by this name.
 

@@ -128,3 +128,18 @@ async def test_a_folder_that_cannot_be_written_is_reported(
     os.rename(root, f"{root}-away")
     os.symlink("/dev/null", root)
     assert "cannot be used" in message(await send(http, adapter), 503)
+
+
+async def test_nothing_is_deleted_before_the_adapters_in_redis_are_known(
+    http: httpx.AsyncClient, model: Model, adapter: Path, tmp_path: Path
+) -> None:
+    stored = (await send(http, adapter)).json()
+    folder = model.settings.lora_root / stored["path"]
+    os.utime(folder, (0, 0))
+    other = write_adapter(tmp_path / "other", seed=1, layers=1, width=64)
+    await send(http, other)
+    assert folder.is_dir()  # Redis may be away, or its adapters have not been read yet
+    body = {"lora_name": "other", "lora_path": (await send(http, other)).json()["path"]}
+    assert (await http.post("/v1/load_lora_adapter", json=body)).status_code == 200
+    await send(http, other)
+    assert not folder.exists()
