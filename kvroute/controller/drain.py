@@ -98,5 +98,5 @@ def _processes_on(node_id: str) -> Iterator[str]:
 
     for name, details in deployments(APPLICATION).items():
         for replica in details["replicas"]:
-            if replica["node_id"] == node_id:
+            if replica.get("node_id") == node_id:  # one that has no machine yet has no id
                 yield kind_of(name)
