@@ -49,6 +49,12 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
     for replica in replicas:
         if reason := replica["degraded"]:
             yield "DEGRADED", f"the cache of {replica['id']} is ignored: {reason}"
+    if others := [replica["id"] for replica in replicas if not replica.get("own", True)]:
+        yield (
+            "others",
+            f"Ray Serve does not run {', '.join(others)} here: starting, leaving, or of another "
+            "deployment with the same --cluster",
+        )
     for reason in sorted({replica.get("unfit", "") for replica in replicas} - {""}):
         yield "vLLM", f"kvroute's changes do not fit the installed version: {reason}"
 

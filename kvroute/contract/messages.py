@@ -127,6 +127,9 @@ class RouterMessage(Struct, array_like=True):
     waiting: Waiting | None = None  # None: the queue has not changed
     sessions: WaitingSessions = WaitingSessions()
     scale: LearnedScale | None = None  # only heartbeats have it
+    # The router's Ray cluster and application. Routers of other ones have other replicas. Empty:
+    # unknown, because the router has an older version.
+    origin: Name = ""
 
 
 class _Versioned(Struct, array_like=True):

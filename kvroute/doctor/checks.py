@@ -203,7 +203,7 @@ def leases(running: Iterable[str], left_s: Mapping[str, float] | None) -> Iterat
 
 
 def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
-    """Check that no other cluster with this cluster's id uses the same Redis.
+    """Check whether another deployment with this cluster's id uses the same Redis.
 
     Args:
         models: For each model, this cluster and the other clusters in its Redis; None: Redis is
@@ -214,12 +214,13 @@ def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
         twins = [other for other in others if other["is_twin"]]
         for twin in twins:
             finding = (
-                f"another cluster named {ours['cluster']!r} serves {ours['model']} through this "
-                f"Redis: its Ray is at {twin['ray_address']}, ours at {ours['ray_address']}; "
-                "each of them reads the data of the other"
+                f"another deployment of {ours['cluster']!r} serves {ours['model']} through this "
+                f"Redis: its Ray is at {twin['ray_address']}, ours at {ours['ray_address']}; both "
+                "have the same named prefixes, stored responses, batches and tenants' limits"
             )
             remedy = (
-                "set a different --cluster for each; a stopped cluster disappears here after 30 s"
+                "nothing to do during an upgrade: a stopped deployment disappears here after 30 s; "
+                "otherwise set a different --cluster for each"
             )
             yield Check("clusters", "warning", finding, remedy)
         names = sorted({repr(other["cluster"]) for other in others if not other["is_twin"]})

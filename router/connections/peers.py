@@ -5,6 +5,10 @@ each router publishes an event when one of its requests is dispatched, gets its 
 and counts the requests of other routers like its own. These messages are hints: if one is lost,
 only the load is balanced less well. If a router may have missed messages of another router, it
 treats all requests of that router as ended.
+
+While a fleet is upgraded, two Ray clusters may share the id of the cluster, and so the channel. Of
+a router of the other one, only what does not concern its replicas counts: the usage of tenants,
+requests that stop replicas, and the ends of sessions.
 """
 
 import asyncio
@@ -67,12 +71,14 @@ class PeerPublisher(RequestObserver):
         queue: Queue[Any] | None = None,
         seats: Seats[Any] | None = None,
         scale: Callable[[], LearnedScale | None] = lambda: None,
+        origin: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create the publisher, and publish changes of limits, queue and seats from now on.
 
         Args:
             router: id of this router; random by default.
+            origin: this router's Ray cluster and application.
             scale: returns this router's mean prefill times, for routers that have just started;
                 None if there are none.
             clock: returns seconds of a monotonic clock.
@@ -80,6 +86,7 @@ class PeerPublisher(RequestObserver):
         self._scale = scale
         self._scale_sent_s = -math.inf  # time when the result of `scale` was last published
         self.router = router or uuid.uuid4().hex[:12]
+        self._origin = origin
         self._limits = limits
         self._queue = queue
         self._seats = seats
@@ -128,6 +135,7 @@ class PeerPublisher(RequestObserver):
             waiting=waiting,
             sessions=sessions,
             scale=scale,
+            origin=self._origin,
         )
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
@@ -174,6 +182,7 @@ class PeerSubscriber:
         fleet: Fleet,
         *,
         own: str,
+        origin: str = "",
         clock: Callable[[], float] = time.monotonic,
         limits: Limits | None = None,
         queue: Queue[Any] | None = None,
@@ -183,9 +192,11 @@ class PeerSubscriber:
 
         Args:
             own: id of this router, whose messages are ignored.
+            origin: this router's Ray cluster and application.
             blamed: called with the digest of a request that crashed a replica or made it hang.
         """
         self.own = own
+        self._origin = origin
         self._blamed = blamed
         self._fleet = fleet
         self._queue = queue
@@ -240,6 +251,17 @@ class PeerSubscriber:
             self._limits.receive(
                 message.router, message.tenants, is_complete=message.is_complete, now_s=now_s
             )
+        if message.origin in ("", self._origin):
+            self._receive_load(message, now_s)
+        for event in message.events:
+            match event:
+                case PoisonedRequest():
+                    self._blamed(event.digest)
+                case SessionEnded():
+                    self._fleet.end_session(event.session)
+
+    def _receive_load(self, message: RouterMessage, now_s: float) -> None:
+        """Count the requests of another router that has the same replicas."""
         if self._queue is not None and message.waiting is not None:
             self._queue.receive(message.router, message.waiting, now_s)
         if self._fleet.seats is not None:
@@ -261,10 +283,6 @@ class PeerSubscriber:
                 case RequestEnded():
                     if ended := attempts.pop(event.request_id, None):
                         ended.end_elsewhere(self._clock(), is_over=event.is_final)
-                case PoisonedRequest():
-                    self._blamed(event.digest)
-                case SessionEnded():
-                    self._fleet.end_session(event.session)
                 case Restarted():
                     _end(attempts)
 

@@ -22,7 +22,7 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.index.feed import Feed
-from kvroute.router.index.mirror import Mirror
+from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import FencedError, Index
 from kvroute.store.index_values import Position
 
@@ -36,21 +36,25 @@ ReadAudit = Callable[[str], Awaitable[ReplicaAudit | None]]  # replica id -> its
 class Audit:
     """Audits all replicas. If the mirror is wrong about a replica, its blocks are reloaded."""
 
-    def __init__(self, index: Index, feed: Feed, mirror: Mirror, read_audit: ReadAudit) -> None:
+    def __init__(self, index: Index, feed: Feed, fleet: Fleet, read_audit: ReadAudit) -> None:
         self._index = index
         self._feed = feed
-        self._mirror = mirror
+        self._mirror = fleet.mirror
+        self._replicas = fleet.replicas
         self._read_audit = read_audit
         # Name of a list -> number of wrong blocks that all audits have found in it.
         self.drift = Counter({"replica": 0, "redis": 0, "mirror": 0})
 
     async def run(self) -> list[dict[str, Any]]:
-        """Return a report on each replica in the index. A comparison that failed is None.
+        """Return a report on each replica that Ray Serve runs and that is in the index.
+
+        A comparison that failed is None.
 
         Raises:
             RedisError, OSError: Redis cannot be used.
         """
-        records = await self._index.records()
+        indexed = await self._index.records()
+        records = [record for record in indexed if self._replicas.is_own(record.id)]
         audits = await asyncio.gather(*(self._read_audit(record.id) for record in records))
         mirrors = [await self._best_of(record) for record in records]
         reports = [

@@ -269,7 +269,7 @@ class RouterMetrics(RequestObservers):
             "kvroute_degraded_replicas",
             "Replicas whose cache is ignored, since their engine or tokenizer differs from the "
             "router's.",
-            lambda: len(replicas_of(fleet.replicas.degraded)),
+            lambda: len(replicas_of(fleet.replicas.own_degraded)),
         )
         gauge(
             "kvroute_busy_seconds",

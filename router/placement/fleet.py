@@ -126,7 +126,7 @@ class Fleet:
         self.loads.update()
         self.pulls.update()
         if self.seats is not None:
-            self.cache_tokens = sum(map(self.caches.capacity_tokens, self.replicas.records))
+            self.cache_tokens = sum(map(self.caches.capacity_tokens, self.replicas.own_records))
 
     # Placement.
 

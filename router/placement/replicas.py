@@ -113,6 +113,20 @@ class ReplicaRegistry:
             return self.records
         return [record for id_ in running for record in self._ranks.get(id_, ())]
 
+    def is_own(self, rank_id: str) -> bool:
+        """Return whether Ray Serve runs the rank's replica; true if that is not known.
+
+        Other replicas in the index are starting or leaving, or belong to another deployment with
+        the same cluster id.
+        """
+        running = self._running() if self._running else ()
+        return not running or replica_of(rank_id) in running
+
+    @property
+    def own_degraded(self) -> Mapping[str, str]:
+        """Return the entries of `degraded` for the replicas that Ray Serve runs."""
+        return {id_: reason for id_, reason in self.degraded.items() if self.is_own(id_)}
+
     @property
     def degraded(self) -> Mapping[str, str]:
         """Return the replicas whose caches are ignored: replica id -> reason."""

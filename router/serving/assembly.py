@@ -94,7 +94,9 @@ class Parts:
         redis = connect(settings.redis_url)
         model, cluster = settings.served_model_name, settings.cluster
         self.index = Index(redis, model, cluster=cluster, unreadable=self.unreadable)
-        self.neighbours = Neighbours(Clusters(redis, self.unreadable), _cluster_model(settings))
+        own = _cluster_model(settings)
+        origin = f"{own.ray_address}/{own.application}"
+        self.neighbours = Neighbours(Clusters(redis, self.unreadable), own)
         self.accounts = _accounts(settings, redis, self.unreadable, router_id)
         self.responses = _responses(settings, redis, self.unreadable)
         self.conversations = (
@@ -118,6 +120,7 @@ class Parts:
             queue=self.queue,
             seats=self.seats,
             scale=lambda: self.fleet.loads.scale.share(),
+            origin=origin,
         )
         self.blamed = PoisonList(self.publisher.blamed)
 
@@ -144,6 +147,7 @@ class Parts:
         self.subscriber = PeerSubscriber(
             self.fleet,
             own=router_id,
+            origin=origin,
             limits=limits,
             queue=self.queue,
             blamed=self.blamed.receive,
@@ -196,7 +200,7 @@ class Parts:
         # Monitoring.
         self.recorder = _recorder(self)
         read_audit = audit_reader(self.links, self.unreadable)
-        self.audit = Audit(self.index, self.feed, self.fleet.mirror, read_audit)
+        self.audit = Audit(self.index, self.feed, self.fleet, read_audit)
         self.canaries = Canaries(
             self.index,
             self.fleet,

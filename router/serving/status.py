@@ -60,7 +60,7 @@ class Status:
 
     def health(self) -> ModelHealth:
         """Return the model's health, for load balancers and operators."""
-        feed, degraded = self._parts.feed.state, self._parts.fleet.replicas.degraded
+        feed, degraded = self._parts.feed.state, self._parts.fleet.replicas.own_degraded
         return ModelHealth(
             len(replicas_of(self.running)),
             index_is_reachable=feed.is_reachable,
@@ -132,9 +132,9 @@ class Status:
         return [{"model": self._model, **seats_now.as_json(self._parts.seats, time.monotonic())}]
 
     def load(self) -> dict[str, float]:
-        """Return the load of all replicas and of this router's queue, by vLLM's metric names."""
+        """Return the load of the replicas and of this router's queue, by vLLM's metric names."""
         queued = sum(state.requests for state in self._parts.holding.states().values())
-        return cluster_load(self._parts.fleet.replicas.records, queued=queued)
+        return cluster_load(self._parts.fleet.replicas.own_records, queued=queued)
 
     # For the diagnosis.
 
@@ -211,6 +211,7 @@ class Status:
     def _replica(self, record: ReplicaRecord, blocks: int | None) -> dict[str, Any]:
         return {
             "id": record.id,
+            "own": self._parts.fleet.replicas.is_own(record.id),
             "pid": record.whereabouts.pid,
             "incarnation": record.incarnation,
             "node": record.whereabouts.node,

@@ -247,7 +247,7 @@ def test_the_cluster_tells_of_its_replicas(simulated_cluster: Cluster, client: O
     replicas = requests.get(simulated_cluster.url + "/v1/cluster", timeout=10).json()["replicas"]
     assert len(replicas) == 4
     assert set(replicas[0]) == {
-        *("id", "model", "pid", "incarnation", "node", "server", "block_size", "blocks"),
+        *("id", "own", "model", "pid", "incarnation", "node", "server", "block_size", "blocks"),
         *("capacity_blocks", "running", "waiting", "loras", "unfit", "degraded"),
         *("tool_parser", "reasoning_parser"),
     }

@@ -116,3 +116,12 @@ def test_the_doctor_names_the_wrong_copy() -> None:
     assert "drift of 2 in Redis" in checks.audit(report(redis=2), "r1").finding
     assert "no answer from router r1" in checks.audit(report(mirror=None), "r1").finding
     assert checks.audit(report(redis=2), "r1").remedy
+
+
+async def test_replicas_of_another_deployment_are_not_audited(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot be asked, and their own routers audit them."""
+    assert [report["id"] for report in await side.audit.run()] == ["a"]
+    monkeypatch.setattr(side.fleet.replicas, "is_own", lambda replica_id: False)
+    assert await side.audit.run() == []

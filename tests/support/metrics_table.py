@@ -77,7 +77,7 @@ def router() -> CollectorRegistry:
     feed = Feed(index(), fleet)
     metrics.export(fleet, feed)
     metrics.export_prefixes(_catalogue(fleet))
-    metrics.export_audit(Audit(index(), feed, fleet.mirror, _nobody))
+    metrics.export_audit(Audit(index(), feed, fleet, _nobody))
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None](lambda: 1.0))
     links = Links(lambda: replicas(()))

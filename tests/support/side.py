@@ -57,7 +57,7 @@ class Side:
         )
         self.fleet = Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0))
         feed = Feed(self.index, self.fleet)
-        self.audit = Audit(self.index, feed, self.fleet.mirror, self.ask)
+        self.audit = Audit(self.index, feed, self.fleet, self.ask)
         self.publishing = asyncio.create_task(self.publisher.run())
         self.hearing = asyncio.create_task(self.publisher.receive_events(self.engine))
         self.feeding = asyncio.create_task(feed.run())

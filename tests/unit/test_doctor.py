@@ -111,6 +111,7 @@ def test_another_cluster_in_the_redis_is_named_and_one_of_the_same_name_is_a_war
     assert (alone.grade, apart.grade, mixed.grade) == ("ok", "ok", "warning")
     assert "by 'other', with separate data" in apart.finding
     assert "10.0.0.2:6379" in mixed.finding
+    assert "during an upgrade" in mixed.remedy
     assert "--cluster" in mixed.remedy
     assert list(checks.clusters(None)) == []
 

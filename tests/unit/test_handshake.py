@@ -81,6 +81,27 @@ def test_the_cache_of_a_degraded_replica_is_ignored() -> None:
     assert fleet.sent(placement, "a", "r", 0.0).dispatch.expected.blocks == ()
 
 
+@pytest.mark.parametrize(
+    ("running", "reported"), [([], {"a", "b"}), (["a"], {"a"}), (["c"], set())]
+)
+def test_of_another_deployment_no_degraded_replica_is_reported(
+    running: list[str], reported: set[str]
+) -> None:
+    """An upgraded cluster may have another template than the old one, which has the same id."""
+    fleet = Fleet(
+        model="m",
+        revision="",
+        block_size=BLOCK,
+        rng=random.Random(0),
+        handshake=Handshake(OURS),
+        running=lambda: running,
+    )
+    fleet.update([record(id_, template_digest="cccc") for id_ in ("a", "b")])
+    assert fleet.replicas.degraded.keys() == {"a", "b"}
+    assert fleet.replicas.own_degraded.keys() == reported
+    assert {record.id for record in fleet.replicas.own_records} == reported
+
+
 def test_the_identity_of_a_model_folder_comes_from_its_files(model: Path) -> None:
     first = identify(str(model), revision="r1", block_size=32)
     assert first == identify(str(model), revision="r1", block_size=32)

@@ -1,0 +1,135 @@
+"""A fleet is upgraded and rolled back under load, with the steps of docs/operations/upgrades.md.
+
+The old version is an earlier commit. Both versions use the packages of this environment.
+"""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from kvroute.doctor.checks import Check
+from kvroute.local.running import KEY
+from kvroute.process.builtin_model import BUILTIN_MODEL
+from tests.support.engines import terse_model
+from tests.support.serving import Cluster
+from tests.support.upgraded_fleet import Fleet, Work, begin, declare, fleet, is_warm, load
+from tests.support.versions import THIS, Version, version_at
+from tests.support.waiting import wait_until
+
+# Commits with other features than this version: one that has batches and stored responses, but no
+# conversations and no background responses; and one that has them all.
+WITHOUT_CONVERSATIONS = "59c05457f56aa2792538c3c80208b9dc49a773e0"
+WITH_CONVERSATIONS = "d2f4d84d3867b479563c8c3524ef5505c8cf47ea"
+SIMULATED = (
+    *("--engine", "simulated", "--replicas", "2", "--cluster", "fleet"),
+    *("--simulated-prefill-tokens-per-s", "20000", "--simulated-decode-ms", "20"),
+)
+VLLM = (
+    *("--served-model-name", BUILTIN_MODEL, "--replicas", "1", "--cluster", "fleet"),
+    *(
+        "--dtype",
+        "float32",
+        "--kv-cache-memory-mb",
+        "256",
+        "--max-model-len",
+        "4096",
+        "--response-store-mb",
+        "64",
+    ),
+)
+# The ends of keys without an expiry. Their values stay until clients drop them.
+LASTING = {f"prefixes{part}" for part in ("", ":tokens", ":versions", ":hits", ":saved")}
+LASTING |= {"prefixes:revision", "adapters:revision"}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("commit", [WITHOUT_CONVERSATIONS, WITH_CONVERSATIONS])
+def test_an_upgrade_and_a_rollback_lose_nothing(
+    commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = version_at(commit, tmp_path / "old")
+    there_and_back(old, SIMULATED, tmp_path, monkeypatch, is_vllm=False)
+
+
+@pytest.mark.timeout(2400)
+def test_what_vllm_answered_is_stored_through_an_upgrade_and_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Responses are continued, conversations are read, and background responses end."""
+    old = version_at(WITH_CONVERSATIONS, tmp_path / "old")
+    options = ("--model", str(terse_model(tmp_path / "model")), *VLLM)
+    there_and_back(old, options, tmp_path, monkeypatch, is_vllm=True)
+
+
+def there_and_back(
+    old: Version,
+    options: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_vllm: bool,
+) -> None:
+    with fleet(folder, *options) as upgraded:
+        monkeypatch.setenv(KEY, upgraded.keys["operators"])
+        with ExitStack() as first, ExitStack() as second, ExitStack() as third:
+            before = first.enter_context(old.start(*upgraded.options))
+            upgraded.add("node1", before)
+            declare(upgraded)
+            assert problems(old, before) == []
+            with load(upgraded, is_vllm=is_vllm):
+                work = begin(upgraded, is_vllm=is_vllm)
+                after = second.enter_context(THIS.start(*upgraded.options))
+                switch(upgraded, ("node1", old, before), ("node2", THIS, after))
+                leave(upgraded, first, work)
+                assert upgraded.is_served_by(after)
+                work += begin(upgraded, is_vllm=is_vllm)
+                again = third.enter_context(old.start(*upgraded.options))
+                switch(upgraded, ("node2", THIS, after), ("node1", old, again))
+                leave(upgraded, second, work)
+                assert upgraded.is_served_by(again)
+            for each in work:
+                each.end(upgraded)
+            chats = sum(upgraded.answered[kind] for kind in ("stream", "named", "raw", "message"))
+            wait_until(lambda: upgraded.counted("chats", again) == chats)
+            wait_until(lambda: problems(old, again) == [])
+        with Redis.from_url(upgraded.redis_url) as client:
+            assert without_expiry(client) <= LASTING
+
+
+def switch(
+    fleet: Fleet, old: tuple[str, Version, Cluster], new: tuple[str, Version, Cluster]
+) -> None:
+    """Move the clients from one cluster to the other one, which has the same id."""
+    for _, version, cluster in (old, new):
+        wait_until(lambda: problems(version, cluster) == ["clusters"])  # noqa: B023
+    fleet.add(new[0], new[2])
+    fleet.drain(old[0])
+    assert fleet.is_served_by(new[2])
+    with fleet.operator(new[2].url) as client:
+        assert is_warm(client)
+
+
+def leave(fleet: Fleet, cluster: ExitStack, work: list[Work]) -> None:
+    """Stop the cluster that has no clients any more; the other one goes on with its work."""
+    assert any(each.is_running(fleet) for each in work)
+    cluster.close()
+    for each in work:
+        each.check(fleet)
+
+
+def problems(version: Version, cluster: Cluster) -> list[str]:
+    """Return the names of the doctor's checks that have found something."""
+    audit = ("--audit",) if version is THIS else ()
+    examined = version.run("doctor", *audit, "--json", "--url", cluster.url)
+    checks = [Check(**check) for check in json.loads(examined.stdout)]
+
+    return [check.name for check in checks if check.grade != "ok"]
+
+
+def without_expiry(client: Redis) -> set[str]:
+    """Return the ends of all keys that do not expire."""
+    keys = [key.decode() for key in client.scan_iter("*") if client.ttl(key) == -1]
+    return {key.rpartition("}:")[2] for key in keys}

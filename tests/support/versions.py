@@ -1,0 +1,50 @@
+"""Other versions of kvroute, which run with the packages of this environment."""
+
+import os
+import subprocess
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import ROOT
+from tests.support.serving import COMMAND, KVROUTE, Cluster, start_cluster
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of kvroute: a folder with its source tree."""
+
+    folder: Path
+
+    def start(self, *options: str) -> AbstractContextManager[Cluster]:
+        """Run this version's `kvroute serve`, as `start_cluster` does."""
+        command = (*self._here(), *COMMAND)
+        return start_cluster(*options, command=command, env=self._variables(), deadline_s=400)
+
+    def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run a command of this version."""
+        command, variables = (*self._here(), *KVROUTE, *arguments), os.environ | self._variables()
+        return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=110)
+
+    def _here(self) -> tuple[str, ...]:
+        """Return a command that runs another one in the folder, where Python looks first."""
+        return "env", "--chdir", str(self.folder)
+
+    def _variables(self) -> dict[str, str]:
+        """Return the variables with which Ray's processes find this version, too."""
+        return {"PYTHONPATH": str(self.folder)}
+
+
+THIS = Version(ROOT)
+
+
+def version_at(commit: str, folder: Path) -> Version:
+    """Write the source tree of a commit into a new folder; skip the test if there is no history."""
+    folder.mkdir()
+    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True)
+    if packed.returncode:
+        pytest.skip(f"{commit[:8]} is not in this clone, which is shallow, or is not a clone")
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
+    return Version(folder)
