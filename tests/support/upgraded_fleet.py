@@ -75,7 +75,8 @@ class Fleet:
         with self.operator(cluster.url) as client:
             accounts = client.get("/v1/cluster/tenants").raise_for_status().json()["data"]
         (account,) = (account for account in accounts if account["tenant"] == tenant)
-        return sum(account["requests"].values()) - int(account["requests"]["failed"])
+        requests: dict[str, int] = account["requests"]
+        return sum(requests.values()) - requests["failed"]
 
     def is_served_by(self, cluster: Cluster) -> bool:
         """Wait until each client has more answers; return whether this cluster gave them all."""
@@ -161,6 +162,7 @@ def load(fleet: Fleet, *, is_vllm: bool) -> Iterator[None]:
         kinds = {kind for kind, _ in asks}
         try:
             wait_until(lambda: any(map(Future.done, clients)) or fleet.answered.keys() == kinds)
+            assert not any(map(Future.done, clients)), "a client has failed; its error follows"
             yield
         finally:
             over.set()
@@ -211,8 +213,8 @@ def _message(client: anthropic.Anthropic, fleet: Fleet) -> str:
     answer = client.messages.create(
         model=BUILTIN_MODEL,
         max_tokens=4,
-        temperature=0,
         messages=[{"role": "user", "content": "A word, please."}],
+        extra_body={"temperature": 0},
     )
     return "".join(getattr(block, "text", "") for block in answer.content)
 

@@ -1,7 +1,9 @@
 """Other versions of kvroute, which run with the packages of this environment."""
 
 import os
+import shutil
 import subprocess
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,4 +49,22 @@ def version_at(commit: str, folder: Path) -> Version:
     if packed.returncode:
         pytest.skip(f"{commit[:8]} is not in this clone, which is shallow, or is not a clone")
     subprocess.run(["tar", "-x", "-C", str(folder)], input=packed.stdout, check=True)
+    return Version(folder)
+
+
+def changed_version(folder: Path, changes: Mapping[str, tuple[str, str]]) -> Version:
+    """Write this source tree with changed lines into a new folder.
+
+    Args:
+        folder: the folder, which must not exist.
+        changes: path of a file -> text in it, and what replaces that.
+    """
+    folder.mkdir()
+    for name in ("kvroute", "replica", "router"):
+        no_caches = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=no_caches)
+    for path, (text, other) in changes.items():
+        source = (folder / path).read_text()
+        assert text in source
+        (folder / path).write_text(source.replace(text, other))
     return Version(folder)

@@ -78,8 +78,8 @@ class CommonOptions(BaseModel):
         AfterValidator(parsers.cluster_name),
         Option(
             CLUSTER,
-            "Id of the cluster. Clusters that share a Redis need different ids. Keep the id when "
-            "you restart a cluster.",
+            "Id of the cluster. Clusters that share a Redis need different ids, except during an "
+            "upgrade of one to the other. Keep the id when you restart a cluster.",
             example="production",
             default=f"HOSTNAME-PORT; {DEFAULT_CLUSTER} under serve deploy",
         ),

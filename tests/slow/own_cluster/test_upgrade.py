@@ -15,8 +15,17 @@ from kvroute.local.running import KEY
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.engines import terse_model
 from tests.support.serving import Cluster
-from tests.support.upgraded_fleet import Fleet, Work, begin, declare, fleet, is_warm, load
-from tests.support.versions import THIS, Version, version_at
+from tests.support.upgraded_fleet import (
+    PREFIX,
+    Fleet,
+    Work,
+    begin,
+    declare,
+    fleet,
+    is_warm,
+    load,
+)
+from tests.support.versions import THIS, Version, changed_version, version_at
 from tests.support.waiting import wait_until
 
 # Commits with other features than this version: one that has batches and stored responses, but no
@@ -43,6 +52,11 @@ VLLM = (
 # The ends of keys without an expiry. Their values stay until clients drop them.
 LASTING = {f"prefixes{part}" for part in ("", ":tokens", ":versions", ":hits", ":saved")}
 LASTING |= {"prefixes:revision", "adapters:revision"}
+OTHER_FORMATS = {  # of records and messages, of fingerprints, and of the wire
+    "kvroute/contract/records.py": ("\nVERSION = 1", "\nVERSION = 2"),
+    "kvroute/blocks/fingerprint.py": ('"kvroute/2"', '"kvroute/3"'),
+    "kvroute/wire/structs.py": ("\nVERSION = 3", "\nVERSION = 4"),
+}
 
 
 @pytest.mark.timeout(1200)
@@ -62,6 +76,42 @@ def test_what_vllm_answered_is_stored_through_an_upgrade_and_a_rollback(
     old = version_at(WITH_CONVERSATIONS, tmp_path / "old")
     options = ("--model", str(terse_model(tmp_path / "model")), *VLLM)
     there_and_back(old, options, tmp_path, monkeypatch, is_vllm=True)
+
+
+@pytest.mark.timeout(1200)
+def test_a_version_with_other_formats_leaves_the_data_of_this_one_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a version should get another cluster id, and has the same one here by mistake."""
+    future = changed_version(tmp_path / "future", OTHER_FORMATS)
+    with fleet(tmp_path, *SIMULATED) as shared, Redis.from_url(shared.redis_url) as client:
+        monkeypatch.setenv(KEY, shared.keys["operators"])
+        with THIS.start(*shared.options) as own:
+            shared.add("node1", own)
+            declare(shared)
+            declared = [client.dump(key) for key in declarations(client)]
+            with load(shared, is_vllm=False):
+                with future.start(*shared.options) as other:
+                    for version, cluster in ((THIS, own), (future, other)):
+                        wait_until(lambda: problems(version, cluster) == ["clusters", "records"])  # noqa: B023
+                    with shared.operator(other.url) as operator:
+                        assert operator.get(f"/v1/prefixes/{PREFIX}").status_code == 404
+                        body = {"prompt": [*range(100, 400)], "max_tokens": 3}
+                        answers = [operator.post("/v1/completions", json=body) for _ in range(2)]
+                    cached = answers[1].raise_for_status().json()["usage"]["prompt_tokens_details"]
+                    assert cached["cached_tokens"]
+                    assert {each.headers["x-kvroute-replica"] for each in answers} <= (
+                        shared.own_replicas(other)
+                    )
+                assert shared.is_served_by(own)
+            assert [client.dump(key) for key in declarations(client)] == declared
+            wait_until(lambda: problems(THIS, own) == [])
+        assert without_expiry(client) <= LASTING
+
+
+def declarations(client: Redis) -> list[bytes]:
+    """Return the keys of the named prefixes, without those of their counts."""
+    return sorted([*client.scan_iter("*:prefixes"), *client.scan_iter("*:prefixes:tokens")])
 
 
 def there_and_back(
@@ -105,6 +155,9 @@ def switch(
     """Move the clients from one cluster to the other one, which has the same id."""
     for _, version, cluster in (old, new):
         wait_until(lambda: problems(version, cluster) == ["clusters"])  # noqa: B023
+        if version is THIS:
+            shown = version.run("status", "--url", cluster.url).stdout
+            assert "of another deployment with the same --cluster" in " ".join(shown.split())
     fleet.add(new[0], new[2])
     fleet.drain(old[0])
     assert fleet.is_served_by(new[2])
