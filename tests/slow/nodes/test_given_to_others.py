@@ -16,7 +16,7 @@ from tests.support.clients import async_openai_client
 from tests.support.hosts import HOME, Host
 from tests.support.nodes import ON_NODES, Nodes, ray_up
 from tests.support.serving import KVROUTE
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 pytestmark = [*ON_NODES, pytest.mark.timeout(900)]
 
@@ -33,7 +33,13 @@ def nodes() -> Iterator[Nodes]:
     args = {"engine": "simulated", "simulated_decode_ms": 50, "replicas": 2}
     tiers = {"host_cache_gb": 32, "pull": "on", "simulated_prefill_tokens_per_s": 5000}
     with ray_up(workers=2, args=args | tiers | {"lora_root": HOME}) as nodes:
+        wait_until(lambda: all(chat(nodes).is_success for _ in range(10)))  # of both routers
         yield nodes
+
+
+def chat(nodes: Nodes) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    return httpx.post(f"{nodes.url}/v1/chat/completions", json=body, timeout=60)
 
 
 def drain(nodes: Nodes, host: Host) -> subprocess.CompletedProcess[str]:
