@@ -33,6 +33,7 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engines
 from kvroute.replica.rank import Rank, autoscaling_stats
+from kvroute.replica.uploads import Uploads
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.adapters import Adapters
 from kvroute.store.connection import connect
@@ -92,6 +93,7 @@ class Replica:
         )
         if self._settings.lora_root:
             self._tasks.append(asyncio.create_task(self._adapters.run(), name="adapters"))
+        self._uploads = Uploads(limit_mb=self._settings.max_audio_mb)
         warmers = [rank.warmer for rank in self._ranks]
         await asyncio.gather(*(warmer.start(self._settings.declared) for warmer in warmers))
         self._tasks += [asyncio.create_task(warmer.run(), name="warmer") for warmer in warmers]
@@ -103,6 +105,7 @@ class Replica:
             "end_session": self._end_session,
             "pull": self._pull,
             "check_adapter": self._check_adapter,
+            "upload": self._uploads.add,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
         self._server = Server(self._generate, methods, max_requests=max_requests, secret=secret)
@@ -118,7 +121,8 @@ class Replica:
 
     async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
         async with self._adapters.used_by(request):
-            await self._ranks[request.rank].generate(request, emit)
+            with self._uploads.used_by(request) as request:
+                await self._ranks[request.rank].generate(request, emit)
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
         """Run a test request. Metrics do not count it, because no client sent it."""
@@ -229,6 +233,7 @@ class Replica:
         await self._server.idle()
         await self._wait_for_hand_over()
         await self._server.close()
+        self._uploads.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

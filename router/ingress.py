@@ -36,6 +36,7 @@ from kvroute.router.endpoints import (
     session_routes,
     ui_routes,
 )
+from kvroute.router.forms.recordings import Recordings
 from kvroute.router.middleware.access import Access
 from kvroute.router.middleware.admission import Admission
 from kvroute.router.middleware.origins import guard
@@ -221,6 +222,7 @@ def application(
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
+    http.state.recordings = Recordings(limit_mb=models.settings.max_audio_mb)
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits

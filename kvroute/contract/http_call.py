@@ -7,6 +7,27 @@ from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Feature
 
+PART_BYTES = 256 << 10  # largest part of an uploaded body that is in memory or on its way at once
+
+
+class Upload(Struct, frozen=True, array_like=True):
+    """A body that the replica has got in parts before the request, such as a form with a file."""
+
+    id: str  # the parts have the same id
+    size: int  # bytes of the body
+    content_type: str
+    # A hash of the form's fields and file. It is equal if a client sends the same form again.
+    digest: bytes
+    path: str = ""  # the file with the body in the replica's process; routers leave it empty
+
+
+class BodyPart(Struct, frozen=True, array_like=True):
+    """A part of an uploaded body."""
+
+    id: str
+    offset: int  # bytes of the body before this part
+    data: bytes
+
 
 class HttpCall(Struct, frozen=True, array_like=True):
     """The client's HTTP request, for the replica's HTTP application.
@@ -17,7 +38,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     """
 
     path: str
-    body: bytes  # JSON
+    body: bytes  # JSON; empty if the body is in `upload`
     created: float  # Unix time in the response; equal on every replica that continues it
     is_rendered: bool = True  # True: the router has rendered the body; else the replica does
     is_checked: bool = False  # True: the replica also renders the body, and compares the results
@@ -33,6 +54,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     # folder. Empty: the body asks for the model, or for an adapter of --lora.
     lora: str = ""
     lora_path: str = ""
+    upload: Upload | None = None  # the body, if the replica gets it in parts before the request
 
 
 # A value of HttpCall.problem: no replica is in the index, for example because Redis was emptied.
@@ -103,3 +125,11 @@ def encode_rendered(rendered: Rendered) -> bytes:
 
 def decode_rendered(packed: bytes) -> Rendered:
     return msgspec.msgpack.decode(packed, type=Rendered)
+
+
+def encode_body_part(part: BodyPart) -> bytes:
+    return msgspec.msgpack.encode(part)
+
+
+def decode_body_part(packed: bytes) -> BodyPart:
+    return msgspec.msgpack.decode(packed, type=BodyPart)

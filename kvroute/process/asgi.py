@@ -1,7 +1,10 @@
 """Requests to an HTTP application of the same process, over ASGI."""
 
-from collections.abc import Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
 from typing import Any
+
+from kvroute.process.body_file import pieces
 
 
 def post_scope(path: str, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -26,3 +29,25 @@ def post_scope(path: str, headers: Iterable[tuple[bytes, bytes]]) -> dict[str, A
         "server": None,
         "state": {},
     }
+
+
+async def body_messages(body: bytes, path: str = "") -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the ASGI messages with a request's body.
+
+    Args:
+        body: the end of the body.
+        path: a file with the beginning of the body; empty: `body` is all of it.
+    """
+    if path:
+        async with aclosing(pieces(path)) as parts:
+            async for part in parts:
+                yield {"type": "http.request", "body": part, "more_body": True}
+    yield {"type": "http.request", "body": body, "more_body": False}
+
+
+def content_type(message: Mapping[str, Any]) -> str:
+    """Return the content type in an ASGI message http.response.start."""
+    for name, value in message["headers"]:
+        if name.lower() == b"content-type":
+            return str(value, "latin-1")
+    return ""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
@@ -21,6 +21,7 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.process.body_file import pieces
 from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, Answer
 from kvroute.replica.attached_engine.bodies import COMPLETIONS, Usage, forwarded, with_token_ids
 from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
@@ -142,19 +143,14 @@ class AttachedEngine(Engine):
             raise EngineAwayError(f"{self._connection.url}: {reason}") from error
 
     async def _forward(self, request: GenerateRequest, call: HttpCall, emit: Emit) -> None:
-        namespace = request.namespace or call.namespace
-        body = call.body
-        if call.has_prefix:
-            body = with_token_ids(call.path, body, request.token_ids.tolist())
-        body = forwarded(call.path, body, namespace=namespace, reports_hits=self._reports_hits())
         answer = Answer(call.path, emit, self._expected_tokens(request))
         request_id = client_id(request.request_id)
         async with self._connection.client.stream(
             "POST",
             self._connection.url + call.path,
-            content=body,
+            content=self._body(request, call),
             headers={
-                "content-type": "application/json",
+                **_body_headers(call),
                 "x-request-id": request_id,
                 **self._rank_headers,
                 **(request.trace or {}),
@@ -166,6 +162,15 @@ class AttachedEngine(Engine):
         if answer.status == httpx.codes.OK:
             self._learn(request)
             self._compare(request, call, answer.usage)
+
+    def _body(self, request: GenerateRequest, call: HttpCall) -> bytes | AsyncIterator[bytes]:
+        """Return the body for the server. A form with a recording is sent in parts, unchanged."""
+        if call.upload:
+            return pieces(call.upload.path)
+        body, namespace = call.body, request.namespace or call.namespace
+        if call.has_prefix:
+            body = with_token_ids(call.path, body, request.token_ids.tolist())
+        return forwarded(call.path, body, namespace=namespace, reports_hits=self._reports_hits())
 
     def _compare(self, request: GenerateRequest, call: HttpCall, usage: Usage | None) -> None:
         """Compare the length of the server's prompt with the length of the router's."""
@@ -350,3 +355,10 @@ class AttachedEngine(Engine):
             await self._owned.close()
         if self._rank == 0:
             await self._connection.close()
+
+
+def _body_headers(call: HttpCall) -> Mapping[str, str]:
+    """Return the headers that describe the body of a request."""
+    if call.upload is None:
+        return {"content-type": "application/json"}
+    return {"content-type": call.upload.content_type, "content-length": str(call.upload.size)}

@@ -8,6 +8,7 @@ import msgspec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 WITH_XARGS = (CHAT, COMPLETIONS)  # routes whose bodies have vllm_xargs
 REPORT_MODE = "kv_cache_report_mode"  # vLLM's option: "full" reports the blocks of a cache hit
 
@@ -18,6 +19,8 @@ TOKEN_MARKS = {
     COMPLETIONS: b'"text":"',
     MESSAGES: b'"type":"content_block_delta"',
     RESPONSES: b'.delta"',
+    TRANSCRIPTIONS: b'"delta":{',
+    TRANSLATIONS: b'"delta":{',
 }
 ROLE_MARK = b'"delta":{"role":'  # the first event of a chat has no token
 USAGE_MARK = b'"usage":{'

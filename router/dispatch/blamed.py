@@ -100,4 +100,6 @@ def _digest(request: GenerateRequest) -> bytes:
     if request.call:
         digest.update(request.call.path.encode())
         digest.update(request.call.body)
+        if request.call.upload:
+            digest.update(request.call.upload.digest)
     return digest.digest()

@@ -28,6 +28,7 @@ from kvroute.router.dispatch.generation import (
     record_loss,
 )
 from kvroute.router.dispatch.losses import Losses
+from kvroute.router.dispatch.uploading import upload
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.policy import Candidate
@@ -181,7 +182,12 @@ class Dispatcher:
             running = await ticket.running(losses.excluded_ids)
             now_s = time.monotonic()
             placement = self._fleet.place(
-                request.token_ids, running, now_s, request.scope, context.features
+                request.token_ids,
+                running,
+                now_s,
+                request.scope,
+                context.features,
+                is_known=context.body is None,
             )
             self._fleet.observer.placed(placement, time.monotonic() - now_s)
             if not await ticket.admit(placement, request.request_id, now_s):
@@ -270,6 +276,8 @@ class Dispatcher:
         )
         stream = None
         try:
+            if attempt.context.body is not None:
+                await upload(attempt.context.body, self._links, attempt.replica_id)
             stream = self._links.open(
                 attempt.replica_id, request, max_waiting=_max_waiting(attempt.context)
             )

@@ -12,9 +12,9 @@ from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.batches.files import Upload
 from kvroute.router.batches.records import FileRecord
 from kvroute.router.batches.service import BatchService, Service, needing_store
-from kvroute.router.batches.uploads import UploadForm
 from kvroute.router.endpoints.limited import limits_of
 from kvroute.router.endpoints.pages import in_order, page_of
+from kvroute.router.forms.form import UploadForm
 from kvroute.router.middleware.access import caller_of
 
 FILES = "/v1/files"
@@ -31,7 +31,7 @@ routes = APIRouter()
 @routes.post(FILES)
 async def upload_file(request: Request, service: Service) -> Response:
     """Store an uploaded file."""
-    form = UploadForm(request)
+    form = UploadForm(request, expected="`purpose` and `file`")
     await form.begin()
     if "purpose" in form.fields:
         _described(form)  # refuses bad fields before the file is read

@@ -5,7 +5,6 @@ tests/vllm/test_routes.py fails when vLLM has a route that is neither here nor a
 
 from collections.abc import Mapping
 
-_AUDIO = "kvroute serves no models for audio yet; send these requests to a vLLM server"
 _COHERE = "kvroute does not have Cohere's form of chats; use {} instead"
 _ONE_ENGINE = "it concerns one engine, and routers send each request to any replica; {}"
 _APART = "it is for servers that render prompts apart from engines, which routers do already; {}"
@@ -54,8 +53,6 @@ MISSING: Mapping[str, str] = {  # path -> why kvroute does not have it, and what
     "/tokenizer_info": "the tokenizer's files belong to the model, and /tokenize uses them",
     "/update_weight_version": _WEIGHTS,
     "/update_weights": _WEIGHTS,
-    "/v1/audio/transcriptions": _AUDIO,
-    "/v1/audio/translations": _AUDIO,
     "/v1/chat/completions/derender": _APART.format("/detokenize returns the text of tokens"),
     "/v1/chat/completions/render": _APART.format("/tokenize returns the tokens of a chat"),
     "/v1/completions/derender": _APART.format("/detokenize returns the text of tokens"),

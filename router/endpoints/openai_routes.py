@@ -16,6 +16,7 @@ from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
 from kvroute.router.api.calls import (
+    AUDIO_ROUTES,
     BACKGROUND,
     CHAT_COMPLETIONS,
     COMPLETIONS,
@@ -47,6 +48,7 @@ from kvroute.router.endpoints.limited import (
     limits_of,
 )
 from kvroute.router.endpoints.seat_notices import SeatNotices
+from kvroute.router.forms.recordings import Recording, Recordings
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
@@ -56,6 +58,7 @@ from kvroute.router.serving.rendering import RefusedCallError
 
 # Header that requests receipts in the response: they explain where each prompt was sent.
 RECEIPT = "x-kvroute-receipt"
+RECORDING_FIELDS = {"model", "user"}  # the fields of a form with a recording that a router uses
 
 routes = APIRouter()
 
@@ -74,8 +77,8 @@ class Answers:
         request, notices = Request(scope, receive), SeatNotices(send)
         entry = entered(request)
         try:
-            # The stack keeps the request's LoRA adapters from being removed until it has ended.
-            with leaving(entry), ExitStack() as request.state.adapters:
+            # The stack keeps the request's LoRA adapters and its recording until it has ended.
+            with leaving(entry), ExitStack() as request.state.kept:
                 response = await _respond(self.path, request, entry, notices)
                 if not notices.has_started:
                     await response(scope, receive, send)
@@ -102,6 +105,7 @@ routes.routes += [
         RESPONSES,
         MESSAGES,
         SCORING,
+        *AUDIO_ROUTES,
         *STATELESS_ROUTES,
     )
 ]
@@ -183,6 +187,8 @@ async def _respond(
                 for index, call in enumerate(calls)
             )
             response = await run_together(answers, id_=id_)
+        elif path in AUDIO_ROUTES:
+            response = await _transcribe(path, request, entry)
         else:
             parse = parse_invocation if path == INVOCATIONS else partial(parse_call, path)
             call = await bodies.read(parse, request)
@@ -212,6 +218,15 @@ async def _score(request: Request, entry: Entry | None) -> Response:
     return response
 
 
+async def _transcribe(path: str, request: Request, entry: Entry | None) -> Response:
+    """Return the response to a form with a recording."""
+    recordings: Recordings = request.app.state.recordings
+    recording = request.state.kept.enter_context(await recordings.read(request))
+    body = {name: recording.fields[name] for name in RECORDING_FIELDS & recording.fields.keys()}
+    call = Call(path, b"", body)
+    return await _answer(call, request, entry, id_=request_id(request), recording=recording)
+
+
 async def _answer(
     call: Call,
     request: Request,
@@ -220,6 +235,7 @@ async def _answer(
     id_: str,
     is_first: bool = True,
     notices: SeatNotices | None = None,
+    recording: Recording | None = None,
 ) -> Response:
     """Return the response to one call.
 
@@ -229,6 +245,7 @@ async def _answer(
         is_first: whether it is the first call of its body. Later calls have no wait limit.
         notices: sends notices to the client while the request waits for a seat. If it is None, no
             notices are sent.
+        recording: the body, if the route is one of AUDIO_ROUTES.
     """
     models: Models = request.app.state.models
     call = _with_headers(call, request)
@@ -236,7 +253,7 @@ async def _answer(
     request.state.model = model = await models.find(call.model, limits_of(request), tenant)
     lora = model.adapter(call.model, tenant) or ""
     if added := _added_adapter(model, lora):
-        request.state.adapters.enter_context(model.adapters.uses.use(lora))
+        request.state.kept.enter_context(model.adapters.uses.use(lora))
         call = replace(call, adapter=added)
     if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
         try:
@@ -256,6 +273,7 @@ async def _answer(
         sharer=sharer_of(call.caller, call.body.get("user")),
         hints=hints_of(request.headers, call),
         still_waiting=notices.of(call) if notices else None,
+        body=recording,
     )
     response = await model.requests.answer(call, context)
     is_complete = response.status_code == 200 and not isinstance(response, StreamingResponse)

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvroute.keys.key_file import ROLES, Role
 from kvroute.keys.keyring import Caller, Keyring
 from kvroute.router.api.calls import (
+    AUDIO_ROUTES,
     CHAT_COMPLETIONS,
     COMPLETIONS,
     MESSAGES,
@@ -31,6 +32,7 @@ OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 ANY = ("/v1/models", "/version")  # a key with any role is needed
 USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
+    *AUDIO_ROUTES,
     *("/v1/route", "/v1/conversations", "/v1/sessions", "/v1/files", "/v1/batches"),
 )
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")  # the role observe is needed

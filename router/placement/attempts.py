@@ -1,15 +1,16 @@
 """One request at one replica: its placement, the chunks of its answer, and its outcome."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
+from kvroute.contract.http_call import Upload
 from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.contract.pull import PullResult
@@ -98,6 +99,19 @@ class Placement(Struct, frozen=True):
         return self.candidate(replica_id).ttft_s
 
 
+class Body(Protocol):
+    """The body of a request that a replica gets in parts, before the request."""
+
+    @property
+    def upload(self) -> Upload:
+        """Return what the replica gets to know about the body."""
+        ...
+
+    def parts(self) -> AsyncIterator[bytes]:
+        """Yield the body in parts of at most PART_BYTES. It can be read several times."""
+        ...
+
+
 class RequestContext(Struct, frozen=True):
     """What the router knows about a client's call. All prompts of a call share it."""
 
@@ -124,6 +138,9 @@ class RequestContext(Struct, frozen=True):
     # Called repeatedly, to inform the client, while the request waits until its session has a seat:
     # the permission to send requests (admission/seats.py).
     still_waiting: Callable[[], Awaitable[None]] | None = None
+    # A body that each replica gets in parts before the request; None: the request has its body. The
+    # tokens of the prompt are then unknown, and their number is an estimate.
+    body: Body | None = None
 
 
 # How an attempt ends:

@@ -137,6 +137,8 @@ class Fleet:
         now_s: float,
         scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
+        *,
+        is_known: bool = True,
     ) -> Placement:
         """Rank replicas for a prompt.
 
@@ -148,8 +150,10 @@ class Fleet:
             scope: which prompts may share blocks with this one: those with its namespace and LoRA
                 adapter.
             features: images, videos and sounds in the prompt.
+            is_known: whether these are the tokens of the prompt. False: only their number counts,
+                and no replica has them cached.
         """
-        chain = self.caches.chain(token_ids, scope, features)
+        chain = self.caches.chain(token_ids, scope, features) if is_known else []
         if lora := scope.lora:
             capable = [id_ for id_ in running if self.replicas.can_load(id_, lora)]
             running = capable or running

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
 from kvroute.keys.keyring import salted
-from kvroute.router.api.calls import STATELESS_ROUTES, Call
+from kvroute.router.api.calls import AUDIO_ROUTES, STATELESS_ROUTES, Call
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.conversations.continuing import Expanded
 from kvroute.router.dispatch.ended_sessions import end_session
@@ -40,6 +40,7 @@ from kvroute.router.serving.expansion import expand
 from kvroute.router.serving.forwarding import forward
 from kvroute.router.serving.rendering import RefusedCallError, RenderedCall, Renderer
 from kvroute.router.serving.responding import respond
+from kvroute.router.serving.transcribing import transcribe
 from kvroute.router.sessions.breaks import Break, with_image_numbers
 from kvroute.router.sessions.chats import Chats
 from kvroute.router.sessions.volatile import CONTEXT_TOKENS, MAX_TOKENS, kind_of
@@ -71,6 +72,8 @@ class RequestHandler:
         try:
             if call.path in STATELESS_ROUTES:
                 response = await forward(call, context.request_id, self._parts, self._renderer)
+            elif call.path in AUDIO_ROUTES:
+                response = await transcribe(call, context, self._parts)
             else:
                 response = await self._generate(call, context)
         except RefusedCallError as error:

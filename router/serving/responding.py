@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
-from kvroute.router.api.calls import MESSAGES, RESPONSES
+from kvroute.router.api.calls import MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import DONE, event
 from kvroute.router.conversations.continuing import Expanded
 from kvroute.router.conversations.storing import stored
@@ -25,6 +25,11 @@ encode = msgspec.json.encode
 async def respond(
     expanded: Expanded, generations: Sequence[Generation], *, policy: str
 ) -> Response:
+    """Return the response to a call, and store it if the call wants that. See `written`."""
+    return await stored(expanded, await written(expanded.call, generations, policy=policy))
+
+
+async def written(call: Call, generations: Sequence[Generation], *, policy: str) -> Response:
     """Return the response to a call, as its replicas write it.
 
     Args:
@@ -34,21 +39,18 @@ async def respond(
     Raises:
         ApiError: no replica can continue the response.
     """
-    call = expanded.call
     ending = _unchanged  # edits the last bytes of the response
     if call.wants_receipts:
         ending = partial(_with_receipts, call.path, generations, policy)
     headers, failed = placement_headers(generations), partial(event, path=call.path)
     refused = partial(replica_error, path=call.path)
     if len(generations) == 1:
-        response = await relay_response(
+        return await relay_response(
             generations[0], headers, ending=ending, failed=failed, refused=refused
         )
-    else:
-        response = await batch_response(
-            generations, headers, n=call.n, ending=ending, failed=failed, refused=refused
-        )
-    return await stored(expanded, response)
+    return await batch_response(
+        generations, headers, n=call.n, ending=ending, failed=failed, refused=refused
+    )
 
 
 def _unchanged(data: bytes) -> bytes:

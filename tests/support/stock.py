@@ -50,7 +50,12 @@ async def stock_app(llm: Any, tasks: Tasks = ("generate",), **front_args: Any) -
 
 
 async def stock_answer(
-    app: Any, path: str, body: Body | bytes, *, request_id: str = "id"
+    app: Any,
+    path: str,
+    body: Body | bytes,
+    *,
+    request_id: str = "id",
+    content_type: str = "application/json",
 ) -> tuple[int, bytes]:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     given: list[dict[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
@@ -64,5 +69,6 @@ async def stock_answer(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    await app(http_run.scope(path, {"x-request-id": request_id}), receive, send)
+    headers = {"x-request-id": request_id, "content-type": content_type}
+    await app(http_run.scope(path, headers), receive, send)
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)

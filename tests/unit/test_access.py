@@ -56,6 +56,8 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "POST /rerank",
         "POST /score",
         "POST /tokenize",
+        "POST /v1/audio/transcriptions",
+        "POST /v1/audio/translations",
         "POST /v1/batches",
         "POST /v1/batches/{batch_id}/cancel",
         "POST /v1/chat/completions",

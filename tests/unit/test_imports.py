@@ -42,6 +42,7 @@ ORDER = (
     "kvroute.router.pulls",
     "kvroute.router.placement",
     "kvroute.router.api",
+    "kvroute.router.forms",
     "kvroute.router.conversations",
     "kvroute.router.queueing",
     "kvroute.router.middleware",

@@ -35,7 +35,7 @@ def test_each_route_of_vllm_is_served_or_refused_with_a_reason() -> None:
     assert theirs - ours == {*MISSING}
 
 
-@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/sleep"])
+@pytest.mark.parametrize("path", ["/v1/realtime", "/sleep"])
 def test_a_client_is_told_why_a_route_is_missing(path: str) -> None:
     scope = {"type": "http", "method": "POST", "path": path, "headers": []}
     answer = asyncio.run(_refuse_route(Request(scope), HTTPException(404)))

@@ -8,7 +8,7 @@ the salt is mixed into the hash of the first block after this prefix.
 vLLM's engine process computes the hashes, so it imports this module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,8 @@ from vllm.v1.request import Request
 from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest
 
+ENCODED = "enc_dec"  # vLLM's type of prompts for models with an encoder and a decoder
+
 ExtraKeys = Callable[[Request, int, int, int], tuple[tuple[Any, ...] | None, int]]
 vllm_extra_keys: ExtraKeys = kv_cache_utils.generate_block_hash_extra_keys
 
@@ -25,6 +27,17 @@ vllm_extra_keys: ExtraKeys = kv_cache_utils.generate_block_hash_extra_keys
 def cache_salt(request: GenerateRequest) -> str | None:
     """Return vLLM's salt "SHARED_TOKENS:NAMESPACE", or None if the request has no namespace."""
     return f"{request.shared_tokens}:{request.namespace}" if request.namespace else None
+
+
+def salted(prompt: Mapping[str, Any], request: GenerateRequest) -> Mapping[str, Any]:
+    """Return a prompt for vLLM with the request's salt, if its blocks can be cached.
+
+    Models with an encoder cache no prefixes. vLLM has not rendered the prompt with which it finds
+    out the language of a recording, so that prompt has no type.
+    """
+    salt = cache_salt(request)
+    is_cached = prompt.get("type", ENCODED) != ENCODED
+    return {**prompt, "cache_salt": salt} if salt and is_cached else prompt
 
 
 def scope_of(request: Request) -> Scope:

@@ -50,6 +50,15 @@ def can_continue(params: SamplingParams) -> bool:
     )
 
 
+def prompt_ids(prompt: Mapping[str, Any]) -> Sequence[int] | None:
+    """Return the token ids of a prompt; if the model has an encoder, those of the decoder's part.
+
+    None: vLLM has not rendered the prompt, or it consists of embeddings.
+    """
+    ids: Sequence[int] | None = prompt.get("decoder_prompt", prompt).get("prompt_token_ids")
+    return ids
+
+
 def remaining_params(params: SamplingParams, answered: Sequence[int]) -> SamplingParams:
     """Change `params` to the parameters for the tokens after `answered`, and return them.
 

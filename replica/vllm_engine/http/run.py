@@ -36,11 +36,12 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.http_call import HttpCall, HttpPart, Rendered
 from kvroute.contract.preparation import prepared
-from kvroute.process.asgi import post_scope
-from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
+from kvroute.process.asgi import body_messages, content_type, post_scope
+from kvroute.replica.vllm_engine.blocks.cache_salt import salted
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import (
     can_continue,
+    prompt_ids,
     remaining_params,
     repeated_outputs,
 )
@@ -81,7 +82,7 @@ class RequestRun:
         self.request = request
         self.priority = priority_of(request)  # vLLM's priority; a priority in the body is ignored
         self._lora = lora
-        self._body: bytes | None = call.body  # None after the application has read it
+        self._body = body_messages(call.body, call.upload.path if call.upload else "")
         self._has_left = asyncio.Event()  # set when the client has left
         self._emit = emit
         self._failure: Exception | None = None
@@ -105,16 +106,16 @@ class RequestRun:
             await asyncio.wait([task])
         finally:
             await self._leave(task)
+            await self._body.aclose()
         if self._failure is not None:
             raise self._failure
 
     # ASGI: the application calls `receive` and `send`.
 
     async def receive(self) -> Message:
-        """Return the request's body; at the next call, wait until the client has left."""
-        if self._body is not None:
-            body, self._body = self._body, None
-            return {"type": "http.request", "body": body, "more_body": False}
+        """Return the next part of the request's body; after it, wait until the client has left."""
+        if message := await anext(self._body, None):
+            return message
         await self._has_left.wait()
         return {"type": "http.disconnect"}
 
@@ -133,6 +134,8 @@ class RequestRun:
         try:
             headers = {"x-request-id": client_id(self.request.request_id)}
             headers |= self.request.trace or {}
+            if self.call.upload:
+                headers["content-type"] = self.call.upload.content_type
             await app(scope(self.call.path, headers), self.receive, self.send)
             self._emit_chunk(is_last=True)
         except Exception as error:  # the application can raise any exception
@@ -202,7 +205,7 @@ class RequestRun:
         """
         self._prompts += 1
         is_final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
-        has_ids = prompt["type"] in ("token", "multimodal")
+        has_ids = prompt.get("type") in ("token", "multimodal")
         # A stream of /v1/responses ends with the log-probabilities of all its tokens. A replica
         # that continues the response does not have those of the first tokens.
         repeats_logprobs = self.call.path == RESPONSES and params.logprobs is not None
@@ -212,7 +215,9 @@ class RequestRun:
             and not repeats_logprobs
             and can_continue(params)
         )
-        self._can_continue = self._prompts == 1 and has_ids and allows_continuing
+        # A recording can have several prompts, and its tokens need not be the whole answer.
+        is_whole = self._prompts == 1 and self.call.upload is None
+        self._can_continue = is_whole and has_ids and allows_continuing
         deltas = _delta_params(params, hint_args(self.request) | pull_args(self.request))
         if is_final_only:
             deltas.stream_interval = UNSTREAMED_CHUNK_TOKENS
@@ -221,8 +226,7 @@ class RequestRun:
 
     def salted(self, prompt: Any) -> Any:
         """Return the prompt with the router's cache salt. A salt in the body is ignored."""
-        salt = cache_salt(self.request)
-        return {**prompt, "cache_salt": salt} if salt else prompt
+        return salted(prompt, self.request)
 
     async def _outputs(
         self,
@@ -237,7 +241,7 @@ class RequestRun:
         prepared()
         await grammars.check(params)
         id_ = f"{self.request.request_id}-{self._prompts}"
-        ids = prompt["prompt_token_ids"]
+        ids = prompt_ids(prompt)
         check_prompt_logprobs(params, len(ids or ()))
         if self.call.deltas and self._prompts == 1:
             answered = self.request.answered_ids.tolist()
@@ -248,7 +252,7 @@ class RequestRun:
                 yield self._counted(output)
             self._data, self._status = [], 0  # the client has already received these bytes
             # The offsets of images stay valid, because all images are before these tokens.
-            prompt = {**prompt, "prompt_token_ids": [*ids, *answered]}
+            prompt = {**prompt, "prompt_token_ids": [*(ids or ()), *answered]}
             params = remaining_params(params, answered)
         ours = {
             "lora_request": self._lora,
@@ -261,7 +265,8 @@ class RequestRun:
             with _outside():
                 output = await anext(outputs, None)
             while output is not None:
-                output.prompt_token_ids = ids
+                if ids is not None:
+                    output.prompt_token_ids = ids
                 check_tokens_fit_grammar(output, params)
                 if params.n > 1:
                     # With `echo`, each choice begins with the prompt's log-probabilities. vLLM
@@ -386,14 +391,6 @@ def scope(path: str, headers: Mapping[str, str]) -> dict[str, Any]:
     all_headers = {"content-type": "application/json", **headers}
     encoded = ((name.encode(), value.encode()) for name, value in all_headers.items())
     return post_scope(path, encoded)
-
-
-def content_type(message: Message) -> str:
-    """Return the content type in an ASGI message http.response.start."""
-    for name, value in message["headers"]:
-        if name.lower() == b"content-type":
-            return str(value, "latin-1")
-    return ""
 
 
 @contextmanager

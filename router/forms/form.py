@@ -1,10 +1,10 @@
-"""Reads an uploaded file from the body of a request, part by part, without keeping it in memory."""
+"""Reads a form with a file from the body of a request, part by part, without keeping the file."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
-from python_multipart.exceptions import MultipartParseError
+from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
@@ -12,7 +12,7 @@ from kvroute.router.api.errors import ApiError, invalid
 
 SILENCE_S = 60.0  # longest time between two parts of a body, in seconds
 MAX_FIELD_BYTES = 4096  # longest value of a field, and of the headers of a part
-MAX_FIELDS = 16
+MAX_FIELDS = 16  # the most fields, including the file
 FILE = "file"  # name of the field with the file
 
 
@@ -29,21 +29,26 @@ class _Part:
 
 
 class UploadForm:
-    """A form with a file. The fields before the file are known once `begin` has returned."""
+    """A form with a file. The fields before the file are known once `begin` has returned.
+
+    Args:
+        request: the request; its body is the form.
+        expected: the names of the fields that the form should have, for error messages.
+        max_fields: the most fields, including the file.
+        max_field_bytes: longest value of a field, and of the headers of a part.
+        on_bytes: is awaited with each part of the body, before the part is parsed.
+    """
 
     def __init__(
         self,
         request: Request,
         *,
-        fields: str = "`purpose` and `file`",
+        expected: str,
+        max_fields: int = MAX_FIELDS,
         max_field_bytes: int = MAX_FIELD_BYTES,
+        on_bytes: Callable[[bytes], Awaitable[None]] | None = None,
     ) -> None:
         """Read the form's boundary.
-
-        Args:
-            request: The request with the form.
-            fields: The form's fields, for an error.
-            max_field_bytes: Longest value of a field.
 
         Raises:
             ApiError: the body is not a form.
@@ -53,29 +58,35 @@ class UploadForm:
         if kind != b"multipart/form-data" or not boundary:
             raise ApiError(
                 415,
-                "a file is uploaded as a form: send Content-Type: multipart/form-data with the "
-                f"fields {fields}",
+                "a file is uploaded as a form: send Content-Type: multipart/form-data with a "
+                f"boundary, and the fields {expected}",
             )
-        self._max_field_bytes = max_field_bytes
+        self.boundary = boundary
         self.fields: dict[str, str] = {}
         self.filename = ""
+        self._max_fields = max_fields
+        self._max_field_bytes = max_field_bytes
+        self._on_bytes = on_bytes
         self._has_file = False
         self._stream = aiter(request.stream())
         self._parts = 0  # number of fields so far
         self._part = _Part()
         self._data: list[bytes] = []  # parts of the file that were read but not yet returned
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._begin_part,
-                "on_header_field": self._header_name,
-                "on_header_value": self._header_value,
-                "on_header_end": self._end_header,
-                "on_headers_finished": self._end_headers,
-                "on_part_data": self._part_data,
-                "on_part_end": self._end_part,
-            },
-        )
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": self._header_name,
+                    "on_header_value": self._header_value,
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": self._part_data,
+                    "on_part_end": self._end_part,
+                },
+            )
+        except FormParserError as error:
+            raise invalid(None, f"the form is not valid: {error}") from None
 
     async def begin(self) -> None:
         """Read the form up to the file.
@@ -110,13 +121,15 @@ class UploadForm:
             if chunk is None:
                 self._parser.finalize()
                 return False
+            if self._on_bytes is not None:
+                await self._on_bytes(chunk)
             self._parser.write(chunk)
         except TimeoutError:
             raise ApiError(408, f"no data came for {SILENCE_S:g} s; upload it again") from None
         except ClientDisconnect:
             message = "the client disconnected before it had sent the whole file"
             raise ApiError(499, message, code="client_left") from None
-        except MultipartParseError as error:
+        except FormParserError as error:
             raise invalid(None, f"the form is not valid: {error}") from None
         return True
 
@@ -124,20 +137,20 @@ class UploadForm:
 
     def _begin_part(self) -> None:
         self._parts += 1
-        if self._parts > MAX_FIELDS:
-            raise invalid(None, f"the form has more than {MAX_FIELDS} fields")
+        if self._parts > self._max_fields:
+            raise invalid(None, f"the form has more than {self._max_fields} fields; send fewer")
         self._part = _Part()
 
     def _header_name(self, data: bytes, start: int, end: int) -> None:
-        self._part.header_name = _bounded(self._part.header_name + data[start:end])
+        self._part.header_name = self._bounded(self._part.header_name + data[start:end])
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._part.header_value = _bounded(self._part.header_value + data[start:end])
+        self._part.header_value = self._bounded(self._part.header_value + data[start:end])
 
     def _end_header(self) -> None:
         part = self._part
         part.headers[part.header_name.lower()] = part.header_value
-        _bounded(b"".join(part.headers))
+        self._bounded(b"".join(part.headers))
         part.header_name = part.header_value = b""
 
     def _end_headers(self) -> None:
@@ -154,22 +167,24 @@ class UploadForm:
         if self._part.name == FILE:
             self._data.append(data[start:end])
         else:
-            value = self._part.value + data[start:end]
-            self._part.value = _bounded(value, self._max_field_bytes)
+            self._part.value = self._bounded(self._part.value + data[start:end])
 
     def _end_part(self) -> None:
         if self._part.name != FILE:
             self.fields[self._part.name] = self._part.value.decode(errors="replace")
+
+    def _bounded(self, value: bytes) -> bytes:
+        """Return a value. Raises ApiError if it is too long."""
+        if len(value) > self._max_field_bytes:
+            raise invalid(
+                self._part.name or None,
+                f"a field or header of the form has more than {self._max_field_bytes} bytes; "
+                "send a shorter one",
+            )
+        return value
 
 
 def _decoded(filename: bytes) -> str:
     """Decode a file's name, in which clients escape three characters, as HTML's standard says."""
     text = filename.decode(errors="replace")
     return text.replace("%22", '"').replace("%0D", "\r").replace("%0A", "\n")
-
-
-def _bounded(value: bytes, most: int = MAX_FIELD_BYTES) -> bytes:
-    """Return a value. Raises ApiError if it is too long."""
-    if len(value) > most:
-        raise invalid(None, f"a field or header of the form has more than {most} bytes")
-    return value
