@@ -61,8 +61,9 @@ def hearing_model(folder: Path) -> Path:
             if weights.dim() > 1:
                 weights.normal_(std=STRENGTH)
         model.model.decoder.layer_norm.weight.normal_()  # else each token would follow itself
-        # Tokens are as likely as their embeddings are long: letters are the most likely ones.
+        # Tokens are as likely as their embeddings are long. Most of the text are letters and times.
         lengths = torch.full((len(vocabulary), 1), 0.3)
+        lengths[-TIMESTAMPS:] = 0.75
         lengths[[vocabulary[letter] for letter in string.ascii_lowercase]] = 1.0
         model.model.decoder.embed_tokens.weight *= lengths
     model.to(torch.bfloat16)

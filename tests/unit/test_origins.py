@@ -185,6 +185,14 @@ async def test_json_is_accepted_and_content_types_without_a_preflight_are_not(me
         assert await guarded.status("GET", content_type=kind) == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/audio/transcriptions"])
+async def test_a_form_with_a_file_is_accepted_where_a_route_takes_files(path: str) -> None:
+    guarded, form = Guarded(), {"content-type": "multipart/form-data; boundary=x"}
+    assert (await guarded.client.post(path, headers=form)).status_code == 200
+    foreign = {**form, "origin": FOREIGN, "sec-fetch-site": "cross-site"}
+    assert (await guarded.client.post(path, headers=foreign)).status_code == 403
+
+
 async def test_a_form_is_accepted_from_curl_and_refused_from_browsers() -> None:
     guarded, form = Guarded(), "application/x-www-form-urlencoded"
     assert await guarded.status(content_type=form) == 200
