@@ -119,6 +119,7 @@ class HttpApp:
         grammars = GrammarCheck(llm.vllm_config, max_compile_s)
         client: Any = _Client(llm, adapters, grammars)
         tasks = await llm.get_supported_tasks()
+        media.check_decoders(tasks)
         with _root_logger_kept():
             app = await asyncio.to_thread(build_app, args, tasks, client.model_config)
         fail_fast.install(app)

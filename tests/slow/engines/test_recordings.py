@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,21 @@ import pytest_asyncio
 from kvroute.contract.generation import NO_TOKENS, Chunk, GenerateRequest
 from kvroute.contract.http_call import HttpCall, Upload
 from tests.support.answers import data_of, status_of
-from tests.support.bodies import ASK, CHATS, comparable
+from tests.support.bodies import ASK, CHATS
 from tests.support.chunks import collected
 from tests.support.engines import started
-from tests.support.tiny_audio import CLIP_S, POSITIONS, RATE, form, hearing_model, sound
+from tests.support.tiny_audio import CLIP_S, POSITIONS, form, hearing_model, sound
+from tests.support.transcriptions import (
+    FORMS,
+    LONG,
+    SHORT,
+    SOUNDS,
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
+    VERBOSE,
+    Fields,
+    plain,
+)
 from tests.support.waiting import until
 
 pytest.importorskip("soundfile", reason="vLLM reads recordings with the package soundfile")
@@ -25,35 +35,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.filterwarnings("ignore"),  # vLLM's own
 ]
-
-TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
-Fields = Mapping[str, str | Sequence[str]]
-
-SHORT: Fields = {"model": "m", "language": "en", "max_completion_tokens": "8"}
-FORMATS = ("json", "text", "verbose_json", "srt", "vtt", "diarized_json", "roman")
-FORMS: list[Fields] = [
-    *({**SHORT, "response_format": name} for name in FORMATS),
-    {**SHORT, "stream": "true"},
-    {**SHORT, "stream": "true", "stream_include_usage": "true"},
-    {**SHORT, "prompt": "a cat", "temperature": "0.8", "seed": "3"},
-    {**SHORT, "timestamp_granularities[]": ["word", "segment"]},
-    {**SHORT, "use_beam_search": "true", "n": "2"},
-    {"model": "m"},  # vLLM finds out the language
-    {"model": "m", "stream": "true"},
-    # refused
-    {**SHORT, "language": "xx"},
-    {**SHORT, "prompt": "a" * 200},
-    {**SHORT, "temperature": "hot"},
-    {**SHORT, "stream_include_usage": "true"},
-    {**SHORT, "model": "other"},
-]
-SOUNDS = {
-    "short": sound(1),
-    "of several clips": sound(2, seconds=2.5 * CLIP_S),
-    "at another rate": sound(3, rate=RATE // 2),
-    "not a recording": b"no sound",
-    "empty": b"",
-}
 
 
 class Hearing:
@@ -111,39 +92,36 @@ async def differences(
     return differing
 
 
-def plain(data: bytes) -> str:
-    """Return the text without deltas' borders, which depend on how fast they were read."""
-    events = re.findall(r"data: (\{.*\})", data.decode())
-    if not events:
-        return comparable(data)
-    parsed = list(map(json.loads, events))
-    choices = [choice for event in parsed for choice in event.get("choices", ())]
-    text = "".join(choice["delta"]["content"] for choice in choices)
-    ends = [choice.get("finish_reason") for choice in choices if choice.get("finish_reason")]
-    return json.dumps([text, ends, parsed[-1].get("usage"), parsed[0]["object"], parsed[0]["id"]])
-
-
 @pytest.mark.parametrize("path", [TRANSCRIPTIONS, TRANSLATIONS])
 async def test_it_answers_as_vllms_own_server(hearing: Hearing, path: str) -> None:
-    assert await differences(hearing, path, FORMS, SOUNDS["short"]) == []
+    forms = [*FORMS, {**SHORT, "model": "other"}]
+    assert await differences(hearing, path, forms, SOUNDS["short"]) == []
 
 
 @pytest.mark.parametrize("name", SOUNDS)
 async def test_each_recording_is_heard_as_vllm_hears_it(hearing: Hearing, name: str) -> None:
-    forms = [SHORT, {**SHORT, "stream": "true"}, {**SHORT, "response_format": "verbose_json"}]
+    forms = [SHORT, {**SHORT, "stream": "true"}, {**SHORT, **VERBOSE}]
     assert await differences(hearing, TRANSCRIPTIONS, forms, SOUNDS[name]) == []
 
 
 async def test_other_recordings_have_other_texts(hearing: Hearing) -> None:
     """Nothing is read from a cache."""
-    fields = {**SHORT, "max_completion_tokens": "40"}
     answers = [
-        data_of(await hearing.chunks(TRANSCRIPTIONS, fields, sound(seed))) for seed in (1, 2, 1)
+        data_of(await hearing.chunks(TRANSCRIPTIONS, LONG, sound(seed))) for seed in (1, 2, 1)
     ]
     texts = [json.loads(answer)["text"] for answer in answers]
     assert texts[0] == texts[2] != texts[1]
     assert len(texts[0]) > 20
     assert not hearing.engine.facts.prefix_caching
+
+
+async def test_the_segments_of_a_recording_have_times(hearing: Hearing) -> None:
+    answer = json.loads(
+        data_of(await hearing.chunks(TRANSCRIPTIONS, {**LONG, **VERBOSE}, SOUNDS["short"]))
+    )
+    assert (answer["duration"], answer["language"]) == (1.0, "en")
+    assert answer["text"]
+    assert answer["segments"][0]["end"] > 0
 
 
 async def test_a_form_without_a_file_is_refused(hearing: Hearing) -> None:
@@ -171,7 +149,7 @@ async def test_a_chat_is_refused_as_vllm_refuses_it(hearing: Hearing) -> None:
 async def test_nothing_runs_for_a_client_that_has_left(hearing: Hearing) -> None:
     states = hearing.engine._llm.output_processor.request_states
     long = sound(1, seconds=40 * CLIP_S)
-    fields = {"model": "m", "language": "en"}
+    fields = {"language": "en"}
     asking = asyncio.create_task(hearing.chunks(TRANSCRIPTIONS, fields, long))
     await until(lambda: len(states) > 0)
     asking.cancel()
