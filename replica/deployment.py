@@ -105,7 +105,7 @@ class Replica:
             "end_session": self._end_session,
             "pull": self._pull,
             "check_adapter": self._check_adapter,
-            "upload": self._uploads.add,
+            "upload": self._upload,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
         self._server = Server(self._generate, methods, max_requests=max_requests, secret=secret)
@@ -183,6 +183,20 @@ class Replica:
         async with self._adapters.used_by(request):
             await self._ranks[rank].engine.generate(request, chunks.append)
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
+
+    async def _upload(self, part: bytes, rank: int) -> bytes:
+        """Store a part of the body of a request that will come.
+
+        Args:
+            part: An encoded BodyPart.
+            rank: Not used, since all ranks share the bodies.
+
+        Returns:
+            Why the replica takes neither the part nor the request; empty: the part is stored.
+        """
+        if refusal := self._server.refusal():
+            return refusal.encode()
+        return await self._uploads.add(part)
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
         """End a session. `session` is its number: 8 bytes, little endian.

@@ -30,12 +30,11 @@ class Uploads:
         self._files: dict[str, BodyFile] = {}  # bodies whose requests have not come, by id
         self._latest_s: dict[str, float] = {}  # id -> time of the latest part
 
-    async def add(self, packed: bytes, rank: int) -> bytes:
+    async def add(self, packed: bytes) -> bytes:
         """Store a part of a body.
 
         Args:
             packed: An encoded BodyPart.
-            rank: Not used, since all ranks share the bodies.
 
         Returns:
             Why the replica cannot store it; empty: it is stored.

@@ -90,12 +90,15 @@ class Router:
         self._batches = self._file_api if isinstance(self._file_api, BatchService) else None
         self._background = background_responses(id_, settings[0], self._keys)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
+        self._recordings = Recordings(limit_mb=self._models.settings.max_audio_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None
         drain_s = self._models.settings.drain_timeout_s
         self._ending = asyncio.create_task(self._end_before_serve(drain_s))
         log_to_serve(self._models.only)
         await asyncio.gather(*(model.lifecycle.start() for model in self._all))
         readings = self._models.first.telemetry.readings
+        if readings:
+            self._recordings.export(readings)
         if self._batches:
             self._batches.start(readings)
         if self._background:
@@ -109,6 +112,7 @@ class Router:
             self._keys,
             self._limits,
             answers=self._answers,
+            recordings=self._recordings,
             batches=self._file_api,
             background=self._background,
         )
@@ -204,6 +208,7 @@ def application(
     limits: Limits | None = None,
     *,
     answers: RunningAnswers | None = None,
+    recordings: Recordings | None = None,
     batches: BatchService | Unusable | None = None,
     background: BackgroundResponses | None = None,
 ) -> FastAPI:
@@ -215,6 +220,7 @@ def application(
         keys: the API keys; None: every client may send requests.
         limits: the limits of tenants.
         answers: the running answers, which end when the router stops.
+        recordings: reads the bodies of requests with a recording.
         batches: the Files and Batch API; None: it is off.
         background: the background responses; None: the cluster does not store responses.
     """
@@ -222,7 +228,7 @@ def application(
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
     http.state.models = models
     http.state.bodies = bodies
-    http.state.recordings = Recordings(limit_mb=models.settings.max_audio_mb)
+    http.state.recordings = recordings or Recordings(limit_mb=models.settings.max_audio_mb)
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits

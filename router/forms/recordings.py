@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from kvroute.contract.http_call import Upload
 from kvroute.process.body_file import BodyFile, pieces
+from kvroute.process.exposition import Readings
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.forms.form import UploadForm
 
@@ -66,6 +67,20 @@ class Recordings:
         self._limit_mb = limit_mb
         self._limit = limit_mb << 20  # bytes of the largest recording
         self._held = 0  # bytes of all forms in temporary files
+        self._seconds = 0  # estimated length of all recordings so far
+
+    def export(self, readings: Readings) -> None:
+        """Add the metrics of recordings."""
+        readings.gauge(
+            "kvroute_recordings_bytes",
+            "Recordings in temporary files of the router, until their requests end.",
+            lambda: self._held,
+        )
+        readings.counter(
+            "kvroute_recordings_seconds",
+            "Estimated length of all recordings that the router has received.",
+            lambda: self._seconds,
+        )
 
     async def read(self, request: Request) -> Recording:
         """Return the form in a request's body.
@@ -84,6 +99,7 @@ class Recordings:
             except BaseException:
                 recording.__exit__()
                 raise
+        self._seconds += recording.seconds
         return recording
 
     def release(self, size: int) -> None:

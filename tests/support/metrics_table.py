@@ -34,6 +34,7 @@ from kvroute.router.connections.links import Links
 from kvroute.router.connections.replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.hand_over import HandOver
+from kvroute.router.forms.recordings import Recordings
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import pull_metrics
 from kvroute.router.observability.audit import Audit
@@ -91,6 +92,7 @@ def router() -> CollectorRegistry:
     report.export(_batch_runner(), metrics.readings)
     store = BackgroundStore(connect(NOWHERE), "c", limit_bytes=0, ttl_s=1, max_bytes=0)
     BackgroundResponses("r", store, keys=None, ttl_s=1).export(metrics.readings)
+    Recordings(limit_mb=1).export(metrics.readings)
     registry.register(TenantMetrics(_accounts()))
     return registry
 

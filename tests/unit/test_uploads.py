@@ -40,6 +40,9 @@ class Replica:
         self.got: list[bytes] = []
         self._dies = dies
 
+    async def upload(self, part: bytes, rank: int) -> bytes:
+        return await self.uploads.add(part)
+
     async def generate(self, request: GenerateRequest, emit: object) -> None:
         with self.uploads.used_by(request) as used:
             assert used.call
@@ -57,7 +60,7 @@ def wired(**replicas: Replica) -> Wired:
     generates: dict[str, Generate] = {id_: each.generate for id_, each in replicas.items()}
     wired = Wired(generates)
     for id_, replica in replicas.items():
-        wired.servers[id_].methods = {"upload": replica.uploads.add}
+        wired.servers[id_].methods = {"upload": replica.upload}
     return wired
 
 
@@ -71,7 +74,7 @@ def request(size: int = len(BODY), id_: str = "u") -> GenerateRequest:
 
 
 async def added(uploads: Uploads, offset: int, data: bytes, id_: str = "u") -> bytes:
-    return await uploads.add(encode_body_part(BodyPart(id_, offset, data)), 0)
+    return await uploads.add(encode_body_part(BodyPart(id_, offset, data)))
 
 
 async def transcribed(wired: Wired, body: Parts) -> Chunk | None:

@@ -44,13 +44,3 @@ def test_answers_equal_the_servers_own(
         if theirs.status_code == 200:  # errors have kvroute's types and codes
             assert plain(ours.content) == plain(theirs.content), fields
             assert ours.headers["content-type"] == theirs.headers["content-type"]
-
-
-def test_a_killed_server_ends_no_client_without_an_answer(
-    cluster: Cluster, server: AttachableServer
-) -> None:
-    """The last test here: there is no other server, and the client is told so."""
-    server.kill()
-    answer = posted(cluster.url, {**SHORT}, SOUNDS["short"])
-    assert answer.status_code in (502, 503)
-    assert answer.json()["error"]["message"]
