@@ -1,0 +1,129 @@
+"""The routes of recordings: a form passes to the model that it names, and is kept until the end."""
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from kvroute.router.api.bodies import Bodies
+from kvroute.router.api.calls import AUDIO_ROUTES, Call
+from kvroute.router.api.errors import ApiError, response
+from kvroute.router.endpoints import openai_routes
+from kvroute.router.forms.recordings import Recording, Recordings
+from kvroute.router.placement.attempts import RequestContext
+from kvroute.router.serving.models import Models
+from tests.support.adapters import none_added
+from tests.support.tiny_audio import form, sound
+
+LIMIT_MB = 1
+
+
+class Model:
+    """Streams the form that it gets back to the client."""
+
+    def __init__(self) -> None:
+        self.name = "whisper"
+        self.settings = SimpleNamespace(adapters=[], max_wait_s=30.0)
+        self.asked: list[tuple[Call, RequestContext]] = []
+        self.requests = self
+        self.adapters = none_added()
+        self.errors: list[Exception] = []
+        self.telemetry = SimpleNamespace(refused=self.errors.append)
+
+    def adapter(self, name: str | None, tenant: str = "") -> str | None:
+        return "" if name in (None, self.name) else None
+
+    async def look_for(self, model: str) -> None: ...
+
+    async def answer(self, call: Call, context: RequestContext) -> Response:
+        self.asked.append((call, context))
+        assert isinstance(context.body, Recording)
+        return StreamingResponse(context.body.parts())
+
+
+class Routes:
+    def __init__(self) -> None:
+        self.model = Model()
+        models: Any = object.__new__(Models)
+        models.all, models.first, models.router_id = [self.model], self.model, "r"
+        models._started = 0
+        models.cards = lambda *_: [{"id": self.model.name}]
+        http = FastAPI()
+        http.state.models, http.state.bodies = models, Bodies(limit_mb=1)
+        http.state.recordings = self.recordings = Recordings(limit_mb=LIMIT_MB)
+        http.state.keys = http.state.limits = None
+        http.include_router(openai_routes.routes)
+        http.exception_handler(ApiError)(_refuse)
+        self.http = http
+
+    async def posted(
+        self, fields: dict[str, str], file: bytes | None, path: str = AUDIO_ROUTES[0]
+    ) -> httpx.Response:
+        body, content_type = form(fields, file)
+        transport = httpx.ASGITransport(self.http)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            headers = {"content-type": content_type}
+            return await client.post(path, content=body, headers=headers)
+
+
+async def _refuse(request: Request, error: ApiError) -> Response:
+    return response(error, path=request.url.path)
+
+
+@pytest.fixture
+async def routes() -> AsyncIterator[Routes]:
+    routes = Routes()
+    yield routes
+    await routes.http.state.bodies.close()
+
+
+@pytest.mark.parametrize("path", AUDIO_ROUTES)
+async def test_a_form_passes_byte_for_byte_and_is_deleted_after_the_answer(
+    routes: Routes, path: str
+) -> None:
+    before = psutil.Process().num_fds()
+    answer = await routes.posted({"model": "whisper", "prompt": "a “cat”"}, sound(), path)
+    ((call, context),) = routes.model.asked
+    assert isinstance(context.body, Recording)
+    body = form({"model": "whisper", "prompt": "a “cat”"}, sound())[0]
+    assert answer.content.split(boundary_of(answer.content)) == body.split(boundary_of(body))
+    assert len(answer.content) == context.body.upload.size
+    assert (call.path, call.raw, call.model) == (path, b"", "whisper")
+    assert psutil.Process().num_fds() <= before
+    assert routes.recordings._held == 0
+
+
+def boundary_of(body: bytes) -> bytes:
+    return body.partition(b"\r\n")[0]
+
+
+async def test_only_known_fields_reach_the_router(routes: Routes) -> None:
+    """A field such as `background` has a meaning in other bodies only."""
+    fields = {"background": "true", "priority": "1", "timeout": "x", "user": "me"}
+    assert (await routes.posted(fields, sound())).status_code == 200
+    assert routes.model.asked[0][0].body == {"user": "me"}
+
+
+async def test_an_unknown_model_is_a_404_and_leaves_no_file(routes: Routes) -> None:
+    answer = await routes.posted({"model": "other"}, sound())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert routes.recordings._held == 0
+    assert len(routes.model.errors) == 1
+
+
+async def test_a_recording_above_the_limit_is_a_413(routes: Routes) -> None:
+    answer = await routes.posted({"model": "whisper"}, bytes((LIMIT_MB << 20) + 1))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (413, "file", "request_too_large")
+    assert "--max-audio-mb" in error["message"]
+    assert routes.model.asked == []
+
+
+async def test_a_form_without_a_file_is_a_400(routes: Routes) -> None:
+    answer = await routes.posted({"model": "whisper"}, None)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "file")
