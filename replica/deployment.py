@@ -33,7 +33,7 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engines
 from kvroute.replica.rank import Rank, autoscaling_stats
-from kvroute.replica.uploads import Uploads
+from kvroute.replica.uploaded_bodies import UploadedBodies
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.adapters import Adapters
 from kvroute.store.connection import connect
@@ -93,7 +93,7 @@ class Replica:
         )
         if self._settings.lora_root:
             self._tasks.append(asyncio.create_task(self._adapters.run(), name="adapters"))
-        self._uploads = Uploads(limit_mb=self._settings.max_audio_mb)
+        self._bodies = UploadedBodies(limit_mb=self._settings.max_audio_mb)
         warmers = [rank.warmer for rank in self._ranks]
         await asyncio.gather(*(warmer.start(self._settings.declared) for warmer in warmers))
         self._tasks += [asyncio.create_task(warmer.run(), name="warmer") for warmer in warmers]
@@ -121,7 +121,7 @@ class Replica:
 
     async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
         async with self._adapters.used_by(request):
-            with self._uploads.used_by(request) as request:
+            with self._bodies.used_by(request) as request:
                 await self._ranks[request.rank].generate(request, emit)
 
     async def _canary(self, begin: bytes, rank: int) -> bytes:
@@ -196,7 +196,7 @@ class Replica:
         """
         if refusal := self._server.refusal():
             return refusal.encode()
-        return await self._uploads.add(part)
+        return await self._bodies.add(part)
 
     async def _end_session(self, session: bytes, rank: int) -> bytes:
         """End a session. `session` is its number: 8 bytes, little endian.
@@ -247,7 +247,7 @@ class Replica:
         await self._server.idle()
         await self._wait_for_hand_over()
         await self._server.close()
-        self._uploads.close()
+        self._bodies.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -12,7 +12,7 @@ from kvroute.router.adapters.operations import NewAdapter, OldAdapter, cannot_ad
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import invalid, shown
 from kvroute.router.batches.service import needing_store
-from kvroute.router.batches.uploads import UploadForm
+from kvroute.router.forms.form import UploadForm
 from kvroute.router.serving.models import Served, label_by_model
 
 UPLOADS = "/v1/adapters/files"
@@ -44,7 +44,7 @@ async def load(request: Request, models: Served, bodies: BodyReader) -> Response
 async def upload(request: Request, models: Served) -> Response:
     """Store the files of an adapter, so that its `path` can be added."""
     form = UploadForm(
-        request, fields="`adapter_config` and `file`", max_field_bytes=MAX_CONFIG_BYTES
+        request, expected="`adapter_config` and `file`", max_field_bytes=MAX_CONFIG_BYTES
     )
     await form.begin()
     uploads = models.select(form.fields.get("model")).adapter_uploads

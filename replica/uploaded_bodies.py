@@ -17,7 +17,7 @@ ABANDONED_S = 60.0
 HELD_LIMITS = 64
 
 
-class Uploads:
+class UploadedBodies:
     """One replica's uploaded bodies, in temporary files.
 
     Args:

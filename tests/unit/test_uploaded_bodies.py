@@ -8,8 +8,8 @@ import pytest
 
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest
 from kvroute.contract.http_call import BodyPart, HttpCall, HttpPart, Upload, encode_body_part
-from kvroute.replica import uploads as uploads_module
-from kvroute.replica.uploads import HELD_LIMITS, Uploads
+from kvroute.replica import uploaded_bodies as bodies_module
+from kvroute.replica.uploaded_bodies import HELD_LIMITS, UploadedBodies
 from kvroute.router.dispatch.uploading import upload
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
@@ -36,7 +36,7 @@ class Replica:
     """Answers with the body's length, or dies as soon as it has got the request."""
 
     def __init__(self, *, dies: bool = False, limit_mb: int = 1) -> None:
-        self.uploads = Uploads(limit_mb=limit_mb)
+        self.uploads = UploadedBodies(limit_mb=limit_mb)
         self.got: list[bytes] = []
         self._dies = dies
 
@@ -73,7 +73,7 @@ def request(size: int = len(BODY), id_: str = "u") -> GenerateRequest:
     return GenerateRequest("r-1", TOKENS, call=call)
 
 
-async def added(uploads: Uploads, offset: int, data: bytes, id_: str = "u") -> bytes:
+async def added(uploads: UploadedBodies, offset: int, data: bytes, id_: str = "u") -> bytes:
     return await uploads.add(encode_body_part(BodyPart(id_, offset, data)))
 
 
@@ -123,7 +123,7 @@ async def test_a_replica_that_is_lost_during_the_upload_is_reported_as_lost() ->
 
 
 async def test_a_body_with_a_gap_is_refused_and_deleted() -> None:
-    uploads = Uploads(limit_mb=1)
+    uploads = UploadedBodies(limit_mb=1)
     assert await added(uploads, 0, b"abc") == b""
     with pytest.raises(ValueError, match="before byte 5 is missing"):
         await added(uploads, 5, b"x")
@@ -133,7 +133,7 @@ async def test_a_body_with_a_gap_is_refused_and_deleted() -> None:
 
 
 async def test_a_body_that_starts_again_replaces_the_first_one() -> None:
-    uploads = Uploads(limit_mb=1)
+    uploads = UploadedBodies(limit_mb=1)
     await added(uploads, 0, b"abc")
     await added(uploads, 0, b"de")
     with uploads.used_by(request(2)) as used:
@@ -145,7 +145,7 @@ async def test_a_body_that_starts_again_replaces_the_first_one() -> None:
 
 
 async def test_a_request_whose_body_is_not_complete_fails() -> None:
-    uploads = Uploads(limit_mb=1)
+    uploads = UploadedBodies(limit_mb=1)
     await added(uploads, 0, b"abc")
     with pytest.raises(RuntimeError, match="3 of 4 bytes"), uploads.used_by(request(4)):
         pass
@@ -157,9 +157,9 @@ async def test_a_request_whose_body_is_not_complete_fails() -> None:
 async def test_a_body_whose_request_never_comes_is_deleted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    uploads = Uploads(limit_mb=1)
+    uploads = UploadedBodies(limit_mb=1)
     await added(uploads, 0, b"abc")
-    monkeypatch.setattr(uploads_module, "ABANDONED_S", -1.0)
+    monkeypatch.setattr(bodies_module, "ABANDONED_S", -1.0)
     await added(uploads, 0, b"de", id_="v")
     assert [*uploads._files] == ["v"]
     uploads.close()
@@ -167,7 +167,7 @@ async def test_a_body_whose_request_never_comes_is_deleted(
 
 
 async def test_the_space_of_all_bodies_is_limited() -> None:
-    uploads, data = Uploads(limit_mb=1), bytes(1 << 20)
+    uploads, data = UploadedBodies(limit_mb=1), bytes(1 << 20)
     refusals = [await added(uploads, 0, data, id_=str(n)) for n in range(HELD_LIMITS + 2)]
     assert [bool(refusal) for refusal in refusals] == [False] * HELD_LIMITS + [True] * 2
     assert uploads._held == HELD_LIMITS << 20
@@ -176,5 +176,5 @@ async def test_the_space_of_all_bodies_is_limited() -> None:
 
 async def test_a_request_without_an_upload_is_unchanged() -> None:
     plain = GenerateRequest("r-1", TOKENS)
-    with Uploads(limit_mb=1).used_by(plain) as used:
+    with UploadedBodies(limit_mb=1).used_by(plain) as used:
         assert used is plain
