@@ -8,7 +8,7 @@ from typing import Any
 
 from ray import serve
 
-from kvroute.adapters.uploads import FILES, Uploads
+from kvroute.adapters.uploads import FILES, UploadedAdapters
 
 PART_BYTES = 4 << 20  # how much of a file is copied at a time
 TRIES = 8  # attempts to read a part; each may reach another router
@@ -50,7 +50,7 @@ class AdapterCopies:
         read: Reads a part of a file from a router.
     """
 
-    def __init__(self, uploads: Uploads, read: Read) -> None:
+    def __init__(self, uploads: UploadedAdapters, read: Read) -> None:
         self._uploads = uploads
         self._read = read
         self._copying = asyncio.Lock()

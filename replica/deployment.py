@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from ray import serve
 
 from kvroute.adapters.added import decode_order, encode_files
-from kvroute.adapters.uploads import Uploads
+from kvroute.adapters.uploads import UploadedAdapters
 from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
@@ -159,7 +159,7 @@ class Replica:
         if self._settings.lora_root is None:
             return None
         model = self._settings.served_model_name
-        uploads = Uploads(self._settings.lora_root, self._settings.cluster, model)
+        uploads = UploadedAdapters(self._settings.lora_root, self._settings.cluster, model)
         return AdapterCopies(uploads, FromRouters(model).read)
 
     def _renew_soon(self) -> None:

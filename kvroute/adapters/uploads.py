@@ -20,7 +20,7 @@ UPLOADED = "uploaded"  # the folder in --lora-root
 UNUSED_S = 3600.0  # age in seconds at which a folder that no adapter uses is deleted
 
 
-class Uploads:
+class UploadedAdapters:
     """The uploaded adapters of one model, on this machine. Most methods wait for the disk.
 
     Args:

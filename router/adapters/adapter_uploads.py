@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvroute.adapters.added import AdapterFiles
 from kvroute.adapters.files import MAX_CONFIG_BYTES, WEIGHTS_FILE, check_files
-from kvroute.adapters.uploads import Uploads
+from kvroute.adapters.uploads import UploadedAdapters
 from kvroute.contract.adapters import CONFIG_FILE, RANKS
 from kvroute.files.folder import Folder
 from kvroute.router.adapters.directory import AdapterDirectory
@@ -41,7 +41,7 @@ class AdapterUploads:
     def __init__(
         self, directory: AdapterDirectory, *, root: Path, cluster: str, model: str, max_mb: int
     ) -> None:
-        self.uploads = Uploads(root, cluster, model)
+        self.uploads = UploadedAdapters(root, cluster, model)
         self._directory = directory
         self._root = root
         self._max_mb = max_mb

@@ -58,6 +58,7 @@ class ReplicaRegistry:
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
+        self._latest: list[ReplicaRecord] = []  # the latest records that were not none at all
         # Median of the measured seconds to load a LoRA adapter; LOAD_S until one is measured.
         self._lora_load_s = LOAD_S
         self._ranks: dict[str, list[ReplicaRecord]] = {}  # id in Ray Serve -> records of its ranks
@@ -84,6 +85,7 @@ class ReplicaRegistry:
         """
         self._records = {record.id: record for record in records}
         current = self._records.values()
+        self._latest = [*current] or self._latest
         self._ranks = _by_replica(current)
         if unreadable and self._running:
             own = set(self._running())
@@ -136,20 +138,29 @@ class ReplicaRegistry:
     def max_model_len(self) -> int | None:
         """Return the most tokens, of prompt and response together, that every replica can process.
 
-        None: no replica has a record.
+        None: no replica has had a record.
         """
-        return min((record.facts.max_model_len for record in self.own_records), default=None)
+        return min((record.facts.max_model_len for record in self._describing), default=None)
 
     @property
     def content_format(self) -> str | None:
         """Return vLLM's content format of the replicas' chat templates.
 
-        Empty: they differ, or there is no template. None: no replica has a record.
+        Empty: they differ, or there is no template. None: no replica has had a record.
         """
-        formats = {record.facts.content_format for record in self.own_records}
+        formats = {record.facts.content_format for record in self._describing}
         if not formats:
             return None
         return formats.pop() if len(formats) == 1 else ""
+
+    @property
+    def _describing(self) -> list[ReplicaRecord]:
+        """Return the records that describe the running replicas: their own, or else the latest.
+
+        When all replicas were replaced, for example because their machine was drained, the new ones
+        run for a moment before their records are read.
+        """
+        return self.own_records or self._latest
 
     def get(self, replica_id: str) -> ReplicaRecord | None:
         """Return the replica's record; None: it has none."""

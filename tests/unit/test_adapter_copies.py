@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 from kvroute.adapters.files import digest_of
-from kvroute.adapters.uploads import FILES, UNUSED_S, Uploads
+from kvroute.adapters.uploads import FILES, UNUSED_S, UploadedAdapters
 from kvroute.replica import adapter_copies
 from kvroute.replica.adapter_copies import AdapterCopies
 from tests.support.adapters import write_adapter
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Uploads:
-    return Uploads(tmp_path / "there", "cluster/1", "org/model")
+def there(tmp_path: Path) -> UploadedAdapters:
+    return UploadedAdapters(tmp_path / "there", "cluster/1", "org/model")
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Uploads:
-    return Uploads(tmp_path / "here", "cluster/1", "org/model")
+def here(tmp_path: Path) -> UploadedAdapters:
+    return UploadedAdapters(tmp_path / "here", "cluster/1", "org/model")
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +29,19 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_copies, "PART_BYTES", 10_000)
 
 
-def uploaded(uploads: Uploads, seed: int = 0) -> str:
+def uploaded(uploads: UploadedAdapters, seed: int = 0) -> str:
     folder = uploads.begin()
     write_adapter(folder, seed=seed)
     return uploads.end(folder)
 
 
-def names(uploads: Uploads) -> list[str]:
+def names(uploads: UploadedAdapters) -> list[str]:
     return sorted(os.listdir(uploads.folder)) if uploads.folder.exists() else []
 
 
-async def test_a_machine_that_lacks_an_adapter_copies_it(there: Uploads, here: Uploads) -> None:
+async def test_a_machine_that_lacks_an_adapter_copies_it(
+    there: UploadedAdapters, here: UploadedAdapters
+) -> None:
     digest, reads = uploaded(there), 0
 
     async def read(*part: object) -> bytes | None:
@@ -59,7 +61,7 @@ async def test_a_machine_that_lacks_an_adapter_copies_it(there: Uploads, here: U
     assert reads == before  # it has the adapter now
 
 
-async def test_wrong_bytes_are_not_kept(there: Uploads, here: Uploads) -> None:
+async def test_wrong_bytes_are_not_kept(there: UploadedAdapters, here: UploadedAdapters) -> None:
     digest = uploaded(there)
 
     async def read(digest: str, name: str, start: int, size: int) -> bytes | None:
@@ -72,7 +74,7 @@ async def test_wrong_bytes_are_not_kept(there: Uploads, here: Uploads) -> None:
     assert not any(name.endswith(".part") for name in names(here))
 
 
-async def test_files_that_no_router_has_are_reported(here: Uploads) -> None:
+async def test_files_that_no_router_has_are_reported(here: UploadedAdapters) -> None:
     async def read(*_: object) -> None:
         return None
 
@@ -81,26 +83,26 @@ async def test_files_that_no_router_has_are_reported(here: Uploads) -> None:
     assert names(here) == []
 
 
-async def test_only_uploaded_adapters_are_copied(here: Uploads, tmp_path: Path) -> None:
+async def test_only_uploaded_adapters_are_copied(here: UploadedAdapters, tmp_path: Path) -> None:
     async def read(*_: object) -> bytes | None:
         raise AssertionError
 
     await AdapterCopies(here, read).ensure(str(tmp_path / "here" / "sql"))
 
 
-def test_equal_files_are_one_adapter(there: Uploads) -> None:
+def test_equal_files_are_one_adapter(there: UploadedAdapters) -> None:
     assert uploaded(there) == uploaded(there) != uploaded(there, seed=1)
     assert len(names(there)) == 2
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "adapter_model.bin", ""])
-def test_other_files_cannot_be_read(there: Uploads, name: str) -> None:
+def test_other_files_cannot_be_read(there: UploadedAdapters, name: str) -> None:
     digest = uploaded(there)
     assert there.read(digest, name, 0, 10) is None
     assert there.read("../..", FILES[0], 0, 10) is None
 
 
-def test_what_no_adapter_uses_is_deleted_after_an_hour(there: Uploads) -> None:
+def test_what_no_adapter_uses_is_deleted_after_an_hour(there: UploadedAdapters) -> None:
     used, unused, new = (uploaded(there, seed) for seed in range(3))
     stopped = there.begin()
     old = time.time() - UNUSED_S - 1
@@ -112,7 +114,7 @@ def test_what_no_adapter_uses_is_deleted_after_an_hour(there: Uploads) -> None:
 
 def test_models_and_clusters_are_kept_apart(tmp_path: Path) -> None:
     folders = {
-        Uploads(tmp_path, cluster, model).folder
+        UploadedAdapters(tmp_path, cluster, model).folder
         for cluster in ("a", "b", "a/b")
         for model in ("m", "m/n", "b/m")
     }
