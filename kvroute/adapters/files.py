@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvroute.adapters.added import MAX_PATH, AdapterFiles, digest_in
 from kvroute.contract.adapters import CONFIG_FILE, WEIGHTS_FILES, Adapter, rank_of
@@ -15,12 +16,16 @@ MAX_CONFIG_BYTES = 1 << 20  # largest configuration; usual ones have less than 2
 MAX_HEADER_BYTES = 100_000_000  # largest header of a safetensors file; the format's own limit
 
 
-def path_in(root: Path, path: str) -> str:
-    """Return the absolute path of an adapter's folder, without reading the file system.
+def path_in(
+    root: Path, path: str, *, files: str = "the adapter", option: str = "--lora-root"
+) -> str:
+    """Return the absolute path of an adapter's or a model's folder, without reading any files.
 
     Args:
-        root: the folder that has all adapters.
+        root: the folder that has all adapters, or all weights.
         path: the folder's absolute path, or its path in `root`.
+        files: the folder's content, for the error.
+        option: the option that sets `root`, for the error.
 
     Raises:
         ValueError: the path is not in `root`, or cannot be a path.
@@ -30,8 +35,7 @@ def path_in(root: Path, path: str) -> str:
     folder = os.path.normpath(root / path)
     if not Path(folder).is_relative_to(root) or Path(folder) == root:
         raise ValueError(
-            f"it is not in {root}; move the adapter there, or start the cluster with another "
-            "--lora-root"
+            f"it is not in {root}; move {files} there, or start the cluster with another {option}"
         )
     return folder
 
@@ -48,7 +52,7 @@ def check_files(path: str, root: Path, *, max_rank: int) -> AdapterFiles:
         ValueError: the adapter cannot be used.
     """
     folder = Path(path)
-    config, weights = (_inside(folder / name, root) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    config, weights = (inside(folder / name, root) for name in (CONFIG_FILE, WEIGHTS_FILE))
     if config.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{config} has more than {MAX_CONFIG_BYTES:,} bytes")
     rank = rank_of(config)
@@ -57,7 +61,7 @@ def check_files(path: str, root: Path, *, max_rank: int) -> AdapterFiles:
             f"the adapter's rank is {rank}, and the replicas load ranks up to {max_rank}; start "
             f"the cluster with --max-lora-rank {rank}"
         )
-    _check_weights(weights)
+    tensors_in(weights)
     return AdapterFiles(digest=_digest(weights, config), rank=rank)
 
 
@@ -83,7 +87,7 @@ def digest_of(folder: Path) -> str:
     return _digest(folder / WEIGHTS_FILE, folder / CONFIG_FILE)
 
 
-def _inside(file: Path, root: Path) -> Path:
+def inside(file: Path, root: Path) -> Path:
     """Return a file after all links. Raises ValueError if it is not a file in `root`."""
     try:
         found = file.resolve(strict=True)
@@ -97,8 +101,12 @@ def _inside(file: Path, root: Path) -> Path:
     return found
 
 
-def _check_weights(file: Path) -> None:
-    """Raise ValueError if a safetensors file is damaged, for example if its end is missing."""
+def tensors_in(file: Path) -> dict[str, dict[str, Any]]:
+    """Return the header of a safetensors file: for each tensor, its dtype, shape and offsets.
+
+    Raises:
+        ValueError: the file is damaged, for example if its end is missing.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -106,7 +114,7 @@ def _check_weights(file: Path) -> None:
             raise ValueError(f"{file} is not a safetensors file, or its end is missing")
         header = opened.read(length)
     try:
-        tensors = json.loads(header)
+        tensors: dict[str, dict[str, Any]] = json.loads(header)
         tensors.pop("__metadata__", None)
         ends = [int(tensor["data_offsets"][1]) for tensor in tensors.values()]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
@@ -118,6 +126,7 @@ def _check_weights(file: Path) -> None:
             f"{file} has {size:,} bytes, and its header says {8 + length + max(ends):,}; copy the "
             "file again"
         )
+    return tensors
 
 
 def _digest(weights: Path, config: Path) -> str:

@@ -16,6 +16,7 @@ Kind = Literal[
     "blocks",
     "prefix",
     "adapter",
+    "weights",
     "audit",
     "cluster",
     "response",

@@ -10,6 +10,7 @@ from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
     GenerateRequest,
+    OtherWeightsError,
     joined,
     weight,
 )
@@ -86,6 +87,7 @@ class Stream:
         Raises:
             LostError, EngineDeadError: another replica can continue the request.
             RefusedError: another replica may accept the request; only before the first chunk.
+            OtherWeightsError: a replica with other weights must not continue the response.
             ValueError: no replica can run the request.
             FailedError: the replica failed to run the request.
         """
@@ -374,5 +376,7 @@ def _error(ended: StreamEnded) -> Exception:
             return ValueError(ended.message)
         case "dead":
             return EngineDeadError(ended.message)
+        case "other_weights":
+            return OtherWeightsError(ended.message)
         case "failed":
             return FailedError(ended.message)

@@ -6,9 +6,32 @@ from dataclasses import dataclass, field
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import RetentionHint
 from kvroute.replica.sim_engine.blocks import Table
+from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator
 from kvroute.replica.sim_engine.output import Output
 from kvroute.replica.sim_engine.sampling import Sampling
+
+
+def max_tokens_of(request: GenerateRequest, sampling: Sampling, config: SimulatedConfig) -> int:
+    """Return the maximum number of tokens of each choice.
+
+    Raises:
+        ValueError: An engine with this configuration can never run the request.
+    """
+    prompt_tokens, longest = len(request.prompt_ids), config.max_model_len - 1
+    if not 1 <= prompt_tokens <= longest:
+        raise ValueError(f"the prompt has {prompt_tokens} tokens; send 1 to {longest} tokens")
+    max_tokens = min(sampling.max_tokens, config.max_model_len - prompt_tokens)
+    if request.answered >= max_tokens:
+        raise ValueError(f"the answer has all of its {max_tokens} tokens already")
+    # The KV of the last generated token is never computed, so it needs no place in a block.
+    blocks = -(-(prompt_tokens + max_tokens - 1) // config.block_size)
+    if blocks > config.capacity_blocks:
+        raise ValueError(
+            f"prompt and answer need {blocks} KV blocks, but the engine has only "
+            f"{config.capacity_blocks}; send a shorter prompt or a smaller max_tokens"
+        )
+    return max_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -35,7 +35,7 @@ from kvroute.replica.sim_engine.pace import Pace
 from kvroute.replica.sim_engine.pulls import SPEED, PullingPool, SimulatedPulls, reporting
 from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.scheduler import Batch, SimulatedScheduler
-from kvroute.replica.sim_engine.sequences import Job, RunningChoice
+from kvroute.replica.sim_engine.sequences import Job, RunningChoice, max_tokens_of
 
 # Maximum number of events that were not read yet. If there are more, EventsLost replaces them all.
 MAX_WAITING_EVENTS = 100_000
@@ -110,21 +110,35 @@ class SimulatedEngine(Engine):
         Raises:
             OSError: No port is free.
         """
-        config = self.config
-        assert config.host
-        space = {"simulated": [config.model, config.revision, config.block_size]}
+        assert self.config.host
         self._pulls = SimulatedPulls(
             self._pool,
-            config.host,
+            self.config.host,
             host=host,
             ports=ports,
             key=key,
-            format_=format_of(space),
+            format_=self._format(),
             publish=self._publish,
         )
-        self.facts = replace(
-            self.facts, blocks_address=self._pulls.address, format=format_of(space)
-        )
+        self.facts = replace(self.facts, blocks_address=self._pulls.address, format=self._format())
+
+    def _format(self) -> str:
+        config, weights = self.config, self.facts.weights
+        return format_of({"simulated": [config.model, config.revision, config.block_size, weights]})
+
+    @property
+    def can_load_weights(self) -> bool:
+        return True
+
+    async def load_weights(self, source: str, key: str) -> None:
+        await asyncio.sleep(self.config.weights_load_s)
+        if not await self.reset_prefix_cache():
+            raise RuntimeError("some requests have not ended")
+        self._pool.set_weights(key)
+        self.facts = replace(self.facts, weights=key)
+        if self._pulls is not None:
+            self._pulls.change_format(self._format())
+            self.facts = replace(self.facts, format=self._format())
 
     async def pull(self, request: GenerateRequest) -> PullResult:
         if self._pulls is None or request.pull is None:
@@ -191,20 +205,7 @@ class SimulatedEngine(Engine):
         if request.pin:
             admit_pin(request, self)
         self._adapters.check(request.lora)
-        prompt_tokens = len(request.prompt_ids)
-        longest = self.config.max_model_len - 1
-        if not 1 <= prompt_tokens <= longest:
-            raise ValueError(f"the prompt has {prompt_tokens} tokens; send 1 to {longest} tokens")
-        max_tokens = min(sampling.max_tokens, self.config.max_model_len - prompt_tokens)
-        if request.answered >= max_tokens:
-            raise ValueError(f"the answer has all of its {max_tokens} tokens already")
-        # The KV of the last generated token is never computed, so it needs no place in a block.
-        blocks = -(-(prompt_tokens + max_tokens - 1) // self.config.block_size)
-        if blocks > self.config.capacity_blocks:
-            raise ValueError(
-                f"prompt and answer need {blocks} KV blocks, but the engine has only "
-                f"{self.config.capacity_blocks}; send a shorter prompt or a smaller max_tokens"
-            )
+        max_tokens = max_tokens_of(request, sampling, self.config)
         order = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
         return Job(request, sampling, max_tokens, order, unfinished=sampling.n)
 
@@ -320,11 +321,12 @@ class SimulatedEngine(Engine):
 
     def _new_choice(self, job: Job, index: int) -> RunningChoice:
         request, sampling = job.request, job.sampling
+        number = salt(sampling, index, self.facts.weights)
         return RunningChoice(
             job,
             index,
             self._pool.table(request.token_ids, request.scope),
-            TokenGenerator(self._vocabulary, request.token_ids, salt=salt(sampling, index)),
+            TokenGenerator(self._vocabulary, request.token_ids, salt=number),
             StopText(sampling.stop),
         )
 
@@ -395,7 +397,8 @@ class SimulatedEngine(Engine):
             job.outputs.put_nowait(joined(choice.unsent))
             choice.unsent = []
         if choice.index == 0 and choice.generated == 1:
-            self._queue_siblings(job)
+            for index in range(1, job.sampling.n):  # they find the prompt in the cache
+                self._scheduler.add(self._choice(job, index))
         if output.finish_reason:
             job.unfinished -= 1
             if job.request.pin:
@@ -442,8 +445,3 @@ class SimulatedEngine(Engine):
         if alternatives is None:
             return ()
         return (self._vocabulary.logprob(token_id, alternatives=alternatives),)
-
-    def _queue_siblings(self, job: Job) -> None:
-        """Add the job's other choices to the queue. They find the prompt in the cache."""
-        for index in range(1, job.sampling.n):
-            self._scheduler.add(self._choice(job, index))

@@ -19,7 +19,6 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
-from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from kvroute.contract.adapters import Adapter
@@ -49,7 +48,7 @@ from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
 from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.engine_args import front_args
 from kvroute.replica.vllm_engine.facts import facts_of
-from kvroute.replica.vllm_engine.features import CONTINUATION, is_on
+from kvroute.replica.vllm_engine.features import CONTINUATION, WEIGHTS, is_on
 from kvroute.replica.vllm_engine.host.args import check_tier
 from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http.app import HttpApp
@@ -59,7 +58,9 @@ from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.pulls import Pulls
+from kvroute.replica.vllm_engine.smoke_test import run_smoke_test
 from kvroute.replica.vllm_engine.vllm_args import engine_args
+from kvroute.replica.vllm_engine.weights import load_weights
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
@@ -148,7 +149,7 @@ class VllmEngine(Engine):
                 merges_system=settings.inline_system == "merge",
             )
             for core in rank_cores:
-                await _smoke_test(core, crash_log)
+                await run_smoke_test(core, crash_log)
             pulls = [await Pulls.start(core, settings, host, key) for core in rank_cores]
             await asyncio.to_thread(_freeze_objects)
         except BaseException as error:
@@ -205,6 +206,14 @@ class VllmEngine(Engine):
 
     async def drop_adapter(self, name: str) -> None:
         await self._adapters.drop(name)
+
+    @property
+    def can_load_weights(self) -> bool:
+        return is_on(WEIGHTS)
+
+    async def load_weights(self, source: str, key: str) -> None:
+        self.facts = await load_weights(self._core, self.facts, self._adapters, source, key)
+        self._forget_pins()
 
     async def pull(self, request: GenerateRequest) -> PullResult:
         return await self._pulls.only(request, partial(self._generate_raw, only_pulls=True))
@@ -334,9 +343,12 @@ class VllmEngine(Engine):
     async def reset_prefix_cache(self) -> bool:
         is_cleared = bool(await self._core.call("reset_prefix_cache"))
         if is_cleared:
-            self._pins.clear()
-            self._host_pins.clear()
+            self._forget_pins()
         return is_cleared
+
+    def _forget_pins(self) -> None:
+        self._pins.clear()
+        self._host_pins.clear()
 
     async def close(self) -> None:
         """Close this rank. Closing rank 0 shuts vLLM down for all ranks."""
@@ -415,29 +427,6 @@ async def _begin(core: RankCore, settings: ReplicaSettings) -> Division:
         is_caching = bool(core.llm.vllm_config.cache_config.enable_prefix_caching)
         check_tier(settings, division, is_caching=is_caching)
     return division
-
-
-async def _smoke_test(core: RankCore, crash_log: CrashLog) -> None:
-    """Generate two tokens, because vLLM's start does not run every kernel that a request needs.
-
-    Raises:
-        CannotRunError: The engine died of an error that would occur again.
-    """
-    llm = core.llm
-    if "generate" not in await llm.get_supported_tasks() or llm.model_config.is_encoder_decoder:
-        return
-    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, detokenize=False)
-    try:
-        async for _ in llm.generate(
-            tokens_input([0]), params, f"first-{core.rank}", data_parallel_rank=core.rank
-        ):
-            pass
-    except VllmDeadError as error:
-        if message := crash_log.message():
-            raise CannotRunError(message) from error
-        raise  # there is no message, so the engine was probably killed from outside
-    except (ValueError, EngineGenerateError):
-        return  # the model rejects this prompt, but the engine works
 
 
 def _pin_args(request: GenerateRequest) -> dict[str, str]:

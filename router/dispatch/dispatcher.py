@@ -3,12 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Feature
-from kvroute.contract.generation import GenerateRequest, TokenIds, dispatch_id
+from kvroute.contract.generation import (
+    GenerateRequest,
+    OtherWeightsError,
+    TokenIds,
+    dispatch_id,
+)
 from kvroute.contract.http_call import HttpCall
 from kvroute.contract.pull import Pull
 from kvroute.contract.ranks import replica_of
@@ -174,12 +179,16 @@ class Dispatcher:
         Raises:
             ApiError: no replica is ready, too many replicas die, or the engine refuses the prompt.
             OverLimitError: the prompt would exceed a limit of its tenant.
+            OtherWeightsError: no replica has the weights that have begun the response.
         """
+        others = set[str]()  # replicas with other weights than the request names
         ticket, pause_s = Ticket(self.gate, context), FIRST_PAUSE_S
         while True:
             self._blamed.check(request)
             self._check(losses, request)
             running = await ticket.running(losses.excluded_ids)
+            if request.weights is not None:
+                running = self._with_weights(request.weights, running, others)
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids,
@@ -194,12 +203,26 @@ class Dispatcher:
                 continue
             try:
                 admitted = ticket.with_admission(request, now_s)
-                return await self._try(admitted, ticket.context, placement, losses)
+                return await self._try(admitted, ticket.context, placement, losses, others)
             except RefusedError:
                 await self._wait(pause_s)
                 pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
             except LOST:
                 continue
+
+    def _with_weights(
+        self, weights: str, running: Sequence[str], others: Collection[str]
+    ) -> list[str]:
+        """Return the ranks that can continue a response which these weights have begun.
+
+        Raises:
+            OtherWeightsError: there is none.
+        """
+        may_have = self._fleet.replicas.may_have
+        found = [id_ for id_ in running if id_ not in others and may_have(id_, weights)]
+        if not found:
+            raise OtherWeightsError("no replica has the weights that have begun this response")
+        return found
 
     def _check(self, losses: Losses, request: GenerateRequest) -> None:
         """Refuse a request that has lost too many replicas.
@@ -236,8 +259,12 @@ class Dispatcher:
         context: RequestContext,
         placement: Placement,
         losses: Losses,
+        others: set[str],
     ) -> ReplicaStream:
         """Return a stream from the first replica in the ranking that accepts the request.
+
+        Args:
+            others: replicas with other weights than the request names are added.
 
         Raises:
             RefusedError: the first TRIES replicas of the ranking are full.
@@ -257,6 +284,9 @@ class Dispatcher:
             except RefusedError as error:
                 log.info("replica %s refused a request: %s", replica_id, error)
                 full.add(replica_of(replica_id))
+            except OtherWeightsError as error:
+                log.info("replica %s refused to continue a response: %s", replica_id, error)
+                others.add(replica_id)
             except LOST as error:
                 log.info("replica %s was lost before it sent a token: %s", replica_id, error)
                 record_loss(losses, attempt, error)

@@ -93,7 +93,10 @@ class Canaries:
             token_ids=self._prompt(),
             namespace=f"canary-{uuid.uuid4().hex}",
         )
-        chain = self._fleet.caches.chain(request.token_ids, request.scope)
+        record = self._fleet.replicas.get(replica_id)
+        chain = self._fleet.caches.chain(
+            request.token_ids, request.scope, weights=record.facts.weights if record else None
+        )
         # The blocks that the replica should publish. If its caching is off, `added` returns none.
         added = self._fleet.caches.added(replica_id, chain) or chain
         before, sent_s = await self._account(replica_id, added), time.monotonic()

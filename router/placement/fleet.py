@@ -12,7 +12,6 @@ from kvroute.contract.generation import TokenIds
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
-from kvroute.prefill.speed import PrefillModel
 from kvroute.router.admission.seats import Seats
 from kvroute.router.index.handshake import NO_REASONS, Handshake
 from kvroute.router.placement.attempts import (
@@ -24,7 +23,7 @@ from kvroute.router.placement.attempts import (
 )
 from kvroute.router.placement.baselines import Ranking
 from kvroute.router.placement.caches import NO_RELOAD, Caches, Hits
-from kvroute.router.placement.load import PendingRequest, ReplicaLoad, learned_slowness
+from kvroute.router.placement.load import PendingRequest, PromptCost, ReplicaLoad, learned_slowness
 from kvroute.router.placement.loads import UNKNOWN_STEP_S, Loads
 from kvroute.router.placement.policy import Candidate, prices, rank
 from kvroute.router.placement.pressure import Pressure
@@ -32,44 +31,6 @@ from kvroute.router.placement.pulls import Pulls
 from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.router.sessions.branches import Branches
 from kvroute.router.sessions.returns import NO_HINTS, Retention, Returns, SessionHints
-
-
-class PromptCost:
-    """The time to compute one prompt on each replica.
-
-    Costs are kept for the next replica, if that has the same speed and the same hit.
-
-    Args:
-        tokens: tokens of the prompt.
-        best_hit_blocks: blocks of the longest hit on any replica.
-        block_size: tokens of a block.
-    """
-
-    def __init__(self, tokens: int, best_hit_blocks: int, block_size: int) -> None:
-        self.tokens = tokens
-        self._best_tokens = best_hit_blocks * block_size
-        self._block_size = block_size
-        self._model: PrefillModel | None = None
-        self._costs: dict[int, tuple[int, float, float]] = {}
-
-    def on(self, model: PrefillModel, hit_blocks: int) -> tuple[int, float, float]:
-        """Return the cost of the prompt on a replica with this speed and this hit.
-
-        Returns:
-            The number of tokens that the replica has to compute, the seconds for the part of these
-            tokens that no replica has cached, and the seconds for the part that another replica has
-            cached.
-        """
-        if model is not self._model:
-            self._model, self._costs = model, {}
-        if hit_blocks not in self._costs:
-            hit_tokens = hit_blocks * self._block_size
-            self._costs[hit_blocks] = (
-                self.tokens - hit_tokens,
-                model.seconds(self._best_tokens, self.tokens),
-                model.seconds(hit_tokens, self._best_tokens),
-            )
-        return self._costs[hit_blocks]
 
 
 class Fleet:
@@ -153,14 +114,31 @@ class Fleet:
             is_known: whether these are the tokens of the prompt. False: only their number counts,
                 and no replica has them cached.
         """
-        chain = self.caches.chain(token_ids, scope, features) if is_known else []
         if lora := scope.lora:
             capable = [id_ for id_ in running if self.replicas.can_load(id_, lora)]
             running = capable or running
-        placement = self.place_chain(chain, len(token_ids), running, now_s, lora=lora)
+        placements = []
+        for weights in self.replicas.weights:
+            chain = (
+                self.caches.chain(token_ids, scope, features, weights=weights) if is_known else []
+            )
+            placement = self.place_chain(
+                chain, len(token_ids), running, now_s, lora=lora, weights=weights
+            )
+            placements.append(placement)
+        if len(placements) > 1:  # the weights are being updated, and only some replicas have them
+            placement = min(placements, key=self._ttft_s)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
         return placement
+
+    def _ttft_s(self, placement: Placement) -> tuple[bool, float]:
+        """Return a key that is smallest for the placement with the earliest first token.
+
+        A placement takes account of hits only on replicas that have its weights.
+        """
+        first = placement.ranking[0]
+        return not self.replicas.may_have(first.replica_id, placement.weights), first.ttft_s
 
     def place_chain(
         self,
@@ -170,6 +148,7 @@ class Fleet:
         now_s: float,
         *,
         lora: str = "",
+        weights: str = "",
     ) -> Placement:
         """Rank replicas as `place` does, for a prompt that is given by its reusable blocks.
 
@@ -178,6 +157,7 @@ class Fleet:
             prompt_tokens: tokens of the prompt.
             running: the replicas that may get the prompt.
             lora: the prompt's LoRA adapter; empty: none.
+            weights: key of the weights to which the fingerprints belong.
         """
         hits = self.caches.find(chain, now_s)
         best = max([hits.blocks.get(replica_id, 0) for replica_id in running], default=0)
@@ -214,6 +194,7 @@ class Fleet:
             forks=forks,
             pressure=pressure,
             lora=lora,
+            weights=weights,
             known_blocks=self.caches.known(chain, best),
             partial_blocks=self.caches.partial(chain, best),
         )
@@ -224,7 +205,12 @@ class Fleet:
         It waits for all other requests and for the batch requests before it.
         """
         again = self.place_chain(
-            placement.chain, placement.prompt_tokens, running, now_s, lora=placement.lora
+            placement.chain,
+            placement.prompt_tokens,
+            running,
+            now_s,
+            lora=placement.lora,
+            weights=placement.weights,
         )
         ids = [candidate.replica_id for candidate in again.ranking]
         ahead_s = self.loads.lane_backlogs_s(ids, now_s)
@@ -341,6 +327,8 @@ class Fleet:
             context: what the router knows about the client's call; None: nothing.
         """
         candidate, load = placement.candidate(replica_id), self.loads.of(replica_id)
+        has_weights = self.replicas.may_have(replica_id, placement.weights)
+        chain = placement.chain if has_weights else ()
         retention = context.retention if context else None
         is_batch = context is not None and context.is_in_lane
         hit_tokens = candidate.hit_blocks * self._block_size
@@ -352,9 +340,7 @@ class Fleet:
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=Fingerprints(placement.known_prefix[-1:]),
-            expected=Fingerprints(
-                self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
-            ),
+            expected=Fingerprints(self.caches.added(replica_id, chain, candidate.gpu_blocks)),
             lora=placement.lora,
             loads_first=candidate.lora_s > 0
             or candidate.reload_s > 0

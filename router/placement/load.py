@@ -64,6 +64,44 @@ class PendingRequest:
         return self.reload_s > 0 or self.pull_s > 0 or (self.loads_first and not self.lora)
 
 
+class PromptCost:
+    """The time to compute one prompt on each replica.
+
+    Costs are kept for the next replica, if that has the same speed and the same hit.
+
+    Args:
+        tokens: tokens of the prompt.
+        best_hit_blocks: blocks of the longest hit on any replica.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, tokens: int, best_hit_blocks: int, block_size: int) -> None:
+        self.tokens = tokens
+        self._best_tokens = best_hit_blocks * block_size
+        self._block_size = block_size
+        self._model: PrefillModel | None = None
+        self._costs: dict[int, tuple[int, float, float]] = {}
+
+    def on(self, model: PrefillModel, hit_blocks: int) -> tuple[int, float, float]:
+        """Return the cost of the prompt on a replica with this speed and this hit.
+
+        Returns:
+            The number of tokens that the replica has to compute, the seconds for the part of these
+            tokens that no replica has cached, and the seconds for the part that another replica has
+            cached.
+        """
+        if model is not self._model:
+            self._model, self._costs = model, {}
+        if hit_blocks not in self._costs:
+            hit_tokens = hit_blocks * self._block_size
+            self._costs[hit_blocks] = (
+                self.tokens - hit_tokens,
+                model.seconds(self._best_tokens, self.tokens),
+                model.seconds(hit_tokens, self._best_tokens),
+            )
+        return self._costs[hit_blocks]
+
+
 @dataclass(slots=True)
 class ReplicaLoad(PrefillQueue[PendingRequest]):
     """The requests that wait for their first token at one replica, and those that decode there."""

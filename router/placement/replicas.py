@@ -1,6 +1,7 @@
 """The replicas with a record in the index: their records and leases, and whose cache is usable."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -55,6 +56,8 @@ class ReplicaRegistry:
         self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}
         # Replica id -> how it exchanges blocks with others. Replicas that do not have no entry.
         self.exchanges: dict[str, Exchange] = {}
+        # Keys of the weights that replicas have (weights/version.py), the most frequent one first.
+        self.weights: Sequence[str] = ("",)
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
@@ -94,6 +97,7 @@ class ReplicaRegistry:
         self.tiers = _tiers(current)
         self.handshake.check(current, unreadable, unknown_layouts)
         self.exchanges = _exchanges(current, self.degraded)
+        self.weights = _weights(current)
         self._leased = self._records.keys() - set(unleased)
         loads_s = [record.load.lora_load_s for record in current]
         measured_s = [load_s for load_s in loads_s if load_s != LOAD_S]
@@ -108,12 +112,14 @@ class ReplicaRegistry:
         return list(self._records.values())
 
     @property
+    def own_ids(self) -> Collection[str]:
+        """Return the ids of the replicas that Ray Serve runs; all if that is not known."""
+        return (self._running() if self._running else ()) or self._ranks.keys()
+
+    @property
     def own_records(self) -> list[ReplicaRecord]:
         """Return the records of the replicas that Ray Serve runs; all if that is not known."""
-        running = self._running() if self._running else ()
-        if not running:
-            return self.records
-        return [record for id_ in running for record in self._ranks.get(id_, ())]
+        return [record for id_ in self.own_ids for record in self._ranks.get(id_, ())]
 
     def is_own(self, rank_id: str) -> bool:
         """Return whether Ray Serve runs the rank's replica; true if that is not known.
@@ -215,6 +221,11 @@ class ReplicaRegistry:
         identity = record.identity if record else None
         return identity is None or lora in identity.adapters
 
+    def may_have(self, replica_id: str, weights: str) -> bool:
+        """Return whether the replica has the weights with this key; true if it has no record."""
+        record = self._records.get(replica_id)
+        return record is None or record.facts.weights == weights
+
     def lora_load_s(self, replica_id: str) -> float:
         """Return the seconds that the replica takes to load an adapter.
 
@@ -239,6 +250,12 @@ def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecor
     for record in records:
         ranks.setdefault(replica_of(record.id), []).append(record)
     return ranks
+
+
+def _weights(records: Iterable[ReplicaRecord]) -> Sequence[str]:
+    """Return the keys of the replicas' weights, the most frequent one first."""
+    counts = Counter(record.facts.weights for record in records)
+    return tuple(weights for weights, _ in counts.most_common()) or ("",)
 
 
 def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], dict[str, str]]:

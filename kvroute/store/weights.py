@@ -1,0 +1,179 @@
+"""The weights that the replicas of one model should have, as stored in Redis.
+
+TAG is CLUSTER/MODEL, as in index.py:
+
+    kvroute:{TAG}:weights           string  JSON of FleetWeights; none: the weights of the start
+    kvroute:{TAG}:weights:revision  string  a number that is new after each change
+    kvroute:{TAG}:weights:loading   zset    ids of the replicas that load weights now; the score is
+                                            the time in milliseconds when this place is free again
+
+The weights have no lease: a cluster that is started again has them, if Redis keeps its data.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import redis.asyncio as redis
+from msgspec.structs import replace
+
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
+from kvroute.store.connection import with_timeout
+from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+from kvroute.store.revision import Revision
+from kvroute.weights.version import (
+    MAX_PROBLEM,
+    START,
+    Failure,
+    FleetWeights,
+    Weights,
+    decode,
+    encode,
+)
+
+PLACE_S = 6.0  # seconds after which the place of a replica is free, unless it takes it again
+
+# KEYS loading; ARGV replica, places, milliseconds. Take or renew a place. Return 1 if it has one.
+_TAKE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+if not redis.call('ZSCORE', KEYS[1], ARGV[1])
+    and redis.call('ZCARD', KEYS[1]) >= tonumber(ARGV[2]) then return 0 end
+redis.call('ZADD', KEYS[1], now + ARGV[3], ARGV[1])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+return 1
+"""
+
+
+class UpdateRunningError(Exception):
+    """Another update has just begun."""
+
+
+class WeightsStore:
+    """The weights of one model of one cluster.
+
+    All methods raise RedisError or OSError if Redis is unreachable.
+    """
+
+    def __init__(
+        self,
+        client: "redis.Redis",
+        model: str,
+        *,
+        cluster: str = DEFAULT_CLUSTER,
+        unreadable: Unreadable | None = None,
+    ) -> None:
+        self.unreadable = unreadable or Unreadable()
+        self._redis: Any = client
+        self._record = f"{key_prefix(cluster, model)}:weights"
+        self._loading = f"{self._record}:loading"
+        self._revision = Revision(client, f"{self._record}:revision")
+        self._take: Any = client.register_script(_TAKE)
+
+    @with_timeout
+    async def revision(self) -> int:
+        """Return a number that is new after each change; 0: there never was one, or it is lost."""
+        return await self._revision.read()
+
+    @with_timeout
+    async def read(self) -> FleetWeights | None:
+        """Return the record; None: it is unreadable. A missing record is START."""
+        return self._decode(await self._redis.get(self._record))
+
+    @with_timeout
+    async def update(self, weights: Weights, *, at_once: int, before: FleetWeights) -> FleetWeights:
+        """Let all replicas load these weights, and return the new record.
+
+        Args:
+            weights: the weights; their number is replaced by a new one.
+            at_once: replicas that may load at the same time.
+            before: the record as it must be now.
+
+        Raises:
+            UpdateRunningError: the record is another one.
+        """
+
+        async def change(pipe: Any) -> FleetWeights:
+            if (now := await self._now(pipe)) != before:
+                raise UpdateRunningError
+            number = await self._revision.next(pipe)
+            after = FleetWeights(
+                current=replace(weights, number=number), previous=now.current, at_once=at_once
+            )
+            self._write(pipe, number, after)
+            return after
+
+        after: FleetWeights = await self._revision.transaction(change)
+        return after
+
+    @with_timeout
+    async def prove(self, key: str) -> None:
+        """Record that a replica has loaded the weights with this key."""
+        await self._change(key, lambda now: replace(now, is_proven=True))
+
+    @with_timeout
+    async def fail(self, key: str, problem: str) -> None:
+        """Let replicas go back to the previous weights, unless some replica has loaded these."""
+
+        def back(now: FleetWeights) -> FleetWeights:
+            if now.is_proven or now.current is None:
+                return now
+            failure = Failure(weights=now.current, problem=problem[:MAX_PROBLEM])
+            return FleetWeights(
+                current=now.previous, is_proven=True, at_once=now.at_once, failure=failure
+            )
+
+        await self._change(key, back)
+
+    @with_timeout
+    async def restore(self, record: FleetWeights) -> None:
+        """Write the record again if Redis has lost its data, that is, if it has no revision."""
+
+        async def change(pipe: Any) -> None:
+            if await self._revision.is_lost(pipe):
+                self._write(pipe, await self._revision.next(pipe), record)
+
+        await self._revision.transaction(change)
+
+    @with_timeout
+    async def take_place(self, replica: str, places: int) -> bool:
+        """Take or renew the place of a replica that loads weights; return False if all are taken.
+
+        Args:
+            replica: the replica's id.
+            places: replicas that may load at the same time.
+        """
+        args = [replica, places, round(1000 * PLACE_S)]
+        return bool(await self._take(keys=[self._loading], args=args))
+
+    @with_timeout
+    async def leave_place(self, replica: str) -> None:
+        await self._redis.zrem(self._loading, replica)
+
+    async def _change(self, key: str, changed: Callable[[FleetWeights], FleetWeights]) -> None:
+        """Change the record if it has the weights with this key."""
+
+        async def change(pipe: Any) -> None:
+            now = await self._now(pipe)
+            after = changed(now)
+            if now.key == key and after != now:
+                self._write(pipe, await self._revision.next(pipe), after)
+
+        await self._revision.transaction(change)
+
+    async def _now(self, pipe: Any) -> FleetWeights:
+        return self._decode(await pipe.get(self._record)) or START
+
+    def _write(self, pipe: Any, revision: int, record: FleetWeights) -> None:
+        pipe.multi()
+        self._revision.set(pipe, revision)
+        pipe.set(self._record, encode(record))
+
+    def _decode(self, packed: bytes | None) -> FleetWeights | None:
+        if packed is None:
+            return START
+        try:
+            return decode(packed)
+        except DECODE_ERRORS as error:
+            self.unreadable.add("weights", "", error)
+            return None
