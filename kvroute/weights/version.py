@@ -12,9 +12,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvroute.adapters.added import MAX_PATH, Text
-from kvroute.contract.records import VERSION, AtLeastOne, Count, Versioned, check_version
+from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # the names that weights can have
+NUMBER_DIGITS = 18  # maximum number of digits in the number of an update
 MAX_PROBLEM = 2000  # characters of the reason why weights cannot be loaded
 
 
@@ -22,7 +23,7 @@ class Weights(Struct, frozen=True, kw_only=True):
     """Weights that replace those of the start."""
 
     name: Annotated[str, Meta(pattern=f"^{NAME}$")]  # an operator's name, such as step-1200
-    number: Count  # new for each update
+    number: Annotated[int, Meta(ge=0, lt=10**NUMBER_DIGITS)]  # new for each update
     source: Text  # absolute path of a folder with safetensors files, which every machine has
     created_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0  # Unix time
 

@@ -46,6 +46,7 @@ from kvroute.router.queueing.seating import Answer as Seat
 from kvroute.router.queueing.seating import Seating
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.prefix_service import PrefixService
+from kvroute.router.weights.updates import WeightsUpdates
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.adapters import Adapters
@@ -55,6 +56,7 @@ from kvroute.store.conversations.objects import ConversationStore
 from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
+from kvroute.store.weights import WeightsStore
 
 # Limit of prompt and response together in tokens, until a replica has reported its limit.
 UNKNOWN_CONTEXT = 2**31
@@ -197,6 +199,12 @@ class Parts:
                 model=model,
                 max_mb=settings.max_adapter_mb,
             )
+        self.weights = WeightsUpdates(
+            WeightsStore(redis, model, cluster=cluster, unreadable=self.unreadable),
+            self.questions,
+            self.fleet.replicas,
+            settings,
+        )
         # Monitoring.
         self.recorder = _recorder(self)
         read_audit = audit_reader(self.links, self.unreadable)

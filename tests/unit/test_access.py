@@ -82,6 +82,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
     "observe": [
         "GET /metrics",
         "GET /v1/adapters",
+        "GET /v1/weights",
         "GET /v1/cluster",
         "GET /v1/cluster/diagnosis",
         "GET /v1/cluster/history",
