@@ -133,7 +133,6 @@ def test_an_update_under_load_loses_no_request_and_mixes_no_weights_if_a_replica
         for thread in threads:
             thread.join()
     after = texts(simulated)
-    assert {answer for prompt, answer in answers} >= {*before.values()} & {*after.values()}
     wrong = [each for each in answers if each[1] not in (before[each[0]], after[each[0]])]
     assert wrong == []
     assert {before[prompt] == answer for prompt, answer in answers} == {True, False}
