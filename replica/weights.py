@@ -65,7 +65,7 @@ class ReplicaWeights:
         self._retry_s = 0.0  # time of the next attempt after a failed one, on the monotonic clock
 
     async def start(self) -> None:
-        """Load the current weights into engines that have just started.
+        """Load the current weights, if another replica has, into engines that have just started.
 
         Raises:
             ValueError: They cannot be loaded. The other replicas go on.
@@ -77,8 +77,8 @@ class ReplicaWeights:
             await asyncio.sleep(POLL_S)
         if self._wanted is None:
             log.warning("Redis is away, so this replica starts with the weights of --model")
-        elif self._wanted.key:
-            await self._load(self._wanted)
+        elif self._wanted.proven.key:
+            await self._load(self._wanted.proven)
 
     async def run(self) -> None:
         """Load weights as the record in Redis changes, until cancelled."""

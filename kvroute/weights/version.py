@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from kvroute.adapters.added import MAX_PATH, Text
 from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version
@@ -52,6 +53,11 @@ class FleetWeights(Struct, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         return self.current.key if self.current else ""
+
+    @property
+    def proven(self) -> "FleetWeights":
+        """Return the record that a starting replica follows: its weights can be loaded."""
+        return self if self.is_proven else replace(self, current=self.previous)
 
 
 START = FleetWeights(current=None, is_proven=True)  # the record of a fleet without any update

@@ -201,6 +201,10 @@ async def test_a_new_replica_starts_with_the_current_weights(
     one = await store.update(weights(source=tmp_path / "one"), at_once=1, before=START)
     replica = Replica(store, "a", tmp_path)
     await replica.weights.start()
+    assert replica.key == ""  # no replica has loaded the weights, so they may be broken
+    await store.prove(one.key)
+    replica = Replica(store, "a", tmp_path)
+    await replica.weights.start()
     assert replica.key == one.key
 
 

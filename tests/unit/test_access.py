@@ -82,7 +82,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
     "observe": [
         "GET /metrics",
         "GET /v1/adapters",
-        "GET /v1/weights",
         "GET /v1/cluster",
         "GET /v1/cluster/diagnosis",
         "GET /v1/cluster/history",
@@ -92,6 +91,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "GET /v1/metrics/targets",
         "GET /v1/prefixes",
         "GET /v1/prefixes/{name:path}",
+        "GET /v1/weights",
     ],
     "manage": [
         "DELETE /v1/prefixes/{name:path}",
@@ -101,6 +101,7 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "POST /v1/load_lora_adapter",
         "POST /v1/prefixes",
         "POST /v1/unload_lora_adapter",
+        "POST /v1/weights",
     ],
 }
 
