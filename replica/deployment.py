@@ -47,6 +47,7 @@ from kvroute.weights.version import decode_source
 from kvroute.wire.address import Address
 from kvroute.wire.server import HOST, Server, new_secret
 from kvroute.wire.structs import decode_begin
+from kvroute.wire.tls import server_ends
 
 log = logging.getLogger("kvroute.replica")
 
@@ -120,7 +121,13 @@ class Replica:
             "check_weights": self._check_weights,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
-        self._server = Server(self._generate, methods, max_requests=max_requests, secret=secret)
+        self._server = Server(
+            self._generate,
+            methods,
+            max_requests=max_requests,
+            secret=secret,
+            tls=await asyncio.to_thread(server_ends, self._settings.tls, secret),
+        )
         self._refusals = 0  # value of the server's counter at the last report for autoscaling
         await self._server.start(self._host, self._settings.ports)
         self._tasks.append(asyncio.create_task(self._report_pending(), name="report-pending"))
@@ -129,7 +136,8 @@ class Replica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Return the address that routers connect to. Ray Serve delivers it to the routers."""
         server = self._server
-        return Address(self._host, server.port, server.secret, len(self._ranks)).as_stats()
+        ranks, tls = len(self._ranks), self._settings.tls.mode
+        return Address(self._host, server.port, server.secret, ranks, tls).as_stats()
 
     async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
         async with self._adapters.used_by(request):

@@ -56,7 +56,7 @@ async def start_engines(
         simulated = [_simulated(settings, folder) for _ in range(settings.data_parallel_size)]
         for engine in simulated if settings.pull == "on" and key else ():
             if engine.facts.host:
-                engine.serve_blocks(host, settings.ports, key)
+                engine.serve_blocks(host, settings.ports, key, settings.tls)
         return simulated
     os.environ.setdefault(MAX_RECORDING, str(settings.max_audio_mb))
     if settings.engine_hooks == "off":

@@ -17,6 +17,10 @@ from kvroute.contract.records import Count, Name, Seconds
 MAX_WITHIN_S = 1e6  # limit of received times in seconds; no pull is so long
 _BLOCKS = b"kvroute blocks"
 
+# How a server encrypts its connections. off: it does not. made: with certificates that both ends
+# make from its secret. files: with certificates of an authority that operators have.
+TlsMode = Literal["off", "made", "files"]
+
 # Why a pull did not copy all blocks; empty: it copied all.
 # late: the time was over. lost: there was no connection to the peer, or it broke. refused: the peer
 # has another format or key, or serves too many pulls. gone: the peer does not have a block, or has
@@ -36,6 +40,13 @@ class LinkSpeed(NamedTuple):
         return self.latency_s + size_bytes / self.bytes_per_s
 
 
+class PullAccess(NamedTuple):
+    """What a replica needs to connect to the block server of a peer."""
+
+    key: bytes  # pull_key of the peer
+    tls: TlsMode = "off"
+
+
 class Pull(Struct, frozen=True, array_like=True):
     """Tells a replica to copy the first blocks of a prompt from a peer's host memory.
 
@@ -47,6 +58,7 @@ class Pull(Struct, frozen=True, array_like=True):
     key: bytes  # pull_key of the peer
     tokens: Count  # the peer has the blocks of the prompt's first tokens, up to this number
     within_s: Seconds  # the pull ends after this time, in seconds since the request's arrival
+    tls: TlsMode = "off"  # how the peer's block server encrypts
 
     def limited(self) -> "Pull":
         """Return the pull with a time from 0 to MAX_WITHIN_S; 0 instead of infinity and NaN."""

@@ -22,8 +22,10 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.process.hub import check_on_hub
 from kvroute.process.metrics_port import NoMetricsError, read_token
 from kvroute.settings.checked_options import CheckedOptions
+from kvroute.settings.encryption import tls_of
 from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.serve import ServeSettings
+from kvroute.wire.tls import TlsError, check_files
 from kvroute.wording import plural
 
 Examine = Callable[[ServeSettings], Iterator[Problem]]
@@ -103,6 +105,16 @@ def check_tls(cert: Path | None, key: Path | None) -> None:
             f"--tls-cert {cert} and --tls-key {key} cannot be used ({why}); expected the PEM files "
             "of a certificate and of its key"
         ) from None
+
+
+def check_wire_tls(settings: ServeSettings) -> None:
+    """Raise StartError if routers and replicas cannot use the certificate of --wire-tls-cert."""
+    if settings.wire_tls_cert is None:
+        return
+    try:
+        check_files(tls_of(settings))
+    except TlsError as error:
+        raise StartError(str(error)) from None
 
 
 def check_metrics_token(file: Path | None) -> None:
@@ -260,6 +272,7 @@ OF_OPTIONS: Mapping[str, Examine] = {
         lambda settings: check_access(settings.host, settings.api_keys, insecure=settings.insecure)
     ),
     "TLS": final(lambda settings: check_tls(settings.tls_cert, settings.tls_key)),
+    "TLS between routers and replicas": final(lambda settings: check_wire_tls(settings)),
     "metrics token": final(lambda settings: check_metrics_token(settings.metrics_token_file)),
     "request log": final(lambda settings: check_request_log(settings.request_log)),
     "files": final(lambda settings: check_files_dir(settings.files_dir)),

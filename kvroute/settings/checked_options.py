@@ -104,6 +104,7 @@ class CheckedOptions(ModelOptions):
         self._check_size()
         self._check_gpus()
         self._check_engine_args()
+        self._check_wire_tls()
         _ = self.tasks, self.adapters  # read now, so that errors are raised
 
     def _check_attach(self) -> None:
@@ -145,6 +146,19 @@ class CheckedOptions(ModelOptions):
                 f"--max-replicas is {self.max_replicas}, below --replicas, which is "
                 f"{self.replicas}; set --max-replicas to {self.replicas} or more, such as "
                 f"{2 * self.replicas}"
+            )
+
+    def _check_wire_tls(self) -> None:
+        files = {
+            "--wire-tls-cert": self.wire_tls_cert,
+            "--wire-tls-key": self.wire_tls_key,
+            "--wire-tls-ca": self.wire_tls_ca,
+        }
+        missing = [flag for flag, file in files.items() if file is None]
+        if 0 < len(missing) < len(files):
+            raise SettingsError(
+                f"{missing[0]} is missing; --wire-tls-cert, --wire-tls-key and --wire-tls-ca "
+                "belong together, set all or none of them"
             )
 
     def _check_gpus(self) -> None:

@@ -2,8 +2,10 @@
 
 from kvroute.contract.adapters import Adapter
 from kvroute.settings import parsers
+from kvroute.settings.encryption import tls_of
 from kvroute.settings.options.common import CPU_BLOCK_SIZE, CommonOptions
 from kvroute.store.keys import DEFAULT_CLUSTER
+from kvroute.wire.tls import WireTls
 
 
 class CommonSettings(CommonOptions):
@@ -18,6 +20,11 @@ class CommonSettings(CommonOptions):
     cluster: str = DEFAULT_CLUSTER
     block_size: int = CPU_BLOCK_SIZE  # tokens of one KV block
     adapters: tuple[Adapter, ...] = ()  # the LoRA adapters that clients can request
+
+    @property
+    def tls(self) -> WireTls:
+        """Return how connections between routers and replicas are encrypted."""
+        return tls_of(self)
 
     @property
     def metrics_ports(self) -> range:

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
+from kvroute.contract.pull import TlsMode
+
 STATS_KEY = "kvroute_address"  # key of the address in the replica's routing stats of Ray Serve
 
 
@@ -18,6 +20,7 @@ class Address(Struct, frozen=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
     secret: bytes  # a random key with which the replica and its routers authenticate each other
     ranks: Annotated[int, Meta(ge=1, le=4096)] = 1  # data parallel ranks, each with its own cache
+    tls: TlsMode = "off"  # how its connections, and those of its block servers, are encrypted
 
     def as_stats(self) -> dict[str, Any]:
         """Return the entry for the replica's routing stats of Ray Serve."""

@@ -59,20 +59,24 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
 
-def proof(secret: bytes, sender: bytes, nonce: bytes) -> bytes:
+def proof(secret: bytes, sender: bytes, nonce: bytes, certificate: bytes = b"") -> bytes:
     """Return the proof that the sender knows the secret.
 
     Args:
         secret: the replica's secret.
         sender: b"router" or b"replica".
         nonce: the random bytes that the other end sent as a challenge.
+        certificate: digest of the replica's certificate; empty: the connection has no TLS. So a
+            process between both ends, with a certificate of its own, cannot pass on their proofs.
     """
-    return hmac.digest(secret, sender + nonce, "sha256")
+    return hmac.digest(secret, sender + nonce + certificate, "sha256")
 
 
-def is_proof(received: bytes, secret: bytes, sender: bytes, nonce: bytes) -> bool:
-    """Return whether the received bytes are the sender's proof for this secret and nonce."""
-    return hmac.compare_digest(received, proof(secret, sender, nonce))
+def is_proof(
+    received: bytes, secret: bytes, sender: bytes, nonce: bytes, certificate: bytes = b""
+) -> bool:
+    """Return whether the received bytes are the sender's proof for these values (see `proof`)."""
+    return hmac.compare_digest(received, proof(secret, sender, nonce, certificate))
 
 
 def _configure(connected: socket.socket) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import secrets
+import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from itertools import count
 
 from kvroute.contract.generation import (
@@ -16,8 +18,10 @@ from kvroute.contract.generation import (
 )
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
+from kvroute.wire.contexts import End
 from kvroute.wire.framing import MessageKind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, StreamEnded, encode
+from kvroute.wire.tls import explained
 
 SLICE = 32  # maximum number of chunks to deliver in one iteration of the event loop
 MAX_UNSENT = 64_000_000  # while more bytes wait to be sent to a replica, new requests are refused
@@ -160,6 +164,7 @@ class Link(Connection):
         self.closed: asyncio.Future[None] = self.loop.create_future()
         self._secret = secret
         self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._certificate = b""  # digest of the replica's certificate; empty: there is no TLS
         self._numbers = count()
         self._streams: dict[int, Stream] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
@@ -247,8 +252,17 @@ class Link(Connection):
         if not self.closed.done():
             self.closed.set_result(None)
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        tls: ssl.SSLObject | None = transport.get_extra_info("ssl_object")
+        if tls and (certificate := tls.getpeercert(binary_form=True)):
+            self._certificate = sha256(certificate).digest()
+
     def connection_lost(self, error: Exception | None) -> None:
-        self.lose(LostError(f"the connection has ended{f': {error}' if error else ''}"))
+        why = f": {explained(error, peer='replica')}" if error else ""
+        if self._certificate and not self.ready.done():  # TLS reports such an end without a reason
+            why += "; the replica has refused this router's certificate or proof, see its log"
+        self.lose(LostError(f"the connection has ended{why}"))
 
     def received(self, kind: int, payload: bytes) -> None:
         if receive := self._receive.get(kind):
@@ -272,12 +286,12 @@ class Link(Connection):
                 )
             )
             return
-        own_proof = proof(self._secret, b"router", challenge.nonce)
+        own_proof = proof(self._secret, b"router", challenge.nonce, self._certificate)
         self.send(MessageKind.PROOF, encode(structs.Proof(VERSION, own_proof, self._nonce)))
 
     def _welcome(self, payload: bytes) -> None:
         received = structs.decode_welcome(payload).proof
-        if not is_proof(received, self._secret, b"replica", self._nonce):
+        if not is_proof(received, self._secret, b"replica", self._nonce, self._certificate):
             self.lose(LostError("the process at this address does not know the replica's secret"))
         elif not self.ready.done():
             self.ready.set_result(None)
@@ -340,6 +354,7 @@ async def connect(
     *,
     within_s: float,
     on_pending: OnPending = ignore_pending,
+    tls: End | None = None,
 ) -> Link:
     """Connect to a replica, and return the link once both ends have proven to know the secret.
 
@@ -350,6 +365,7 @@ async def connect(
         secret: the replica's secret.
         within_s: timeout in seconds.
         on_pending: called with each report of the replica's pending prompt tokens.
+        tls: this router's certificate; None: the replica does not use TLS.
 
     Raises:
         LostError: the connection has failed, or was not ready within `within_s`.
@@ -357,10 +373,12 @@ async def connect(
     link = Link(replica_id, secret, on_pending)
     try:
         async with asyncio.timeout(within_s):
-            await link.loop.create_connection(lambda: link, host, port)
+            await link.loop.create_connection(lambda: link, host, port, ssl=tls and tls.context)
             await link.ready
     except (OSError, TimeoutError) as error:
-        reason = str(error) or f"the replica has not answered within {within_s:g} s"
+        reason = (
+            str(error) and explained(error, peer="replica")
+        ) or f"the replica has not answered within {within_s:g} s"
         link.lose(LostError(reason))
         raise LostError(f"{host}:{port}: {reason}") from error
     return link

@@ -25,6 +25,8 @@ from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import LARGEST_MESSAGE, MessageKind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, Outcome, StreamEnded, encode
+from kvroute.wire.tls import Ends
+from kvroute.wire.tls_listener import TlsListener
 
 log = logging.getLogger("kvroute.wire")
 
@@ -56,6 +58,7 @@ class Server:
         methods: the methods that routers can call, by name.
         max_requests: maximum number of running requests and calls; further requests are refused.
         secret: the replica's secret; None: a random one.
+        tls: the replica's certificate; None: connections are not encrypted.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Server:
         *,
         max_requests: int,
         secret: bytes | None = None,
+        tls: Ends | None = None,
     ) -> None:
         self.secret = secret or new_secret()
         self.generate = generate
@@ -84,14 +88,14 @@ class Server:
         self._is_idle.set()
         self._is_alone = asyncio.Event()  # there is no connection
         self._is_alone.set()
-        self._server: asyncio.Server | None = None
+        self._tls = tls
+        self._server: asyncio.Server | TlsListener | None = None
 
     async def start(self, host: str, ports: Sequence[int] = (0,)) -> None:
         """Listen on the first free port. Raises PortsTakenError."""
-        loop = asyncio.get_running_loop()
         for port in ports:
             try:
-                self._server = await loop.create_server(lambda: Peer(self), host, port)
+                self._server = await self._listen(host, port)
             except OSError as error:
                 taken = error
                 continue
@@ -100,6 +104,19 @@ class Server:
         raise PortsTakenError(
             f"no port of {ports[0]}-{ports[-1]} is free on {host} ({taken}); set a wider range "
             "with --replica-ports"
+        )
+
+    async def _listen(self, host: str, port: int) -> asyncio.Server | TlsListener:
+        if self._tls is None:
+            loop = asyncio.get_running_loop()
+            return await loop.create_server(lambda: Peer(self), host, port)
+        return TlsListener(
+            host,
+            port,
+            tls=self._tls,
+            protocol=lambda certificate: Peer(self, certificate),
+            within_s=PROOF_S,
+            most=MAX_UNPROVEN,
         )
 
     def refusal(self, *, is_continued: bool = False) -> str:
@@ -148,6 +165,8 @@ class Server:
         """Stop listening, and end all requests and connections."""
         if self._server is not None:
             self._server.close()
+        if isinstance(self._server, TlsListener):
+            await self._server.wait_closed()
         tasks = [task for peer in self.peers for task in peer.close()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -177,9 +196,15 @@ class Server:
 class Peer(Connection):
     """The replica's end of the connection from one router."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, certificate: bytes = b"") -> None:
+        """Create the end of a connection that is not made yet.
+
+        Args:
+            server: the replica's server.
+            certificate: digest of the replica's certificate; empty: the connection has no TLS.
+        """
         super().__init__()
-        self._server = server
+        self._server, self._certificate = server, certificate
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._is_proven = False  # whether the router has proven that it knows the secret
         self._reader.largest = LARGEST_UNPROVEN
@@ -253,14 +278,15 @@ class Peer(Connection):
     def _check_proof(self, kind: int, payload: bytes) -> None:
         secret = self._server.secret
         received = structs.decode_proof(payload) if kind == MessageKind.PROOF else None
-        if received is None or not is_proof(received.proof, secret, b"router", self._nonce):
+        if received is None or not is_proof(
+            received.proof, secret, b"router", self._nonce, self._certificate
+        ):
             self._reject("the peer does not know the secret")
             return
         self._is_proven = True
         self._reader.largest = LARGEST_MESSAGE
-        self.send(
-            MessageKind.WELCOME, encode(structs.Welcome(proof(secret, b"replica", received.nonce)))
-        )
+        own_proof = proof(secret, b"replica", received.nonce, self._certificate)
+        self.send(MessageKind.WELCOME, encode(structs.Welcome(own_proof)))
         self.report_pending(self._server.reported)
 
     def _begin(self, payload: bytes) -> None:

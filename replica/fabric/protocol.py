@@ -2,6 +2,7 @@
 
 A connection serves one pull:
 
+    both     the TLS handshake, if the server uses TLS
     server   CHALLENGE: version, nonce
     puller   PROOF: proof, nonce, length of the request; then the request: `Wanted` in msgpack
     server   proof, and OPEN or REFUSED
@@ -11,8 +12,10 @@ A connection serves one pull:
 A row is the memory of one block. All numbers are little endian.
 """
 
+import contextlib
 import math
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
@@ -54,11 +57,26 @@ def checksum(row: Row) -> int:
     return xxh3_64_intdigest(row.data)
 
 
+def shake_hands(peer: ssl.SSLSocket, deadline_s: float) -> None:
+    """Make the TLS handshake. Raises the errors of `receive`; ssl.SSLError is one of them."""
+    peer.settimeout(_left_s(deadline_s))
+    peer.do_handshake()
+
+
+def interrupt(peer: socket.socket) -> None:
+    """End the connection at once, while another thread uses it."""
+    with contextlib.suppress(OSError):
+        # SSLSocket.shutdown would let the other thread read bytes that are not decrypted.
+        socket.socket.shutdown(peer, socket.SHUT_RDWR)
+
+
 def receive(peer: socket.socket, into: memoryview, deadline_s: float) -> None:
     """Fill `into`. The kernel waits for all of it, since Python would wait for each packet.
 
+    With TLS, Python waits for each record, which has at most 16 KB.
+
     Args:
-        peer: a socket without a timeout of Python's.
+        peer: a socket. Without TLS, it has no timeout of Python's.
         into: bytes to fill.
         deadline_s: time.monotonic at which the wait ends.
 
@@ -67,9 +85,13 @@ def receive(peer: socket.socket, into: memoryview, deadline_s: float) -> None:
         OSError: the connection has ended.
     """
     while into:
-        _limit(peer, socket.SO_RCVTIMEO, deadline_s)
         try:
-            count = peer.recv_into(into, 0, socket.MSG_WAITALL)
+            if isinstance(peer, ssl.SSLSocket):
+                peer.settimeout(_left_s(deadline_s))
+                count = peer.recv_into(into)
+            else:
+                _limit(peer, socket.SO_RCVTIMEO, deadline_s)
+                count = peer.recv_into(into, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             raise TimeoutError from None
         if not count:
@@ -89,8 +111,11 @@ def send(peer: socket.socket, parts: Sequence[bytes | Row], deadline_s: float) -
     for part in parts:
         rest = memoryview(part) if isinstance(part, bytes) else part.data
         while rest:
-            _limit(peer, socket.SO_SNDTIMEO, deadline_s)
             try:
+                if isinstance(peer, ssl.SSLSocket):
+                    peer.settimeout(_left_s(deadline_s))
+                else:
+                    _limit(peer, socket.SO_SNDTIMEO, deadline_s)
                 count = peer.send(rest)
             except BlockingIOError:
                 raise TimeoutError from None
@@ -99,9 +124,14 @@ def send(peer: socket.socket, parts: Sequence[bytes | Row], deadline_s: float) -
 
 def _limit(peer: socket.socket, option: int, deadline_s: float) -> None:
     """Limit the kernel's waits on this socket. Raises TimeoutError if the deadline has passed."""
+    fraction, whole = math.modf(_left_s(deadline_s))
+    # A time of 0 would mean no limit.
+    peer.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(fraction * 1e6) or 1))
+
+
+def _left_s(deadline_s: float) -> float:
+    """Return the time until the deadline. Raises TimeoutError if it has passed."""
     left_s = deadline_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
-    fraction, whole = math.modf(left_s)
-    # A time of 0 would mean no limit.
-    peer.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(whole), int(fraction * 1e6) or 1))
+    return left_s

@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvroute.prefill.speed import Speed
 from kvroute.replica.fabric.protocol import Rows
 from kvroute.replica.fabric.puller import PullRun, Target
 from kvroute.replica.fabric.server import BlockServer, Place
+from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
 
 MEMORY = 4.0  # number of pulls after which an earlier one weighs 1/e
 PROBE_ROWS = 8  # rows that the longer pull of the first measurement has
@@ -36,33 +38,41 @@ class PullSpeed:
         return LinkSpeed(self._first.latency_s * slowness, self._first.bytes_per_s / slowness)
 
 
-def measured(host: str, row_bytes: int) -> LinkSpeed:
+def measured(host: str, row_bytes: int, tls: WireTls = OFF) -> LinkSpeed:
     """Measure pulls of this process from itself, of one row and of several.
 
     Args:
         host: the address on which the replica serves blocks.
         row_bytes: size of a row.
+        tls: the replica's settings for TLS.
 
     Raises:
         OSError: the process cannot connect to itself.
     """
     rows = np.zeros((2 * PROBE_ROWS, row_bytes), np.uint8)
     key, places = secrets.token_bytes(32), {bytes([n]): Place(n, n) for n in range(PROBE_ROWS)}
-    server = BlockServer(host, [0], key=key, format_="", find=places.get, rows=rows)
+    ends = server_ends(tls, key)
+    server = BlockServer(host, [0], key=key, format_="", find=places.get, rows=rows, tls=ends)
     try:
-        one_s, all_s = (_pull_s(server.address, key, rows, count) for count in (1, PROBE_ROWS))
+        one_s, all_s = (_pull_s(server.address, key, rows, count, tls) for count in (1, PROBE_ROWS))
     finally:
         server.close()
     per_row_s = max((all_s - one_s) / (PROBE_ROWS - 1), all_s / PROBE_ROWS**2)
     return LinkSpeed(max(0.0, one_s - per_row_s), row_bytes / per_row_s)
 
 
-def _pull_s(address: str, key: bytes, rows: Rows, count: int) -> float:
+def _pull_s(address: str, key: bytes, rows: Rows, count: int, tls: WireTls) -> float:
     chain = [Target(bytes([n]), PROBE_ROWS + n) for n in range(count)]
     took_s = []
     for _ in range(PROBE_REPEATS):
         deadline_s = time.monotonic() + MAX_PROBE_S
-        end = PullRun(rows, [chain]).run(address, key=key, format_="", deadline_s=deadline_s)
+        end = PullRun(rows, [chain]).run(
+            address,
+            key=key,
+            format_="",
+            deadline_s=deadline_s,
+            tls=partial(client_end, tls, tls.mode, key),
+        )
         if end.reason:
             raise OSError(f"a pull of the replica from itself at {address} failed: {end.reason}")
         took_s.append(end.took_s)

@@ -1,11 +1,14 @@
 """Pulls blocks from another engine's block server into rows of this engine's host memory."""
 
 import contextlib
+import logging
 import secrets
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
 from typing import NamedTuple
 
 import msgspec
@@ -28,11 +31,17 @@ from kvroute.replica.fabric.protocol import (
     Rows,
     Wanted,
     checksum,
+    interrupt,
     receive,
     received,
     send,
+    shake_hands,
 )
 from kvroute.wire.connection import is_proof, proof
+from kvroute.wire.contexts import End
+from kvroute.wire.tls import TlsError, explained
+
+log = logging.getLogger("kvroute.replica")
 
 # Maximum share of a pull's time for the connection. A peer whose host is down does not even refuse.
 CONNECT_SHARE = 0.25
@@ -74,10 +83,17 @@ class PullRun:
         with self._lock:
             self._is_aborted = True
             if self._peer is not None:
-                with contextlib.suppress(OSError):
-                    self._peer.shutdown(socket.SHUT_RDWR)
+                interrupt(self._peer)
 
-    def run(self, address: str, *, key: bytes, format_: str, deadline_s: float) -> PullEnd:
+    def run(
+        self,
+        address: str,
+        *,
+        key: bytes,
+        format_: str,
+        deadline_s: float,
+        tls: Callable[[], End | None] = lambda: None,
+    ) -> PullEnd:
         """Pull, and return what has arrived. It raises no errors.
 
         Args:
@@ -85,41 +101,58 @@ class PullRun:
             key: pull_key of the peer.
             format_: the EngineFacts.format of this engine.
             deadline_s: time.monotonic at which the pull ends.
+            tls: returns this engine's certificate; None: the peer does not use TLS.
         """
         began_s = time.monotonic()
         try:
-            reason = self._run(address, key, format_, deadline_s)
+            reason = self._run(address, key, format_, deadline_s, tls)
         except TimeoutError:
             reason = "late"
         except _DamagedError:
             reason = "damaged"
+        except (ssl.SSLError, TlsError) as error:
+            reason = "lost"
+            if not self._is_aborted:
+                log.warning("cannot pull from %s: %s", address, explained(error, peer="replica"))
         except (OSError, ValueError):  # ValueError: the address is none
             reason = "lost"
         if self._is_aborted and reason:
             reason = "off"
         return PullEnd(self._arrived, time.monotonic() - began_s, reason)
 
-    def _run(self, address: str, key: bytes, format_: str, deadline_s: float) -> Reason:
-        with self._connected(address, deadline_s) as peer:
+    def _run(
+        self,
+        address: str,
+        key: bytes,
+        format_: str,
+        deadline_s: float,
+        tls: Callable[[], End | None],
+    ) -> Reason:
+        with self._connected(address, deadline_s, tls()) as peer:
             if not self._open(peer, key, format_, deadline_s):
                 return "refused"
             reasons = [self._receive_chain(peer, chain, deadline_s) for chain in self._chains]
             return next((reason for reason in reasons if reason), "")
 
     @contextlib.contextmanager
-    def _connected(self, address: str, deadline_s: float) -> Iterator[socket.socket]:
+    def _connected(
+        self, address: str, deadline_s: float, tls: End | None
+    ) -> Iterator[socket.socket]:
         host, _, port = address.rpartition(":")
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
-        with socket.create_connection((host, int(port)), timeout=CONNECT_SHARE * left_s) as peer:
-            peer.settimeout(None)  # the kernel limits the waits: see protocol.receive
-            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain = socket.create_connection((host, int(port)), timeout=CONNECT_SHARE * left_s)
+        plain.settimeout(None)  # the kernel limits the waits: see protocol.receive
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with _encrypted(plain, tls) if tls else plain as peer:
             with self._lock:
                 if self._is_aborted:
                     raise ConnectionAbortedError
                 self._peer = peer
             try:
+                if isinstance(peer, ssl.SSLSocket):
+                    shake_hands(peer, deadline_s)
                 yield peer
             finally:
                 with self._lock:
@@ -127,6 +160,7 @@ class PullRun:
 
     def _open(self, peer: socket.socket, key: bytes, format_: str, deadline_s: float) -> bool:
         """Send the request, and return whether the peer serves it."""
+        certificate = _certificate_of(peer)
         version, nonce = CHALLENGE.unpack(received(peer, CHALLENGE.size, deadline_s))
         if version != VERSION:
             return False
@@ -135,7 +169,7 @@ class PullRun:
         body, own_nonce = msgspec.msgpack.encode(wanted), secrets.token_bytes(NONCE_BYTES)
         send(
             peer,
-            [PROOF.pack(proof(key, PULLER, nonce), own_nonce, len(body)), body],
+            [PROOF.pack(proof(key, PULLER, nonce, certificate), own_nonce, len(body)), body],
             deadline_s,
         )
         try:
@@ -143,7 +177,8 @@ class PullRun:
         except ConnectionError:
             return False  # the peer has rejected the proof, or has too many connections
         assert len(peer_proof) == PROOF_BYTES
-        return is_proof(peer_proof, key, SERVER, own_nonce) and bool(state == OPEN)
+        is_known = is_proof(peer_proof, key, SERVER, own_nonce, certificate)
+        return is_known and bool(state == OPEN)
 
     def _receive_chain(
         self, peer: socket.socket, chain: Sequence[Target], deadline_s: float
@@ -160,6 +195,21 @@ class PullRun:
                 raise _DamagedError
             self._arrived.append(target.key)
         return ""
+
+
+def _encrypted(plain: socket.socket, tls: End) -> socket.socket:
+    """Return a socket for TLS, whose handshake is not made yet."""
+    try:
+        return tls.context.wrap_socket(plain, do_handshake_on_connect=False)
+    except OSError:
+        plain.close()
+        raise
+
+
+def _certificate_of(peer: socket.socket) -> bytes:
+    """Return the digest of the peer's certificate; empty: there is no TLS."""
+    certificate = peer.getpeercert(True) if isinstance(peer, ssl.SSLSocket) else None
+    return sha256(certificate).digest() if certificate else b""
 
 
 class _DamagedError(OSError):

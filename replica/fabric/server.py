@@ -9,6 +9,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,11 +38,14 @@ from kvroute.replica.fabric.protocol import (
     Rows,
     Wanted,
     checksum,
+    interrupt,
     received,
     send,
+    shake_hands,
 )
 from kvroute.wire.connection import is_proof, proof
 from kvroute.wire.server import PROOF_S
+from kvroute.wire.tls import NO_HANDSHAKE, Ends, Refusals, TlsError, explained
 
 log = logging.getLogger("kvroute.replica")
 
@@ -66,7 +70,15 @@ class BlockServer:
     """The block server of one engine, with a thread for each connection."""
 
     def __init__(
-        self, host: str, ports: Sequence[int], *, key: bytes, format_: str, find: Find, rows: Rows
+        self,
+        host: str,
+        ports: Sequence[int],
+        *,
+        key: bytes,
+        format_: str,
+        find: Find,
+        rows: Rows,
+        tls: Ends | None = None,
     ) -> None:
         """Listen on the first free port.
 
@@ -77,11 +89,13 @@ class BlockServer:
             format_: the EngineFacts.format of the engine; pulls with another one are refused.
             find: looks up a block; called in other threads.
             rows: the host memory.
+            tls: returns the replica's certificate; None: connections are not encrypted.
 
         Raises:
             OSError: no port is free.
         """
         self.format = format_  # another one can replace it
+        self._tls, self._refusals = tls, Refusals()
         self._key, self._find, self._rows = key, find, rows
         self._pulls = threading.Semaphore(MAX_PULLS)
         self._peers: dict[threading.Thread, socket.socket] = {}
@@ -100,15 +114,14 @@ class BlockServer:
         self._accepting.join()
         self._socket.close()
         for thread, peer in list(self._peers.items()):
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+            interrupt(peer)
             thread.join()
         del self._rows, self._find
 
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                peer, _ = self._socket.accept()
+                peer, address = self._socket.accept()
             except OSError as error:
                 if self._is_closed:
                     return
@@ -118,15 +131,23 @@ class BlockServer:
             if len(self._peers) >= MAX_CONNECTIONS:
                 peer.close()
                 continue
-            thread = threading.Thread(target=self._run, args=(peer,), daemon=True, name="blocks")
+            certificate = b""
+            if self._tls is not None:
+                try:
+                    peer, certificate = _encrypted(peer, self._tls)
+                except OSError as error:
+                    self._refuse(address, error)
+                    continue
+            arguments = (peer, address, certificate)
+            thread = threading.Thread(target=self._run, args=arguments, daemon=True, name="blocks")
             self._peers[thread] = peer
             thread.start()
 
-    def _run(self, peer: socket.socket) -> None:
+    def _run(self, peer: socket.socket, address: object, certificate: bytes) -> None:
         try:
             with peer:
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._serve(peer)
+                self._serve(peer, address, certificate)
         except (OSError, msgspec.MsgspecError):
             pass  # the puller has left, is too slow, or is none
         except Exception:
@@ -134,15 +155,21 @@ class BlockServer:
         finally:
             self._peers.pop(threading.current_thread(), None)
 
-    def _serve(self, peer: socket.socket) -> None:
+    def _serve(self, peer: socket.socket, address: object, certificate: bytes) -> None:
         deadline_s = time.monotonic() + PROOF_S
+        if isinstance(peer, ssl.SSLSocket):
+            try:
+                shake_hands(peer, deadline_s)
+            except OSError as error:
+                self._refuse(address, error)
+                return
         nonce = secrets.token_bytes(NONCE_BYTES)
         send(peer, [CHALLENGE.pack(VERSION, nonce)], deadline_s)
         proven, puller_nonce, size = PROOF.unpack(received(peer, PROOF.size, deadline_s))
-        if not is_proof(proven, self._key, PULLER, nonce) or size > MAX_REQUEST:
+        if not is_proof(proven, self._key, PULLER, nonce, certificate) or size > MAX_REQUEST:
             return
         wanted = _decode(received(peer, size, deadline_s))
-        own_proof = proof(self._key, SERVER, puller_nonce)
+        own_proof = proof(self._key, SERVER, puller_nonce, certificate)
         deadline_s = time.monotonic() + min(max(0.0, wanted.within_s), MAX_SERVED_S)
         if wanted.format != self.format or not self._pulls.acquire(blocking=False):
             send(peer, [WELCOME.pack(own_proof, REFUSED)], deadline_s)
@@ -153,6 +180,13 @@ class BlockServer:
                 self._send_chain(peer, chain, deadline_s)
         finally:
             self._pulls.release()
+
+    def _refuse(self, address: object, error: OSError) -> None:
+        """Log why a puller cannot connect, unless it has just left."""
+        if isinstance(error, TimeoutError):
+            self._refusals.log(address, NO_HANDSHAKE.format(peer="puller"))
+        elif isinstance(error, (ssl.SSLError, TlsError)) and not self._is_closed:
+            self._refusals.log(address, explained(error, peer="puller"))
 
     def _send_chain(self, peer: socket.socket, chain: Sequence[Key], deadline_s: float) -> None:
         for key in chain:
@@ -172,6 +206,18 @@ class BlockServer:
     def _sent(self, row: Row) -> Row:
         """Return the row as it is sent. Tests replace this method."""
         return row
+
+
+def _encrypted(peer: socket.socket, tls: Ends) -> tuple[ssl.SSLSocket, bytes]:
+    """Return a socket for TLS, without its handshake, and the digest of the own certificate."""
+    try:
+        end = tls()
+        return end.context.wrap_socket(
+            peer, server_side=True, do_handshake_on_connect=False
+        ), end.digest
+    except OSError:
+        peer.close()
+        raise
 
 
 def _listening(host: str, ports: Sequence[int]) -> socket.socket:

@@ -22,6 +22,7 @@ from kvroute.replica.fabric.protocol import Key
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
 from kvroute.replica.fabric.server import MAX_PULLS, BlockServer, Place
 from kvroute.replica.sim_engine.blocks import BlockPool
+from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
 
 ROW_BYTES = 8
 SPEED = LinkSpeed(latency_s=0.005, bytes_per_s=1.25e9)  # modelled: a network of 10 Gbit/s
@@ -65,6 +66,7 @@ class SimulatedPulls:
         key: bytes,
         format_: str,
         publish: Callable[[], None],
+        tls: WireTls = OFF,
     ) -> None:
         """Start to serve blocks.
 
@@ -76,11 +78,12 @@ class SimulatedPulls:
             key: Pulls must prove to know this key.
             format_: The format of the engine's blocks.
             publish: Publishes the events of the pool.
+            tls: The replica's settings for TLS.
 
         Raises:
             OSError: No port is free.
         """
-        self._pool, self._publish, self._format = pool, publish, format_
+        self._pool, self._publish, self._format, self._tls = pool, publish, format_, tls
         self._block_s = tier.block_bytes / SPEED.bytes_per_s  # time to copy a block
         self._block_bytes = tier.block_bytes
         self._threads = ThreadPoolExecutor(MAX_PULLS, "pull")
@@ -93,6 +96,7 @@ class SimulatedPulls:
             format_=format_,
             find=self._place,
             rows=np.zeros((1, ROW_BYTES), np.uint8),
+            tls=server_ends(tls, key),
         )
         self.address = self._server.address
 
@@ -138,7 +142,12 @@ class SimulatedPulls:
         run = PullRun(np.zeros((1, ROW_BYTES), np.uint8), [targets])
         self._runs.add(run)
         copy = partial(
-            run.run, pull.address, key=pull.key, format_=self._format, deadline_s=deadline_s
+            run.run,
+            pull.address,
+            key=pull.key,
+            format_=self._format,
+            deadline_s=deadline_s,
+            tls=partial(client_end, self._tls, pull.tls, pull.key),
         )
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, copy)

@@ -36,6 +36,7 @@ from kvroute.replica.sim_engine.pulls import SPEED, PullingPool, SimulatedPulls,
 from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.scheduler import Batch, SimulatedScheduler
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice, max_tokens_of
+from kvroute.wire.tls import OFF, WireTls
 
 # Maximum number of events that were not read yet. If there are more, EventsLost replaces them all.
 MAX_WAITING_EVENTS = 100_000
@@ -99,13 +100,14 @@ class SimulatedEngine(Engine):
     def host_pins(self) -> Mapping[str, int]:
         return self._host_pins
 
-    def serve_blocks(self, host: str, ports: Sequence[int], key: bytes) -> None:
+    def serve_blocks(self, host: str, ports: Sequence[int], key: bytes, tls: WireTls = OFF) -> None:
         """Serve the blocks in host memory to other engines, and pull from them.
 
         Args:
             host: The address on which to listen.
             ports: The ports to try.
             key: Pulls must prove to know this key.
+            tls: The replica's settings for TLS.
 
         Raises:
             OSError: No port is free.
@@ -119,6 +121,7 @@ class SimulatedEngine(Engine):
             key=key,
             format_=self._format(),
             publish=self._publish,
+            tls=tls,
         )
         self.facts = replace(self.facts, blocks_address=self._pulls.address, format=self._format())
 

@@ -47,7 +47,8 @@ class Pulls:
         weights = await asyncio.to_thread(
             weights_digest, resolve(settings.model), settings.revision, settings.adapters
         )
-        plain = await core.call("kvroute_open_tiers", host, [*settings.ports], key, weights)
+        tls = [*settings.tls]
+        plain = await core.call("kvroute_open_tiers", host, [*settings.ports], key, weights, tls)
         return cls(OpenTiers(**plain), stop_s=STOP_S)
 
     @property

@@ -13,11 +13,13 @@ from msgspec.structs import replace
 from ray.exceptions import RayError
 
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
-from kvroute.contract.pull import pull_key
+from kvroute.contract.pull import PullAccess, pull_key
 from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.connections.replicas import ServeReplicas, UnknownReplicaError
+from kvroute.wire.address import Address
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
+from kvroute.wire.tls import OFF, TlsError, WireTls, client_end
 
 log = logging.getLogger("kvroute.links")
 
@@ -30,6 +32,11 @@ LONGEST_PAUSE_S = 2.0
 # Seconds without a connection after which a replica is reported by /health. If a replica has ended,
 # Serve usually replaces it sooner.
 REPORT_AFTER_S = 5.0
+# Why there is no connection to a replica. An attempt that fails in another way is a fault of ours.
+_CONNECT_ERRORS = (
+    *(RayError, UnknownReplicaError, LostError, TlsError, TimeoutError),
+    *DECODE_ERRORS,
+)
 
 
 class UnansweredError(Exception):
@@ -50,6 +57,7 @@ class Links:
         self,
         replicas: Callable[[], ServeReplicas],
         on_pending: Callable[[str, int], object] = lambda rank_id, pending_tokens: None,
+        tls: WireTls = OFF,
     ) -> None:
         """Create the object without any connection. `run` makes them.
 
@@ -57,7 +65,9 @@ class Links:
             replicas: returns the replicas that Serve runs.
             on_pending: called with the id of a rank and the prompt tokens that it reports as not
                 yet computed.
+            tls: the router's settings for TLS.
         """
+        self._tls = tls
         self._on_pending = on_pending
         # Called with the id of each removed replica. While it returns True, the connection stays.
         self.is_needed: Callable[[str], bool] = lambda replica_id: False
@@ -68,8 +78,8 @@ class Links:
         self._links: dict[str, Link] = {}  # replica id -> its connection, if it is open
         self._tasks: dict[str, asyncio.Task[None]] = {}  # replica id -> task that connects to it
         self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> ranks that it last reported
-        # Replica id -> key with which other replicas can pull its blocks.
-        self._pull_keys: dict[str, bytes] = {}
+        # Replica id -> what other replicas need to pull its blocks.
+        self._pull_access: dict[str, PullAccess] = {}
 
     def connected(self) -> list[str]:
         """Return the ranks of the replicas that Serve runs and that can get requests now."""
@@ -89,9 +99,9 @@ class Links:
         """Return the ranks that the replica has reported; none before its first report."""
         return self._ranks.get(replica_id, ())
 
-    def pull_key(self, rank_id: str) -> bytes | None:
-        """Return the key with which others pull a rank's blocks; None before its first report."""
-        return self._pull_keys.get(replica_of(rank_id))
+    def pull_access(self, rank_id: str) -> PullAccess | None:
+        """Return what others need to pull a rank's blocks; None before its first report."""
+        return self._pull_access.get(replica_of(rank_id))
 
     def unconnected(self) -> dict[str, str]:
         """Return the replicas that have had no connection for REPORT_AFTER_S: id -> reason."""
@@ -204,7 +214,7 @@ class Links:
             del handle
             self._failures.pop(replica_id, None)
             self._ranks.pop(replica_id, None)
-            self._pull_keys.pop(replica_id, None)
+            self._pull_access.pop(replica_id, None)
             if link := self._links.pop(replica_id, None):
                 link.lose(LostError("Ray Serve has removed the replica"))
 
@@ -214,7 +224,7 @@ class Links:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)
             self._ranks[replica_id] = rank_ids(replica_id, address.ranks)
-            self._pull_keys[replica_id] = pull_key(address.secret)
+            self._pull_access[replica_id] = PullAccess(pull_key(address.secret), address.tls)
             link = await connect(
                 replica_id,
                 address.host,
@@ -222,16 +232,27 @@ class Links:
                 address.secret,
                 within_s=CONNECT_S,
                 on_pending=partial(self._report_pending, replica_id),
+                # It may read files and make certificates.
+                tls=await asyncio.to_thread(client_end, self._tls, address.tls, address.secret),
             )
-        except (RayError, UnknownReplicaError, LostError, TimeoutError, *DECODE_ERRORS) as error:
+        except _CONNECT_ERRORS as error:
             self._record_failure(replica_id, str(error) or f"no answer within {CONNECT_S:g} s")
             return False
         self._failures.pop(replica_id, None)
         self._links[replica_id] = link
+        self._warn_if_plain(replica_id, address)
         await asyncio.wait([link.closed])
         del self._links[replica_id]
         self.losses += 1
         return True
+
+    def _warn_if_plain(self, replica_id: str, address: Address) -> None:
+        if self._tls.is_on and address.tls == "off":
+            log.warning(
+                "the connection to replica %s is not encrypted, because the replica was started "
+                "without --wire-tls; this is normal only until a rolling update has replaced it",
+                replica_id,
+            )
 
     def _report_pending(self, replica_id: str, pending_tokens: Sequence[int]) -> None:
         for rank_id, tokens in zip(self.reported_ranks(replica_id), pending_tokens, strict=False):

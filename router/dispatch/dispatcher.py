@@ -335,8 +335,8 @@ class Dispatcher:
         """
         if (planned := candidate.pull) is None:
             return None
-        key = self._links.pull_key(planned.peer_id)
-        return self._fleet.pulls.order(candidate, self._fleet.caches.block_size, key)
+        access = self._links.pull_access(planned.peer_id)
+        return self._fleet.pulls.order(candidate, self._fleet.caches.block_size, access)
 
     def _blame(self, request: GenerateRequest, replica_id: str) -> None:
         """Add a request to the poison list, because the replica that was preparing it hung."""

@@ -209,8 +209,8 @@ class HandOver:
 
     async def _pull(self, prompt: RecentPrompt, to: Receiver, ends_s: float) -> PullResult | None:
         """Let a rank pull a prompt's blocks; return None if it does not answer."""
-        key, now_s = self._links.pull_key(prompt.rank_id), time.monotonic()
-        if key is None or to.exchange.speed is None:
+        access, now_s = self._links.pull_access(prompt.rank_id), time.monotonic()
+        if access is None or to.exchange.speed is None:
             return None
         pulls, left_s = self._fleet.pulls, ends_s - now_s
         wait_s = pulls.links.wait_s(prompt.rank_id, to.rank_id, now_s)
@@ -224,7 +224,14 @@ class HandOver:
             shared_tokens=prompt.scope.shared_tokens,
             order_s=-MAX_ORDER_S,  # it computes nothing, so no request has to wait for it
             keep=prompt.retention.keep,
-            pull=Pull(prompt.rank_id, prompt.source.address, key, to.tokens, within_s),
+            pull=Pull(
+                prompt.rank_id,
+                prompt.source.address,
+                access.key,
+                to.tokens,
+                within_s,
+                access.tls,
+            ),
         )
         id_, result, end_s = request.request_id, None, now_s + wait_s + to.pull_s
         pulls.links.begin(id_, prompt.rank_id, to.rank_id, speed=to.exchange.speed, end_s=end_s)

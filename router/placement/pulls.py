@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, PEER, TierBlocks
-from kvroute.contract.pull import Pull, PullResult
+from kvroute.contract.pull import Pull, PullAccess, PullResult
 from kvroute.router.index.mirror import Mirror, deepest
 from kvroute.router.placement.loads import Loads
 from kvroute.router.placement.policy import (
@@ -233,21 +233,24 @@ class Pulls:
             return 0.0
         return candidate.backlog_s + pull.wait_s + pull.transfer_s + MARGIN * pull.saved_s
 
-    def order(self, candidate: Candidate, block_size: int, key: bytes | None) -> Pull | None:
+    def order(
+        self, candidate: Candidate, block_size: int, access: PullAccess | None
+    ) -> Pull | None:
         """Return the candidate's pull as its replica gets it.
 
         The result is None if it pulls nothing, or if the peer has gone since the placement.
 
         Args:
             block_size: tokens of a block.
-            key: the peer's `pull_key`; None: the router does not know it.
+            access: how to connect to the peer; None: the router does not know it.
         """
         pull = candidate.pull
         peer = self._replicas.exchanges.get(pull.peer_id) if pull else None
-        if pull is None or peer is None or not peer.address or key is None:
+        if pull is None or peer is None or not peer.address or access is None:
             return None
         tokens = pull.blocks * block_size
-        return Pull(pull.peer_id, peer.address, key, tokens, self.within_s(candidate))
+        within_s = self.within_s(candidate)
+        return Pull(pull.peer_id, peer.address, access.key, tokens, within_s, access.tls)
 
     def speeds(self) -> dict[str, PullSpeed]:
         """Return how fast each replica pulls, by id; without replicas that do not pull."""

@@ -156,7 +156,7 @@ class Parts:
         )
 
         # The path of a request to a replica.
-        self.links = Links(replica_set, self.fleet.loads.report)
+        self.links = Links(replica_set, self.fleet.loads.report, tls=settings.tls)
         self.liveness = Liveness(
             replica_set, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
         )

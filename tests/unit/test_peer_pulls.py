@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST, PEER, TierBlocks
 from kvroute.contract.generation import Chunk
-from kvroute.contract.pull import PullResult, Reason
+from kvroute.contract.pull import PullAccess, PullResult, Reason
 from kvroute.contract.records import Load, ReplicaRecord, TierFacts
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.placement.attempts import Attempt, Placement
@@ -184,21 +184,21 @@ def test_a_block_that_is_gone_is_no_fault_of_the_peer() -> None:
 def test_the_replica_is_told_whom_to_pull_from_and_for_how_long() -> None:
     fleet = two()
     there = place(fleet).candidate("b")
-    order = fleet.pulls.order(there, BLOCK, b"key")
+    order = fleet.pulls.order(there, BLOCK, PullAccess(b"key"))
     assert order is not None
     assert (order.replica_id, order.address, order.key) == ("a", "a:1", b"key")
     assert order.tokens == 100 * BLOCK
     # Computing the blocks takes 0.4 s. Nobody waits much longer than that.
     assert 0.102 < order.within_s <= 0.102 + 0.4
     assert fleet.pulls.order(there, BLOCK, None) is None
-    assert fleet.pulls.order(without_pulls(there), BLOCK, b"key") is None
+    assert fleet.pulls.order(without_pulls(there), BLOCK, PullAccess(b"key")) is None
 
 
 def test_a_peer_that_has_gone_since_the_placement_is_not_asked() -> None:
     fleet = two()
     there = place(fleet).candidate("b")
     fleet.update([peer("b")])
-    assert fleet.pulls.order(there, BLOCK, b"key") is None
+    assert fleet.pulls.order(there, BLOCK, PullAccess(b"key")) is None
 
 
 def test_pulled_blocks_are_expected_at_the_replica_that_pulls() -> None:

@@ -93,6 +93,48 @@ class CommonOptions(BaseModel):
             default="kvroute starts a Redis",
         ),
     ] = None
+    wire_tls: Annotated[
+        bool,
+        Option(
+            CLUSTER,
+            "Encrypt the connections between routers and replicas, and those over which replicas "
+            "copy blocks, with TLS 1.3. Both ends show a certificate; without --wire-tls-cert they "
+            "make their own.",
+            example="1 or 0",
+            flags=("--wire-tls",),
+        ),
+    ] = False
+    wire_tls_cert: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "PEM file of the node's certificate and its chain, for --wire-tls. Every node needs "
+            "its own one, at the same path.",
+            example="wire-cert.pem",
+            default="routers and replicas make certificates",
+        ),
+    ] = None
+    wire_tls_key: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "PEM file of the key of --wire-tls-cert.",
+            example="wire-key.pem",
+            default="none",
+        ),
+    ] = None
+    wire_tls_ca: Annotated[
+        Path | None,
+        AfterValidator(parsers.absolute),
+        Option(
+            CLUSTER,
+            "PEM file of the authorities whose certificates are accepted with --wire-tls.",
+            example="wire-ca.pem",
+            default="none",
+        ),
+    ] = None
     metrics: Annotated[
         bool,
         Option(

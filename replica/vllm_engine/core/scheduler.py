@@ -42,6 +42,7 @@ from kvroute.replica.vllm_engine.features import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.process.quick_end import end_quickly
+from kvroute.wire.tls import WireTls
 
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.tier import SchedulerHostTier
@@ -285,12 +286,15 @@ def kvroute_begin(core: EngineCore, model: str, revision: str, block_size: int) 
 
 
 def kvroute_open_tiers(
-    core: EngineCore, host: str, ports: list[int], key: bytes, weights: str
+    core: EngineCore, host: str, ports: list[int], key: bytes, weights: str, tls: list[Any]
 ) -> dict[str, Any]:
-    """Open the tiers behind host memory (host/tier.py); return an OpenTiers as plain values."""
+    """Open the tiers behind host memory (host/tier.py); return an OpenTiers as plain values.
+
+    `tls` has the values of a WireTls.
+    """
     if (tier := core.scheduler.host) is None:
         return {}
-    opened = tier.open(host, ports, key, weights)
+    opened = tier.open(host, ports, key, weights, WireTls(*tls))
     core.scheduler._publish_events()  # the blocks on the disk
     plain: dict[str, Any] = opened._asdict()
     return plain

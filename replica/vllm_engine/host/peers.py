@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from kvroute.replica.fabric.server import MAX_PULLS, BlockServer, Find
 from kvroute.replica.vllm_engine.compat import source_of_pulls
 from kvroute.replica.vllm_engine.host.events import HostEvents
 from kvroute.replica.vllm_engine.host.pull_orders import PullOrder
+from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
 
 log = logging.getLogger("kvroute.replica")
 
@@ -64,6 +66,7 @@ class PeerTier(SecondaryTierManager):
         self._done = SimpleQueue[_Done]()
         self._failed_s: dict[str, float] = {}  # peer -> time.monotonic of its last failure
         self._server: BlockServer | None = None
+        self._tls = OFF
         self._format = ""  # empty: the tier does not serve and pull yet
 
     def begin(self, events: HostEvents, groups: Sequence[GroupOffloadConfig]) -> None:
@@ -82,13 +85,26 @@ class PeerTier(SecondaryTierManager):
         self._counted = min(groups, key=lambda group: group.group_idx not in self._chained)
 
     def serve(
-        self, host: str, ports: Sequence[int], *, key: bytes, format_: str, find: Find
+        self,
+        host: str,
+        ports: Sequence[int],
+        *,
+        key: bytes,
+        format_: str,
+        find: Find,
+        tls: WireTls,
     ) -> str:
         """Start to serve, and return the address; see BlockServer. Raises OSError."""
         self._server = BlockServer(
-            host, ports, key=key, format_=format_, find=find, rows=self._rows
+            host,
+            ports,
+            key=key,
+            format_=format_,
+            find=find,
+            rows=self._rows,
+            tls=server_ends(tls, key),
         )
-        self._format = format_
+        self._format, self._tls = format_, tls
         return self._server.address
 
     def change_format(self, format_: str) -> None:
@@ -172,7 +188,11 @@ class PeerTier(SecondaryTierManager):
         pull = order.argument.pull
         try:
             end = run.run(
-                pull.address, key=pull.key, format_=self._format, deadline_s=order.deadline_s
+                pull.address,
+                key=pull.key,
+                format_=self._format,
+                deadline_s=order.deadline_s,
+                tls=partial(client_end, self._tls, pull.tls, pull.key),
             )
         except Exception:  # without a result, the request would wait for ever
             log.exception("a pull from %s has failed", pull.replica_id)

@@ -35,6 +35,7 @@ from kvroute.replica.vllm_engine.host.events import HostEvents
 from kvroute.replica.vllm_engine.host.meter import Meter
 from kvroute.replica.vllm_engine.host.policy import RetentionPolicy
 from kvroute.replica.vllm_engine.host.pull_orders import PullOrders
+from kvroute.wire.tls import WireTls
 
 if TYPE_CHECKING:
     from kvroute.replica.vllm_engine.host.disk import DiskTier
@@ -114,7 +115,9 @@ class SchedulerHostTier:
             with_tier = msgspec.structs.replace(with_tier, disk_blocks=disk_blocks)
         return with_tier
 
-    def open(self, host: str, ports: Sequence[int], key: bytes, weights: str) -> OpenTiers:
+    def open(
+        self, host: str, ports: Sequence[int], key: bytes, weights: str, tls: WireTls
+    ) -> OpenTiers:
         """Open the slower tiers: serve blocks to other replicas, and read the disk cache.
 
         A problem with one of them switches it off, and nothing else.
@@ -124,6 +127,7 @@ class SchedulerHostTier:
             ports: The ports to try.
             key: Pulls must prove to know this key.
             weights: Digest of the model's weights.
+            tls: The replica's settings for TLS.
         """
         self._weights = weights
         opened = OpenTiers(format=self._format())
@@ -134,7 +138,7 @@ class SchedulerHostTier:
                 log.warning("the disk cache is off: %s; choose another folder", error)
         if self._peers and key:
             try:
-                opened = self._serve(self._peers, opened, host, ports, key)
+                opened = self._serve(self._peers, opened, host, ports, key=key, tls=tls)
             except OSError as error:
                 log.warning("pulls from other replicas are off: %s; check --replica-ports", error)
         return opened
@@ -169,11 +173,20 @@ class SchedulerHostTier:
         return format_
 
     def _serve(
-        self, peers: "PeerTier", opened: OpenTiers, host: str, ports: Sequence[int], key: bytes
+        self,
+        peers: "PeerTier",
+        opened: OpenTiers,
+        host: str,
+        ports: Sequence[int],
+        *,
+        key: bytes,
+        tls: WireTls,
     ) -> OpenTiers:
         """Start to serve blocks. Raises OSError if no port is free, for example."""
-        speed = measured(host, peers.block_size_bytes)
-        address = peers.serve(host, ports, key=key, format_=opened.format, find=self._place)
+        speed = measured(host, peers.block_size_bytes, tls)
+        address = peers.serve(
+            host, ports, key=key, format_=opened.format, find=self._place, tls=tls
+        )
         return opened._replace(
             address=address, latency_s=speed.latency_s, bytes_per_s=speed.bytes_per_s
         )
