@@ -26,6 +26,7 @@ from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.process.metrics_port import Exposition, expose
+from kvroute.process.ray_internals import listen_on_node_address
 from kvroute.process.tracing import start_tracing
 from kvroute.replica.adapter_copies import AdapterCopies, FromRouters
 from kvroute.replica.added_adapters import AddedAdapters
@@ -63,6 +64,7 @@ class Replica:
     """The Ray Serve deployment of one replica: it owns the engine's ranks and the RPC server."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        listen_on_node_address()
         self._settings = ReplicaSettings.model_validate(settings)
         self._ranks: list[Rank] = []
         self.id = serve.get_replica_context().replica_id.unique_id

@@ -17,6 +17,7 @@ from kvroute.keys.watched import WatchedKeys
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
+from kvroute.process.ray_internals import listen_on_node_address
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
@@ -74,6 +75,7 @@ class Router:
             models: for each model, its settings (RouterSettings) and the handle of each deployment
                 of its replicas.
         """
+        listen_on_node_address()
         self._all = list[ModelRouter]()
         self._answers = RunningAnswers()
         id_ = uuid.uuid4().hex[:12]

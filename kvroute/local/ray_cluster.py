@@ -21,7 +21,7 @@ from kvroute.deployments import (
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy.health import ADMIN_SOCKET
 from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MAX_REQUESTS, TLS_CERT, TLS_KEY
-from kvroute.local.ports import free_port
+from kvroute.local.ports import free_port, is_local
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress
 from kvroute.local.signals import StopSignals
@@ -234,6 +234,10 @@ def _reason(status: Any) -> str:
 def _prepare_environment(settings: ServeSettings, folder: Path) -> None:
     """Set the environment variables for Ray, which reads them when it is imported."""
     host = settings.host
+    if is_local(host):
+        # Ray's processes listen on the node's address, and on every address if that is not
+        # loopback. Ray replaces 127.0.0.1 by another address of this computer, unless this is 0.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     os.environ |= serve_environment() | {
         # HAProxy's ports and files have fixed defaults, which would conflict between two clusters.
         # The fallback proxies of two clusters would even share ports and mix up their requests.

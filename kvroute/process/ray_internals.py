@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ray._common import tls_utils
 from ray.serve._private import constants
 from ray.serve.request_router import RequestRouter, RunningReplica
 
@@ -109,6 +110,22 @@ def redirect_messages(receive: Callable[[str], object]) -> None:
         receive("\n".join(message["lines"]))
 
     worker.print_to_stdstream = pass_on
+
+
+def listen_on_node_address() -> None:
+    """Let this process's server for calls from other deployments listen on its node's address.
+
+    It would listen on every address. Call this in the constructor of a deployment.
+    """
+    import ray
+    from ray.serve._private import replica
+
+    def add_port(server: Any, address: str) -> int:
+        node = ray.util.get_node_ip_address()
+        host = f"[{node}]" if ":" in node else node
+        return tls_utils.add_port_to_grpc_server(server, address.replace("[::]", host))
+
+    replica.add_port_to_grpc_server = add_port
 
 
 def use_auth_token() -> None:

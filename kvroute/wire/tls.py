@@ -146,8 +146,9 @@ def _refused_certificate(error: ssl.SSLCertVerificationError, peer: str) -> str:
         )
     if error.verify_code == _OTHER_KEY:
         return (
-            f"the {peer} does not know the replica's secret, from which both ends make "
-            "certificates; is this the address of another process?"
+            f"the certificate of the {peer} is from an authority with another key; without "
+            "--wire-tls-cert, the process at this address is not the expected one, and with it, "
+            "all nodes need certificates of the same authority"
         )
     if error.verify_code == _NOT_YET_VALID:
         return f"the certificate of the {peer} is not valid yet; compare the clocks of both nodes"

@@ -10,6 +10,7 @@ from kvroute.wire.tls import NO_HANDSHAKE, Ends, Refusals, TlsError, explained
 
 log = logging.getLogger("kvroute.wire")
 
+BACKLOG = 100  # connections that the kernel keeps until they are accepted; asyncio's default
 RETRY_S = 1.0  # pause after a connection could not be accepted, in seconds
 
 
@@ -44,7 +45,7 @@ class TlsListener:
             OSError: the port is not free.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self.sockets = (socket.create_server((host, port), family=family, backlog=most),)
+        self.sockets = (socket.create_server((host, port), family=family, backlog=BACKLOG),)
         self.sockets[0].setblocking(False)
         self._tls, self._protocol = tls, protocol
         self._within_s, self._most = within_s, most

@@ -4,7 +4,7 @@ import inspect
 import re
 
 import pytest
-from ray._private import node, parameter, worker
+from ray._private import node, parameter, ray_constants, services, worker
 from ray.serve._private import constants
 from ray.serve._private import replica as serves_replica
 from ray.serve._private.controller import ServeController
@@ -45,6 +45,13 @@ def test_rays_head_can_be_started_without_what_nobody_asks() -> None:
     for name in ("not self._ray_params.no_monitor", "self._ray_params.include_log_monitor"):
         assert f"if {name}:" in source
         assert name.rpartition(".")[2] in inspect.signature(parameter.RayParams).parameters
+
+
+def test_servers_can_be_bound_to_the_nodes_address() -> None:
+    source = inspect.getsource(serves_replica)
+    assert 'add_port_to_grpc_server(self._server, "[::]:0")' in source
+    assert inspect.getsource(services.get_node_ip_address).count("ENABLE_RAY_CLUSTER") == 1
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in inspect.getsource(ray_constants)
 
 
 def test_rays_messages_can_be_received() -> None:

@@ -18,10 +18,10 @@ BURST = 16  # requests at once, so that both replicas are needed
 numbers = itertools.count(100)
 
 
-@pytest.fixture(scope="module")
-def pulling() -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=[(), ("--wire-tls",)], ids=["plain", "encrypted"])
+def pulling(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     options = ("--engine", "simulated", "--replicas", "2", "--host-cache-gb", "2", "--pull", "on")
-    with start_cluster(*options) as cluster:
+    with start_cluster(*options, *request.param) as cluster:
         yield cluster
 
 

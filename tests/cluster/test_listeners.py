@@ -1,0 +1,50 @@
+"""What listens in a cluster with `--host 127.0.0.1` is what docs/operations/ports.md lists."""
+
+import re
+from collections.abc import Iterator
+from ipaddress import IPv6Address, ip_address
+
+import psutil
+
+from kvroute.local.ports import is_local
+from tests.support.repository import ROOT
+from tests.support.serving import Cluster
+
+TABLE = re.compile(r"^\| `([^`]+)`", re.MULTILINE)  # the first column: a process's name
+
+
+def listening(cluster: Cluster) -> Iterator[tuple[str, str]]:
+    """Yield the name of each process that listens, as `ss` shows it, and the address."""
+    command = psutil.Process(cluster.process.pid)
+    started = {*cluster.processes(), command, *command.children(recursive=True)}
+    for process in started:
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                yield name_of(process), connection.laddr.ip
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return the part of a process's name that says what it is."""
+    title = " ".join(process.cmdline())
+    if "ray/dashboard/dashboard.py" in title:
+        return "dashboard.py"
+    return (
+        re.sub(r"^ray::ServeReplica:kvroute:(\w+).*", r"ray::ServeReplica:kvroute:\1", title)
+        if (title.startswith("ray::ServeReplica"))
+        else title.split(".")[0]
+        if title.startswith("ray::")
+        else process.name()
+    )
+
+
+def is_loopback(address: str) -> bool:
+    parsed = ip_address(address)
+    mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
+    return is_local(str(mapped or parsed))
+
+
+def test_every_process_that_listens_is_documented_and_on_loopback(cluster: Cluster) -> None:
+    documented = {*TABLE.findall((ROOT / "docs/operations/ports.md").read_text())}
+    found = [*listening(cluster)]
+    assert {name for name, _ in found} == documented
+    assert [(name, address) for name, address in found if not is_loopback(address)] == []
