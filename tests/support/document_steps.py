@@ -29,7 +29,9 @@ ITS_OWN = "starts a cluster of its own"
 GPUS = "needs GPUs and downloads a model"
 MINUTES = "measures for minutes"
 CLOUD = "needs machines: test_deploy.py checks the files, test_nodes.py runs them"
-IMAGES = "needs a container runtime: test_containers.py checks the files"
+IMAGES = (
+    "needs a container runtime: test_containers.py checks the files, tests/slow/image runs them"
+)
 BALANCER = (
     "needs the nodes' addresses in its file: test_load_balancers.py fills them in and runs it"
 )
@@ -79,6 +81,7 @@ NOT_HERE = {
     "(umask": "makes a secret in a file that stays",
     "docker compose": IMAGES,
     "docker build": IMAGES,
+    "docker run": "needs a container runtime: tests/slow/image runs it with podman",
     "kubectl apply": "needs Kubernetes: test_kubernetes.py checks the files",
     "password=$(openssl": "is for the next command",
     "kubectl create secret": "needs Kubernetes: test_kubernetes.py runs it without one",

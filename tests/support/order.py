@@ -17,6 +17,7 @@ FOLDERS = (
     *(
         "slow/own_cluster",
         "slow/versions",
+        "slow/audit",
         "slow/suites",
         "slow/nodes",
         "redis",

@@ -21,7 +21,7 @@ SERVICES = load("deploy/compose.yaml")["services"]
 
 def copied() -> set[str]:
     """What the image is given of the checkout."""
-    lines = re.findall(r"^COPY (.+) \S+$", DOCKERFILE, flags=re.MULTILINE)
+    lines = re.findall(r"^COPY ((?!--from).+) \S+$", DOCKERFILE, flags=re.MULTILINE)
     return {name for line in lines for name in line.split()}
 
 
@@ -46,7 +46,15 @@ def test_the_build_is_shown_that_and_nothing_else() -> None:
 
 
 def test_the_image_is_installed_by_the_setup_script() -> None:
-    assert 'RUN scripts/setup.sh "$PROFILE"' in DOCKERFILE
+    assert 'scripts/setup.sh "$PROFILE"' in DOCKERFILE
+
+
+def test_a_container_writes_only_below_its_home_folder_and_tmp() -> None:
+    """In both files, and as an unprivileged user: a test of tests/slow/image runs it so."""
+    ours = SERVICES["kvroute"]
+    assert ours["read_only"] is True
+    assert [mount.partition(":")[0] for mount in ours["tmpfs"]] == ["/tmp"]
+    assert [mount.partition(":")[2] for mount in ours["volumes"]] == ["/home/kvroute"]
 
 
 def test_the_image_starts_a_command_that_exists() -> None:

@@ -167,7 +167,7 @@ def test_every_file_of_ours_that_a_command_names_exists() -> None:
 
 def test_the_options_of_every_command_that_is_not_run_exist() -> None:
     for command in filter(reason, shell_commands()):
-        if "kvroute" in (typed := words(command)):
+        if "kvroute" in (typed := words(command)) and typed[0] != "docker":
             arguments = typed[typed.index("kvroute") + 1 :]
             assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0, command
 

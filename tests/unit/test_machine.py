@@ -105,9 +105,6 @@ def test_a_python_that_is_not_the_systems_default_has_other_packages(tmp_path: P
     assert of_this_python("python3-venv", other) == f"{version}-venv"
 
 
-@pytest.mark.parametrize("profile", PROFILES)
-def test_the_image_has_what_the_wheels_need(profile: str) -> None:
-    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text().split()
-    found = read_needs(profile)
-    for packages in (*found.libraries.values(), *found.commands.values()):
-        assert {*packages} <= {*dockerfile}
+def test_the_image_has_what_the_wheels_need() -> None:
+    """A test of tests/slow/image builds the image and starts it."""
+    assert 'scripts/check_machine.py "$PROFILE"' in (ROOT / "deploy" / "Dockerfile").read_text()
