@@ -94,13 +94,16 @@ lint: $(DEV) ## Formatting, lint and types
 wheel-check: $(READY) ## Builds the wheel into dist/, installs it in a clean environment, runs kvroute there
 	@scripts/check_wheel.sh $(ARGS)
 
+image-test: $(DEV) ## The container image, built and run with podman; as root, takes ten minutes
+	@exec $(BIN)/python -m pytest -rP tests/slow/image $(ARGS)
+
 sbom: | .venv/bin/uv ## dist/sbom.cdx.json, all parts of an image; another one as in SOURCE=podman:NAME
 	@scripts/sbom.sh $(or $(SOURCE),docker:kvroute) dist/sbom.cdx.json
 
 lock: | .venv/bin/uv ## Writes requirements/*.lock from pyproject.toml; options of uv as in ARGS="--upgrade"
 	@scripts/lock.sh $(ARGS)
 
-system: ## What tests need besides Python: Prometheus, Chromium, debootstrap; Debian and Ubuntu, as root
+system: ## What tests need besides Python: Prometheus, Chromium, debootstrap, podman; Debian and Ubuntu, as root
 	@scripts/system.sh
 
 $(READY): $(LOCKS) pyproject.toml scripts/setup.sh

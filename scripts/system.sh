@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs what tests need besides Python packages: Prometheus with promtool, Chromium, and debootstrap, which makes
-# the bare machine of `make test-all`. For Debian and Ubuntu, as root. Fails if something is still missing; a test run
+# Installs what tests need besides Python packages: Prometheus with promtool, Chromium, debootstrap, which makes
+# the bare machine of `make test-all`, and podman, which builds and runs images. For Debian and Ubuntu, as root. Fails if something is still missing; a test run
 # ends with a list of the tests that it left out.
 set -euo pipefail
 
@@ -11,6 +11,10 @@ main() {
     has prometheus && has promtool || wanted+=(prometheus)
     has chromium || has chromium-browser || wanted+=(chromium)
     has debootstrap || wanted+=(debootstrap)
+    has podman || wanted+=(podman)
+    has runc || wanted+=(runc)           # also works where cgroups of both versions are mounted
+    has catatonit || wanted+=(catatonit) # podman's `--init`
+    has ip || wanted+=(iproute2)
     [ ${#wanted[@]} -gt 0 ] || exit 0
     [ "$(id -u)" = 0 ] || fail "not root; run: sudo apt-get install ${wanted[*]}"
     has apt-get || fail "there is no apt-get; install with your own tools: ${wanted[*]}"

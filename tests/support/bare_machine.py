@@ -8,17 +8,16 @@ pip's settings of the real machine.
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.pip_settings import pip_settings
 from tests.support.repository import ROOT
 
 INCLUDED = "python3,make"  # additional packages; python3 of bookworm is 3.11
 CHECKOUT = "/root/kvroute"  # path of the checkout in the machine
 SHM_MB = 2048  # size of /dev/shm
-QUOTE = "'"  # quotation mark around values in the output of `pip config list`
 # A shell script. Arguments: the machine's folder, folders of the real machine to mount in it, and
 # the command.
 _ENTER = f"""
@@ -76,27 +75,13 @@ class BareMachine:
 
     def _copy_pip_settings(self) -> None:
         """Copy pip's settings, and make the files and folders in them visible in the machine."""
-        pip = (sys.executable, "-m", "pip", "config", "list")
-        listed = subprocess.run(pip, capture_output=True, text=True, check=True).stdout
-        settings = (line.split("=", 1) for line in listed.splitlines())
-        own = {key.split(".", 1)[1]: value.strip(QUOTE).split() for key, value in settings}
-        lines = [f"{key} = {' '.join(map(self._shown, words))}" for key, words in own.items()]
-        (self.folder / "etc" / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))
-
-    def _shown(self, word: str) -> str:
-        """Make a file or folder visible in the machine, and return its path there."""
-        path = Path(word.removeprefix("file://"))
-        if not path.is_absolute() or not path.exists():
-            return word
-        if path.is_file():  # its own path may belong to a package in the machine
-            copy = Path("etc", f"pip-{path.name}")
-            shutil.copy(path, self.folder / copy)
-            return f"/{copy}"
-        # A package index in a folder links to files beside that folder.
-        folder = path.parent if word.startswith("file://") else path
-        (self.folder / folder.relative_to("/")).mkdir(parents=True, exist_ok=True)
-        self.folders.append(str(folder))
-        return word
+        settings = pip_settings(lambda path: f"/etc/pip-{path.name}")
+        (self.folder / "etc" / "pip.conf").write_text(settings.text)
+        for file, path in settings.files.items():
+            shutil.copy(file, self.folder / path[1:])
+        self.folders = settings.folders
+        for folder in settings.folders:
+            (self.folder / folder[1:]).mkdir(parents=True, exist_ok=True)
 
     def _copy_checkout(self) -> None:
         """Copy all files that git tracks or would add. Links stay links."""

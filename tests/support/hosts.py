@@ -133,8 +133,8 @@ class Network:
     def _connect(self, host: Host) -> None:
         _expect(host, "made")
         pid = str(host.init.pid)
-        _ip("link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", pid)
-        _ip("link", "set", host.port, "master", self.bridge, "up")
+        ip("link", "add", host.port, "type", "veth", "peer", "name", "eth0", "netns", pid)
+        ip("link", "set", host.port, "master", self.bridge, "up")
         inside = ("nsenter", "--net", "--target", pid, "ip")
         _run(*inside, "address", "add", f"{host.address}/24", "dev", "eth0")
         _run(*inside, "link", "set", "eth0", "up")
@@ -146,10 +146,10 @@ class Network:
 
     def cut(self, host: Host) -> None:
         """Disconnect a host from the switch. Both sides keep running."""
-        _ip("link", "set", host.port, "nomaster")
+        ip("link", "set", host.port, "nomaster")
 
     def heal(self, host: Host) -> None:
-        _ip("link", "set", host.port, "master", self.bridge)
+        ip("link", "set", host.port, "master", self.bridge)
 
 
 @contextmanager
@@ -158,18 +158,19 @@ def network(environment: Mapping[str, str]) -> Iterator[Network]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvroute-hosts-")))
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
-        bridge, prefix = _free_network()
-        _ip("link", "add", bridge, "address", MAC, "type", "bridge")
-        stack.callback(_ip, "link", "delete", bridge)
-        _ip("address", "add", f"{prefix}1/24", "dev", bridge)
-        _ip("link", "set", bridge, "up")
+        bridge, prefix = free_network()
+        ip("link", "add", bridge, "address", MAC, "type", "bridge")
+        stack.callback(ip, "link", "delete", bridge)
+        ip("address", "add", f"{prefix}1/24", "dev", bridge)
+        ip("link", "set", bridge, "up")
         made = Network(folder, bridge, prefix, environment)
         stack.callback(made.kill)
         yield made
 
 
-def _free_network() -> tuple[str, str]:
-    taken = _ip("-o", "link")
+def free_network() -> tuple[str, str]:
+    """Return the name of a bridge that does not exist, and the prefix of its addresses."""
+    taken = ip("-o", "link")
     for number in range(1, 255):
         if (bridge := f"kvr{number}") not in taken:
             return bridge, f"10.77.{number}."
@@ -213,7 +214,8 @@ SetEnv {" ".join(f'"{name}={value}"' for name, value in environment.items())}
 """
 
 
-def _ip(*words: str) -> str:
+def ip(*words: str) -> str:
+    """Run `ip`; return its output."""
     return _run("ip", *words)
 
 

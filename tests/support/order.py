@@ -13,7 +13,15 @@ from xdist.scheduler import LoadScopeScheduling
 
 # Folders below tests/. Those that take longest are first. Folders that share clusters are adjacent.
 FOLDERS = (
-    *("slow/clusters", "cluster", "slow/engines", "slow/bare_machine", "slow/clients", "vllm"),
+    *(
+        "slow/clusters",
+        "cluster",
+        "slow/engines",
+        "slow/bare_machine",
+        "slow/image",
+        "slow/clients",
+        "vllm",
+    ),
     *(
         "slow/own_cluster",
         "slow/versions",
@@ -34,6 +42,7 @@ SHARING = {
     "slow/clients": "vLLM cluster",
     "vllm": "vLLM cluster",
     "slow/suites": "suites",
+    "slow/image": "image",
 }
 # Fixtures of shared clusters and servers, in the order in which their tests run.
 SIMULATED = ("slow", "wired", "plain", "node", "trio", "named", "pair", "simulated_cluster")

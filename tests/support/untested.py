@@ -9,7 +9,7 @@ import pytest
 MISSING = "not installed: "
 COMMANDS = {"chromium": ("chromium", "chromium-browser")}  # commands with several names
 # Commands that scripts/system.sh installs.
-FROM_SYSTEM_SH = ("chromium", "debootstrap", "prometheus", "promtool")
+FROM_SYSTEM_SH = ("catatonit", "chromium", "debootstrap", "podman", "prometheus", "promtool")
 
 
 def find(name: str) -> str | None:

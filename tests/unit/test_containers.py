@@ -4,11 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from compose_spec import PyCompose
 
 from kvroute.settings.serve_environment import serve_environment
+from tests.support.compose import Compose
 from tests.support.repository import ROOT, files_named, load
 from tests.support.serving import KVROUTE
 from tests.support.settings_table import settings_table
@@ -72,6 +74,14 @@ def test_ray_starts_in_the_image_as_on_every_node() -> None:
 @pytest.mark.parametrize("name", COMPOSE_FILES)
 def test_the_compose_file_is_one(name: str) -> None:
     PyCompose.from_yaml((ROOT / name).read_text()).validate()
+
+
+@pytest.mark.parametrize("service", ["redis", "kvroute", "prometheus"])
+def test_the_tests_of_the_image_know_every_key_of_a_service(service: str, tmp_path: Path) -> None:
+    """tests/slow/image runs these services."""
+    options = Compose(tmp_path, {"INDEX_PASSWORD": "secret"}).options(service)
+    assert options
+    assert not any("${" in option for option in options)
 
 
 def test_a_misspelt_compose_file_is_none() -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 from base64 import b64decode
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -18,6 +19,7 @@ from ray.serve.schema import ServeDeploySchema
 from dashboards.build import files
 from kvroute.settings import parsers
 from tests.support.documents import DEPLOYMENT, blocks
+from tests.support.pods import Pod
 from tests.support.repository import ROOT, load
 from tests.support.untested import needs
 
@@ -117,6 +119,18 @@ def test_every_pod_is_of_one_image_and_has_a_redis_that_exists() -> None:
         told = {"name": "KVROUTE_REDIS_URL", "value": f"redis://:$({secret['name']})@{at}"}
         assert url == told
     assert len({container["image"] for container in containers()}) == 1
+
+
+def test_no_pod_can_change_its_root_or_has_a_capability(tmp_path: Path) -> None:
+    """tests/slow/image starts the pods so."""
+    secrets = {"kvroute-redis": {"password": "secret", "redis.conf": "requirepass secret"}}
+    for group in pod_groups():
+        options = Pod(group["template"], secrets).options("pod", tmp_path)
+        assert {"--read-only", "--cap-drop=ALL", "--user=1000"} <= {*options}
+        assert "--env=KVROUTE_REDIS_URL=redis://:secret@kvroute-redis:6379" in options
+        (container,) = group["template"]["spec"]["containers"]
+        written = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert written == {"/tmp", "/home/kvroute"}
 
 
 def test_workers_have_as_many_gpus_as_the_replicas_take() -> None:
