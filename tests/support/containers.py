@@ -125,12 +125,13 @@ class ContainerNetwork:
         ip("-n", name, "route", "add", "default", "via", f"{self.prefix}1")
 
     def remove(self) -> None:
-        """Remove all containers, the last ones first."""
+        """Remove all containers, the last ones first, and their volumes."""
         for container in reversed(self.containers):
             with suppress(AssertionError):  # it did not start
                 self.images.run("rm", "--force", "--time", "0", container.name)
             with suppress(subprocess.CalledProcessError):  # it shared the network of another one
                 ip("netns", "delete", container.name)
+        self.images.run("volume", "prune", "--force")
 
 
 @contextmanager

@@ -104,7 +104,9 @@ def ray_start(group: Mapping[str, Any], *, is_head: bool) -> tuple[str, ...]:
     if not is_head:
         options["address"] = f"{HEAD_SERVICE}:{RAY_PORT}"
     words = [f"--{name}={value}" for name, value in options.items()]
-    start = " ".join(["ray start", *(["--head"] if is_head else []), "--block", *words])
+    start = " ".join(
+        ["ulimit -n 65536; ray start", *(["--head"] if is_head else []), "--block", *words]
+    )
     return ("/bin/bash", "-cl", "--", start)  # a login shell, as with ENABLE_LOGIN_SHELL
 
 
