@@ -4,7 +4,10 @@ The values are those of the files, except the model and the engine, since there 
 """
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -42,9 +45,17 @@ CLUSTER = SERVICE["spec"]["rayClusterConfig"]
 class Pods:
     """The running pods."""
 
+    network: ContainerNetwork
+    folder: Path  # for the files of secrets
     redis: Container
     head: Container
     workers: list[Container]
+
+    def add_worker(self) -> None:
+        """Start one more pod of the group of workers."""
+        hosts = {REDIS_SERVICE["metadata"]["name"]: self.redis, HEAD_SERVICE: self.head}
+        name = f"worker{len(self.workers)}"
+        self.workers.append(start(self.network, WORKERS, name, self.folder, hosts))
 
     def cluster(self) -> dict[str, str]:
         """Return the replicas in the index: id -> address."""
@@ -66,27 +77,34 @@ def pods(
     probe = redis_pod.container["readinessProbe"]["exec"]["command"]
     wait_until(lambda: redis.execute(*probe).returncode == 0)
     hosts = {REDIS_SERVICE["metadata"]["name"]: redis}
-
-    def start(group: dict[str, object], name: str, *, is_head: bool) -> Container:
-        pod = Pod(group["template"], SECRETS)  # type: ignore[arg-type]
-        return network.start(
-            IMAGE,
-            "--shm-size=2g",
-            *pod.options(f"{network.bridge}-{name}", folder),
-            *ray_environment(TOKEN, is_head=is_head),
-            command=ray_start(group, is_head=is_head),
-            hosts=hosts,
-        )
-
-    head = start(CLUSTER["headGroupSpec"], "head", is_head=True)
-    hosts[HEAD_SERVICE] = head
+    head = start(network, CLUSTER["headGroupSpec"], "head", folder, hosts)
     wait_for(head, RAYLET_PROBE, GCS_PROBE)
-    workers = [start(WORKERS, f"worker{i}", is_head=False) for i in range(WORKERS["replicas"])]
+    pods = Pods(network, folder, redis, head, [])
+    for _ in range(WORKERS["replicas"]):
+        pods.add_worker()
     deploy(head)
-    pods = Pods(redis, head, workers)
     head.wait_for_health()
     wait_until(lambda: len(pods.cluster()) == WORKERS["replicas"], within_s=START_S)
     return pods
+
+
+def start(
+    network: ContainerNetwork,
+    group: Mapping[str, Any],
+    name: str,
+    folder: Path,
+    hosts: Mapping[str, Container],
+) -> Container:
+    """Start a pod of a group of Ray's nodes."""
+    is_head = HEAD_SERVICE not in hosts
+    return network.start(
+        IMAGE,
+        "--shm-size=2g",
+        *Pod(group["template"], SECRETS).options(f"{network.bridge}-{name}", folder),
+        *ray_environment(TOKEN, is_head=is_head),
+        command=ray_start(group, is_head=is_head),
+        hosts=hosts,
+    )
 
 
 def wait_for(container: Container, *probes: str) -> None:
@@ -151,10 +169,17 @@ def test_prometheus_can_read_the_metrics_of_every_process(pods: Pods) -> None:
         assert "kvroute_" in httpx.get(f"http://{target}/metrics", timeout=10).text
 
 
-def test_a_lost_worker_is_noticed_and_the_rest_serves(pods: Pods) -> None:
-    """The last test: Kubernetes deletes a pod."""
-    pods.workers[0].stop(30)
-    lost = pods.workers[0].address
-    wait_until(lambda: lost not in pods.cluster().values(), within_s=START_S)
+def test_a_deleted_worker_gives_its_replica_to_a_new_one(pods: Pods) -> None:
+    """The last test. Kubernetes runs the preStop command before it stops the pod."""
+    (container,) = WORKERS["template"]["spec"]["containers"]
+    leaving = pods.workers[0]
+    pods.add_worker()
+    wait_for(pods.workers[-1], RAYLET_PROBE)
+    done = leaving.execute(*container["lifecycle"]["preStop"]["exec"]["command"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert leaving.address not in pods.cluster().values()
+    leaving.stop(10)
+    rest = {worker.address for worker in pods.workers[1:]}
+    wait_until(lambda: {*pods.cluster().values()} == rest, within_s=START_S)
     with OpenAI(base_url=f"{pods.head.url}/v1", api_key="none", max_retries=0) as client:
         assert ask(client, user("Hello")).text
