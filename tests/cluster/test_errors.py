@@ -8,7 +8,9 @@ import requests
 
 from kvroute.contract.error_codes import CODES, anthropic_type_of, type_of
 from kvroute.process.builtin_model import BUILTIN_MODEL
+from kvroute.router.api.calls import AUDIO_ROUTES
 from tests.support.serving import Cluster
+from tests.support.tiny_audio import sound
 from tests.support.workloads import user
 
 CHATS, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -127,3 +129,12 @@ def test_the_addresses_that_people_try_first_lead_somewhere(cluster: Cluster) ->
     described = json.loads(send(cluster, "GET", "/openapi.json").content)
     assert described["openapi"].startswith("3.")
     assert {CHATS, MESSAGES, "/v1/prefixes/{name}", *POOLING} <= described["paths"].keys()
+
+
+@pytest.mark.parametrize("path", AUDIO_ROUTES)
+def test_a_recording_is_refused_where_no_model_hears(cluster: Cluster, path: str) -> None:
+    form = {"data": {"model": BUILTIN_MODEL}, "files": {"file": ("a.wav", sound())}}
+    response = send(cluster, "POST", path, **form)
+    error = error_of(response)
+    assert (response.status_code, error["code"]) == (404, "not_found")
+    assert "the simulated engine does not have this route" in error["message"]
