@@ -14,6 +14,7 @@ from kvroute.contract.http_call import Upload
 from kvroute.process.body_file import BodyFile, pieces
 from kvroute.process.exposition import Readings
 from kvroute.router.api.errors import ApiError, invalid
+from kvroute.router.api.fair_lock import FairLock
 from kvroute.router.forms.form import UploadForm
 
 MAX_FIELDS = 64  # the most fields of a form; vLLM has about 30, and one of them can be repeated
@@ -66,6 +67,7 @@ class Recordings:
     def __init__(self, *, limit_mb: int) -> None:
         self._limit_mb = limit_mb
         self._limit = limit_mb << 20  # bytes of the largest recording
+        self._lock = FairLock()  # parts of all forms are parsed one by one
         self._held = 0  # bytes of all forms in temporary files
         self._seconds = 0  # estimated length of all recordings so far
 
@@ -117,6 +119,7 @@ class Recordings:
                 await file.append(data)
             elif file.size:
                 recording.__exit__()
+            await self._lock.wait()  # other requests go on between two parts
 
         form = UploadForm(
             request,
