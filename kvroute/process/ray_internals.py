@@ -123,7 +123,8 @@ def listen_on_node_address() -> None:
     def add_port(server: Any, address: str) -> int:
         node = ray.util.get_node_ip_address()
         host = f"[{node}]" if ":" in node else node
-        return tls_utils.add_port_to_grpc_server(server, address.replace("[::]", host))
+        port: int = tls_utils.add_port_to_grpc_server(server, address.replace("[::]", host))
+        return port
 
     replica.add_port_to_grpc_server = add_port
 

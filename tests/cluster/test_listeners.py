@@ -1,5 +1,6 @@
 """What listens in a cluster with `--host 127.0.0.1` is what docs/operations/ports.md lists."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from ipaddress import IPv6Address, ip_address
@@ -18,23 +19,20 @@ def listening(cluster: Cluster) -> Iterator[tuple[str, str]]:
     command = psutil.Process(cluster.process.pid)
     started = {*cluster.processes(), command, *command.children(recursive=True)}
     for process in started:
-        for connection in process.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                yield name_of(process), connection.laddr.ip
+        with contextlib.suppress(psutil.NoSuchProcess):  # for example, an earlier HAProxy
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    yield name_of(process), connection.laddr.ip
 
 
 def name_of(process: psutil.Process) -> str:
-    """Return the part of a process's name that says what it is."""
-    title = " ".join(process.cmdline())
-    if "ray/dashboard/dashboard.py" in title:
+    """Return the part of a process's command that says what it is."""
+    command = " ".join(process.cmdline())
+    if actor := re.match(r"ray::(ServeReplica:kvroute:)?\w+", command):
+        return actor[0]
+    if "dashboard.py" in command:
         return "dashboard.py"
-    return (
-        re.sub(r"^ray::ServeReplica:kvroute:(\w+).*", r"ray::ServeReplica:kvroute:\1", title)
-        if (title.startswith("ray::ServeReplica"))
-        else title.split(".")[0]
-        if title.startswith("ray::")
-        else process.name()
-    )
+    return "kvroute serve" if "kvroute.cli" in command else process.name()
 
 
 def is_loopback(address: str) -> bool:

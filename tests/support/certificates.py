@@ -50,7 +50,7 @@ class Authority:
         builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         files = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
         _write(builder.sign(self._key, hashes.SHA256()), key, *files)
-        return WireTls(True, *map(str, files), str(self.file))
+        return WireTls(True, str(files[0]), str(files[1]), str(self.file))
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

@@ -208,6 +208,11 @@ async def test_a_process_in_between_cannot_pass_on_the_proofs(authority: Authori
         await until(lambda: not server.peers)
 
 
+def read_all(stranger: socket.socket) -> None:
+    while stranger.recv(100):
+        pass
+
+
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
@@ -247,7 +252,7 @@ def test_clients_without_a_handshake_are_closed_and_stop_nobody(
             assert await link.call("echo", b"fine") == b"fine"
             for stranger in strangers:  # each one is closed
                 with contextlib.suppress(ConnectionError):
-                    await asyncio.to_thread(lambda s=stranger: [*iter(lambda: s.recv(99), b"")])
+                    await asyncio.to_thread(read_all, stranger)
                 stranger.close()
             again = await linked(server, client_end(MADE, "made", SECRET))
             assert await again.call("echo", b"fine") == b"fine"
