@@ -15,7 +15,8 @@ from kvroute.router.queueing.holding import Holding
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.queueing.wake import Wake
 from kvroute.wire.address import Address
-from kvroute.wire.server import Method, Server
+from kvroute.wire.server import Method, Server, new_secret
+from kvroute.wire.tls import OFF, WireTls, server_ends
 from tests.support.waiting import until
 
 LOOPBACK = "127.0.0.1"
@@ -25,6 +26,7 @@ class Wired:
     """Replicas in this process, in place of those that Serve runs (connections/replicas.py).
 
     `most` is the maximum number of requests of each replica, and `ranks` the number of its ranks.
+    `tls` are the settings of the replicas for TLS, and `router_tls` those of the router.
     """
 
     def __init__(
@@ -34,12 +36,22 @@ class Wired:
         *,
         most: int = 1000,
         ranks: int = 1,
+        tls: WireTls = OFF,
+        router_tls: WireTls = OFF,
     ) -> None:
+        secrets = {id_: new_secret() for id_ in generates}
         self.servers = {
-            id_: Server(generate, methods or {}, max_requests=most)
+            id_: Server(
+                generate,
+                methods or {},
+                max_requests=most,
+                secret=secrets[id_],
+                tls=server_ends(tls, secrets[id_]),
+            )
             for id_, generate in generates.items()
         }
-        self.links = Links(lambda: self)
+        self.links = Links(lambda: self, tls=router_tls)
+        self._tls = tls
         self.killed: list[str] = []
         self._listed = [*self.servers]
         self._ranks = ranks
@@ -73,7 +85,7 @@ class Wired:
 
     async def address(self, replica_id: str) -> Address:
         server = self.servers[replica_id]
-        return Address(LOOPBACK, server.port, server.secret, self._ranks)
+        return Address(LOOPBACK, server.port, server.secret, self._ranks, self._tls.mode)
 
     async def probe(self, replica_id: str) -> None: ...
 

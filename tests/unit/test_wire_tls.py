@@ -18,6 +18,10 @@ import uvloop
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from kvroute.contract.pull import TlsMode
+from kvroute.local.before_start import check_wire_tls
+from kvroute.machine.problem import StartError
+from kvroute.settings.help import SettingsError
+from kvroute.settings.serve import load
 from kvroute.wire import server as replicas_end
 from kvroute.wire import tls as tls_module
 from kvroute.wire.contexts import End, shake_hands
@@ -26,6 +30,7 @@ from kvroute.wire.server import Server
 from kvroute.wire.tls import OFF, Refusals, TlsError, WireTls, check_files, client_end, server_ends
 from tests.support.certificates import DAY, Authority
 from tests.support.waiting import until
+from tests.support.wired import Wired
 
 LOOPBACK = "127.0.0.1"
 SECRET = b"s" * 32
@@ -343,3 +348,46 @@ def test_a_reason_is_logged_once_a_minute_and_reasons_are_bounded(
     for number in range(100):
         refusals.log("a", f"why {number}")
     assert len(refusals._logged_s) == tls_module.MAX_REASONS
+
+
+@pytest.mark.parametrize("router", [OFF, MADE], ids=["router without", "router with"])
+@pytest.mark.parametrize("replica", [OFF, MADE], ids=["replica without", "replica with"])
+async def test_during_a_rolling_update_routers_connect_to_old_and_new_replicas(
+    replica: WireTls, router: WireTls, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Wired({"a": never}, {"echo": echo}, tls=replica, router_tls=router) as wired:
+        assert await wired.links.call("a", "echo", b"x", within_s=10) == b"x"
+        access = wired.links.pull_access("a")
+        assert access is not None
+        assert access.tls == replica.mode
+    is_warned = "is not encrypted, because the replica was started without" in caplog.text
+    assert is_warned == (router.is_on and not replica.is_on)
+
+
+async def test_a_router_without_a_certificate_names_the_options_that_it_lacks(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    tls = authority.issue("node")
+    wired = Wired({"a": never}, tls=tls)
+    await wired.servers["a"].start(LOOPBACK)
+    running = asyncio.create_task(wired.links.run())
+    await until(lambda: "no connection to replica a" in caplog.text)
+    running.cancel()
+    await asyncio.wait([running])
+    await wired.servers["a"].close()
+    assert "set --wire-tls-cert, --wire-tls-key and --wire-tls-ca here, too" in caplog.text
+
+
+def test_a_start_with_one_file_or_an_expired_certificate_is_refused(authority: Authority) -> None:
+    with pytest.raises(SettingsError, match="--wire-tls-key is missing"):
+        load({"wire_tls": True, "wire_tls_cert": "cert.pem"})
+    old = authority.issue("old", age=3 * DAY, rest=-DAY)
+    files = {"wire_tls_cert": old.cert, "wire_tls_key": old.key, "wire_tls_ca": old.ca}
+    with pytest.raises(StartError, match="has expired; renew"):
+        check_wire_tls(load({"wire_tls": True, **files}))
+    new = authority.issue("old")
+    settings = load({"wire_tls": True, **files})
+    check_wire_tls(settings)
+    check_wire_tls(load({"wire_tls": True}))
+    (model,) = settings.resolve(redis_url="redis://127.0.0.1")
+    assert model.tls == new
