@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,7 +198,7 @@ class Client:
                 if number == 3 and id_ == self._dies:
                     raise EngineDeadError("as planned")
 
-    async def ask(self, **fields: object) -> list[int]:
+    async def ask(self, **fields: Any) -> list[int]:
         call = completion(**{"max_tokens": 12} | fields)
         generation = await self.dispatcher.generate(PROMPT, call, RequestContext(time.monotonic()))
         chunks = []
