@@ -53,6 +53,7 @@ from kvroute.replica.vllm_engine.host.args import check_tier
 from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
+from kvroute.replica.vllm_engine.http.sampling_checks import check_takes_tokens
 from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
@@ -228,6 +229,7 @@ class VllmEngine(Engine):
         self, request: GenerateRequest, emit: Emit, *, only_pulls: bool = False
     ) -> None:
         """Generate tokens without vLLM's HTTP application: for named prefixes and test requests."""
+        check_takes_tokens(self._llm.model_config)
         if request.pin:
             admit_pin(request, self)
         prompt = tokens_input(request.token_ids.tolist(), cache_salt=cache_salt(request))

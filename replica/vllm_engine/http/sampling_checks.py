@@ -1,5 +1,6 @@
 """Rejects requests with sampling parameters that vLLM accepts, but cannot run well."""
 
+from vllm.config import ModelConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
@@ -41,4 +42,12 @@ def check_tokens_fit_grammar(output: RequestOutput, params: SamplingParams) -> N
             f"{' and '.join(names)}: the allowed tokens do not fit the schema or grammar of the "
             "answer; allow more tokens, or leave out one of these fields",
             parameter=names[0],
+        )
+
+
+def check_takes_tokens(config: ModelConfig) -> None:
+    """Raise a ValueError if the model needs more than a prompt of token ids."""
+    if config.is_encoder_decoder:
+        raise ValueError(
+            "the model has an encoder, so it needs a recording; it takes no prompt of token ids"
         )

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -156,3 +157,11 @@ async def test_nothing_runs_for_a_client_that_has_left(hearing: Hearing) -> None
     await asyncio.gather(asking, return_exceptions=True)
     assert asking.cancelled()
     await until(lambda: not states)
+
+
+async def test_tokens_that_nobody_reads_are_refused(hearing: Hearing) -> None:
+    """Those of a named prefix and of a canary; the replica goes on."""
+    ids = np.arange(32, dtype=np.uint32)
+    with pytest.raises(ValueError, match="recording"):
+        await collected(hearing.engine.generate, GenerateRequest("r-1", ids))
+    assert status_of(await hearing.chunks(TRANSCRIPTIONS, SHORT, sound(1))) == 200
