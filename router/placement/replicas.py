@@ -112,14 +112,12 @@ class ReplicaRegistry:
         return list(self._records.values())
 
     @property
-    def own_ids(self) -> Collection[str]:
-        """Return the ids of the replicas that Ray Serve runs; all if that is not known."""
-        return (self._running() if self._running else ()) or self._ranks.keys()
-
-    @property
     def own_records(self) -> list[ReplicaRecord]:
         """Return the records of the replicas that Ray Serve runs; all if that is not known."""
-        return [record for id_ in self.own_ids for record in self._ranks.get(id_, ())]
+        running = self._running() if self._running else ()
+        if not running:
+            return self.records
+        return [record for id_ in running for record in self._ranks.get(id_, ())]
 
     def is_own(self, rank_id: str) -> bool:
         """Return whether Ray Serve runs the rank's replica; true if that is not known.

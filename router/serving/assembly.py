@@ -204,6 +204,7 @@ class Parts:
             self.questions,
             self.fleet.replicas,
             settings,
+            running,
         )
         # Monitoring.
         self.recorder = _recorder(self)

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -53,11 +53,22 @@ class WeightsUpdates:
         questions: Questions,
         replicas: ReplicaRegistry,
         settings: RouterSettings,
+        running: Callable[[], Collection[str]],
     ) -> None:
+        """Create the updates of a model.
+
+        Args:
+            store: the record in Redis.
+            questions: asks a replica whether weights fit.
+            replicas: the replicas' records.
+            settings: the settings for this model.
+            running: returns the ids of the replicas that Ray Serve runs.
+        """
         self._store = store
         self._questions = questions
         self._replicas = replicas
         self._settings = settings
+        self._running = running
         self._record = START
         self._revision = 0
         self._outage = Outage(log, "the record of the weights stays as it is")
@@ -95,7 +106,7 @@ class WeightsUpdates:
             try:
                 after = await self._store.update(weights, at_once=new.at_once, before=before)
             except UpdateRunningError:
-                raise _running("another update has just begun") from None
+                raise _still_running("another update has just begun") from None
         ends_s = time.monotonic() + WAIT_S
         while time.monotonic() < ends_s:
             await asyncio.sleep(POLL_S)
@@ -130,7 +141,7 @@ class WeightsUpdates:
     def _by_replica(self) -> dict[str, str | None]:
         """Return the key of each replica's weights; None: the replica is not in the index."""
         keys: dict[str, str | None] = {}
-        for id_ in self._replicas.own_ids:
+        for id_ in self._running():
             ranks = map(self._replicas.get, self._replicas.ranks_of(id_))
             keys[id_] = next((rank.facts.weights for rank in ranks if rank), None)
         return keys
@@ -146,7 +157,7 @@ class WeightsUpdates:
         behind = self._behind()
         if not record.is_proven or behind:
             count = plural(len(behind), "replica")
-            raise _running(
+            raise _still_running(
                 f"{count} of the last update {'has' if len(behind) == 1 else 'have'} "
                 "not loaded its weights yet"
             )
@@ -206,7 +217,7 @@ def _unusable(source: str, problem: str) -> ApiError:
     return invalid("source", f"source is {shown(source)}: {problem}. The old weights go on serving")
 
 
-def _running(reason: str) -> ApiError:
+def _still_running(reason: str) -> ApiError:
     return ApiError(
         409,
         f"an update of the weights is running: {reason}; try again when GET /v1/weights says ready",

@@ -229,8 +229,7 @@ class Fleet:
     def __init__(self, *replicas: Replica) -> None:
         self.replicas = replicas
 
-    @property
-    def own_ids(self) -> list[str]:
+    def ids(self) -> list[str]:
         return [replica.name for replica in self.replicas]
 
     def ranks_of(self, replica_id: str) -> tuple[str, ...]:
@@ -251,7 +250,9 @@ async def serving(
 ) -> AsyncIterator[httpx.AsyncClient]:
     fleet: Any = Fleet(*replicas)
     settings: Any = SimpleNamespace(weights_root=root)
-    served = SimpleNamespace(name="m", weights=WeightsUpdates(store, fleet, fleet, settings))
+    served = SimpleNamespace(
+        name="m", weights=WeightsUpdates(store, fleet, fleet, settings, fleet.ids)
+    )
     app = FastAPI()
     app.state.models = SimpleNamespace(all=[served], select=lambda _: served)
     app.state.bodies = Bodies(limit_mb=1)
