@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +34,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 async def updated(
     request: pytest.FixtureRequest, folders: tuple[Path, Path]
 ) -> AsyncIterator[Running]:
-    options = {"host_cache_gb": "0.05", "simulated_blocks": 90}
+    """An engine with all tiers: host memory, pulls, and for vLLM a disk."""
+    options: dict[str, Any] = {"host_cache_gb": "0.05", "simulated_blocks": 90, "pull": "on"}
+    if request.param == "vllm":
+        options |= {"disk_cache": folders[0].parent / "cache", "disk_cache_gb": 0.1}
     async with started(request.param, model=str(folders[0]), **options) as running:
         yield running
+
+
+def formats(folders: tuple[Path, Path]) -> set[str]:
+    """Return the formats of the blocks that are on the disk."""
+    files = (folders[0].parent / "cache").glob("*/*/*.kv")
+    return {file.parent.parent.name for file in files}
 
 
 def chain_of(prompt: list[int], weights: str) -> set[Fingerprint]:
@@ -47,11 +57,13 @@ async def test_new_weights_find_nothing_of_the_old_ones_and_answer_otherwise(
     updated: Running, folders: tuple[Path, Path]
 ) -> None:
     prompt, own = prompt_of(200, seed=1), updated.engine
+    old_format, is_vllm = own.facts.format, own.facts.engine == "vllm"
     before = await updated.ask(prompt)
     await updated.pin("prefix", prompt)
     await until(lambda: chain_of(prompt, "") <= set(updated.table.held()))
     await own.load_weights(str(folders[1]), KEY)
     assert (own.facts.weights, dict(own.pins)) == (KEY, {})
+    assert own.facts.format not in ("", old_format)
     await until(lambda: not updated.table.held())
     after = await updated.ask(prompt)
     assert after[0].cached_tokens == 0
@@ -60,8 +72,11 @@ async def test_new_weights_find_nothing_of_the_old_ones_and_answer_otherwise(
     assert (again[0].cached_tokens, ids_of(again)) == (192, ids_of(after))
     await until(lambda: chain_of(prompt, KEY) <= set(updated.table.held()))
     assert not chain_of(prompt, "") & set(updated.table.held())
+    if is_vllm:  # the blocks on the disk have the new format, too
+        await until(lambda: formats(folders) == {own.facts.format[:32]})
     assert not (await updated.compare()).drift
     await own.load_weights(str(folders[0]), "")
+    assert own.facts.format == old_format
     assert ids_of(await updated.ask(prompt)) == ids_of(before)
 
 
