@@ -110,6 +110,13 @@ def ray_start(group: Mapping[str, Any], *, is_head: bool) -> tuple[str, ...]:
     return ("/bin/bash", "-cl", "--", start)  # a login shell, as with ENABLE_LOGIN_SHELL
 
 
+def shared_memory(group: Mapping[str, Any]) -> str:
+    """Return the option for /dev/shm, which KubeRay mounts. The pod's memory is its limit."""
+    (container,) = group["template"]["spec"]["containers"]
+    memory: str = container["resources"]["limits"]["memory"]
+    return f"--shm-size={memory.replace('Gi', 'g')}"
+
+
 def ray_environment(token: str, *, is_head: bool) -> list[str]:
     """Return options for the variables that KubeRay adds to those of the file."""
     host = "127.0.0.1" if is_head else HEAD_SERVICE

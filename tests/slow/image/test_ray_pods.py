@@ -27,6 +27,7 @@ from tests.support.pods import (
     documents,
     ray_environment,
     ray_start,
+    shared_memory,
 )
 from tests.support.waiting import wait_until
 from tests.support.workloads import ask, user
@@ -99,7 +100,7 @@ def start(
     is_head = HEAD_SERVICE not in hosts
     return network.start(
         IMAGE,
-        "--shm-size=2g",
+        shared_memory(group),
         *Pod(group["template"], SECRETS).options(f"{network.bridge}-{name}", folder),
         *ray_environment(TOKEN, is_head=is_head),
         command=ray_start(group, is_head=is_head),
