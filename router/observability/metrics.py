@@ -38,6 +38,7 @@ from kvroute.router.placement.attempts import (
 )
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
+from kvroute.router.placement.replicas import own_degraded
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.returns import EVICTION_REASONS
@@ -269,7 +270,7 @@ class RouterMetrics(RequestObservers):
             "kvroute_degraded_replicas",
             "Replicas whose cache is ignored, since their engine or tokenizer differs from the "
             "router's.",
-            lambda: len(replicas_of(fleet.replicas.own_degraded)),
+            lambda: len(replicas_of(own_degraded(fleet.replicas))),
         )
         gauge(
             "kvroute_busy_seconds",

@@ -129,11 +129,6 @@ class ReplicaRegistry:
         return not running or replica_of(rank_id) in running
 
     @property
-    def own_degraded(self) -> Mapping[str, str]:
-        """Return the entries of `degraded` for the replicas that Ray Serve runs."""
-        return {id_: reason for id_, reason in self.degraded.items() if self.is_own(id_)}
-
-    @property
     def degraded(self) -> Mapping[str, str]:
         """Return the replicas whose caches are ignored: replica id -> reason."""
         return self.handshake.degraded
@@ -240,6 +235,11 @@ class ReplicaRegistry:
             tier.name: {"blocks": facts.blocks, "gb_per_s": round(facts.bytes_per_s / 1e9, 3)}
             for tier, facts in self.tiers.get(replica_id, {}).items()
         }
+
+
+def own_degraded(replicas: ReplicaRegistry) -> dict[str, str]:
+    """Return the entries of `degraded` for the replicas that Ray Serve runs."""
+    return {id_: reason for id_, reason in replicas.degraded.items() if replicas.is_own(id_)}
 
 
 def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecord]]:

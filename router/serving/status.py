@@ -18,6 +18,7 @@ from kvroute.router.api.load_report import cluster_load
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.page import seats_now, waiting
 from kvroute.router.page.recent import Sums
+from kvroute.router.placement.replicas import own_degraded
 from kvroute.router.serving.assembly import Parts
 
 STATUS_S = 1.0  # timeout in seconds for Redis when a client requests the replicas' status
@@ -60,7 +61,7 @@ class Status:
 
     def health(self) -> ModelHealth:
         """Return the model's health, for load balancers and operators."""
-        feed, degraded = self._parts.feed.state, self._parts.fleet.replicas.own_degraded
+        feed, degraded = self._parts.feed.state, own_degraded(self._parts.fleet.replicas)
         return ModelHealth(
             len(replicas_of(self.running)),
             index_is_reachable=feed.is_reachable,

@@ -14,6 +14,7 @@ from kvroute.contract.identity import Identity, identify
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.index.handshake import WORDS, Handshake, differences
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.placement.replicas import own_degraded
 from tests.support.model_files import change_template, copy_model_files
 from tests.support.records import FACTS, LOAD
 
@@ -98,7 +99,7 @@ def test_of_another_deployment_no_degraded_replica_is_reported(
     )
     fleet.update([record(id_, template_digest="cccc") for id_ in ("a", "b")])
     assert fleet.replicas.degraded.keys() == {"a", "b"}
-    assert fleet.replicas.own_degraded.keys() == reported
+    assert own_degraded(fleet.replicas).keys() == reported
     assert {record.id for record in fleet.replicas.own_records} == reported
 
 
