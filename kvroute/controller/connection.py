@@ -21,10 +21,12 @@ def connected(ray_address: str) -> Iterator[None]:
     """
     import ray
 
-    from kvroute.process.ray_internals import use_auth_token
+    from kvroute.process.ray_internals import stay_on_loopback, use_auth_token
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     use_auth_token()
+    if ray_address.startswith("127."):
+        stay_on_loopback()
     try:
         ray.init(ray_address, log_to_driver=False, logging_level=logging.ERROR)
     except (ray.exceptions.RayError, RuntimeError, OSError) as error:

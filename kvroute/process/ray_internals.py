@@ -129,6 +129,17 @@ def listen_on_node_address() -> None:
     replica.add_port_to_grpc_server = add_port
 
 
+def stay_on_loopback() -> None:
+    """Let this process join a Ray whose node has the address 127.0.0.1, as a driver.
+
+    Otherwise Ray would take another address of this computer for the process, and the node's
+    processes, which listen on loopback only, could not be reached.
+    """
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
 def use_auth_token() -> None:
     """Use the authentication token for Ray, if this user has one."""
     from ray._private.authentication import authentication_token_setup as authentication
