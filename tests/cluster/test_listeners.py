@@ -44,5 +44,8 @@ def is_loopback(address: str) -> bool:
 def test_every_process_that_listens_is_documented_and_on_loopback(cluster: Cluster) -> None:
     documented = {*TABLE.findall((ROOT / "docs/operations/ports.md").read_text())}
     found = [*listening(cluster)]
-    assert {name for name, _ in found} == documented
+    names = {name for name, _ in found}
+    assert names <= documented
+    # Ray's dashboard has one fixed port, which another cluster on this machine may have.
+    assert documented - names <= {"dashboard.py"}
     assert [(name, address) for name, address in found if not is_loopback(address)] == []
