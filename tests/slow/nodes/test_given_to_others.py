@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.support.waiting import until, wait_until
 
 pytestmark = [*ON_NODES, pytest.mark.timeout(900)]
 
+REPLICAS = 3  # more than fit on one worker, so that both workers have some
 CHATS = 24
 HISTORY = 2000  # tokens
 HIT_SHARE = 0.9
@@ -30,7 +32,7 @@ numbers = itertools.count(10_000)
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    args = {"engine": "simulated", "simulated_decode_ms": 50, "replicas": 2}
+    args = {"engine": "simulated", "simulated_decode_ms": 50, "replicas": REPLICAS}
     tiers = {"host_cache_gb": 32, "pull": "on", "simulated_prefill_tokens_per_s": 5000}
     with ray_up(workers=2, args=args | tiers | {"lora_root": HOME}) as nodes:
         wait_until(lambda: all(chat(nodes).is_success for _ in range(10)))  # of both routers
@@ -66,7 +68,7 @@ def test_an_uploaded_adapter_is_copied_to_the_nodes_that_run_it(
     command = [*KVROUTE, "adapters", "add", "sql", str(folder), "--upload", "--warm"]
     added = subprocess.run([*command, "--url", nodes.url], capture_output=True, text=True)
     assert added.returncode == 0, added.stdout + added.stderr
-    for host in nodes.hosts:
+    for host in (nodes.head, *map(nodes.worker, nodes.index().values())):
         found = [*host.files.glob("tmp/home/uploaded/*/*/*/adapter_model.safetensors")]
         assert [digest_of(file.parent) for file in found] == [digest_of(folder)]
     body = {"model": "sql", "prompt": "one two three", "max_tokens": 8}
@@ -88,8 +90,10 @@ async def test_a_node_is_emptied_while_clients_listen(nodes: Nodes) -> None:
         undisturbed = await Audience(openai, 100).listen()
         where = [(await turn(client, chat))[0] for chat in range(CHATS)]
         index = nodes.index()
-        leaving = nodes.worker(index[where[0]])
+        ((address, _),) = Counter(index.values()).most_common()[1:]
+        leaving = nodes.worker(address)  # the one with one replica
         moved = [chat for chat in range(CHATS) if index[where[chat]] == leaving.address]
+        assert 0 < len(moved) < CHATS
         audience, over = Audience(openai, 100), asyncio.Event()
         listening = asyncio.create_task(audience.listen_until(over))
         await until(lambda: min(audience.pieces) >= 5)
