@@ -21,14 +21,15 @@ def connected(ray_address: str) -> Iterator[None]:
     """
     import ray
 
-    from kvroute.process.ray_internals import stay_on_loopback, use_auth_token
+    from kvroute.process.ray_internals import own_ray_address, stay_on_loopback, use_auth_token
 
     logging.getLogger("ray").setLevel(logging.ERROR)
     use_auth_token()
-    if ray_address.startswith("127."):
-        stay_on_loopback()
     try:
-        ray.init(ray_address, log_to_driver=False, logging_level=logging.ERROR)
+        found = own_ray_address() if ray_address == "auto" else ray_address
+        if found.startswith("127."):
+            stay_on_loopback()
+        ray.init(found, log_to_driver=False, logging_level=logging.ERROR)
     except (ray.exceptions.RayError, RuntimeError, OSError) as error:
         where = "on this machine" if ray_address == "auto" else f"at {ray_address}"
         raise UnreachableError(

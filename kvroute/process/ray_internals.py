@@ -129,6 +129,13 @@ def listen_on_node_address() -> None:
     replica.add_port_to_grpc_server = add_port
 
 
+def own_ray_address() -> str:
+    """Return the address of the Ray that runs on this machine. Raises ConnectionError."""
+    from ray._private import services
+
+    return str(services.get_ray_address_from_environment("auto", None))
+
+
 def stay_on_loopback() -> None:
     """Let this process join a Ray whose node has the address 127.0.0.1, as a driver.
 

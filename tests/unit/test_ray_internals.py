@@ -59,6 +59,11 @@ def test_rays_messages_can_be_received() -> None:
     assert [*inspect.signature(worker.print_to_stdstream).parameters] == ["data", "ignore_prefix"]
 
 
+def test_the_ray_of_this_machine_can_be_found() -> None:
+    parameters = inspect.signature(services.get_ray_address_from_environment).parameters
+    assert [*parameters] == ["addr", "temp_dir"]
+
+
 def test_a_replica_marks_that_it_shuts_down() -> None:
     source = inspect.getsource(serves_replica)
     assert "self._shutting_down = True" in source
