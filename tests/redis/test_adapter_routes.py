@@ -17,14 +17,6 @@ from tests.support.records import record
 
 
 @pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    yield client
-    await client.flushall()
-    await client.aclose()
-
-
-@pytest.fixture
 async def client(redis: Redis) -> AsyncIterator[Client]:
     async with serving(Model(Adapters(redis, uuid.uuid4().hex))) as client:
         yield client

@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
@@ -21,14 +21,6 @@ from tests.support.waiting import until
 def adapter(name: str, digest: str = "a", tenant: str = "", **fields: bool) -> AddedAdapter:
     path = f"/adapters/{name}"
     return AddedAdapter(name=name, path=path, digest=32 * digest, rank=8, tenant=tenant, **fields)
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    yield client
-    await client.flushall()
-    await client.aclose()
 
 
 @pytest.fixture

@@ -14,17 +14,8 @@ from kvroute.adapters.added import AdapterFiles
 from kvroute.adapters.files import digest_of
 from kvroute.router.adapters.adapter_uploads import AdapterUploads
 from kvroute.store.adapters import Adapters
-from kvroute.store.connection import connect
 from tests.support.adapter_routes import Model, message, serving
 from tests.support.adapters import write_adapter
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    yield client
-    await client.flushall()
-    await client.aclose()
 
 
 @pytest.fixture

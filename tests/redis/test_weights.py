@@ -23,21 +23,12 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import cluster_routes
 from kvroute.router.weights import updates
 from kvroute.router.weights.updates import WeightsUpdates
-from kvroute.store.connection import connect
 from kvroute.store.keys import key_prefix
 from kvroute.store.weights import UpdateRunningError, WeightsStore
 from kvroute.weights.version import START, Weights, decode_source
 from tests.support.records import record
 from tests.support.waiting import until
 from tests.support.weights import empty_weights
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    client = connect(redis_url)
-    yield client
-    await client.flushall()
-    await client.aclose()
 
 
 @pytest.fixture
