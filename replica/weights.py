@@ -61,7 +61,7 @@ class ReplicaWeights:
         self._pause = pause
         self._on_load = on_load
         self._revision = 0  # revision of the record that was read last
-        self._wanted: FleetWeights | None = None  # that record; None: nothing was read yet
+        self._wanted: FleetWeights | None = None  # the latest record; None: none was read yet
         self._retry_s = 0.0  # time of the next attempt after a failed one, on the monotonic clock
 
     async def start(self) -> None:

@@ -105,7 +105,7 @@ class Outcome:
     hit_tokens: list[int]
     prefill_s: list[float]  # seconds that each replica spent on prompts
     reloaded_tokens: list[int]  # hit tokens that were copied from a slower tier
-    disk_tokens: list[int]  # those of them that were copied from the disk cache
+    disk_tokens: list[int]  # hit tokens from the disk cache, which reloaded_tokens includes
     reload_wait_s: list[float]  # seconds that each request waited for a copy
     reload_s: list[float]  # seconds that each replica spent on copies
     pulled_tokens: list[int]  # tokens that were pulled from another replica
