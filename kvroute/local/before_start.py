@@ -14,7 +14,7 @@ from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.ports import free_port, is_local, listen_error
 from kvroute.local.progress import Progress
 from kvroute.local.ray_cluster import OBJECT_STORE_BYTES
-from kvroute.machine import fleet, gpus
+from kvroute.machine import fleet, gpus, limits
 from kvroute.machine.problem import Problem, StartError
 from kvroute.machine.vllm_check import vllm_errors
 from kvroute.process import vllm_build
@@ -285,6 +285,7 @@ OF_MACHINE: Mapping[str, Examine] = {
     "open files": lambda settings: fleet.connection_problems(
         settings.routers, settings.max_requests
     ),
+    "own name": lambda settings: limits.own_name(),
 }
 # A start makes these checks on its way, when it needs what they examine.
 ON_THE_WAY: Mapping[str, Examine] = {

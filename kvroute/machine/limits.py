@@ -1,7 +1,10 @@
-"""Compares what a cluster needs with this machine's memory, shared memory and open files."""
+"""Compares what a cluster needs with what this machine offers."""
 
 import shutil
-from collections.abc import Iterator
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -11,6 +14,7 @@ from kvroute.process.memory import memory_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS = "*.safetensors"
+LOOKUP_S = 1.0  # seconds in which this machine's own name should be found
 
 
 def memory(needed: int, free: int | None = None) -> Iterator[Problem]:
@@ -68,4 +72,31 @@ def connections(possible: int, wanted: int) -> Iterator[Problem]:
             f"the load balancer can hold {possible} connections, and --max-requests lets in "
             f"{wanted} requests; raise the limit of open files (ulimit -Hn), or lower "
             "--max-requests"
+        )
+
+
+def own_name(look_up: Callable[[str], object] = socket.gethostbyname) -> Iterator[Problem]:
+    """Yield a problem if this machine's own name is not looked up within LOOKUP_S.
+
+    Ray and vLLM look it up several times while they start. A name that is quickly found to be
+    unknown is no problem.
+
+    Args:
+        look_up: looks up a name; raises OSError if it is unknown.
+    """
+    name = socket.gethostname()
+
+    def ask() -> None:
+        with suppress(OSError):
+            look_up(name)
+
+    asking = threading.Thread(target=ask, name="look-up-own-name", daemon=True)
+    asking.start()
+    asking.join(LOOKUP_S)
+    if asking.is_alive():
+        yield Problem(
+            f"looking up this machine's own name, {name}, takes longer than {LOOKUP_S:g} s, and "
+            "Ray and each engine do it several times while they start; add a line with this "
+            f"machine's address and {name} to /etc/hosts, or correct the name servers in "
+            "/etc/resolv.conf"
         )

@@ -7,6 +7,7 @@ again, and asks for admission again.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Sequence
 
@@ -17,14 +18,20 @@ from kvroute.contract.keep import RetentionHint, batch_hint
 from kvroute.contract.priority import BATCH_S
 from kvroute.contract.ranks import replica_of
 from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
+from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.holding import MAX_REFUSED_S, RECOVERY_S, Admitted, Holding
 from kvroute.router.queueing.refusals import no_replica
 from kvroute.router.queueing.seating import Seating
+from kvroute.wire.link import RefusedError
 
 POLL_S = 0.1  # seconds between two checks for a running replica, while no replica runs
+# Length of the first pause of a request that all replicas have refused, before it is placed again.
+# Each further pause is twice as long.
+FIRST_PAUSE_S = 0.025
+LONGEST_PAUSE_S = 0.5  # the longest such pause
 
 
 class Gate:
@@ -53,12 +60,7 @@ class Gate:
         Raises:
             ApiError: no replica was ready within RECOVERY_S or the request's own wait limit.
         """
-        within_s = (
-            RECOVERY_S
-            if urgency.requested_wait_s is None
-            else min(RECOVERY_S, urgency.requested_wait_s)
-        )
-        deadline = time.monotonic() + within_s
+        deadline = time.monotonic() + _recovery_s(urgency)
         while not (running := _without(self.liveness.trusted(), excluded_ids)):
             if time.monotonic() >= deadline:
                 self.fleet.observer.rejected(urgency.priority, "no_replica")
@@ -79,6 +81,10 @@ class Ticket:
         self._gate = gate
         self._seating = None if context.is_resumed else gate.seating
         self._seat_s = 0.0  # seconds that the prompt has waited for a seat
+        self._refused_s = (
+            math.inf
+        )  # time at which all replicas refused the prompt for the first time
+        self._pause_s = FIRST_PAUSE_S
         # A prompt that a lost replica has begun does not wait again.
         self._admitted: Admitted | None = None
         if context.is_resumed:
@@ -141,6 +147,25 @@ class Ticket:
             is_batch=self._admitted.is_in_lane,
         )
 
+    def pause_s(self, error: RefusedError, now_s: float) -> float:
+        """Return how long to pause, since all replicas have refused the prompt.
+
+        Args:
+            error: the refusal of the last replica.
+
+        Raises:
+            ApiError: they have refused it for RECOVERY_S, or for the request's own wait limit.
+        """
+        self._refused_s = min(self._refused_s, now_s)
+        limit_s = _recovery_s(self.context.urgency)
+        if now_s - self._refused_s >= limit_s:
+            raise ApiError(
+                503,
+                f"no replica has accepted this request within {limit_s:g} s ({error}); try again",
+            )
+        pause_s, self._pause_s = self._pause_s, min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        return pause_s
+
     def _retention_hint(self) -> RetentionHint | None:
         retention = self.context.retention
         if retention is None or not self.context.is_in_lane:
@@ -171,6 +196,13 @@ class Ticket:
             is_in_lane=self._admitted.is_in_lane,
         )
         return wait.reason == "none"
+
+
+def _recovery_s(urgency: Urgency) -> float:
+    """Return for how many seconds a request waits for a replica that accepts it."""
+    if urgency.requested_wait_s is None:
+        return RECOVERY_S
+    return min(RECOVERY_S, urgency.requested_wait_s)
 
 
 def _without(rank_ids: list[str], excluded_ids: Collection[str]) -> list[str]:

@@ -46,8 +46,6 @@ log = logging.getLogger("kvroute.dispatch")
 # of each call. Batch requests have a separate limit of the same size.
 MAX_STARTING = 256
 TRIES = 8  # replicas that may refuse a request before the router pauses and places it again
-FIRST_PAUSE_S = 0.025  # length of the first such pause; each further pause is twice as long
-LONGEST_PAUSE_S = 0.5  # the longest such pause
 # Tokens of one call that the router buffers for a slow client. HTTP bytes count, too: `weight` in
 # contract/generation.py converts them to tokens.
 WAITING_TOKENS = 262_144
@@ -182,7 +180,7 @@ class Dispatcher:
             OtherWeightsError: no replica has the weights that have begun the response.
         """
         others = set[str]()  # replicas with other weights than the request names
-        ticket, pause_s = Ticket(self.gate, context), FIRST_PAUSE_S
+        ticket = Ticket(self.gate, context)
         while True:
             self._blamed.check(request)
             self._check(losses, request)
@@ -204,9 +202,8 @@ class Dispatcher:
             try:
                 admitted = ticket.with_admission(request, now_s)
                 return await self._try(admitted, ticket.context, placement, losses, others)
-            except RefusedError:
-                await self._wait(pause_s)
-                pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            except RefusedError as error:
+                await self._wait(ticket.pause_s(error, time.monotonic()))
             except LOST:
                 continue
 
@@ -267,11 +264,11 @@ class Dispatcher:
             others: replicas with other weights than the request names are added.
 
         Raises:
-            RefusedError: the first TRIES replicas of the ranking are full.
+            RefusedError: the first TRIES replicas of the ranking refuse it; why the last one does.
             LOST: a replica was lost before it had sent its first chunk.
         """
         # Ids of replicas that refused the request. Their other data parallel ranks are skipped.
-        sent_s, full = time.monotonic(), set[str]()
+        sent_s, full, reason = time.monotonic(), set[str](), "no replica has these weights"
         for candidate in placement.ranking:
             replica_id = candidate.replica_id
             if len(full) == TRIES:
@@ -284,6 +281,7 @@ class Dispatcher:
             except RefusedError as error:
                 log.info("replica %s refused a request: %s", replica_id, error)
                 full.add(replica_of(replica_id))
+                reason = str(error)
             except OtherWeightsError as error:
                 log.info("replica %s refused to continue a response: %s", replica_id, error)
                 others.add(replica_id)
@@ -291,7 +289,7 @@ class Dispatcher:
                 log.info("replica %s was lost before it sent a token: %s", replica_id, error)
                 record_loss(losses, attempt, error)
                 raise
-        raise RefusedError("all replicas are full")
+        raise RefusedError(reason)
 
     async def _send(
         self, request: GenerateRequest, placement: Placement, attempt: Attempt, losses: Losses

@@ -15,6 +15,8 @@ from tests.support.images import Images, limits
 from tests.support.waiting import wait_until
 
 START_S = 900.0  # on a busy machine, the first start takes minutes
+HOSTNAME = "--hostname"  # option of `podman run`; Docker and Kubernetes make the name known, too
+NO_DNS = "--dns=127.0.0.1"  # nothing listens there, so that other names are unknown at once
 
 
 @dataclass(frozen=True)
@@ -97,10 +99,14 @@ class ContainerNetwork:
         )
         self.containers.append(container)
         self._connect(container, f"{self.bridge}p{number}")
-        names = [f"--add-host={name}:{other.address}" for name, other in (hosts or {}).items()]
+        named = {name: other.address for name, other in (hosts or {}).items()}
+        if HOSTNAME not in options:
+            options = (HOSTNAME, container.name, *options)
+        named[options[options.index(HOSTNAME) + 1]] = container.address
+        names = [f"--add-host={name}:{address}" for name, address in named.items()]
         network = f"--network=ns:/run/netns/{container.name}"
-        given = ("--detach", "--name", container.name, network, *limits(), *names, *options)
-        self.images.run("run", *given, image, *command)
+        given = ("--detach", "--name", container.name, network, NO_DNS, *names)
+        self.images.run("run", *given, *limits(), *options, image, *command)
         return container
 
     def start_beside(

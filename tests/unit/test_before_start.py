@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -226,3 +228,19 @@ def test_options_of_serve_without_before_start_are_refused() -> None:
 def test_each_check_of_the_doctor_is_one_of_the_start() -> None:
     names = [name for name, _ in before_start.before_start(ServeSettings(engine="simulated"))]
     assert {*before_start.OF_OPTIONS, *before_start.OF_MACHINE} < {*names}
+
+
+def test_a_name_that_is_not_looked_up_in_time_is_a_problem() -> None:
+    answered = threading.Event()
+    (problem,) = limits.own_name(lambda _: answered.wait())
+    answered.set()
+    assert socket.gethostname() in problem.text
+    assert not problem.is_final
+
+
+def test_a_name_that_is_known_or_quickly_unknown_is_no_problem() -> None:
+    def unknown(name: str) -> None:
+        raise socket.gaierror(f"{name} is unknown")
+
+    assert list(limits.own_name(lambda name: "127.0.1.1")) == []
+    assert list(limits.own_name(unknown)) == []

@@ -288,7 +288,7 @@ async def test_a_request_waits_while_all_replicas_are_full_and_too_many_are_refu
 ) -> None:
     monkeypatch.setattr("kvroute.router.dispatch.dispatcher.WAITING", 2)
     # A request counts as waiting only during a pause, so the third one must arrive in one.
-    monkeypatch.setattr("kvroute.router.dispatch.dispatcher.FIRST_PAUSE_S", 0.5)
+    monkeypatch.setattr("kvroute.router.dispatch.admission.FIRST_PAUSE_S", 0.5)
     async with Client(*[IMMORTAL] * 4, most=0).serving() as client:
         waiting = [asyncio.create_task(client.asked()) for _ in range(2)]
         await until(lambda: client.dispatcher._waiting == 2)
@@ -299,6 +299,22 @@ async def test_a_request_waits_while_all_replicas_are_full_and_too_many_are_refu
             server._max_requests = 1
         answers = await asyncio.gather(*waiting)
     assert [said(chunks)[3] for chunks in answers] == ["length"] * 2
+
+
+@pytest.mark.parametrize("requested_wait_s", [None, 0.1])
+async def test_a_request_that_all_replicas_keep_refusing_gets_an_error_with_the_reason(
+    requested_wait_s: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_s = 0.2 if requested_wait_s is None else 60.0
+    monkeypatch.setattr("kvroute.router.dispatch.admission.RECOVERY_S", limit_s)
+    context = RequestContext(time.monotonic(), urgency=Urgency(requested_wait_s=requested_wait_s))
+    async with Client(IMMORTAL, IMMORTAL).serving() as client:
+        for server in client.wired.servers.values():
+            server.away_reason = "it is in the garage"
+        with pytest.raises(ApiError, match="it is in the garage") as refused:
+            await client.dispatcher.generate(PROMPT, completion(), context)
+    assert refused.value.status == 503
+    assert refused.value.code == "unavailable"
 
 
 async def test_a_connection_that_is_closing_gets_no_requests() -> None:
