@@ -203,6 +203,28 @@ def test_a_killed_replica_is_replaced_and_knows_its_server_again(cluster: Cluste
     wait_until(is_known_again)
 
 
+def test_without_a_server_requests_end_at_their_deadline(
+    cluster: Cluster, servers: list[AttachableServer]
+) -> None:
+    """They get an error that can be retried."""
+    for server in servers:
+        server.kill()
+    bodies = {
+        COMPLETIONS: question(0, ""),
+        CHAT: {"model": NAME, "messages": [{"role": "user", "content": "Hello"}]},
+    }
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        for path, body in bodies.items():
+            ended = client.post(path, json=body, headers={"x-kvroute-deadline-s": "2"})
+            assert ended.status_code == 503, ended.text
+            assert ended.json()["error"]["code"] == "unavailable"
+    for server in servers:
+        server.start()
+    for server in servers:
+        server.wait()
+    wait_until(lambda: _replicas(cluster) == len(servers))
+
+
 def _replicas(cluster: Cluster) -> int:
     """Return how many replicas are in the index."""
     return len(httpx.get(f"{cluster.url}/v1/cluster").json()["replicas"])
