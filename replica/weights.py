@@ -19,12 +19,14 @@ from kvroute.replica.engine.pause import Pause
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.weights import PLACE_S, WeightsStore
 from kvroute.weights.files import OPTION, check_weights, folder_in
-from kvroute.weights.version import FleetWeights
+from kvroute.weights.version import MAX_PROBLEM, FleetWeights, ReplicaProblem
 
 log = logging.getLogger("kvroute.replica")
 
 POLL_S = 0.5  # seconds between two reads of Redis
 RETRY_S = 10.0  # seconds until a replica that could not load weights tries it again
+# Attempts after which routers forget why a replica cannot load weights, unless it fails again.
+KEPT_ATTEMPTS = 3
 MAX_START_S = 30.0  # seconds that a starting replica waits for Redis
 
 
@@ -184,5 +186,7 @@ class ReplicaWeights:
     async def _give_up(self, wanted: FleetWeights, error: Exception) -> None:
         log.warning("the weights %s cannot be loaded: %s", wanted.key or "of the start", error)
         self._retry_s = time.monotonic() + RETRY_S
+        problem = ReplicaProblem(key=wanted.key, problem=str(error)[:MAX_PROBLEM])
         with contextlib.suppress(RedisError, OSError):
             await self._store.fail(wanted.key, str(error))
+            await self._store.report(self._replica_id, problem, for_s=KEPT_ATTEMPTS * RETRY_S)

@@ -6,11 +6,14 @@ TAG is CLUSTER/MODEL, as in index.py:
     kvroute:{TAG}:weights:revision  string  a number that is new after each change
     kvroute:{TAG}:weights:loading   zset    ids of the replicas that load weights now; the score is
                                             the time in milliseconds when this place is free again
+    kvroute:{TAG}:weights:problem:REPLICA
+                                    string  JSON of ReplicaProblem: why the replica cannot load the
+                                            weights; it expires unless the replica renews it
 
 The weights have no lease: a cluster that is started again has them, if Redis keeps its data.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import redis.asyncio as redis
@@ -25,9 +28,12 @@ from kvroute.weights.version import (
     START,
     Failure,
     FleetWeights,
+    ReplicaProblem,
     Weights,
     decode,
+    decode_problem,
     encode,
+    encode_problem,
 )
 
 PLACE_S = 6.0  # seconds after which the place of a replica is free, unless it takes it again
@@ -149,6 +155,34 @@ class WeightsStore:
     @with_timeout
     async def leave_place(self, replica: str) -> None:
         await self._redis.zrem(self._loading, replica)
+
+    @with_timeout
+    async def report(self, replica: str, problem: ReplicaProblem, *, for_s: float) -> None:
+        """Record why a replica cannot load weights, for so many seconds."""
+        packed = encode_problem(problem)
+        await self._redis.set(self._problem(replica), packed, px=round(1000 * for_s))
+
+    @with_timeout
+    async def problems(self, replicas: Sequence[str]) -> dict[str, ReplicaProblem]:
+        """Return why some of these replicas cannot load weights: replica -> problem."""
+        if not replicas:
+            return {}
+        found = await self._redis.mget([self._problem(replica) for replica in replicas])
+        return {
+            replica: problem
+            for replica, packed in zip(replicas, found, strict=True)
+            if packed is not None and (problem := self._decode_problem(replica, packed))
+        }
+
+    def _problem(self, replica: str) -> str:
+        return f"{self._record}:problem:{replica}"
+
+    def _decode_problem(self, replica: str, packed: bytes) -> ReplicaProblem | None:
+        try:
+            return decode_problem(packed)
+        except DECODE_ERRORS as error:
+            self.unreadable.add("weights", replica, error)
+            return None
 
     async def _change(self, key: str, changed: Callable[[FleetWeights], FleetWeights]) -> None:
         """Change the record if it has the weights with this key."""

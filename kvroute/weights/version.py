@@ -60,6 +60,14 @@ class FleetWeights(Struct, frozen=True, kw_only=True):
         return self if self.is_proven else replace(self, current=self.previous)
 
 
+class ReplicaProblem(Struct, frozen=True, kw_only=True):
+    """Why a replica cannot load weights that another replica has loaded."""
+
+    key: str  # the key of these weights; empty: those of the start
+    problem: Annotated[str, Meta(max_length=MAX_PROBLEM)]
+    version: int = VERSION
+
+
 START = FleetWeights(current=None, is_proven=True)  # the record of a fleet without any update
 
 # Functions, because Ray pickles the replica's deployment by value, and decoders cannot be pickled.
@@ -73,6 +81,26 @@ def decode(packed: bytes) -> FleetWeights:
     """Decode the record of a fleet's weights. Raises one of DECODE_ERRORS."""
     check_version(msgspec.json.Decoder(Versioned), packed)
     return msgspec.json.decode(packed, type=FleetWeights)
+
+
+def encode_problem(problem: ReplicaProblem) -> bytes:
+    return msgspec.json.encode(problem)
+
+
+def decode_problem(packed: bytes) -> ReplicaProblem:
+    """Decode why a replica cannot load weights. Raises one of DECODE_ERRORS."""
+    check_version(msgspec.json.Decoder(Versioned), packed)
+    return msgspec.json.decode(packed, type=ReplicaProblem)
+
+
+def name_in(key: str) -> str:
+    """Return the name in the key of an update; empty: the weights of the start."""
+    return key.rpartition("@")[0]
+
+
+def number_in(key: str) -> int:
+    """Return the number in the key of an update; 0: the weights of the start."""
+    return int(key.rpartition("@")[2] or 0)
 
 
 def encode_source(path: str) -> bytes:

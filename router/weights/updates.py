@@ -8,7 +8,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -22,7 +22,14 @@ from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.settings.router import RouterSettings
 from kvroute.store.weights import UpdateRunningError, WeightsStore
 from kvroute.weights.files import OPTION, folder_in
-from kvroute.weights.version import NAME, START, FleetWeights, Weights, encode_source
+from kvroute.weights.version import (
+    NAME,
+    START,
+    FleetWeights,
+    Weights,
+    encode_source,
+    name_in,
+)
 from kvroute.wording import plural
 
 log = logging.getLogger("kvroute.weights")
@@ -41,6 +48,7 @@ class NewWeights(BaseModel):
     source: str = Field(max_length=MAX_PATH)
     version: str | None = Field(None, max_length=256)  # None: the name of the folder
     at_once: int = Field(1, ge=1, le=2**20)  # replicas that may load at the same time
+    wait: bool = True  # whether the answer waits until all replicas have the weights
     model: str | None = None  # the model to update, if there are several
 
 
@@ -84,7 +92,7 @@ class WeightsUpdates:
             await asyncio.sleep(FOLLOW_S)
 
     async def update(self, new: NewWeights) -> tuple[bool, dict[str, Any]]:
-        """Let all replicas load other weights, and wait for that.
+        """Let all replicas load other weights, and wait for that if `new` says so.
 
         Returns:
             Whether all replicas have the weights now, and the state of the fleet. The update goes
@@ -107,6 +115,9 @@ class WeightsUpdates:
                 after = await self._store.update(weights, at_once=new.at_once, before=before)
             except UpdateRunningError:
                 raise _still_running("another update has just begun") from None
+        self._record = after
+        if not new.wait:
+            return False, self._state()
         ends_s = time.monotonic() + WAIT_S
         while time.monotonic() < ends_s:
             await asyncio.sleep(POLL_S)
@@ -116,27 +127,47 @@ class WeightsUpdates:
                 raise _unusable(new.source, failure.problem)
             if self._is_done() and self._record.key == after.key:
                 return True, self._state()
-        return False, self._state()
+        return False, await self.state()
 
     async def state(self) -> dict[str, Any]:
         """Return the weights of the fleet and of each replica. Without Redis: as last read."""
         if self._settings.weights_root is not None:
             await self._refresh_if_possible()
+            return self._state(await self._problems())
         return self._state()
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, problems: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return the weights of the fleet and of each replica.
+
+        Args:
+            problems: why replicas cannot load the weights of the record: replica -> reason.
+        """
         record, found = self._record, self._by_replica()
-        failure = record.failure
+        failure, problems = record.failure, problems or {}
         return {
             **_described(record.current),
             "state": "ready" if self._is_done() else "updating",
             "failed": failure and {**_described(failure.weights), "problem": failure.problem},
             "replicas": [
-                # None: the replica finishes its requests, loads weights, or has just started.
-                {"id": id_, "version": None if key is None else key.rpartition("@")[0]}
+                {
+                    "id": id_,
+                    # None: the replica finishes its requests, loads weights, or has just started.
+                    "version": None if key is None else name_in(key),
+                    "key": key,
+                    "problem": problems.get(id_),
+                }
                 for id_, key in sorted(found.items())
             ],
         }
+
+    async def _problems(self) -> dict[str, str]:
+        """Return why replicas cannot load the weights of the record. Without Redis: nothing."""
+        try:
+            found = await self._store.problems(self._behind())
+        except (RedisError, OSError) as error:
+            log.debug("the problems of the replicas cannot be read: %s", error)
+            return {}
+        return {id_: each.problem for id_, each in found.items() if each.key == self._record.key}
 
     def _by_replica(self) -> dict[str, str | None]:
         """Return the key of each replica's weights; None: the replica is not in the index."""
@@ -208,6 +239,7 @@ class WeightsUpdates:
 def _described(weights: Weights | None) -> dict[str, Any]:
     return {
         "version": weights.name if weights else "",  # empty: the weights of the start
+        "key": weights.key if weights else "",
         "source": weights and weights.source,
         "created": weights and int(weights.created_s),
     }
@@ -220,6 +252,7 @@ def _unusable(source: str, problem: str) -> ApiError:
 def _still_running(reason: str) -> ApiError:
     return ApiError(
         409,
-        f"an update of the weights is running: {reason}; try again when GET /v1/weights says ready",
+        f"an update of the weights is running: {reason}; try again when GET /v1/weights, or "
+        "kvroute weights show, says ready",
         code="weights_update_running",
     )

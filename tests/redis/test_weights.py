@@ -293,7 +293,8 @@ async def test_a_long_update_goes_on_after_the_answer_and_refuses_others(
         async with replica.pause.outside():  # a request runs
             begun = await http.post("/v1/weights", json={"source": "step-1", "version": "v1"})
             assert (begun.status_code, begun.json()["state"]) == (202, "updating")
-            assert begun.json()["replicas"] == [{"id": "a", "version": None}]
+            busy = {"id": "a", "version": None, "key": None, "problem": None}
+            assert begun.json()["replicas"] == [busy]
             again = await http.post("/v1/weights", json={"source": "step-1"})
             assert "1 replica of the last update has not" in message(again, 409)
         await until(lambda: replica.key.startswith("v1@"))
@@ -343,3 +344,46 @@ async def test_a_router_restores_the_record(
         await redis.flushall()
         await http.get("/v1/weights")
     assert await store.read() == one
+
+
+async def test_a_client_may_leave_before_the_replicas_have_the_weights(
+    store: WeightsStore, tmp_path: Path
+) -> None:
+    empty_weights(tmp_path / "step-1")
+    replica = Replica(store, "a", tmp_path)
+    async with serving(store, tmp_path, replica) as http:
+        async with replica.pause.outside():  # a request runs
+            begun = await http.post("/v1/weights", json={"source": "step-1", "wait": False})
+        state = begun.json()
+        assert (begun.status_code, state["state"], state["version"]) == (202, "updating", "step-1")
+        await until(lambda: replica.key == state["key"])
+
+
+async def test_a_replica_that_cannot_load_what_others_have_says_why(
+    store: WeightsStore, redis: Redis, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.weights.RETRY_S", 1.0)
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    empty_weights(here / "step-1")
+    elsewhere.mkdir()  # another machine, which lacks the weights
+    one = await store.update(weights("step-1", here / "step-1"), at_once=1, before=START)
+    await store.prove(one.key)
+    replicas = [Replica(store, "a", here), Replica(store, "b", elsewhere)]
+    async with serving(store, here, *replicas) as http:
+
+        async def states() -> list[dict[str, Any]]:
+            return list((await http.get("/v1/weights")).json()["data"][0]["replicas"])
+
+        async with asyncio.timeout(10):
+            while [each["key"] for each in await states()] != [one.key, ""]:
+                await asyncio.sleep(0.02)
+            while not (await states())[1]["problem"]:
+                await asyncio.sleep(0.02)
+        first, second = await states()
+    assert (first["version"], first["problem"]) == ("step-1", None)
+    assert (second["version"], "elsewhere" in second["problem"]) == ("", True)
+    reported = f"{key_prefix('default', model)}:weights:problem:b"
+    assert 0 < await redis.pttl(reported) <= 3000
+    await redis.set(reported, b"{")
+    assert await store.problems(["a", "b"]) == {}
+    assert store.unreadable.last

@@ -75,6 +75,7 @@ ORDER = (
     "kvroute.replay.policies",
     "kvroute.replay",
     "kvroute.command",
+    "kvroute.command.changes",
     "kvroute.cli",
 )
 

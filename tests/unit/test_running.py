@@ -74,7 +74,11 @@ def test_a_given_url_comes_before_a_running_cluster_and_that_before_the_default(
 
 
 @pytest.mark.parametrize(
-    "words", ["status", "doctor", "tenants", "explain Hello", "scale 2", "prefixes list"]
+    "words",
+    [
+        *("status", "doctor", "tenants", "explain Hello", "scale 2", "prefixes list"),
+        *("adapters list", "weights show"),
+    ],
 )
 @pytest.mark.parametrize("how", ["variable", "running"])
 def test_every_command_finds_the_cluster(

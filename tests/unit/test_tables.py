@@ -11,12 +11,8 @@ from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.client import fail
-from kvroute.command import (
-    explain,
-    prefixes_command,
-    status,
-    tenants_command,
-)
+from kvroute.command import explain, status, tenants_command
+from kvroute.command.changes import prefixes_command
 from kvroute.command.tables import Column, number, print_lines, print_table, prose, seconds
 from kvroute.deployments import plain
 from kvroute.doctor.checks import Check

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.engines import shallow_model
-from tests.support.serving import Cluster, start_cluster
+from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.waiting import wait_until
 from tests.support.weights import empty_weights, random_weights
 
@@ -161,6 +162,27 @@ def test_weights_that_cannot_be_loaded_change_nothing(simulated: Cluster) -> Non
     assert refused.status_code == 400
     assert "is not a safetensors file" in refused.json()["error"]["message"]
     assert versions(simulated) == [before] * 3
+
+
+def command(cluster: Cluster, *words: str) -> "subprocess.CompletedProcess[str]":
+    line = [*KVROUTE, "weights", *words, "--url", cluster.url]
+    return subprocess.run(line, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def test_the_command_updates_all_replicas_shows_them_and_fails_with_the_reason(
+    simulated: Cluster,
+) -> None:
+    updated = command(simulated, "update", "step-1", "--version", "by-hand")
+    assert updated.returncode == 0, updated.stderr
+    assert updated.stdout.endswith("by-hand: loaded by 3 replicas\n")
+    shown = command(simulated, "show").stdout
+    assert "ready: loaded by 3 of 3 replicas" in shown
+    assert shown.count("has them") == 3
+    refused = command(simulated, "update", "cut")
+    assert (refused.returncode, "is not a safetensors file" in refused.stderr) == (1, True)
+    begun = command(simulated, "update", "step-2", "--no-wait")
+    assert begun.stdout.endswith("the update has begun; kvroute weights show says how far it is\n")
+    wait_until(lambda: versions(simulated) == ["step-2"] * 3)
 
 
 def test_vllm_answers_as_with_a_fresh_start_and_starts_again_with_the_new_weights(

@@ -20,6 +20,7 @@ from kvroute.client import (
     has_several_models,
     key_headers,
     no_cluster,
+    path_to_send,
 )
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_sentence, print_table
@@ -78,7 +79,7 @@ def add(
     url: Url = FIND,
 ) -> None:
     """Add an adapter for the whole cluster. One replica loads it first, to check it."""
-    path = _upload(url, Path(folder).expanduser(), model) if upload else _path(folder)
+    path = _upload(url, Path(folder).expanduser(), model) if upload else path_to_send(folder)
     body = {"lora_name": name, "lora_path": path, "load_inplace": replace, "warm": warm}
     _post(url, "/v1/load_lora_adapter", body | _owner(tenant, model))
     if warm:
@@ -124,12 +125,6 @@ def _row(adapter: dict[str, Any]) -> list[str]:
         f"{added:%Y-%m-%d %H:%M}",
         adapter["path"],
     ]
-
-
-def _path(folder: str) -> str:
-    """Return the path to send: absolute if the folder is found from here, else as it is."""
-    path = Path(folder).expanduser()
-    return str(path.absolute()) if path.is_dir() else folder
 
 
 def _upload(url: str, folder: Path, model: str | None) -> str:

@@ -1,0 +1,1 @@
+"""The commands that change what a running cluster serves, and to whom."""
