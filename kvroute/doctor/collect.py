@@ -17,6 +17,7 @@ from kvroute.doctor import (
     load_checks,
     metrics_ports,
     seat_checks,
+    wire_checks,
 )
 from kvroute.doctor.checks import Check
 from kvroute.local.running import URL
@@ -127,6 +128,7 @@ class _Collection:
         yield from batch_checks.batches(diagnosis.get("batches"))
         yield checks.haproxy(diagnosis["serve"])
         yield checks.access(diagnosis["access"])
+        yield from wire_checks.encryption(replicas.get("wire", {}), diagnosis["nodes"])
         yield checks.versions(diagnosis["versions"], ours, diagnosis["nodes"])
         yield from self._processes(router, diagnosis)
 

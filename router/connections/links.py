@@ -78,8 +78,7 @@ class Links:
         self._links: dict[str, Link] = {}  # replica id -> its connection, if it is open
         self._tasks: dict[str, asyncio.Task[None]] = {}  # replica id -> task that connects to it
         self._ranks: dict[str, tuple[str, ...]] = {}  # replica id -> ranks that it last reported
-        # Replica id -> what other replicas need to pull its blocks.
-        self._pull_access: dict[str, PullAccess] = {}
+        self._addresses: dict[str, Address] = {}  # replica id -> address that it last reported
 
     def connected(self) -> list[str]:
         """Return the ranks of the replicas that Serve runs and that can get requests now."""
@@ -101,7 +100,15 @@ class Links:
 
     def pull_access(self, rank_id: str) -> PullAccess | None:
         """Return what others need to pull a rank's blocks; None before its first report."""
-        return self._pull_access.get(replica_of(rank_id))
+        address = self._addresses.get(replica_of(rank_id))
+        return PullAccess(pull_key(address.secret), address.tls) if address else None
+
+    def wire(self) -> dict[str, dict[str, str]]:
+        """Return the host of each replica that has reported it, and the mode of its TLS, by id."""
+        return {
+            id_: {"host": address.host, "tls": address.tls}
+            for id_, address in self._addresses.items()
+        }
 
     def unconnected(self) -> dict[str, str]:
         """Return the replicas that have had no connection for REPORT_AFTER_S: id -> reason."""
@@ -214,7 +221,7 @@ class Links:
             del handle
             self._failures.pop(replica_id, None)
             self._ranks.pop(replica_id, None)
-            self._pull_access.pop(replica_id, None)
+            self._addresses.pop(replica_id, None)
             if link := self._links.pop(replica_id, None):
                 link.lose(LostError("Ray Serve has removed the replica"))
 
@@ -224,7 +231,7 @@ class Links:
             async with asyncio.timeout(CONNECT_S):
                 address = await self._replicas().address(replica_id)
             self._ranks[replica_id] = rank_ids(replica_id, address.ranks)
-            self._pull_access[replica_id] = PullAccess(pull_key(address.secret), address.tls)
+            self._addresses[replica_id] = address
             link = await connect(
                 replica_id,
                 address.host,

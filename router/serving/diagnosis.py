@@ -65,8 +65,9 @@ class Diagnosis:
                 "backlogs_s": dict(ChainMap(*(model.backlogs_s() for model in self._models))),
                 "slow": dict(ChainMap(*(each["slow"] for each in speeds))),
                 "pulls": dict(ChainMap(*(each["pulls"] for each in speeds))),
+                "wire": dict(ChainMap(*(model.wire() for model in self._models))),
                 "rendering_differences": dict(
-                    ChainMap(*(model.rendering_differences() for model in self._models))
+                    ChainMap(*(engine["rendering_differences"] for engine in engines))
                 ),
                 "unfit": dict(ChainMap(*(engine["unfit"] for engine in engines))),
                 "guessed_caches": [

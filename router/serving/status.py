@@ -163,18 +163,30 @@ class Status:
         ]
 
     def engine_problems(self) -> dict[str, Any]:
-        """Return the replicas with unpatched vLLM, and the attached servers that send no events."""
+        """Return what replicas report about their engines.
+
+        Returns:
+            unfit: replica with unpatched vLLM -> the reason.
+            guessed_caches: the attached servers that send no events.
+            rendering_differences: replica -> prompts that routers rendered differently from vLLM.
+        """
         records = self._parts.fleet.replicas.own_records
         servers = {record.facts.server for record in records if record.facts.guesses_cache}
         return {
             "unfit": {record.id: record.facts.unfit for record in records if record.facts.unfit},
             "guessed_caches": sorted(servers),
+            "rendering_differences": {
+                record.id: record.load.rendering_differences for record in records
+            },
         }
 
-    def rendering_differences(self) -> dict[str, int]:
-        """Return how many prompts routers rendered differently from vLLM, by replica id."""
-        records = self._parts.fleet.replicas.own_records
-        return {record.id: record.load.rendering_differences for record in records}
+    def wire(self) -> dict[str, dict[str, str]]:
+        """Return where the router connects to each replica, and how this is encrypted.
+
+        Returns:
+            Replica id -> `host`, and `tls` (contract/pull.py: TlsMode).
+        """
+        return self._parts.links.wire()
 
     def backlogs_s(self) -> dict[str, float]:
         """Return the seconds of prefill that are queued or running on each replica."""

@@ -9,6 +9,7 @@ import pytest
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.unreadable import KINDS
 from kvroute.doctor import (
+    batch_checks,
     cache_size,
     checks,
     clocks,
@@ -16,6 +17,7 @@ from kvroute.doctor import (
     load_checks,
     metrics_ports,
     seat_checks,
+    wire_checks,
 )
 from kvroute.doctor.cache_size import CacheReading
 from kvroute.doctor.checks import Check
@@ -53,7 +55,8 @@ def of_redis(**facts: Any) -> Check:
 
 def test_every_check_is_made() -> None:
     made = inspect.getsource(collect)
-    for module in (checks, load_checks, seat_checks, cache_size, metrics_ports, clocks):
+    modules = (checks, load_checks, seat_checks, cache_size, metrics_ports, clocks)
+    for module in (*modules, batch_checks, wire_checks):
         short = module.__name__.rpartition(".")[2]
         for name, function in inspect.getmembers(module, inspect.isfunction):
             is_check = "Check" in str(inspect.signature(function).return_annotation)
@@ -146,6 +149,58 @@ def test_access_is_safe_with_keys_or_on_loopback(
     check = checks.access({"host": "127.0.0.1", "has_keys": False, "problem": ""} | changed)
     assert check.grade == grade
     assert text in check.finding
+
+
+PLAIN, ENCRYPTED = {"host": "10.0.0.1", "tls": "off"}, {"host": "10.0.0.1", "tls": "made"}
+ELSEWHERE = {"host": "10.0.0.2", "tls": "off"}
+LOOPBACK = {"host": "127.0.0.1", "tls": "off"}
+NODES = ["10.0.0.1", "10.0.0.2"]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "nodes", "text"),
+    [
+        ([ENCRYPTED, ENCRYPTED | {"tls": "files"}], NODES, "use TLS"),
+        ([LOOPBACK, LOOPBACK], ["127.0.0.1"], "reach replicas at 127.0.0.1, on their own"),
+        ([LOOPBACK], ["10.0.0.1"], "reach replicas at 127.0.0.1, on their own"),
+        ([LOOPBACK], None, "reach replicas at 127.0.0.1, on their own"),
+        ([PLAIN, PLAIN], ["10.0.0.1"], "reach replicas at 10.0.0.1, on their own"),
+        ([PLAIN, PLAIN], ["10.0.0.1", "10.0.0.1"], "reach replicas at 10.0.0.1, on their own"),
+    ],
+)
+def test_connections_are_safe_with_tls_or_inside_one_machine(
+    replicas: list[dict[str, str]], nodes: list[str] | None, text: str
+) -> None:
+    (check,) = wire_checks.encryption(by_id(replicas), nodes)
+    assert (check.grade, check.remedy) == ("ok", "")
+    assert text in check.finding
+
+
+@pytest.mark.parametrize(
+    ("replicas", "nodes", "text"),
+    [
+        ([PLAIN, ELSEWHERE], NODES, "to 2 of 2 replicas are not encrypted, and the cluster has"),
+        ([PLAIN, ELSEWHERE], None, "nodes at 2 addresses"),
+        ([PLAIN], NODES, "to 1 of 1 replica are not encrypted"),
+        ([PLAIN, ENCRYPTED], NODES, "to 1 of 2 replicas are not encrypted"),
+    ],
+)
+def test_plain_connections_between_machines_are_a_warning(
+    replicas: list[dict[str, str]], nodes: list[str] | None, text: str
+) -> None:
+    (check,) = wire_checks.encryption(by_id(replicas), nodes)
+    assert check.grade == "warning"
+    assert text in check.finding
+    assert "--wire-tls" in check.remedy
+
+
+def test_nothing_is_said_of_connections_that_are_unknown() -> None:
+    assert list(wire_checks.encryption({}, NODES)) == []
+    assert list(wire_checks.encryption({"a": PLAIN}, None)) == []
+
+
+def by_id(replicas: list[dict[str, str]]) -> dict[str, dict[str, str]]:
+    return {f"r{number}": replica for number, replica in enumerate(replicas)}
 
 
 def test_requests_that_do_not_come_through_haproxy_are_a_warning() -> None:

@@ -362,6 +362,7 @@ async def test_during_a_rolling_update_routers_connect_to_old_and_new_replicas(
         access = wired.links.pull_access("a")
         assert access is not None
         assert access.tls == replica.mode
+        assert wired.links.wire() == {"a": {"host": LOOPBACK, "tls": replica.mode}}
     is_warned = "is not encrypted, because the replica was started without" in caplog.text
     assert is_warned == (router.is_on and not replica.is_on)
 

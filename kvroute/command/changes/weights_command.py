@@ -140,8 +140,8 @@ def _problem(begun: State, state: State) -> str:
     if not behind or not all(replica["problem"] for replica in behind):
         return ""
     return (
-        f"{name}: {_loaded(state, key)}; replica {behind[0]['id']} cannot load it, and tries again: "
-        f"{behind[0]['problem']}"
+        f"{name}: {_loaded(state, key)}; replica {behind[0]['id']} cannot load it, and tries "
+        f"again: {behind[0]['problem']}"
     )
 
 
