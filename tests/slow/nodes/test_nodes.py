@@ -1,6 +1,7 @@
 """Nodes are lost, and cut off, while fifty clients listen: none of them notices."""
 
 import asyncio
+import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +16,7 @@ from tests.support.clients import async_openai_client
 from tests.support.hosts import Host
 from tests.support.nodes import GPUS, ON_NODES, REPLICA_PROCESS, Nodes, ray_up
 from tests.support.prometheus_server import prometheus
+from tests.support.serving import KVROUTE, findings
 from tests.support.untested import needs
 from tests.support.waiting import until
 from tests.support.workloads import ask, user
@@ -81,6 +83,14 @@ def assert_hits_are_as_expected(nodes: Nodes) -> None:
 
 def test_replicas_run_on_both_workers(nodes: Nodes) -> None:
     assert set(nodes.index().values()) == {host.address for host in nodes.workers}
+
+
+def test_the_doctor_warns_that_connections_between_nodes_are_not_encrypted(nodes: Nodes) -> None:
+    command = [*KVROUTE, "doctor", "--json", "--url", nodes.url]
+    examined = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    (check,) = (check for check in findings(examined) if check.name == "encryption")
+    assert check.grade == "warning"
+    assert f"to {REPLICAS} of {REPLICAS} replicas are not encrypted" in check.finding
 
 
 def test_ray_exec_finds_our_command_on_the_head(nodes: Nodes) -> None:

@@ -185,6 +185,24 @@ def test_the_command_updates_all_replicas_shows_them_and_fails_with_the_reason(
     wait_until(lambda: versions(simulated) == ["step-2"] * 3)
 
 
+def test_the_command_names_the_replica_that_cannot_load_the_weights(
+    simulated: Cluster, root: Path
+) -> None:
+    folder = empty_weights(root / "lost")
+    with ThreadPoolExecutor(1) as pool:
+        updating = pool.submit(command, simulated, "update", "lost")
+        wait_until(lambda: "lost" in versions(simulated))
+        folder.rename(root / "moved")
+        ended = updating.result()
+    assert ended.returncode == 1, ended.stdout
+    assert "lost is not a folder" in ended.stderr
+    (behind,) = (each for each in state(simulated)["replicas"] if each["problem"])
+    assert f"replica {behind['id']} cannot load it, and tries again" in ended.stderr
+    assert "cannot load lost, and tries again" in command(simulated, "show").stdout
+    (root / "moved").rename(folder)
+    wait_until(lambda: versions(simulated) == ["lost"] * 3)
+
+
 def test_vllm_answers_as_with_a_fresh_start_and_starts_again_with_the_new_weights(
     vllm: Cluster, root: Path
 ) -> None:
