@@ -197,8 +197,8 @@ class CommonOptions(BaseModel):
         AfterValidator(parsers.absolute),
         Option(
             MODEL,
-            "Folder of the weights that the model can get while the cluster runs (POST "
-            "/v1/weights). Every machine needs it, at the same path.",
+            "Folder of the weights that the model can get while the cluster runs "
+            "(kvroute weights). Every machine needs it, at the same path.",
             example="checkpoints",
             default="none: the weights cannot be updated",
         ),
