@@ -13,7 +13,7 @@ from kvroute.command.explain import explain
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.keys_command import keys
 from kvroute.command.prefixes_command import prefixes
-from kvroute.command.replay_command import replay
+from kvroute.command.replay_command import Replay
 from kvroute.command.scale_command import scale
 from kvroute.command.serve_command import Attach, Serve
 from kvroute.command.status import status
@@ -61,4 +61,4 @@ app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(tenants)
-app.command(cls=HelpfulCommand, rich_help_panel=PLAN)(replay)
+app.command("replay", cls=HelpfulCommand, rich_help_panel=PLAN)(Replay)
