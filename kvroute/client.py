@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -150,11 +150,6 @@ def no_cluster(url: str, error: Exception | str) -> str:
         f"no kvroute answers at {url} ({error}); start one with kvroute serve, or name another "
         f"with --url or in the variable {URL}"
     )
-
-
-def has_several_models(rows: Iterable[dict[str, Any]]) -> bool:
-    """Return whether the rows of a table belong to more than one model."""
-    return len({row["model"] for row in rows}) > 1
 
 
 def fail(message: str) -> Any:
