@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -158,11 +158,6 @@ def path_to_send(folder: str) -> str:
     """Return the path of a folder, for the cluster: absolute if it is found from here."""
     path = Path(folder).expanduser()
     return str(path.absolute()) if path.is_dir() else folder
-
-
-def has_several_models(rows: Iterable[dict[str, Any]]) -> bool:
-    """Return whether the rows of a table belong to more than one model."""
-    return len({row["model"] for row in rows}) > 1
 
 
 def fail(message: str) -> Any:

@@ -1,7 +1,6 @@
 """Copies uploaded adapters from a router to this machine, if it lacks them."""
 
 import asyncio
-import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -75,13 +74,10 @@ class AdapterCopies:
                     raise ValueError(f"its files cannot be written here: {error}") from None
 
     async def _copy(self, digest: str) -> None:
-        folder = await asyncio.to_thread(self._uploads.begin)
-        try:
+        async with self._uploads.arriving() as folder:
             for name in FILES:
                 await self._copy_file(digest, name, folder / name)
-            copied = await asyncio.to_thread(self._uploads.end, folder)
-        finally:
-            await asyncio.to_thread(shutil.rmtree, folder, True)
+            copied = await asyncio.to_thread(self._uploads.keep, folder)
         if copied != digest:
             raise ValueError("its files have changed on the router's machine; upload them again")
 

@@ -5,10 +5,12 @@ machine that lacks the folder copies it from a router. A folder that no added ad
 deleted when it is an hour old.
 """
 
+import asyncio
 import shutil
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -50,13 +52,21 @@ class UploadedAdapters:
         """Return whether this machine lacks an uploaded adapter."""
         return not all((self.folder / digest / name).is_file() for name in FILES)
 
-    def begin(self) -> Path:
-        """Create a folder for files that arrive. Raises OSError."""
-        folder = self.folder / f"{uuid.uuid4().hex}.part"
-        folder.mkdir(parents=True, mode=0o755)
-        return folder
+    @asynccontextmanager
+    async def arriving(self) -> AsyncIterator[Path]:
+        """Create a folder for files that arrive; delete it at the end, unless `keep` renamed it.
 
-    def end(self, folder: Path) -> str:
+        Raises:
+            OSError: the folder cannot be created.
+        """
+        folder = self.folder / f"{uuid.uuid4().hex}.part"
+        await asyncio.to_thread(folder.mkdir, parents=True, mode=0o755)
+        try:
+            yield folder
+        finally:
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+
+    def keep(self, folder: Path) -> str:
         """Give a folder with complete files its name, and return their digest. Raises OSError."""
         digest = digest_of(folder)
         final = self.folder / digest
@@ -66,8 +76,6 @@ class UploadedAdapters:
             if self.missing(digest):
                 raise
             final.touch()  # it was uploaded now
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
         return digest
 
     def read(self, digest: str, name: str, start: int, size: int) -> bytes | None:

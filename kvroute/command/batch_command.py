@@ -38,17 +38,19 @@ MAX_OPEN = 4096  # default upper bound of the open requests
 CONNECT_S = 30.0  # seconds after which a connection attempt counts as failed
 PRINT_INTERVAL_S = 10.0  # seconds between two lines of progress, if there is no terminal
 
+RequestsFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE", help="Requests in OpenAI's batch format, one JSON object in each line."
+    ),
+]
+
 batch = typer_app(no_args_is_help=True, help="Many requests from a file, in the best order.")
 
 
 @batch.command(cls=HelpfulCommand)
 def run(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="Requests in OpenAI's batch format, one JSON object in each line."
-        ),
-    ],
+    file: RequestsFile,
     output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers.")],
     errors: Annotated[
         Path | None,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.status import Status
 
 from kvroute.client import FIND, Url, call, content_of, fail, key_headers, no_cluster
-from kvroute.command.batch_command import batch
+from kvroute.command.batch_command import RequestsFile, batch
 from kvroute.command.help_page import HelpfulCommand
 from kvroute.command.tables import Column, number, print_lines, print_table
 from kvroute.wording import plural
@@ -40,12 +40,7 @@ Id = Annotated[
 
 @batch.command(cls=HelpfulCommand)
 def submit(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="Requests in OpenAI's batch format, one JSON object in each line."
-        ),
-    ],
+    file: RequestsFile,
     endpoint: Annotated[
         str, typer.Option(help="The `url` that all lines have.")
     ] = "/v1/chat/completions",

@@ -5,8 +5,8 @@ row, with a line for each cell.
 """
 
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -48,6 +48,19 @@ def number(heading: str) -> Column:
 def prose(heading: str) -> Column:
     """Return a column of sentences."""
     return Column(heading, is_prose=True)
+
+
+def print_entries(
+    columns: Sequence[Column],
+    entries: Sequence[dict[str, Any]],
+    row: Callable[[dict[str, Any]], Sequence[Cell]],
+) -> None:
+    """Print a table with one row for each entry. If there are several models, a column has them."""
+    rows = [row(entry) for entry in entries]
+    if len({entry["model"] for entry in entries}) > 1:
+        columns = [Column("model"), *columns]
+        rows = [[entry["model"], *cells] for entry, cells in zip(entries, rows, strict=True)]
+    print_table(columns, rows)
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvroute.client import FIND, Url, call, has_several_models
-from kvroute.command.tables import Column, number, print_table
+from kvroute.client import FIND, Url, call
+from kvroute.command.tables import Column, number, print_entries
 
 CSV_COLUMNS = (
     *("model", "tenant", "requests", "prompt_tokens", "cached", "output_tokens"),
@@ -83,11 +83,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
         *(Column("tenant"), number("requests"), number("prompt\ntokens"), number("cached")),
         *(number("output\ntokens"), number("GPU\nseconds"), number("GPU seconds\nsaved")),
     ]
-    cells = [_cells(row) for row in rows]
-    if has_several_models(rows):
-        columns.insert(0, Column("model"))
-        cells = [[row["model"], *others] for row, others in zip(rows, cells, strict=True)]
-    print_table(columns, cells)
+    print_entries(columns, rows, _cells)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

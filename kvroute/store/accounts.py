@@ -14,13 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import redis.asyncio as redis
 
 from kvroute.contract.records import Count, Name
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
 from kvroute.keys.limits import OTHER
-from kvroute.store.connection import with_timeout
-from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
+from kvroute.store.connection import ModelStore, with_timeout
 
 KEPT_DAYS = 400  # days until an account expires
 MAX_TENANTS = 1000  # maximum tenants per day with their own account; OTHER counts all later ones
@@ -55,25 +53,16 @@ encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(dict[Name, Count]).decode
 
 
-class DailyAccounts:
+class DailyAccounts(ModelStore):
     """The accounts of one model of one cluster.
 
     All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
     not make them raise an error.
     """
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        model: str,
-        *,
-        cluster: str = DEFAULT_CLUSTER,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        self._redis: Any = client
-        self._prefix = f"{key_prefix(cluster, model)}:accounts"
-        self._unreadable = unreadable or Unreadable()
-        self._add = client.register_script(_ADD)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._add = self._redis.register_script(_ADD)
 
     @with_timeout
     async def add(self, day: datetime.date, router_id: str, number: int, batch: bytes) -> None:
@@ -103,11 +92,11 @@ class DailyAccounts:
             try:
                 accounts[field[1:].decode()] = _account(packed)
             except DECODE_ERRORS as error:
-                self._unreadable.add("account", field, error)
+                self.unreadable.add("account", field, error)
         return accounts
 
     def _key(self, day: datetime.date) -> str:
-        return f"{self._prefix}:{day.isoformat()}"
+        return f"{self._prefix}:accounts:{day.isoformat()}"
 
 
 def _account(packed: bytes) -> Account:

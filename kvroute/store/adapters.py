@@ -13,14 +13,12 @@ The adapters have no lease: they stay when the cluster is started again, if Redi
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import redis.asyncio as redis
 from msgspec.structs import replace
 
 from kvroute.adapters.added import AddedAdapter, decode, encode
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
+from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.store.connection import with_timeout
-from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
-from kvroute.store.revision import Revision
+from kvroute.store.revision import RevisedStore
 
 
 class NameTakenError(Exception):
@@ -30,38 +28,25 @@ class NameTakenError(Exception):
         self.by = by
 
 
-class Adapters:
+class Adapters(RevisedStore[Sequence[AddedAdapter]]):
     """The added adapters of one model of one cluster.
 
     All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
     not make them raise an error.
     """
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        model: str,
-        *,
-        cluster: str = DEFAULT_CLUSTER,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        self.unreadable = unreadable or Unreadable()
-        self._redis: Any = client
-        self._adapters = f"{key_prefix(cluster, model)}:adapters"
-        self._revision = Revision(client, f"{self._adapters}:revision")
-        self._unused = f"{self._adapters}:unused"
+    NAME = "adapters"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._unused = f"{self._values}:unused"
         # The values that were read last, and what they mean: most of them are read again.
         self._decoded: dict[bytes, AddedAdapter | None] = {}
 
     @with_timeout
-    async def revision(self) -> int:
-        """Return a number that is new after each change; 0: there never was one, or it is lost."""
-        return await self._revision.read()
-
-    @with_timeout
     async def all(self) -> list[AddedAdapter]:
         """Return all adapters, the oldest first."""
-        packed = (await self._redis.hgetall(self._adapters)).values()
+        packed = (await self._redis.hgetall(self._values)).values()
         self._decoded = {value: self._decode(value) for value in packed}
         readable = [adapter for adapter in self._decoded.values() if adapter is not None]
         return sorted(readable, key=lambda adapter: (adapter.created_s, adapter.key))
@@ -92,14 +77,14 @@ class Adapters:
                 pipe, [adapter, *(replace(other, is_leaving=True) for other in replaced)]
             )
 
-        await self._revision.transaction(change)
+        await self._transaction(change)
 
     @with_timeout
     async def leave(self, key: str) -> bool:
         """Mark an adapter as being removed. Returns False if there is none with this key."""
 
         async def change(pipe: Any) -> bool:
-            packed = await pipe.hget(self._adapters, key)
+            packed = await pipe.hget(self._values, key)
             adapter = None if packed is None else self._decode(packed)
             if adapter is None:
                 return False
@@ -107,7 +92,7 @@ class Adapters:
                 await self._write(pipe, [replace(adapter, is_leaving=True)])
             return True
 
-        return bool(await self._revision.transaction(change))
+        return bool(await self._transaction(change))
 
     @with_timeout
     async def is_unused(self, key: str, router: str) -> None:
@@ -117,12 +102,12 @@ class Adapters:
         """
 
         async def change(pipe: Any) -> None:
-            packed = await pipe.hget(self._adapters, key)
+            packed = await pipe.hget(self._values, key)
             pipe.multi()
             if packed is not None:
                 pipe.sadd(self._unused, _unused(router, key))
 
-        await self._revision.transaction(change)
+        await self._transaction(change)
 
     @with_timeout
     async def remove_unused(self, key: str, routers: Iterable[str]) -> bool:
@@ -134,7 +119,7 @@ class Adapters:
         waiting = {_unused(router, key) for router in routers}
 
         async def change(pipe: Any) -> bool:
-            packed = await pipe.hget(self._adapters, key)
+            packed = await pipe.hget(self._values, key)
             if packed is None:
                 return True
             members = {
@@ -143,37 +128,27 @@ class Adapters:
             adapter = self._decode(packed)
             if not waiting <= members or (adapter is not None and not adapter.is_leaving):
                 return False
-            revision = await self._revision.next(pipe)
+            revision = await self._next_revision(pipe)
             mine = [member for member in members if member.endswith(f" {key}")]
             pipe.multi()
-            self._revision.set(pipe, revision)
-            pipe.hdel(self._adapters, key)
+            pipe.set(self._revision, revision)
+            pipe.hdel(self._values, key)
             if mine:
                 pipe.srem(self._unused, *mine)
             return True
 
-        return bool(await self._revision.transaction(change))
-
-    @with_timeout
-    async def restore(self, adapters: Sequence[AddedAdapter]) -> None:
-        """Write the adapters again if Redis has lost its data, that is, if it has no revision."""
-
-        async def change(pipe: Any) -> None:
-            if await self._revision.is_lost(pipe):
-                await self._write(pipe, adapters)
-
-        await self._revision.transaction(change)
+        return bool(await self._transaction(change))
 
     async def _others(self, pipe: Any) -> list[AddedAdapter]:
-        packed = (await pipe.hgetall(self._adapters)).values()
+        packed = (await pipe.hgetall(self._values)).values()
         return [adapter for value in packed if (adapter := self._decode(value)) is not None]
 
     async def _write(self, pipe: Any, adapters: Sequence[AddedAdapter]) -> None:
-        revision = await self._revision.next(pipe)
+        revision = await self._next_revision(pipe)
         pipe.multi()
-        self._revision.set(pipe, revision)
+        pipe.set(self._revision, revision)
         for adapter in adapters:
-            pipe.hset(self._adapters, adapter.key, encode(adapter))
+            pipe.hset(self._values, adapter.key, encode(adapter))
 
     def _decode(self, packed: bytes) -> AddedAdapter | None:
         """Decode a record; return None if it is unreadable."""

@@ -1,11 +1,15 @@
-"""The connection to Redis, and the timeout of each call."""
+"""The connection to Redis, the timeout of each call, and the base of the stores of a model."""
 
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import ParamSpec, TypeVar
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
 import redis.asyncio as redis
+
+from kvroute.contract.unreadable import Unreadable
+from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 OLDEST_REDIS = (6, 2)  # oldest version of Redis with all commands that kvroute's scripts use
 SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
@@ -37,3 +41,19 @@ def with_timeout(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             return await call(*args, **kwargs)
 
     return bounded
+
+
+@dataclass(eq=False, repr=False)
+class ModelStore:
+    """A part of what one model of one cluster has in Redis; the base of the classes that use it."""
+
+    client: "redis.Redis"
+    model: str
+    _: KW_ONLY
+    cluster: str = DEFAULT_CLUSTER
+    unreadable: Unreadable = field(default_factory=Unreadable)  # counts unreadable data in Redis
+
+    def __post_init__(self) -> None:
+        # redis-py's types are unions of all protocol versions' replies.
+        self._redis: Any = self.client
+        self._prefix = key_prefix(self.cluster, self.model)

@@ -41,8 +41,6 @@ from collections.abc import (
 from dataclasses import replace
 from typing import Any
 
-import redis.asyncio as redis
-
 from kvroute.blocks.fingerprint import Fingerprint, pack
 from kvroute.contract.records import (
     NO_PINS,
@@ -55,9 +53,9 @@ from kvroute.contract.records import (
     encode,
     encode_pins,
 )
-from kvroute.contract.unreadable import DECODE_ERRORS, Kind, Unreadable, UnreadableError, text
+from kvroute.contract.unreadable import DECODE_ERRORS, Kind, UnreadableError, text
 from kvroute.store import scripts
-from kvroute.store.connection import with_timeout
+from kvroute.store.connection import ModelStore, with_timeout
 from kvroute.store.index_values import (
     START,
     Change,
@@ -69,7 +67,6 @@ from kvroute.store.index_values import (
     decode_record,
     decode_seq,
 )
-from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 BATCH_BLOCKS = 5000  # maximum fingerprints in one change; limits the time of one script in Redis
 # Maximum age in milliseconds and maximum number of the stream's entries, both approximate. A reader
@@ -87,36 +84,26 @@ class FencedError(Exception):
     """Redis does not have the state that the writer expects; the writer must register again."""
 
 
-class Index:
+class Index(ModelStore):
     """The index of one model of one cluster.
 
     All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
     not make a read raise an error.
     """
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        model: str,
-        *,
-        cluster: str = DEFAULT_CLUSTER,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        self.unreadable = unreadable or Unreadable()
-        self._redis: Any = client  # redis-py's types are unions of all protocol versions' replies
-        self._model = model
-        self._prefix = key_prefix(cluster, model)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._changes = f"{self._prefix}:changes"
         self._replicas = f"{self._prefix}:replicas"
         self._routers = f"{self._prefix}:routers"
         self._router_ids = f"{self._prefix}:router-ids"
-        self._register = client.register_script(scripts.REGISTER)
-        self._change = client.register_script(scripts.CHANGE)
-        self._renew = client.register_script(scripts.RENEW)
-        self._leave = client.register_script(scripts.LEAVE)
-        self._snapshot = client.register_script(scripts.SNAPSHOT)
-        self._read = client.register_script(scripts.READ)
-        self._announce = client.register_script(scripts.ANNOUNCE)
+        self._register = self._redis.register_script(scripts.REGISTER)
+        self._change = self._redis.register_script(scripts.CHANGE)
+        self._renew = self._redis.register_script(scripts.RENEW)
+        self._leave = self._redis.register_script(scripts.LEAVE)
+        self._snapshot = self._redis.register_script(scripts.SNAPSHOT)
+        self._read = self._redis.register_script(scripts.READ)
+        self._announce = self._redis.register_script(scripts.ANNOUNCE)
 
     # The write path: methods for one replica.
 
@@ -371,7 +358,7 @@ class Index:
     ) -> ReplicaRecord | str | None:
         """Return a record, the reason why it is unreadable, or None if it has no lease."""
         try:
-            return decode_record(self._model, replica_id, fields)
+            return decode_record(self.model, replica_id, fields)
         except DECODE_ERRORS as error:
             return self.unreadable.add("replica", replica_id, error)
 

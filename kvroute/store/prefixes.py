@@ -20,13 +20,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import redis.asyncio as redis
 from numpy.typing import NDArray
 
 from kvroute.contract.records import encode
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
 from kvroute.store.connection import with_timeout
-from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 from kvroute.store.named_prefix import (
     Prefix,
     PrefixKey,
@@ -35,7 +33,7 @@ from kvroute.store.named_prefix import (
     is_same,
     terms_of,
 )
-from kvroute.store.revision import Revision, number
+from kvroute.store.revision import RevisedStore, number
 
 TOKEN_BYTES = 4  # bytes of one token id
 
@@ -44,29 +42,21 @@ class OtherTenantError(Exception):
     """The id belongs to another tenant, which declared it first."""
 
 
-class Prefixes:
+class Prefixes(RevisedStore[Sequence[Prefix]]):
     """The named prefixes of one model of one cluster.
 
     All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
     not make them raise an error.
     """
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        model: str,
-        *,
-        cluster: str = DEFAULT_CLUSTER,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        self.unreadable = unreadable or Unreadable()
-        self._redis: Any = client
-        self._declared = f"{key_prefix(cluster, model)}:prefixes"
-        self._tokens = f"{self._declared}:tokens"
-        self._versions = f"{self._declared}:versions"
-        self._hits = f"{self._declared}:hits"
-        self._saved = f"{self._declared}:saved"
-        self._revision = Revision(client, f"{self._declared}:revision")
+    NAME = "prefixes"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._tokens = f"{self._values}:tokens"
+        self._versions = f"{self._values}:versions"
+        self._hits = f"{self._values}:hits"
+        self._saved = f"{self._values}:saved"
 
     @with_timeout
     async def declare(
@@ -108,14 +98,14 @@ class Prefixes:
             await self._write(pipe, [new])
             return new
 
-        prefix: Prefix = await self._revision.transaction(change)
+        prefix: Prefix = await self._transaction(change)
         return prefix
 
     @with_timeout
     async def all(self) -> list[Prefix]:
         """Return all prefixes, oldest first; drop the versions that have expired."""
         pipeline = self._redis.pipeline(transaction=True)
-        pipeline.hgetall(self._declared)
+        pipeline.hgetall(self._values)
         pipeline.hgetall(self._tokens)
         declared, tokens = await pipeline.execute()
         decoded = []
@@ -123,7 +113,7 @@ class Prefixes:
             if (terms := self._terms(name, packed)) is not None:
                 decoded.append((terms.order, name, terms))
         prefixes = [
-            self._prefix(name, terms, tokens.get(name)) for _, name, terms in sorted(decoded)
+            self._build(name, terms, tokens.get(name)) for _, name, terms in sorted(decoded)
         ]
         readable, now_s = [prefix for prefix in prefixes if prefix is not None], time.time()
         if any(prefix.is_expired(now_s) for prefix in readable):
@@ -141,24 +131,6 @@ class Prefixes:
         await self._remove(lambda key, _: key == (id, version))
 
     @with_timeout
-    async def revision(self) -> int:
-        """Return a number that is new after every change.
-
-        It is 0 if Redis never had a prefix, or has lost its data.
-        """
-        return await self._revision.read()
-
-    @with_timeout
-    async def restore(self, prefixes: Sequence[Prefix]) -> None:
-        """Write the prefixes again if Redis has lost its data, that is, if it has no revision."""
-
-        async def change(pipe: Any) -> None:
-            if await self._revision.is_lost(pipe):
-                await self._write(pipe, prefixes)
-
-        await self._revision.transaction(change)
-
-    @with_timeout
     async def count(self, uses: Mapping[str, tuple[int, int]]) -> None:
         """Add to the counters of hits and saved tokens.
 
@@ -167,7 +139,7 @@ class Prefixes:
         """
 
         async def change(pipe: Any) -> None:
-            declared = uses.keys() & set(map(_id, await pipe.hkeys(self._declared)))
+            declared = uses.keys() & set(map(_id, await pipe.hkeys(self._values)))
             garbage = [
                 (key, id_)
                 for key in (self._hits, self._saved)
@@ -182,7 +154,7 @@ class Prefixes:
                 pipe.hincrby(self._hits, id_, hits)
                 pipe.hincrby(self._saved, id_, tokens_saved)
 
-        await self._revision.transaction(change)
+        await self._transaction(change)
 
     @with_timeout
     async def uses(self) -> Mapping[str, tuple[int, int]]:
@@ -197,11 +169,11 @@ class Prefixes:
         }
 
     async def _read(self, pipe: Any, name: str) -> Prefix | None:
-        packed, key = await pipe.hget(self._declared, name), name.encode()
+        packed, key = await pipe.hget(self._values, name), name.encode()
         terms = None if packed is None else self._terms(key, packed)
         if terms is None:
             return None
-        return self._prefix(key, terms, await pipe.hget(self._tokens, name))
+        return self._build(key, terms, await pipe.hget(self._tokens, name))
 
     async def _last_version(self, pipe: Any, id_: str) -> int:
         """Return the number of the id's last version.
@@ -211,7 +183,7 @@ class Prefixes:
         packed = await pipe.hget(self._versions, id_)
         if packed is None or number(packed):
             return number(packed)
-        keys = [self._key(name) for name in await pipe.hkeys(self._declared)]
+        keys = [self._key(name) for name in await pipe.hkeys(self._values)]
         return max((key.version for key in keys if key and key.id == id_), default=0)
 
     def _key(self, name: bytes) -> PrefixKey | None:
@@ -231,7 +203,7 @@ class Prefixes:
             self.unreadable.add("prefix", name, error)
             return None
 
-    def _prefix(self, name: bytes, terms: PrefixTerms, packed: bytes | None) -> Prefix | None:
+    def _build(self, name: bytes, terms: PrefixTerms, packed: bytes | None) -> Prefix | None:
         """Build a prefix; return None if its token ids are missing or unreadable."""
         if not packed or len(packed) % TOKEN_BYTES:
             reason = f"its token ids have {len(packed or b'')} bytes; expected a multiple of 4"
@@ -254,14 +226,14 @@ class Prefixes:
 
     async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
         """Queue the writes in the transaction. A version that exists keeps its `order`."""
-        existing = [await pipe.hget(self._declared, prefix.name) for prefix in prefixes]
-        revision = await self._revision.next(pipe)
+        existing = [await pipe.hget(self._values, prefix.name) for prefix in prefixes]
+        revision = await self._next_revision(pipe)
         pipe.multi()
-        self._revision.set(pipe, revision + len(prefixes))
+        pipe.set(self._revision, revision + len(prefixes))
         for order, (prefix, packed) in enumerate(zip(prefixes, existing, strict=True), revision):
             terms = packed and self._terms(prefix.name.encode(), packed)
             new_terms = terms_of(prefix, order=terms.order if terms else order)
-            pipe.hset(self._declared, prefix.name, encode(new_terms))
+            pipe.hset(self._values, prefix.name, encode(new_terms))
             pipe.hset(self._tokens, prefix.name, prefix.token_ids.astype("<u4").tobytes())
             pipe.hset(self._versions, prefix.id, prefix.version)
 
@@ -272,7 +244,7 @@ class Prefixes:
         """
 
         async def change(pipe: Any) -> bool:
-            declared = await pipe.hgetall(self._declared)
+            declared = await pipe.hgetall(self._values)
             removed = [
                 name
                 for name, packed in declared.items()
@@ -282,17 +254,17 @@ class Prefixes:
                 return False
             left = declared.keys() - removed
             unused = {_id(name) for name in removed} - {_id(name) for name in left}
-            revision = await self._revision.next(pipe)
+            revision = await self._next_revision(pipe)
             pipe.multi()
-            self._revision.set(pipe, revision)
-            pipe.hdel(self._declared, *removed)
+            pipe.set(self._revision, revision)
+            pipe.hdel(self._values, *removed)
             pipe.hdel(self._tokens, *removed)
             if unused:
                 pipe.hdel(self._hits, *unused)
                 pipe.hdel(self._saved, *unused)
             return True
 
-        return bool(await self._revision.transaction(change))
+        return bool(await self._transaction(change))
 
 
 def _id(name: bytes) -> str:

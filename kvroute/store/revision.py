@@ -1,50 +1,59 @@
-"""A number in Redis that is new after each change of the values that it belongs to."""
+"""Values in Redis with a revision: a number that is new after each change of them."""
 
 import time
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
+
+from kvroute.store.connection import ModelStore, with_timeout
 
 NUMBER_DIGITS = 18  # maximum number of digits in a number; longer numbers are unreadable
 
+T = TypeVar("T")
 
-class Revision:
-    """The revision of some values. All changes of them are transactions of this class."""
 
-    def __init__(self, client: Any, key: str) -> None:
-        """Create the client of a revision.
+class RevisedStore(ModelStore, Generic[T]):
+    """Values of one model of one cluster. All changes of them are transactions of this class."""
 
-        Args:
-            client: the client for Redis.
-            key: the revision's key.
-        """
-        self._redis = client
-        self._key = key
+    NAME: ClassVar[str]  # name of the values in their key
 
-    async def read(self) -> int:
-        """Return the revision; 0: there never was one, or it is lost."""
-        return number(await self._redis.get(self._key))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._values = f"{self._prefix}:{self.NAME}"  # the key of the values
+        self._revision = f"{self._values}:revision"
 
-    async def transaction(self, change: Callable[[Any], Awaitable[Any]]) -> Any:
+    @with_timeout
+    async def revision(self) -> int:
+        """Return a number that is new after each change; 0: there never was one, or it is lost."""
+        return number(await self._redis.get(self._revision))
+
+    @with_timeout
+    async def restore(self, values: T) -> None:
+        """Write the values again if Redis has lost its data, that is, if it has no revision."""
+
+        async def change(pipe: Any) -> None:
+            if not number(await pipe.get(self._revision)):
+                await self._write(pipe, values)
+
+        await self._transaction(change)
+
+    @abstractmethod
+    async def _write(self, pipe: Any, values: T) -> None:
+        """Queue the writes of values and of the next revision in the transaction."""
+
+    async def _transaction(self, change: Callable[[Any], Awaitable[Any]]) -> Any:
         """Run a change, again if another process changes the revision meanwhile; return its result.
 
         Args:
             change: gets the pipeline of the transaction.
         """
-        return await self._redis.transaction(change, self._key, value_from_callable=True)
+        return await self._redis.transaction(change, self._revision, value_from_callable=True)
 
-    async def is_lost(self, pipe: Any) -> bool:
-        """Return whether Redis has lost the revision, and so the values, in a transaction."""
-        return not number(await pipe.get(self._key))
-
-    async def next(self, pipe: Any) -> int:
-        """Return the next revision. The transaction has to `set` it, or a higher one."""
+    async def _next_revision(self, pipe: Any) -> int:
+        """Return the next revision. The transaction has to set it, or a higher one."""
         # The first revision is the current time, so that it is new even after Redis lost its data.
-        revision = number(await pipe.get(self._key))
+        revision = number(await pipe.get(self._revision))
         return revision + 1 if revision else time.time_ns() // 1000
-
-    def set(self, pipe: Any, revision: int) -> None:
-        """Queue the write of a revision in the transaction."""
-        pipe.set(self._key, revision)
 
 
 def number(packed: bytes | None) -> int:

@@ -16,13 +16,11 @@ The weights have no lease: a cluster that is started again has them, if Redis ke
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import redis.asyncio as redis
 from msgspec.structs import replace
 
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
+from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.store.connection import with_timeout
-from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
-from kvroute.store.revision import Revision
+from kvroute.store.revision import RevisedStore
 from kvroute.weights.version import (
     MAX_PROBLEM,
     START,
@@ -55,36 +53,23 @@ class UpdateRunningError(Exception):
     """Another update has just begun."""
 
 
-class WeightsStore:
+class WeightsStore(RevisedStore[FleetWeights]):
     """The weights of one model of one cluster.
 
     All methods raise RedisError or OSError if Redis is unreachable.
     """
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        model: str,
-        *,
-        cluster: str = DEFAULT_CLUSTER,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        self.unreadable = unreadable or Unreadable()
-        self._redis: Any = client
-        self._record = f"{key_prefix(cluster, model)}:weights"
-        self._loading = f"{self._record}:loading"
-        self._revision = Revision(client, f"{self._record}:revision")
-        self._take: Any = client.register_script(_TAKE)
+    NAME = "weights"
 
-    @with_timeout
-    async def revision(self) -> int:
-        """Return a number that is new after each change; 0: there never was one, or it is lost."""
-        return await self._revision.read()
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._loading = f"{self._values}:loading"
+        self._take = self._redis.register_script(_TAKE)
 
     @with_timeout
     async def read(self) -> FleetWeights | None:
         """Return the record; None: it is unreadable. A missing record is START."""
-        return self._decode(await self._redis.get(self._record))
+        return self._decode(await self._redis.get(self._values))
 
     @with_timeout
     async def update(self, weights: Weights, *, at_once: int, before: FleetWeights) -> FleetWeights:
@@ -102,14 +87,14 @@ class WeightsStore:
         async def change(pipe: Any) -> FleetWeights:
             if (now := await self._now(pipe)) != before:
                 raise UpdateRunningError
-            number = await self._revision.next(pipe)
+            number = await self._next_revision(pipe)
             after = FleetWeights(
                 current=replace(weights, number=number), previous=now.current, at_once=at_once
             )
-            self._write(pipe, number, after)
+            self._set(pipe, number, after)
             return after
 
-        after: FleetWeights = await self._revision.transaction(change)
+        after: FleetWeights = await self._transaction(change)
         return after
 
     @with_timeout
@@ -130,16 +115,6 @@ class WeightsStore:
             )
 
         await self._change(key, back)
-
-    @with_timeout
-    async def restore(self, record: FleetWeights) -> None:
-        """Write the record again if Redis has lost its data, that is, if it has no revision."""
-
-        async def change(pipe: Any) -> None:
-            if await self._revision.is_lost(pipe):
-                self._write(pipe, await self._revision.next(pipe), record)
-
-        await self._revision.transaction(change)
 
     @with_timeout
     async def take_place(self, replica: str, places: int) -> bool:
@@ -175,7 +150,7 @@ class WeightsStore:
         }
 
     def _problem(self, replica: str) -> str:
-        return f"{self._record}:problem:{replica}"
+        return f"{self._values}:problem:{replica}"
 
     def _decode_problem(self, replica: str, packed: bytes) -> ReplicaProblem | None:
         try:
@@ -191,17 +166,20 @@ class WeightsStore:
             now = await self._now(pipe)
             after = changed(now)
             if now.key == key and after != now:
-                self._write(pipe, await self._revision.next(pipe), after)
+                await self._write(pipe, after)
 
-        await self._revision.transaction(change)
+        await self._transaction(change)
 
     async def _now(self, pipe: Any) -> FleetWeights:
-        return self._decode(await pipe.get(self._record)) or START
+        return self._decode(await pipe.get(self._values)) or START
 
-    def _write(self, pipe: Any, revision: int, record: FleetWeights) -> None:
+    async def _write(self, pipe: Any, record: FleetWeights) -> None:
+        self._set(pipe, await self._next_revision(pipe), record)
+
+    def _set(self, pipe: Any, revision: int, record: FleetWeights) -> None:
         pipe.multi()
-        self._revision.set(pipe, revision)
-        pipe.set(self._record, encode(record))
+        pipe.set(self._revision, revision)
+        pipe.set(self._values, encode(record))
 
     def _decode(self, packed: bytes | None) -> FleetWeights | None:
         if packed is None:

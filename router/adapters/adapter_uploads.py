@@ -1,7 +1,6 @@
 """Adapters whose files clients upload to a router."""
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +65,8 @@ class AdapterUploads:
         self._running += 1
         try:
             await self._tidy()
-            folder = await asyncio.to_thread(self.uploads.begin)
-            try:
+            async with self.uploads.arriving() as folder:
                 return await self._receive(folder, weights, config)
-            finally:
-                await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, True))
         finally:
             self._running -= 1
 
@@ -90,7 +86,7 @@ class AdapterUploads:
         size = await self._store.upload(f"{folder.name}/{WEIGHTS_FILE}", self._bounded(weights))
         await self._store.create(f"{folder.name}/{CONFIG_FILE}", config())
         files = await asyncio.to_thread(self._checked, folder)
-        digest = await asyncio.to_thread(self.uploads.end, folder)
+        digest = await asyncio.to_thread(self.uploads.keep, folder)
         return UploadedAdapter(self.uploads.path_of(digest), digest, files.rank, size)
 
     async def _bounded(self, weights: AsyncIterable[bytes]) -> AsyncIterator[bytes]:

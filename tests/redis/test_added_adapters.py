@@ -78,7 +78,7 @@ async def test_an_adapter_that_is_being_removed_cannot_be_added_again_yet(store:
 
 async def test_an_unreadable_adapter_is_counted_and_skipped(store: Adapters, redis: Redis) -> None:
     await store.add(adapter("sql"))
-    await redis.hset(store._adapters, "law@x", b'{"version": 1}')
+    await redis.hset(store._values, "law@x", b'{"version": 1}')
     assert [each.name for each in await store.all()] == ["sql"]
     assert store.unreadable.counts["adapter"] == 1
 

@@ -50,7 +50,7 @@ async def test_what_was_declared_is_read_as_it_was(prefixes: Prefixes) -> None:
 async def test_only_the_terms_of_a_pin_in_host_memory_say_so(prefixes: Prefixes) -> None:
     await declare(prefixes, "own")
     await declare(prefixes, "host", is_in_host=True)
-    packed = await prefixes._redis.hgetall(prefixes._declared)
+    packed = await prefixes._redis.hgetall(prefixes._values)
     order, rest = packed[b"own@1"].split(b",", 1)
     assert order.startswith(b'{"order":')
     assert rest == (

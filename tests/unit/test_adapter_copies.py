@@ -29,10 +29,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_copies, "PART_BYTES", 10_000)
 
 
-def uploaded(uploads: UploadedAdapters, seed: int = 0) -> str:
-    folder = uploads.begin()
-    write_adapter(folder, seed=seed)
-    return uploads.end(folder)
+async def uploaded(uploads: UploadedAdapters, seed: int = 0) -> str:
+    async with uploads.arriving() as folder:
+        write_adapter(folder, seed=seed)
+        return uploads.keep(folder)
 
 
 def names(uploads: UploadedAdapters) -> list[str]:
@@ -42,7 +42,7 @@ def names(uploads: UploadedAdapters) -> list[str]:
 async def test_a_machine_that_lacks_an_adapter_copies_it(
     there: UploadedAdapters, here: UploadedAdapters
 ) -> None:
-    digest, reads = uploaded(there), 0
+    digest, reads = await uploaded(there), 0
 
     async def read(*part: object) -> bytes | None:
         nonlocal reads
@@ -62,7 +62,7 @@ async def test_a_machine_that_lacks_an_adapter_copies_it(
 
 
 async def test_wrong_bytes_are_not_kept(there: UploadedAdapters, here: UploadedAdapters) -> None:
-    digest = uploaded(there)
+    digest = await uploaded(there)
 
     async def read(digest: str, name: str, start: int, size: int) -> bytes | None:
         part = there.read(digest, name, start, size)
@@ -90,21 +90,23 @@ async def test_only_uploaded_adapters_are_copied(here: UploadedAdapters, tmp_pat
     await AdapterCopies(here, read).ensure(str(tmp_path / "here" / "sql"))
 
 
-def test_equal_files_are_one_adapter(there: UploadedAdapters) -> None:
-    assert uploaded(there) == uploaded(there) != uploaded(there, seed=1)
-    assert len(names(there)) == 2
+async def test_equal_files_are_one_adapter(there: UploadedAdapters) -> None:
+    first, same, other = [await uploaded(there, seed) for seed in (0, 0, 1)]
+    assert first == same != other
+    assert names(there) == sorted([first, other])
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "adapter_model.bin", ""])
-def test_other_files_cannot_be_read(there: UploadedAdapters, name: str) -> None:
-    digest = uploaded(there)
+async def test_other_files_cannot_be_read(there: UploadedAdapters, name: str) -> None:
+    digest = await uploaded(there)
     assert there.read(digest, name, 0, 10) is None
     assert there.read("../..", FILES[0], 0, 10) is None
 
 
-def test_what_no_adapter_uses_is_deleted_after_an_hour(there: UploadedAdapters) -> None:
-    used, unused, new = (uploaded(there, seed) for seed in range(3))
-    stopped = there.begin()
+async def test_what_no_adapter_uses_is_deleted_after_an_hour(there: UploadedAdapters) -> None:
+    used, unused, new = [await uploaded(there, seed) for seed in range(3)]
+    stopped = there.folder / "stopped.part"  # left by a process that died during an upload
+    stopped.mkdir()
     old = time.time() - UNUSED_S - 1
     for name in (used, unused, stopped.name):
         os.utime(there.folder / name, (old, old))

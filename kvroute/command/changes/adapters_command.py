@@ -17,13 +17,12 @@ from kvroute.client import (
     call,
     content_of,
     fail,
-    has_several_models,
     key_headers,
     no_cluster,
     path_to_send,
 )
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.tables import Column, number, print_sentence, print_table
+from kvroute.command.tables import Column, number, print_entries, print_sentence
 from kvroute.contract.adapters import CONFIG_FILE, WEIGHTS_FILES
 from kvroute.wording import plural
 
@@ -100,11 +99,7 @@ def list_(model: Model = None, url: Url = FIND) -> None:
         *(Column("adapter"), Column("tenant"), Column("state"), number("rank")),
         *(number("loaded on\nreplicas"), Column("added"), Column("folder")),
     ]
-    rows = [_row(adapter) for adapter in added]
-    if has_several_models(added):
-        columns.insert(0, Column("model"))
-        rows = [[adapter["model"], *row] for adapter, row in zip(added, rows, strict=True)]
-    print_table(columns, rows)
+    print_entries(columns, added, _row)
 
 
 @adapters.command(cls=HelpfulCommand)

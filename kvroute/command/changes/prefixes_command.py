@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvroute.client import FIND, Model, Url, call, fail, has_several_models
+from kvroute.client import FIND, Model, Url, call, fail
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.tables import Column, number, print_sentence, print_table
+from kvroute.command.tables import Column, number, print_entries, print_sentence
 from kvroute.wording import plural
 
 # A prefix is warm on a replica that has all of it cached.
@@ -130,11 +130,7 @@ def list_(model: Model = None, url: Url = FIND) -> None:
         *(Column("prefix"), number("version"), number("tokens"), Column("warm on\nreplicas")),
         *(Column("pinned"), Column("shared"), number("requests"), number("tokens\nsaved")),
     ]
-    rows = [_row(prefix) for prefix in declared]
-    if has_several_models(declared):
-        columns.insert(0, Column("model"))
-        rows = [[prefix["model"], *row] for prefix, row in zip(declared, rows, strict=True)]
-    print_table(columns, rows)
+    print_entries(columns, declared, _row)
 
 
 def _row(prefix: dict[str, Any]) -> list[str]:

@@ -21,11 +21,10 @@ from tests.support.waiting import until
 CHAT = "/v1/chat/completions"
 SHORT_TOKENS, LONG_TOKENS = 200, 3000  # 2 s and 30 s, at 10 ms a token
 SCALE_ROUTERS = """
-    import ray
-    from kvroute.process.ray_internals import set_replicas, use_auth_token
-    use_auth_token()
-    ray.init({address!r}, log_to_driver=False)
-    set_replicas("kvroute", "Router", 1)
+    from kvroute.controller.connection import connected
+    from kvroute.process.ray_internals import set_replicas
+    with connected({address!r}):
+        set_replicas("kvroute", "Router", 1)
 """
 
 
