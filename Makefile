@@ -94,7 +94,7 @@ lint: $(DEV) ## Formatting, lint and types
 wheel-check: $(READY) ## Builds the wheel into dist/, installs it in a clean environment, runs kvroute there
 	@scripts/check_wheel.sh $(ARGS)
 
-image-test: $(DEV) ## The container image, built and run with podman; as root, takes ten minutes
+image-test: $(DEV) ## The container image, built and run with podman; as root, takes 15 minutes
 	@exec $(BIN)/python -m pytest -rP tests/slow/image $(ARGS)
 
 sbom: | .venv/bin/uv ## dist/sbom.cdx.json, all parts of an image; another one as in SOURCE=podman:NAME
