@@ -217,9 +217,18 @@ def test_vllm_answers_as_with_a_fresh_start_and_starts_again_with_the_new_weight
     assert (cached_tokens(first), text(first) == before) == (0, False)
     assert cached_tokens(again := ask(vllm, prompt)) > 0
     assert text(again) == text(first)
+    (killed,) = state(vllm)["replicas"]
     for victim in vllm.titled("kvroute:Replica"):
         psutil.Process(victim.pid).kill()
-    wait_until(lambda: versions(vllm) == ["v2"], within_s=200)
+
+    def has_another_replica() -> bool:
+        now = state(vllm)
+        ids = [replica["id"] for replica in now["replicas"]]
+        return now["state"] == "ready" and bool(ids) and killed["id"] not in ids
+
+    wait_until(has_another_replica, within_s=200)
+    assert versions(vllm) == ["v2"]
     assert text(ask(vllm, prompt)) == text(first)
-    assert update(vllm, "model").status_code == 200
+    back = update(vllm, "model")
+    assert back.status_code == 200, back.text
     assert text(ask(vllm, prompt)) == before
