@@ -175,7 +175,8 @@ class Dispatcher:
                 are added.
 
         Raises:
-            ApiError: no replica is ready, too many replicas die, or the engine refuses the prompt.
+            ApiError: no replica accepts the prompt in time, too many replicas die, or the engine
+                refuses the prompt.
             OverLimitError: the prompt would exceed a limit of its tenant.
             OtherWeightsError: no replica has the weights that have begun the response.
         """
