@@ -19,7 +19,6 @@ from kvroute.adapters.files import check_digest, check_files, path_in
 from kvroute.adapters.uses import Uses
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import GenerateRequest
-from kvroute.replica.adapter_copies import AdapterCopies
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.adapters import Adapters
 
@@ -37,7 +36,6 @@ class AddedAdapters:
         store: Adapters,
         *,
         root: Path | None,
-        copies: AdapterCopies | None = None,
         on_change: Callable[[], None],
     ) -> None:
         """Create the adapters of a replica.
@@ -46,13 +44,11 @@ class AddedAdapters:
             engines: The replica's ranks.
             store: The added adapters in Redis.
             root: The folder that has all adapters; None: none can be added.
-            copies: Copies uploaded adapters to this machine; None: it has them all.
             on_change: Called when the list of loaded adapters has changed.
         """
         self._engines = engines
         self._store = store
         self._root = root
-        self._copies = copies
         self._on_change = on_change
         self._admitting = asyncio.Lock()
         # Keys of the admitted adapters -> time of the latest use on the monotonic clock.
@@ -85,7 +81,7 @@ class AddedAdapters:
         self._checks += 1
         engine, name = self._engines[rank], f"{adapter.name} (check {self._checks})"
         try:
-            folder = await self._folder(adapter.path)
+            folder = self._folder(adapter.path)
             assert self._root
             files = await asyncio.to_thread(
                 check_files, folder, self._root, max_rank=engine.facts.max_lora_rank
@@ -118,7 +114,7 @@ class AddedAdapters:
             if not is_key(adapter.name):
                 raise ValueError(f"{adapter.name[:80]!r} is not the key of an adapter")
             try:
-                await self._folder(adapter.path)
+                self._folder(adapter.path)
                 await asyncio.to_thread(check_digest, adapter)
             except ValueError as error:
                 raise ValueError(
@@ -138,18 +134,15 @@ class AddedAdapters:
             if key in self._used_s:
                 self._used_s[key] = time.monotonic()
 
-    async def _folder(self, path: str) -> str:
-        """Return the absolute path of an adapter's folder. If it was uploaded, copy it first.
+    def _folder(self, path: str) -> str:
+        """Return the absolute path of an adapter's folder.
 
         Raises:
-            ValueError: It is not in the folder of adapters, or cannot be copied.
+            ValueError: It is not in the folder of adapters.
         """
         if self._root is None:
             raise ValueError("no adapters can be added; start the cluster with --lora-root FOLDER")
-        folder = path_in(self._root, path)
-        if self._copies:
-            await self._copies.ensure(folder)
-        return folder
+        return path_in(self._root, path)
 
     async def _read(self) -> None:
         began_s = time.monotonic()

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from ray import serve
 
 from kvroute.adapters.added import decode_order, encode_files
-from kvroute.adapters.uploads import UploadedAdapters
 from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
@@ -28,7 +27,6 @@ from kvroute.process.logs import log_to_serve
 from kvroute.process.metrics_port import Exposition, expose
 from kvroute.process.ray_internals import listen_on_node_address
 from kvroute.process.tracing import start_tracing
-from kvroute.replica.adapter_copies import AdapterCopies, FromRouters
 from kvroute.replica.added_adapters import AddedAdapters
 from kvroute.replica.engine.pause import Pause
 from kvroute.replica.engine.protocol import Engine
@@ -100,7 +98,6 @@ class Replica:
             engines,
             Adapters(self._redis, self._settings.served_model_name, cluster=self._settings.cluster),
             root=self._settings.lora_root,
-            copies=self._adapter_copies(),
             on_change=self._renew_soon,
         )
         if self._settings.lora_root:
@@ -178,13 +175,6 @@ class Replica:
             An encoded AdapterFiles.
         """
         return encode_files(await self._adapters.check(decode_order(adapter), rank))
-
-    def _adapter_copies(self) -> AdapterCopies | None:
-        if self._settings.lora_root is None:
-            return None
-        model = self._settings.served_model_name
-        uploads = UploadedAdapters(self._settings.lora_root, self._settings.cluster, model)
-        return AdapterCopies(uploads, FromRouters(model).read)
 
     async def _check_weights(self, source: bytes, _: int) -> bytes:
         """Return why weights cannot be loaded from a folder; empty: they seem to fit."""

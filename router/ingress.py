@@ -132,18 +132,6 @@ class Router:
         """End all running answers with an error."""
         self._answers.end()
 
-    async def adapter_part(
-        self, model: str, digest: str, name: str, start: int, size: int
-    ) -> bytes | None:
-        """Return a part of an uploaded adapter's file, for a replica on another machine.
-
-        Returns None if this machine lacks the file.
-        """
-        for each in self._all:
-            if each.name == model and each.adapter_uploads:
-                return await each.adapter_uploads.read(digest, name, start, size)
-        return None
-
     async def check_health(self) -> None:
         """Raise the error of a background task that has ended. Serve then replaces the router."""
         for model in self._all:

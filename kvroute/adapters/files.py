@@ -72,7 +72,8 @@ def check_digest(adapter: Adapter) -> None:
         ValueError: they have changed, or cannot be read.
     """
     try:
-        digest = digest_of(Path(adapter.path))
+        folder = Path(adapter.path)
+        digest = _digest(folder / WEIGHTS_FILE, folder / CONFIG_FILE)
     except OSError as error:
         raise ValueError(f"{error.filename} cannot be read ({error.strerror})") from None
     if digest != digest_in(adapter.name):
@@ -80,11 +81,6 @@ def check_digest(adapter: Adapter) -> None:
             "its files on this machine differ from those with which it was added; restore them, or "
             "remove the adapter and add it again"
         )
-
-
-def digest_of(folder: Path) -> str:
-    """Return the digest of an adapter's files. Raises OSError."""
-    return _digest(folder / WEIGHTS_FILE, folder / CONFIG_FILE)
 
 
 def inside(file: Path, root: Path) -> Path:

@@ -168,7 +168,7 @@ class AdapterOperations:
         """
         root = self._settings.lora_root
         if root is None:
-            raise cannot_add()
+            raise _cannot_add()
         if not re.fullmatch(NAME, new.lora_name):
             raise invalid(
                 "lora_name",
@@ -247,7 +247,7 @@ class AdapterOperations:
             await self._directory.refresh()
 
 
-def cannot_add() -> ApiError:
+def _cannot_add() -> ApiError:
     """Return the error for a cluster without --lora-root."""
     return ApiError(
         400,

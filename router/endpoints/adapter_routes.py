@@ -5,17 +5,11 @@ import re
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from kvroute.adapters.files import MAX_CONFIG_BYTES
 from kvroute.keys.key_file import TENANT
-from kvroute.router.adapters.adapter_uploads import check_config
-from kvroute.router.adapters.operations import NewAdapter, OldAdapter, cannot_add
+from kvroute.router.adapters.operations import NewAdapter, OldAdapter
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import invalid, shown
-from kvroute.router.batches.service import needing_store
-from kvroute.router.forms.form import UploadForm
 from kvroute.router.serving.models import Served, label_by_model
-
-UPLOADS = "/v1/adapters/files"
 
 routes = APIRouter()
 
@@ -38,24 +32,6 @@ async def load(request: Request, models: Served, bodies: BodyReader) -> Response
     limits = keys.limits(new.tenant) if keys and new.tenant else None
     await model.adapter_operations.add(new, taken=names, limits=limits)
     return PlainTextResponse(f"Success: LoRA adapter '{new.lora_name}' added successfully.")
-
-
-@routes.post(UPLOADS)
-async def upload(request: Request, models: Served) -> Response:
-    """Store the files of an adapter, so that its `path` can be added."""
-    form = UploadForm(
-        request, expected="`adapter_config` and `file`", max_field_bytes=MAX_CONFIG_BYTES
-    )
-    await form.begin()
-    uploads = models.select(form.fields.get("model")).adapter_uploads
-    if uploads is None:
-        raise cannot_add()
-    with needing_store():
-        stored = await uploads.add(
-            form.content(), lambda: check_config(form.fields.get("adapter_config"))
-        )
-    content = {"object": "adapter.files", "path": stored.path, "digest": stored.digest}
-    return JSONResponse({**content, "rank": stored.rank, "bytes": stored.size})
 
 
 @routes.post("/v1/unload_lora_adapter")

@@ -34,7 +34,7 @@ SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 METHODS = ("GET", "HEAD", "POST", "DELETE")  # methods of the router's routes
 NO_JSON = ("text/plain", "multipart/form-data")  # content types that are always rejected
 # The routes whose bodies are multipart/form-data.
-UPLOADS = frozenset({"/v1/files", "/v1/adapters/files", *AUDIO_ROUTES})
+UPLOADS = frozenset({"/v1/files", *AUDIO_ROUTES})
 FORM = "application/x-www-form-urlencoded"
 DEFAULT_PORT = re.compile(r":(80|443)?$")
 PORT = re.compile(r":\d*$")

@@ -12,7 +12,6 @@ from redis.asyncio import Redis
 from kvroute.contract.identity import identify
 from kvroute.contract.unreadable import Unreadable
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.adapters.adapter_uploads import AdapterUploads
 from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.admission.limits import Limits
@@ -190,15 +189,6 @@ class Parts:
         self.adapter_operations = AdapterOperations(
             self.adapters, self.questions, self.fleet.replicas, settings
         )
-        self.adapter_uploads = None
-        if settings.lora_root:
-            self.adapter_uploads = AdapterUploads(
-                self.adapters,
-                root=settings.lora_root,
-                cluster=cluster,
-                model=model,
-                max_mb=settings.max_adapter_mb,
-            )
         self.weights = WeightsUpdates(
             WeightsStore(redis, model, cluster=cluster, unreadable=self.unreadable),
             self.questions,

@@ -53,8 +53,6 @@ class Lifecycle:
         for task in self._tasks:
             task.cancel()
         self._parts.tokenizer.close()
-        if self._parts.adapter_uploads:
-            self._parts.adapter_uploads.close()
         await self._parts.neighbours.leave()
         await self._parts.telemetry.close()
 

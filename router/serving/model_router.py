@@ -28,7 +28,6 @@ class ModelRouter:
         self.prefixes = parts.prefixes
         self.max_model_len = parts.max_model_len
         self.conversations = parts.conversations
-        self.adapter_uploads = parts.adapter_uploads  # None: no adapters can be added
         self.telemetry = parts.telemetry
         self.audit = parts.audit
         self.canaries = parts.canaries

@@ -11,7 +11,6 @@ from fastapi import FastAPI
 
 from kvroute.adapters.added import AdapterFiles, decode_order, encode_files
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.adapters.adapter_uploads import AdapterUploads
 from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.api.bodies import Bodies
@@ -38,7 +37,6 @@ class Model:
         replica = record("r", max_lora_rank=16, max_cpu_loras=4)
         self.replicas: Any = SimpleNamespace(own_records=[replica], get=lambda _: replica)
         self.adapters = AdapterDirectory(store, "router", self._routers)
-        self.adapter_uploads: AdapterUploads | None = None
         parts: list[Any] = [self.adapters, self, self.replicas, self.settings]
         self.adapter_operations = AdapterOperations(*parts)
 

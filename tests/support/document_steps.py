@@ -61,7 +61,6 @@ NOT_HERE = {
     "kvroute adapters add": f"{ITS_OWN}: test_added_adapters.py has one",
     "kvroute adapters remove": f"{ITS_OWN}: test_added_adapters.py has one",
     "curl localhost:8000/v1/load_lora_adapter": f"{ITS_OWN}: test_added_adapters.py has one",
-    "curl localhost:8000/v1/adapters/files": f"{ITS_OWN}: test_added_adapters.py has one",
     "kvroute serve --weights-root": f"{ITS_OWN}: test_updated_weights.py has one",
     "kvroute weights update": f"{ITS_OWN}: test_updated_weights.py has one",
     "curl localhost:8000/v1/weights": f"{ITS_OWN}: test_updated_weights.py has one",

@@ -96,7 +96,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
     "manage": [
         "DELETE /v1/prefixes/{name:path}",
         "GET /v1/cluster/audit",
-        "POST /v1/adapters/files",
         "POST /v1/cluster/canary",
         "POST /v1/load_lora_adapter",
         "POST /v1/prefixes",

@@ -2,7 +2,6 @@
 
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -23,7 +22,6 @@ from kvroute.client import (
 )
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_entries, print_sentence
-from kvroute.contract.adapters import CONFIG_FILE, WEIGHTS_FILES
 from kvroute.wording import plural
 
 POLL_S = 0.3  # seconds between two queries of the adapters' state
@@ -54,18 +52,10 @@ def add(
         str,
         typer.Argument(
             metavar="FOLDER",
-            help="The adapter's folder below --lora-root, in PEFT's format. Every machine needs "
-            "it, unless you --upload it.",
+            help="The adapter's folder below --lora-root, in PEFT's format. Every machine needs it "
+            "at the same path.",
         ),
     ],
-    upload: Annotated[
-        bool,
-        typer.Option(
-            "--upload",
-            help="Send the files of FOLDER, on this machine, to the cluster, which copies them to "
-            "its machines.",
-        ),
-    ] = False,
     warm: Annotated[
         bool,
         typer.Option("--warm", help="Load the adapter on all replicas now, and wait for that."),
@@ -78,8 +68,12 @@ def add(
     url: Url = FIND,
 ) -> None:
     """Add an adapter for the whole cluster. One replica loads it first, to check it."""
-    path = _upload(url, Path(folder).expanduser(), model) if upload else path_to_send(folder)
-    body = {"lora_name": name, "lora_path": path, "load_inplace": replace, "warm": warm}
+    body = {
+        "lora_name": name,
+        "lora_path": path_to_send(folder),
+        "load_inplace": replace,
+        "warm": warm,
+    }
     _post(url, "/v1/load_lora_adapter", body | _owner(tenant, model))
     if warm:
         loaded = _until_warm(url, name, tenant, model)
@@ -120,25 +114,6 @@ def _row(adapter: dict[str, Any]) -> list[str]:
         f"{added:%Y-%m-%d %H:%M}",
         adapter["path"],
     ]
-
-
-def _upload(url: str, folder: Path, model: str | None) -> str:
-    """Send an adapter's files to the cluster, and return their path there."""
-    try:
-        data = {"adapter_config": (folder / CONFIG_FILE).read_text()}
-        with (folder / WEIGHTS_FILES[0]).open("rb") as weights:
-            response = httpx.post(
-                f"{url}/v1/adapters/files",
-                data=data | ({"model": model} if model else {}),
-                files={"file": (WEIGHTS_FILES[0], weights)},
-                headers=key_headers(),
-                timeout=ANSWER_S,
-            )
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"FOLDER is {str(folder)!r}, whose files cannot be read ({error})")
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        fail(no_cluster(url, error))
-    return str(content_of(response, url)["path"])
 
 
 def _owner(tenant: str, model: str | None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from kvroute.settings import parsers
 from kvroute.settings.help import Option
 from kvroute.settings.options.common import (
-    ADAPTERS,
     ENDPOINT,
     LOGS,
     MODEL,
@@ -126,9 +125,6 @@ class RouterOptions(CommonOptions):
             default="~/.local/state/kvroute/files, on each router's node",
         ),
     ] = None
-    max_adapter_mb: Annotated[
-        int, Positive, Option(ADAPTERS, "Maximum size of an uploaded LoRA adapter in MB.")
-    ] = 2048
     max_file_mb: Annotated[
         int, Positive, Option(ENDPOINT, "Maximum size of an uploaded file in MB.")
     ] = 512

@@ -1,22 +1,17 @@
-"""What nodes give to each other: uploaded adapters, and the conversations of one that goes away."""
+"""What a node that goes away gives to others: its conversations."""
 
 import asyncio
-import itertools
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
-from kvroute.adapters.files import digest_of
-from tests.support.adapters import write_adapter
 from tests.support.audience import Audience
 from tests.support.clients import async_openai_client
 from tests.support.hosts import HOME, Host
 from tests.support.nodes import ON_NODES, Nodes, ray_up
-from tests.support.serving import KVROUTE
 from tests.support.waiting import until, wait_until
 
 pytestmark = [*ON_NODES, pytest.mark.timeout(900)]
@@ -27,14 +22,12 @@ HISTORY = 2000  # tokens
 HIT_SHARE = 0.9
 WITHIN_S = 120
 
-numbers = itertools.count(10_000)
-
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     args = {"engine": "simulated", "simulated_decode_ms": 50, "replicas": REPLICAS}
     tiers = {"host_cache_gb": 32, "pull": "on", "simulated_prefill_tokens_per_s": 5000}
-    with ray_up(workers=2, args=args | tiers | {"lora_root": HOME}) as nodes:
+    with ray_up(workers=2, args=args | tiers) as nodes:
         wait_until(lambda: all(chat(nodes).is_success for _ in range(10)))  # of both routers
         yield nodes
 
@@ -59,21 +52,6 @@ async def turn(client: httpx.AsyncClient, chat: int, *, more: int = 0) -> tuple[
     response.raise_for_status()
     usage = response.json()["usage"]
     return response.headers["x-kvroute-replica"], usage["prompt_tokens_details"]["cached_tokens"]
-
-
-def test_an_uploaded_adapter_is_copied_to_the_nodes_that_run_it(
-    nodes: Nodes, tmp_path: Path
-) -> None:
-    folder = write_adapter(tmp_path / "sql", seed=0)
-    command = [*KVROUTE, "adapters", "add", "sql", str(folder), "--upload", "--warm"]
-    added = subprocess.run([*command, "--url", nodes.url], capture_output=True, text=True)
-    assert added.returncode == 0, added.stdout + added.stderr
-    for host in (nodes.head, *map(nodes.worker, nodes.index().values())):
-        found = [*host.files.glob("tmp/home/uploaded/*/*/*/adapter_model.safetensors")]
-        assert [digest_of(file.parent) for file in found] == [digest_of(folder)]
-    body = {"model": "sql", "prompt": "one two three", "max_tokens": 8}
-    response = httpx.post(f"{nodes.url}/v1/completions", json=body, timeout=60)
-    assert response.status_code == 200, response.text
 
 
 async def test_the_head_cannot_be_emptied(nodes: Nodes) -> None:
