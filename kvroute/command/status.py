@@ -5,6 +5,7 @@ from typing import Any
 
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
+from kvroute.doctor.checks import WITHOUT_REDIS
 from kvroute.doctor.seat_checks import seated
 from kvroute.wording import plural
 
@@ -16,12 +17,23 @@ def status(url: Url = FIND) -> None:
     cluster, console = call("GET", url, "/v1/cluster"), plain_console()
     version = cluster.get("version")
     console.print(f"{url}: kvroute {version}" if version else url, soft_wrap=True)
+    if problem := _redis_problem(cluster.get("index")):
+        console.print()
+        print_lines([("REDIS", problem)])
     models = dict.fromkeys(part["model"] for part in (*cluster["queues"], *cluster["replicas"]))
     for model in models:
         console.print()
         print_lines([*_lines(model, cluster)])
         console.print()
         print_table(*_replicas(_entries(model, cluster, "replicas")))
+
+
+def _redis_problem(index: Facts | None) -> str:
+    """Return what is wrong with Redis, or "" if it is well or unknown."""
+    if index is None or (index["reachable"] and index["writable"]):
+        return ""
+    what = "refuses writes" if index["reachable"] else f"does not answer, for {index['age_s']} s"
+    return f"{what}; {WITHOUT_REDIS}; kvroute doctor says what to do"
 
 
 def _entries(model: str, cluster: Facts, part: str) -> list[Facts]:

@@ -34,6 +34,12 @@ CANARY_REMEDIES = {  # why a canary, a small test request, was lost -> remedy
     "not in the mirror": "see the router's log and kvroute_index_age_seconds; give the router more "
     "CPU",
 }
+WITHOUT_REDIS = "requests are answered meanwhile, with fewer cache hits"
+USERS_REDIS = "start Redis, open its port to the routers, or correct the error"
+RESTARTED_REDIS = (
+    "kvroute serve, which has started this Redis, starts it again: run the doctor again in some "
+    "seconds; if Redis stays away, see the output of kvroute serve for the reason"
+)
 FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
 UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
     "replica": f"restart the replica with the router's version; if it is not yours: {FOREIGN}",
@@ -139,11 +145,8 @@ def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
 def redis(facts: Facts) -> Iterator[Check]:
     """Check that Redis can be used, and that it is fast and has memory."""
     if "error" in facts:
-        finding = f"Redis is away or refuses writes: {facts['error']}"
-        remedy = (
-            "start Redis, open its port to the routers, or correct the error; meanwhile requests "
-            "are served, with fewer cache hits"
-        )
+        finding = f"Redis is away or refuses writes: {facts['error']}; {WITHOUT_REDIS}"
+        remedy = RESTARTED_REDIS if facts.get("is_own") else USERS_REDIS
         yield Check("redis", "wrong", finding, remedy)
         return
     problems = [*_redis_problems(facts)]

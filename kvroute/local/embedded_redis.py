@@ -1,13 +1,15 @@
-"""The Redis of a cluster: checks the server of --redis-url, or starts a private one."""
+"""The Redis of a cluster: checks the server of --redis-url, or runs a private one."""
 
 import importlib.util
 import re
 import secrets
+import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import redis
@@ -19,7 +21,11 @@ from kvroute.process.clock_offset import AGREED_S, offset
 from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY
 
 START_S = 10.0  # seconds that a private server has to start, that is, to answer a PING
+# Seconds before each restart of a private server that has ended. A server that ends again soon
+# after all of them has a lasting cause, such as too little memory, and is not started again.
+PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
 SECRET = "secret.conf"  # configuration file with the password, in the server's folder
+LOG = "redis.log"  # the server's output, in its folder
 SECRET_OPTION = re.compile("(username|password)=")  # options of the URL that are never printed
 REDIS_SERVER = "redis-server"
 MODES = {  # mode of a server that kvroute cannot use -> remedy
@@ -31,27 +37,117 @@ NEEDED = (  # remedy for a Redis that refuses writes
     "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
     "and can save"
 )
+MEANWHILE = "requests are answered meanwhile, with fewer cache hits"
+AFTERWARDS = (  # what a server that starts again empty means
+    "replicas write the index of cached blocks again, and routers the named prefixes and adapters; "
+    "stored responses and the usage of tenants are lost"
+)
+ABSENCE = (  # what to do about a server that is not started again
+    "requests are answered, with fewer cache hits; restart kvroute serve, or run a Redis of your "
+    "own and name it with --redis-url"
+)
 PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tries to write
 
 
 @contextmanager
-def embedded_redis() -> Iterator[str]:
+def embedded_redis(report: Callable[[str], object] = lambda line: None) -> Iterator[str]:
     """Yield the URL of a new, empty redis-server on a free loopback port.
 
-    The server ends when the `with` block ends, or when the thread that entered the block ends. Its
-    password keeps other users out.
+    The server ends when the `with` block ends, or when the thread that entered the block ends. If
+    it ends earlier, it is started again, empty, with the same URL. Its password keeps other users
+    out.
+
+    Args:
+        report: Receives a line when the server has ended, and when it is back. It is called in a
+            thread of its own.
     """
-    password = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="kvroute-redis-") as folder:
-        port = free_port()
-        server = _start(port, Path(folder), password)
+        server = _PrivateServer(Path(folder), report)
         try:
-            url = f"redis://:{password}@127.0.0.1:{port}"
-            _wait_for_ping(url, server, Path(folder))
-            yield url
+            yield server.url
         finally:
-            server.kill()  # its data need not be saved
-            server.wait()
+            server.stop()
+
+
+class _PrivateServer:
+    """A redis-server that a thread starts again whenever it ends, until it is stopped."""
+
+    def __init__(self, folder: Path, report: Callable[[str], object]) -> None:
+        self._port, self._password = free_port(), secrets.token_hex(16)
+        self.url = f"redis://:{self._password}@127.0.0.1:{self._port}"
+        self._folder = folder
+        self._report = report
+        self._is_stopping = threading.Event()
+        self._changing = threading.Lock()  # held while the process is replaced or stopped
+        self._process = _start(self._port, folder, self._password)
+        self._watcher = threading.Thread(target=self._watch, name="watch Redis", daemon=True)
+        try:
+            _wait_for_ping(self.url, self._process, folder)
+        except BaseException:
+            self.stop()
+            raise
+        self._watcher.start()
+
+    def stop(self) -> None:
+        """Kill the server, whose data need not be saved, and end the thread."""
+        with self._changing:
+            self._is_stopping.set()
+            self._process.kill()
+        self._process.wait()
+        if self._watcher.is_alive():
+            self._watcher.join()
+
+    def _watch(self) -> None:
+        attempts = 0  # restarts in a row after which the server has not run for long
+        while True:
+            began_s = time.monotonic()
+            self._process.wait()
+            if time.monotonic() - began_s > PAUSES_S[-1]:
+                attempts = 0
+            if self._is_stopping.is_set():
+                return
+            ended = f"Redis has ended ({_cause(self._process.returncode)})"
+            if attempts == len(PAUSES_S):
+                self._report(
+                    f"{ended} {attempts + 1} times in a row, and is not started again; "
+                    f"its log is {self._folder / LOG}; {ABSENCE}"
+                )
+                return
+            self._report(f"{ended}; kvroute starts it again; {MEANWHILE}")
+            ended_s = time.monotonic()
+            if not self._restart(PAUSES_S[attempts]):
+                return
+            attempts += 1
+            self._report_return(ended_s)
+
+    def _restart(self, pause_s: float) -> bool:
+        """Start the server again after a pause. Return False if it is being stopped."""
+        self._is_stopping.wait(pause_s)
+        with self._changing:
+            if self._is_stopping.is_set():
+                return False
+            with suppress(OSError):  # too little memory, for example: this counts as an attempt
+                self._process = _start(self._port, self._folder, self._password)
+            return True
+
+    def _report_return(self, ended_s: float) -> None:
+        """Wait until the server answers, and report it; kill a server that does not."""
+        try:
+            _wait_for_ping(self.url, self._process, self._folder)
+        except StartError as error:
+            self._process.kill()
+            if not self._is_stopping.is_set():
+                self._report(str(error))
+        else:
+            away_s = time.monotonic() - ended_s
+            self._report(f"Redis is back after {away_s:.1f} s; {AFTERWARDS}")
+
+
+def _cause(returncode: int) -> str:
+    """Return how a process has ended, in words."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    return signal.strsignal(-returncode) or f"signal {-returncode}"
 
 
 def without_password(url: str) -> str:
@@ -152,7 +248,7 @@ def _remedy(url: str, error: Exception) -> str:
 def _start(port: int, folder: Path, password: str = "") -> subprocess.Popen[bytes]:
     secret = folder / SECRET  # every user can read a command line, but not this folder
     secret.write_text(f'requirepass "{password}"\n')
-    log = (folder / "redis.log").open("wb")
+    log = (folder / LOG).open("ab")
     with log:
         return subprocess.Popen(
             [
@@ -185,5 +281,5 @@ def _wait_for_ping(url: str, server: subprocess.Popen[bytes], folder: Path) -> N
                 time.sleep(0.02)
             else:
                 return
-    log = (folder / "redis.log").read_text(errors="replace")
+    log = (folder / LOG).read_text(errors="replace")
     raise StartError(f"redis-server did not start; its log ends with:\n{log[-1000:]}")

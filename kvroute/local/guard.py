@@ -13,7 +13,7 @@ from types import FrameType
 
 import psutil
 
-from kvroute.local.head_service import HEAD_SERVICE
+from kvroute.local.head_service import DAEMON, HEAD_SERVICE
 from kvroute.local.processes import (
     adopt_orphans,
     die_with_parent,
@@ -46,9 +46,10 @@ def guarded(work: Callable[[], int]) -> int:
     return exit_code if exit_code >= 0 else 1
 
 
-def head_service() -> psutil.Process:
-    """Return the process of Ray's head service, a child of this process."""
-    return next(child for child in psutil.Process().children() if child.name() == HEAD_SERVICE)
+def ray_processes() -> list[psutil.Process]:
+    """Return the children of this process without which Ray cannot run."""
+    children = psutil.Process().children()
+    return [child for child in children if child.name() in (HEAD_SERVICE, DAEMON)]
 
 
 def _run(work: Callable[[], int]) -> int:

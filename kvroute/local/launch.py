@@ -32,9 +32,8 @@ from kvroute.local.embedded_redis import (
     redis_warnings,
     without_password,
 )
-from kvroute.local.guard import guarded, head_service
+from kvroute.local.guard import guarded, ray_processes
 from kvroute.local.haproxy.health import fail_health_checks
-from kvroute.local.head_service import HEAD_SERVICE
 from kvroute.local.kept_logs import cluster_id, keep_logs, kept_logs, logs_in
 from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import is_local
@@ -54,7 +53,7 @@ from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.serve import ServeSettings
 
-POLL_S = 0.2  # seconds between two checks of the head service, or of /health
+POLL_S = 0.2  # seconds between two checks of Ray's processes, or of /health
 
 
 def run(settings: ServeSettings) -> int:
@@ -74,15 +73,17 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
     with ExitStack() as running:
         try:
             _start(settings, folder, signals, progress, running)
-            head, servers = head_service(), AttachedFleet(settings, progress)
-            while is_alive(head):
+            needed = {process: process.name() for process in ray_processes()}
+            servers = AttachedFleet(settings, progress)
+            while all(map(is_alive, needed)):
                 signals.sleep(POLL_S)
                 servers.follow()
+            ended = next(name for process, name in needed.items() if not is_alive(process))
             progress.fail(
-                f"{HEAD_SERVICE} has ended, and Ray cannot run without it; the cluster shuts down; "
-                "then run kvroute serve again"
+                f"{ended} has ended, and Ray cannot run without it; the cluster shuts down; then "
+                "run kvroute serve again"
             )
-            os._exit(1)  # do not call ray.shutdown(), which would wait for the lost head service
+            os._exit(1)  # do not call ray.shutdown(), which would wait for the lost process
         except BaseException as error:  # a signal inside Ray can raise any exception
             # Ray's own SIGTERM handler raises SystemExit.
             if signals.was_received or isinstance(error, SystemExit):
@@ -149,7 +150,7 @@ def is_local_only(settings: ServeSettings) -> bool:
 
 
 def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> str:
-    url = settings.redis_url or running.enter_context(embedded_redis())
+    url = settings.redis_url or running.enter_context(embedded_redis(progress.step))
     version = check_redis(url)
     answers = "answers" if settings.redis_url else "started"
     progress.step(f"Redis {version} {answers} at {without_password(url)}")

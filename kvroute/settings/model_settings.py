@@ -42,6 +42,7 @@ def resolve(
     detected: Detected,
     *,
     redis_url: str,
+    own_redis: bool,
     cluster: str,
     other_replicas: int,
     drain_timeout_s: float,
@@ -53,6 +54,7 @@ def resolve(
         options: the options of the model.
         detected: the settings that depend on the machine.
         redis_url: URL of the cluster's Redis.
+        own_redis: see RouterSettings.
         cluster: the cluster's id.
         other_replicas: number of replicas of other models, with which the CPU cores are shared.
         drain_timeout_s: the cluster's --drain-timeout-s.
@@ -69,6 +71,7 @@ def resolve(
         "served_model_name": options.name,
         "replicas": options.fleet_size,
         "redis_url": redis_url,
+        "own_redis": own_redis,
         "cluster": cluster,
         "local_only": local_only,
         "drain_timeout_s": drain_timeout_s,

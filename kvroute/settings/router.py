@@ -11,6 +11,7 @@ class RouterSettings(CommonSettings, RouterOptions):
     tensor_parallel_size: int = 1  # GPUs of one data parallel rank; also 1 on CPUs
     drain_timeout_s: float = 600.0  # seconds that a removed replica has to finish its requests
     tasks: tuple[Task, ...] = ()  # named prefixes to declare at the start
+    own_redis: bool = False  # True: kvroute serve has started Redis, and starts it again
     local_only: bool = False  # True: only this machine can reach the cluster, and there are no keys
 
     @property

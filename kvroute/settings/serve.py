@@ -87,6 +87,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
                 model,
                 facts,
                 redis_url=redis_url,
+                own_redis=self.redis_url is None,
                 cluster=self.cluster or cluster,
                 local_only=local_only,
                 drain_timeout_s=self.drain_timeout_s,

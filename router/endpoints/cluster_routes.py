@@ -1,8 +1,10 @@
 """The HTTP routes for operators: health, replicas, weights, audits, diagnosis, usage, metrics."""
 
 import asyncio
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from itertools import chain
+from typing import Any
 
 import ray
 from fastapi import APIRouter, Request, Response
@@ -16,6 +18,7 @@ from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model
+from kvroute.router.serving.status import ModelHealth
 from kvroute.router.weights.updates import NewWeights
 from kvroute.store.accounts import KEPT_DAYS
 
@@ -43,15 +46,21 @@ async def health(request: Request, models: Served) -> Response:
         "status": problem or "ok",
         "replicas": ready,
         "models": {name: health.ready for name, health in by_model.items()},
-        "index": {
-            "reachable": all(health.index_is_reachable for health in healths),
-            "writable": all(health.index_is_writable for health in healths),
-            "age_s": round(max(health.index_age_s for health in healths), 1),
-        },
+        "index": _index(healths),
         "unconnected": dict(chain.from_iterable(health.unconnected.items() for health in healths)),
         "degraded": dict(chain.from_iterable(health.degraded.items() for health in healths)),
     }
     return JSONResponse(body, 503 if problem else 200)
+
+
+def _index(healths: Iterable[ModelHealth]) -> dict[str, Any]:
+    """Return whether Redis can be used, and how old this router's copy of the index is."""
+    healths = [*healths]
+    return {
+        "reachable": all(health.index_is_reachable for health in healths),
+        "writable": all(health.index_is_writable for health in healths),
+        "age_s": round(max(health.index_age_s for health in healths), 1),
+    }
 
 
 @routes.get("/version")
@@ -73,6 +82,7 @@ async def cluster(models: Served) -> Response:
             "version": versions()["kvroute"],
             "model": models.only,
             "ray_address": ray.get_runtime_context().gcs_address,
+            "index": _index(model.status.health() for model in models.all),
             "replicas": label_by_model(models.all, replicas),
             "recent": [model.status.recent() for model in models.all],
             "queues": [model.status.queue() for model in models.all],

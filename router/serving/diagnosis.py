@@ -33,8 +33,9 @@ Facts = dict[str, Any]
 class Diagnosis:
     """One router's view of the cluster. Unknown values are None."""
 
-    def __init__(self, redis: Any, models: Collection[Status]) -> None:
+    def __init__(self, redis: Any, models: Collection[Status], *, own_redis: bool) -> None:
         self._redis = redis
+        self._own_redis = own_redis  # see RouterSettings
         self._models = models
 
     async def run(self, *, port: int, keys: WatchedKeys | None) -> Facts:
@@ -55,7 +56,7 @@ class Diagnosis:
         speeds = [model.speeds() for model in self._models]
         return {
             "now_s": time.time(),
-            "redis": redis,
+            "redis": redis | {"is_own": self._own_redis},
             "clusters": clusters,
             "unreadable": [entry for model in self._models for entry in model.unreadable()],
             "blamed": [entry for model in self._models for entry in model.blamed()],

@@ -38,7 +38,9 @@ class Models:
         self.first = models[0]
         self.settings = self.first.settings  # for settings that are equal for all models
         self.diagnosis = Diagnosis(
-            connect(self.settings.redis_url), [model.status for model in models]
+            connect(self.settings.redis_url),
+            [model.status for model in models],
+            own_redis=self.settings.own_redis,
         )
         self._started = int(time.time())
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -62,6 +63,38 @@ def test_it_leaves_no_process_after_an_error() -> None:
         (server,) = set(psutil.Process().children()) - set(before)
         raise ZeroDivisionError
     assert not server.is_running()
+
+
+def server_of(before: Iterable[psutil.Process]) -> psutil.Process:
+    """Return the Redis that this process runs, and did not run before."""
+    (server,) = {*psutil.Process().children()} - {*before}
+    return server
+
+
+def test_a_killed_one_is_started_again_with_the_same_url_and_this_is_said() -> None:
+    before, lines = psutil.Process().children(), list[str]()
+    with embedded_redis(lines.append) as url, redis.Redis.from_url(url) as client:
+        client.set("key", "value")
+        server_of(before).kill()
+        wait_until(lambda: len(lines) == 2)
+        assert client.dbsize() == 0
+    ended, back = lines
+    assert ended.startswith("Redis has ended (Killed); kvroute starts it again")
+    assert back.startswith("Redis is back after")
+
+
+def test_one_that_ends_again_and_again_is_given_up_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, lines = psutil.Process().children(), list[str]()
+    monkeypatch.setattr("kvroute.local.embedded_redis.PAUSES_S", (0.0, 0.2))
+    with embedded_redis(lines.append) as url:
+        monkeypatch.setattr("kvroute.local.embedded_redis._executable", lambda: "/bin/false")
+        server_of(before).kill()
+        wait_until(lambda: lines and "is not started again" in lines[-1])
+        assert not answers(url)
+    assert "(exit code 1) 3 times in a row" in lines[-1]
+    assert "--redis-url" in lines[-1]
 
 
 def test_it_dies_with_a_killed_parent() -> None:

@@ -80,11 +80,15 @@ def test_a_redis_that_may_evict_is_wrong(policy: str) -> None:
 def test_a_redis_that_is_too_old_or_away_is_wrong() -> None:
     assert of_redis(version="6.0.16").grade == "wrong"
     assert of_redis(version="6.2.0").grade == "ok"
-    (away,) = checks.redis({"error": "Connection refused"})
-    assert (away.grade, away.finding) == (
-        "wrong",
-        "Redis is away or refuses writes: Connection refused",
-    )
+    (away,) = checks.redis({"error": "Connection refused", "is_own": False})
+    assert away.grade == "wrong"
+    assert "Connection refused; requests are answered meanwhile" in away.finding
+    assert away.remedy.startswith("start Redis")
+
+
+def test_a_user_need_not_start_the_redis_that_kvroute_serve_runs() -> None:
+    (away,) = checks.redis({"error": "Connection refused", "is_own": True})
+    assert "kvroute serve, which has started this Redis, starts it again" in away.remedy
 
 
 def test_a_redis_that_is_nearly_full_or_slow_is_a_warning() -> None:

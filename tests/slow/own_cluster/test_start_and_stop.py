@@ -11,7 +11,7 @@ import pytest
 
 from kvroute.local.haproxy import standin as haproxy_standin
 from kvroute.local.haproxy.standin import MIN_S, SUFFIX
-from kvroute.local.head_service import HEAD_SERVICE
+from kvroute.local.head_service import DAEMON, HEAD_SERVICE
 from kvroute.local.ports import listen_error
 from tests.support.serving import READY, Cluster, assert_gone, launched, name_of, start_cluster
 from tests.support.waiting import wait_until
@@ -31,13 +31,14 @@ def test_a_signal_during_the_start_leaves_no_process(number: signal.Signals) -> 
         assert cluster.stop(number) == 0
 
 
-def test_a_cluster_that_loses_rays_head_service_says_so_and_ends_all_that_it_started() -> None:
+@pytest.mark.parametrize("needed", [HEAD_SERVICE, DAEMON])
+def test_a_cluster_without_ray_says_so_and_ends_all_that_it_started(needed: str) -> None:
     with launched("--engine", "simulated", "--replicas", "1") as cluster:
         cluster.wait_for(READY, deadline_s=120)
-        (head,) = (process for process in cluster.processes() if name_of(process) == HEAD_SERVICE)
-        head.kill()
+        (process,) = (process for process in cluster.processes() if name_of(process) == needed)
+        process.kill()
         assert cluster.process.wait(60) == 1
-        assert f"{HEAD_SERVICE} has ended" in cluster.output()
+        assert f"{needed} has ended" in cluster.output()
         assert_gone(cluster)
         assert listen_error("127.0.0.1", int(cluster.url.rpartition(":")[2])) is None, "the port"
 
