@@ -38,9 +38,8 @@ test: $(DEV) ## Lint, types, and the tests of every main promise; takes ten minu
 	@$(MAKE) lint
 	@exec $(PYTEST) $(ARGS)
 
-test-all: $(DEV) ## The same, and tests/slow but for its nodes; takes one to two hours
-	@$(MAKE) lint
-	@exec $(PYTEST) tests $(ARGS)
+test-all: $(DEV) ## All tests, in parts; goes on where it stopped; takes hours. PART=clients, AGAIN=1, ARGS=--list
+	@exec $(BIN)/python -W ignore -m tests.parts $(PART) $(if $(AGAIN),--again) $(ARGS)
 
 test-cluster: $(DEV) ## Nodes that fail, on hosts made of namespaces; as root, takes minutes
 	@exec $(BIN)/python -m pytest -m nodes -rP tests/slow/nodes $(ARGS)
@@ -49,9 +48,7 @@ chaos: $(DEV) ## Faults one by one and two at a time; takes ten minutes, and roo
 	@$(BIN)/python -W ignore -m tests.chaos $(ARGS)
 
 fuzz: $(DEV) ## 24,000 requests of every shape to every route; takes some minutes
-	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/cluster/test_fuzz.py $(ARGS)
-	@KVROUTE_FUZZ=24000 KVROUTE_FUZZ_CLUSTER=vllm_cluster $(BIN)/python -m pytest -q tests/cluster/test_fuzz.py $(ARGS)
-	@KVROUTE_FUZZ=24000 $(BIN)/python -m pytest -q tests/slow/own_cluster/test_api_keys.py -k any_ $(ARGS)
+	@exec $(BIN)/python -W ignore -m tests.parts --again fuzz fuzz-vllm fuzz-keys
 
 bench: $(DEV) ## What a decision, an index and a request's way cost; options as in ARGS="--help"
 	@$(BIN)/python -W ignore -m tests.bench $(ARGS)

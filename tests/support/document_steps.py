@@ -44,6 +44,7 @@ HERE = {"curl", "kvroute"}  # programs whose commands are run, except those in N
 NOT_HERE = {
     "make serve": "tests/support/serving.py starts such a cluster for every test of a cluster",
     "make test": "runs these tests",
+    "make test-all": "runs these tests",
     "make image-test": "takes minutes: tests/slow/image has these tests",
     "make setup GPU=1": GPUS,
     "git clone": "the tests run in a checkout",

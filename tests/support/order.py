@@ -1,8 +1,8 @@
 """The order of a test run, and which tests must run in one process.
 
-`make test` and `make test-all` run two processes (pytest-xdist). Each process takes one scope at a
-time: a folder whose tests share clusters or engines, else a module. The scopes that take longest
-come first, so that both processes end at about the same time.
+`make test` and the parts of `make test-all` run two processes (pytest-xdist). Each process takes
+one scope at a time: a folder whose tests share clusters or engines, else a module. The scopes that
+take longest come first, so that both processes end at about the same time.
 """
 
 from collections import defaultdict

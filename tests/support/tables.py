@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tests.parts.all_parts import parts_table
+from tests.parts.results import PAGE
 from tests.support.documents import METRICS, SETTINGS
 from tests.support.metrics_table import metrics_table
 from tests.support.settings_table import settings_table
@@ -20,3 +22,4 @@ def replace_table(document: Path, table: str) -> None:
 if __name__ == "__main__":
     replace_table(SETTINGS, settings_table())
     replace_table(METRICS, metrics_table())
+    replace_table(PAGE, parts_table())

@@ -1,0 +1,214 @@
+"""The parts of `make test-all`. Each module of tests belongs to exactly one of them.
+
+A part takes at most 15 minutes on two cores. `make test-all ARGS=--modules` lists how long each
+module took, so that the grouping can be corrected.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.support.environments import environment
+from tests.support.repository import ROOT
+
+PYTEST = ("-m", "pytest", "--numprocesses", "2", "--dist", "loadscope", "--no-loadscope-reorder")
+COUNTING = ("-p", "tests.parts.counting")
+FUZZ = {"KVROUTE_FUZZ": "24000"}
+ON_VLLM = {**FUZZ, "KVROUTE_FUZZ_CLUSTER": "vllm_cluster"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Tests that run together: modules for pytest, or another command."""
+
+    about: str  # a line for users
+    tests: tuple[str, ...] = ()  # folders and modules below tests/
+    options: tuple[str, ...] = ()  # of pytest
+    command: tuple[str, ...] = ()  # instead of pytest
+    env: Mapping[str, str] = field(default_factory=dict)  # other settings of these tests
+    lock: str = ""  # name of an environment with other versions
+    needs: str = ""
+
+    @property
+    def owns_tests(self) -> bool:
+        """Return whether its modules belong to it, and are not those of another part, run again."""
+        return not (self.env or self.lock)
+
+    def modules(self) -> set[Path]:
+        """Return the part's modules of tests. Fails if a path does not exist."""
+        found = set[Path]()
+        for name in self.tests:
+            path = ROOT / "tests" / name
+            assert path.exists(), f"there is no tests/{name}"
+            found |= {*path.rglob("test_*.py")} if path.is_dir() else {path}
+        return found
+
+    def arguments(self) -> tuple[str, ...]:
+        """Return the command that runs the part. Raises pytest's Skipped if it cannot run here."""
+        if self.command:
+            return self.command
+        python = str(environment(self.lock, with_ours=True)) if self.lock else sys.executable
+        paths = (str(Path("tests", name)) for name in self.tests)
+        return (python, *PYTEST, *COUNTING, *self.options, *paths)
+
+
+def _in(folder: str, names: str) -> tuple[str, ...]:
+    """Return the paths of a folder's modules, from names without "test_" and ".py"."""
+    return tuple(f"slow/{folder}/test_{name}.py" for name in names.split())
+
+
+# What `make test` runs.
+TIERS = {
+    "lint": Part(about="formatting, lint and types", command=("make", "lint")),
+    "unit": Part(about="tests of functions and classes", tests=("unit",)),
+    "redis": Part(about="tests on a Redis", tests=("redis",)),
+    "cluster": Part(about="a simulated cluster and the official clients", tests=("cluster",)),
+    "vllm": Part(about="a cluster of vLLM engines and the official clients", tests=("vllm",)),
+}
+CLUSTERS = {
+    "clusters": Part(
+        about="simulated clusters that several modules share; load balancers; the live page",
+        tests=("slow/clusters", "slow/replay", "slow/redis"),
+    ),
+    "access": Part(
+        about="API keys, limits of tenants, encryption, other users of the machine",
+        tests=_in("own_cluster", "api_keys tenant_limits other_users inside wire_tls"),
+    ),
+    "queues": Part(
+        about="the queue, seats, batches and responses in the background",
+        tests=_in(
+            "own_cluster",
+            "queue queue_seen seats batch_order batch_survival background_survival long_prompt"
+            " idle_connections",
+        ),
+    ),
+    "fleets": Part(
+        about="fleets that start, stop, grow, are mixed, handed over or upgraded",
+        tests=_in(
+            "own_cluster",
+            "autoscaled_cluster mixed_fleet handed_over_cluster upgrade start_and_stop"
+            " last_answers watched_cluster",
+        ),
+    ),
+    "survival": Part(
+        about="hours of use, faults, a full disk, broken hooks and what the doctor finds",
+        tests=_in("own_cluster", "soak chaos full_disk broken_hook diagnosis"),
+        needs="root for the full disk",
+    ),
+    "vllm-clusters": Part(
+        about="clusters of vLLM engines with several models or ranks",
+        tests=_in("own_cluster", "vllm_cluster models ranks_cluster"),
+    ),
+    "caches": Part(
+        about="clusters with host memory, pulled blocks, adapters and updated weights",
+        tests=_in("own_cluster", "host_memory pulling_cluster added_adapters updated_weights"),
+    ),
+    "attached": Part(
+        about="attached servers; models that see, hear or embed",
+        tests=_in("own_cluster", "attached_cluster attached_hearing hearing seeing_and_embedding"),
+    ),
+}
+# Those that can run with the oldest vLLM that kvroute supports.
+ENGINES = {
+    "engines": Part(
+        about="simulated and vLLM engines: requests, answers, adapters",
+        tests=_in(
+            "engines",
+            "engine http_app hostile_bodies keep stream_interval lora_engine order"
+            " resumed_answers engine_args features fork_server fail_fast",
+        ),
+    ),
+    "engine-models": Part(
+        about="engines of models of many kinds",
+        tests=_in(
+            "engines",
+            "builtin_model chat_templates models_of_today images recordings pooling reasoning"
+            " kv_groups ranks_engine weights_engine",
+        ),
+    ),
+    "engine-caches": Part(
+        about="eviction, host memory, disks and blocks from other engines",
+        tests=_in(
+            "engines",
+            "batch_lane disk_index disk_tier encrypted_pull free_queue hit_rule host_policy"
+            " host_scheduler host_tier preemption pull pull_faults slower_tiers",
+        ),
+    ),
+}
+OTHERS = {
+    "engine-starts": Part(
+        about="engines that cannot start, and the steps of the pages for contributors",
+        tests=(*_in("engines", "cannot_run contributing_steps"), "slow/versions"),
+    ),
+    "clients": Part(about="other client libraries, on vLLM engines", tests=("slow/clients",)),
+    "suites": Part(
+        about="vLLM's own tests, and those of LangChain, Open Responses and S3",
+        tests=_in("suites", "vllm_suite langchain_suite open_responses_suite s3"),
+        needs="the network, once",
+    ),
+    "sdk-suites": Part(
+        about="the tests of the SDKs, lm-eval and vllm bench serve",
+        tests=_in("suites", "sdk_suites lm_eval_suite bench_serve"),
+        needs="the network, once",
+    ),
+    "audit": Part(
+        about="no locked package has a known vulnerability",
+        tests=("slow/audit",),
+        needs="the network",
+    ),
+    "bare-machine": Part(
+        about="the README's two commands on a minimal Debian",
+        tests=("slow/bare_machine",),
+        needs="root, debootstrap, the network",
+    ),
+    "image": Part(
+        about="the container image: `make image-test`",
+        tests=("slow/image",),
+        needs="root, podman, the network",
+    ),
+    "nodes": Part(
+        about="nodes that fail, on hosts made of namespaces: `make test-cluster`",
+        tests=("slow/nodes",),
+        options=("-m", "nodes", "--numprocesses", "0"),
+        needs="root",
+    ),
+    "chaos": Part(
+        about="faults one by one and two at a time: `make chaos`",
+        command=(sys.executable, "-W", "ignore", "-m", "tests.chaos"),
+        needs="root for the full disk",
+    ),
+    "fuzz": Part(
+        about="24,000 random requests to simulated replicas",
+        tests=("cluster/test_fuzz.py",),
+        env=FUZZ,
+    ),
+    "fuzz-vllm": Part(
+        about="24,000 random requests to vLLM replicas",
+        tests=("cluster/test_fuzz.py",),
+        env=ON_VLLM,
+    ),
+    "fuzz-keys": Part(
+        about="24,000 random requests with API keys",
+        tests=_in("own_cluster", "api_keys"),
+        options=("-k", "any_"),
+        env=FUZZ,
+    ),
+}
+# The tests of the engines again, with the oldest vLLM that kvroute supports.
+OLDER = {
+    f"older-vllm-{name}": Part(
+        about=f"{name} again, with vLLM 0.31",
+        tests=part.tests,
+        lock="older-vllm",
+        needs="the network, once",
+    )
+    for name, part in ENGINES.items()
+}
+PARTS: Mapping[str, Part] = {**TIERS, **CLUSTERS, **ENGINES, **OTHERS, **OLDER}
+
+
+def parts_table() -> str:
+    """Return the table of docs/tests.md."""
+    rows = (f"| `{name}` | {part.about} | {part.needs} |\n" for name, part in PARTS.items())
+    return "| part | tests | needs |\n|---|---|---|\n" + "".join(rows)
