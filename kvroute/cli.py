@@ -14,7 +14,9 @@ from kvroute.command.doctor_command import doctor
 from kvroute.command.drain_command import drain
 from kvroute.command.explain import explain
 from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.replay_command import Replay
+from kvroute.command.option_classes import with_options
+from kvroute.command.replay_command import replay
+from kvroute.command.replay_options import ReplayOptions
 from kvroute.command.scale_command import scale
 from kvroute.command.serve_command import Attach, Serve
 from kvroute.command.status import status
@@ -63,4 +65,4 @@ app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(tenants)
-app.command("replay", cls=HelpfulCommand, rich_help_panel=PLAN)(Replay)
+app.command("replay", cls=HelpfulCommand, rich_help_panel=PLAN)(with_options(replay, ReplayOptions))

@@ -7,6 +7,7 @@ figure is computed from them. So each round gives one difference between two pol
 within the middle 95% of these differences, the policies differ only by noise.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,13 +55,21 @@ def sample(requests: Sequence[Request], outcome: Outcome, measured: slice) -> Sa
     )
 
 
-def ties(samples: Mapping[str, Sample]) -> dict[str, set[str]]:
+def ties(samples: Mapping[str, Sample]) -> dict[str, dict[str, float]]:
     """Return, for each field of Summary, the policies that differ from the best only by noise.
+
+    The result is empty if the samples have too few requests for this method, see is_enough.
 
     Args:
         samples: Policy -> its measured requests; all policies have the same requests.
+
+    Returns:
+        Field -> policy -> how many times as many requests would show the difference, if it stays
+        the same: noise becomes smaller by the square root of the number of requests.
     """
     count = len(next(iter(samples.values())).ttft_s)
+    if not is_enough(count):
+        return {}
     rounds = _rounds(count)
     figures_of_all = {
         name: policy_sample.figures(np.arange(count)[None])
@@ -70,13 +79,19 @@ def ties(samples: Mapping[str, Sample]) -> dict[str, set[str]]:
     noise = {}
     for field in ("hit_share", *QUANTILES):
         sign = -1 if field == "hit_share" else 1  # a high hit share and a short time are good
-        best = min(samples, key=lambda name: sign * float(figures_of_all[name][field][0]))
+        values = {name: float(figures[field][0]) for name, figures in figures_of_all.items()}
+        best = min(samples, key=lambda name: sign * values[name])
         noise[field] = {
-            name
+            name: _times_more(drawn[name][field] - drawn[best][field], values[name] - values[best])
             for name in samples
             if name != best and _is_noise(drawn[name][field] - drawn[best][field])
         }
     return noise
+
+
+def is_enough(count: int) -> bool:
+    """Return whether so many measured requests can be divided into BLOCKS parts."""
+    return count >= BLOCKS
 
 
 def _rounds(count: int) -> NDArray[np.int64]:
@@ -91,3 +106,15 @@ def _rounds(count: int) -> NDArray[np.int64]:
 def _is_noise(differences: Floats) -> bool:
     low, high = np.percentile(differences, MIDDLE)
     return bool(low <= 0 <= high)
+
+
+def _times_more(differences: Floats, difference: float) -> float:
+    """Return how many times as many requests would show this difference; inf: it is 0.
+
+    The middle 95% must become so narrow that 0 is no longer in it.
+    """
+    if not difference:
+        return math.inf
+    low, high = np.percentile(differences, MIDDLE)
+    to_edge = difference - low if difference > 0 else difference - high
+    return max(1.0, float(to_edge / difference) ** 2)

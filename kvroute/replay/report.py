@@ -16,6 +16,7 @@ from kvroute.replay.workload.trace import Request, ideal_hit_tokens
 WARM_UP = 10  # the first 1/WARM_UP of the requests only fill the caches and are not measured
 SIZE_LIMITS = (0.0, 4_000, 16_000, 48_000, math.inf)  # limits of the prompt classes, in tokens
 
+MEASURED = "measured"  # name of the row with what a cluster has measured, instead of a policy
 BEST, NOISE = "*", "~"  # marks: the best value, and values that differ from it only by noise
 HIGH, LOW = 1, -1  # values of Column.best: the highest or the lowest value is the best
 
@@ -186,6 +187,34 @@ def tables(
         yield _table(summaries, columns, ties)
 
 
+def ties_shown(
+    summaries: Sequence[Summary], ties: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the ties of the first table by column, without those that look equal in it.
+
+    Args:
+        summaries: The results of each policy.
+        ties: The result of noise.ties.
+
+    Returns:
+        Heading of a column without its unit -> the highest number of its ties.
+    """
+    rows = [summary.row() for summary in summaries if summary.policy != MEASURED]
+    shown = {}
+    for column in COLUMNS:
+        texts = {
+            row["policy"]: text for row, text in zip(rows, _cells(column, rows, ()), strict=True)
+        }
+        times = [
+            times
+            for policy, times in ties.get(column.field, {}).items()
+            if not texts[policy].startswith(BEST)
+        ]
+        if times:
+            shown[" ".join(column.heading.split(",")[0].split())] = max(times)
+    return shown
+
+
 def _table(
     summaries: Sequence[Summary], columns: Sequence[Column], ties: Mapping[str, Collection[str]]
 ) -> ReportTable:
@@ -201,6 +230,8 @@ def _cells(
 ) -> Iterator[str]:
     """Yield the cells of a column; with several policies, mark the best value and its ties.
 
+    What a cluster has measured gets no mark, since it is no policy.
+
     Args:
         column: The column.
         rows: The figures of each policy.
@@ -208,13 +239,14 @@ def _cells(
     """
     values = [row[column.field] for row in rows]
     texts = ["-" if value is None else column.form.format(value) for value in values]
-    numbers = [value for value in values if value is not None]
+    modelled = [row for row in rows if row["policy"] != MEASURED]
+    numbers = [row[column.field] for row in modelled if row[column.field] is not None]
     best = ""
-    if column.best and len(rows) > 1 and numbers:
+    if column.best and len(modelled) > 1 and numbers:
         best = texts[values.index(max(numbers, key=lambda value: column.best * float(value)))]
     for text, row in zip(texts, rows, strict=True):
         mark = BEST if text == best else NOISE if row["policy"] in tied else ""
-        yield f"{mark}{text}"
+        yield text if row["policy"] == MEASURED else f"{mark}{text}"
 
 
 _SIZE_FIELDS = [column.field for column in MORE_COLUMNS[2:]]

@@ -346,13 +346,14 @@ class _Simulation:
             self._on_first_token()
         self._unfinished -= len(result.finished)
         for request in result.finished:
-            self._outcome.finished_s[request.index] = at_s
+            answered_s = at_s + self._cluster.engine.overhead_s
+            self._outcome.finished_s[request.index] = answered_s
             self._routers[self._router_of(request)].on_finish(request, at_s)
             if follow_up := self._follow_ups.get(request.index):
                 arrival = Arrival(self._requests[follow_up.index])
-                self._push(at_s + follow_up.think_s, arrival)
+                self._push(answered_s + follow_up.think_s, arrival)
             elif self._queued and self._requests[self._queued[0]].is_batch == request.is_batch:
-                self._push(at_s, Arrival(self._requests[self._queued.popleft()]))
+                self._push(answered_s, Arrival(self._requests[self._queued.popleft()]))
         if self._replicas[replica].plan:
             self._await_step(replica)
         self._await_reloads(replica)
@@ -363,7 +364,7 @@ class _Simulation:
 
     def _record_first_token(self, index: int, replica: ModelledReplica, at_s: float) -> None:
         outcome = self._outcome
-        outcome.first_token_s[index] = at_s
+        outcome.first_token_s[index] = at_s + self._cluster.engine.overhead_s
         outcome.hit_tokens[index] = replica.hit_tokens.pop(index)
         reloaded = replica.reloaded_tokens.pop(index, {})
         outcome.reloaded_tokens[index] = sum(reloaded.values())

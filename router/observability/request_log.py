@@ -55,6 +55,11 @@ class Line(msgspec.Struct):
     outcome: str  # ok | cancelled | refused | failed (the replica was lost; perhaps sent again)
     ledger: Ledger | None  # prompt tokens by cause; None without a first token
     request_id: str  # x-request-id of the response
+    replicas: int  # number of replicas among which the router chose
+    step_tokens: int  # maximum tokens in a step of the replica's engine
+    # Position in a prompt at which a token takes this engine twice as long as the first one.
+    attention_tokens: float
+    kv_tokens: int | msgspec.UnsetType = msgspec.UNSET  # the replica's KV cache, in tokens
     lora: str | msgspec.UnsetType = msgspec.UNSET  # requested adapter
     tenant: str | msgspec.UnsetType = msgspec.UNSET  # owner of the API key, if keys are needed
     broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # change in the chat's history
@@ -127,6 +132,10 @@ class RequestLog(RequestObserver):
             outcome=attempt.outcome or "ok",
             ledger=ledger,
             request_id=attempt.context.request_id,
+            replicas=len(placement.ranking),
+            step_tokens=attempt.load.step_tokens,
+            attention_tokens=attempt.load.model.attention_tokens,
+            kv_tokens=attempt.load.capacity_tokens or msgspec.UNSET,
             lora=name_of(placement.lora) or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvroute.replay.workload.trace import BLOCK_TOKENS
 from tests.support.documents import (
     ADDRESS,
     CLIENTS,
@@ -20,6 +21,7 @@ from tests.support.documents import (
     words,
 )
 from tests.support.printed import is_as_shown
+from tests.support.request_logs import write_log
 from tests.support.serving import KVROUTE, Cluster
 
 LANGUAGES = {"sh", "python", "text", "yaml", "json", "toml", "diff", "mermaid"}
@@ -146,22 +148,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rules.txt").write_text(rules)
     (folder / "chat.json").write_text(json.dumps([{"role": "system", "content": rules}]))
     (folder / "mine.json").write_text("{}")  # an empty profile
-    (folder / "trace.jsonl").write_text(trace(512))
+    (folder / "trace.jsonl").write_text(trace())
     (folder / "requests").mkdir()
-    (folder / "requests" / "router.jsonl").write_text(trace(128, block_size=128))
+    write_log(folder / "requests" / "router.jsonl")
     return folder
 
 
-def trace(block_tokens: int, requests: int = 100, **more: int) -> str:
+def trace(requests: int = 100) -> str:
     """Return a trace of ten conversations, whose prompts grow by a block in each turn."""
     rows = (
         {
             "timestamp": 200 * n,
-            "input_length": block_tokens * (n // 10 + 2),
+            "input_length": BLOCK_TOKENS * (n // 10 + 2),
             "output_length": 20,
             "hash_ids": [0, *(1000 * (n % 10) + turn + 1 for turn in range(n // 10 + 1))],
             "session": n % 10,
-            **more,
         }
         for n in range(requests)
     )

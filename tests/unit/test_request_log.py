@@ -40,7 +40,8 @@ BLOCK = 32
 SPAN = Span(8, "0a")
 KEYS = (
     "timestamp input_length output_length hash_ids block_size model replica reusable_tokens "
-    "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger request_id"
+    "expected_tokens cached_tokens predicted_ttft_s ttft_s duration_s outcome ledger request_id "
+    "replicas step_tokens attention_tokens kv_tokens"
 ).split()
 
 
@@ -125,6 +126,9 @@ async def test_a_line_has_the_prediction_and_the_outcome(router: Router) -> None
     assert first["ledger"].items() >= {"new": 992, "tail": 8}.items()
     assert second["ledger"].items() >= {"hit": 640, "unexpected_hit": 352, "tail": 8}.items()
     assert 0 < first["ttft_s"] <= first["duration_s"]
+    assert first["replicas"] == 1
+    assert first["step_tokens"] == FACTS.step_tokens
+    assert first["kv_tokens"] == FACTS.capacity_blocks * FACTS.block_size
 
 
 async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -> None:

@@ -26,6 +26,9 @@ class EngineModel:
     context_token_s: float = 27e-9  # time that each context token of a decode adds to a step
     chunk_tokens: int = 8192  # maximum tokens of a step, prefill and decode together
     max_sequences: int = 256  # maximum number of sequences in a step
+    # Part of the time to a first token that is no step, such as the network. It delays only its own
+    # request.
+    overhead_s: float = 0.0
 
     def alone_s(self, hit_tokens: int, input_tokens: int, output_tokens: int) -> float:
         """Return the seconds from arrival to the last token if no other request runs."""
@@ -37,6 +40,7 @@ class EngineModel:
             self.prefill.seconds(hit_tokens, input_tokens)
             + steps * (self.step_s + self.sequence_s)
             + context_tokens * self.context_token_s
+            + self.overhead_s
         )
 
     def at_speed(self, factor: float) -> "EngineModel":

@@ -17,6 +17,11 @@ class Pace:
     is_closed_loop: bool = False
 
     @property
+    def is_as_recorded(self) -> bool:
+        """Return whether the requests, or the sessions of a closed loop, arrive as in the trace."""
+        return not any((self.load, self.speed, self.rate, self.sessions))
+
+    @property
     def unit(self) -> str:
         """Return the unit of `rate` for the terminal: what it counts per second."""
         return "sessions" if self.is_closed_loop else "requests"

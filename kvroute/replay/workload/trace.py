@@ -4,7 +4,8 @@ The format is Mooncake's: one JSON object per line with `timestamp` (ms), `input
 `output_length` (tokens), and `hash_ids` with an id for each block of the prompt. Ids are chained:
 equal ids mean equal prefixes up to and with that block. If there are more blocks than ids, no other
 request has the blocks without an id. A cluster's request log (request_log.py) also has the block
-size, the requested model, and the time and outcome of each request. Optional fields are:
+size, the requested model, and the times and outcome of each request (measured.py). Optional fields
+are:
 
 - `session`: the session of the request.
 - `tools`: true if the model may call tools. `tool_call`, or a `hint` of 1, means the same.
@@ -24,6 +25,7 @@ from typing import Any
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.fingerprint import Fingerprint, reusable_blocks
+from kvroute.replay.workload.measured import Measured, measured
 from kvroute.wording import plural
 
 BLOCK_TOKENS = 512  # block size of a trace that does not have it, as in Mooncake's traces
@@ -53,6 +55,7 @@ class Request:
     is_end: bool = False  # whether the client sent the hint that the session ends
     is_batch: bool = False  # whether the request gives way to others: its class is `batch`
     own_blocks: int = 0  # number of blocks at the prompt's end for which the trace has no ids
+    measured: Measured | None = None  # what a cluster has measured; None: this is no request log
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
@@ -191,6 +194,7 @@ def _request(location: str, line: str) -> Request | None:
             is_end=bool(row.get("session_end")),
             is_batch=row.get("priority") == "batch",
             own_blocks=max(0, reusable - len(ids)),
+            measured=measured(row),
         )
     except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)

@@ -33,8 +33,10 @@ def test_what_a_cluster_logs_can_be_replayed_under_any_policy(
         (line["replica"], line["input_length"], line["cached_tokens"]) for line in written
     )
     (tmp_path / "requests.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in written))
-    options = ["--replicas", "2", "--policy", "kvroute,round-robin", "--json"]
+    options = ["--policy", "kvroute,round-robin", "--json"]
     result = CliRunner().invoke(app, ["replay", str(tmp_path), *options])
     rows = json.loads(result.stdout)
-    assert [row["policy"] for row in rows] == ["kvroute", "round-robin"]
+    assert [row["policy"] for row in rows] == ["measured", "kvroute", "round-robin"]
+    assert "its pace, 2 replicas" in " ".join(result.stderr.split())
+    assert "NOTE" not in result.stderr
     assert all(row["hit_share"] > 0.5 for row in rows)

@@ -1,0 +1,326 @@
+"""The options of `kvroute replay`. Each class has the options of one topic."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvroute.replay.hardware.profiles import (
+    DEFAULT_ENGINE,
+    PROFILES,
+    Profile,
+    ProfileError,
+    load_profile,
+)
+from kvroute.replay.policies.names import POLICY_NAMES
+from kvroute.replay.workload.pace import Pace
+
+if TYPE_CHECKING:
+    from kvroute.replay.workload.sessions import Ends
+
+MAX_REPLICAS = 10_000
+MAX_PACE = 1e6  # highest --load, --speed and --rate
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The values of some options that are not set."""
+
+    policies: str
+    replicas: int
+    kv_tokens: int | None = None  # KV cache of each replica; None: the profile's
+    load: float | None = 0.8  # share of saturation; None: the pace of the trace
+
+
+TRACE = Defaults("kvroute", replicas=16)
+EXAMPLE = Defaults("kvroute,llm-d,round-robin", replicas=4, kv_tokens=60_000)
+LOG_POLICIES = EXAMPLE.policies  # the policies for a request log; it has the other defaults
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """The trace."""
+
+    trace: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TRACE",
+            help="File of requests in Mooncake's format (JSON lines), or a folder of request logs.",
+        ),
+    ] = None
+    example: Annotated[
+        bool,
+        typer.Option(
+            "--example",
+            help="Replay a small trace that comes with kvroute: chats with shared system prompts, "
+            f"on {EXAMPLE.replicas} replicas, under the policies {EXAMPLE.policies}.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """The modelled replicas and their caches."""
+
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_REPLICAS,
+            help=f"Number of modelled replicas (default: {TRACE.replicas}, or the request log's).",
+        ),
+    ] = None
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"Profile of each engine: {', '.join(PROFILES)}; or a JSON file with your own "
+            f"numbers (default: {DEFAULT_ENGINE}, or one that fits the times in the request log).",
+        ),
+    ] = None
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=512,
+            help="KV cache of each replica, in tokens (default: the profile's, or the request "
+            "log's).",
+        ),
+    ] = None
+    host_tokens: Annotated[
+        int, typer.Option(min=0, help="Host memory for the cache of each replica, in tokens.")
+    ] = 0
+    host_gb_per_s: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Speed of copies from host memory (default: the profile's)."),
+    ] = None
+    disk_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="With --host-tokens: disk cache of each replica, in tokens (0: none)."
+        ),
+    ] = 0
+    disk_gb_per_s: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Speed of reads of a disk cache (default: the profile's)."),
+    ] = None
+    link_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="With --host-tokens: bandwidth of each replica's network link, over which "
+            "replicas pull blocks from each other (default: the profile's; 0: they do not pull).",
+        ),
+    ] = None
+    link_latency_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="Time until the first bytes of a pull (default: the profile's)."
+        ),
+    ] = None
+
+    def profile(self) -> Profile:
+        """Return the profile of each engine. Raises BadParameter if options are wrong."""
+        if self.disk_tokens and not self.host_tokens:
+            raise typer.BadParameter(
+                "--disk-tokens needs --host-tokens, since disks fill host memory"
+            )
+        try:
+            return load_profile(self.engine or DEFAULT_ENGINE)
+        except ProfileError as error:
+            raise typer.BadParameter(str(error)) from None
+
+
+@dataclass(frozen=True)
+class ArrivalOptions:
+    """When requests arrive."""
+
+    load: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Rate of arrivals as a share of saturation. Saturation is the rate at which the "
+            f"best policy serves prompt tokens under overload (default: {TRACE.load}, or the pace "
+            "of the request log).",
+        ),
+    ] = None
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Instead of --load: arrivals this many times as fast as in the trace.",
+        ),
+    ] = None
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Instead of --load: requests per second; with --closed-loop, sessions that start "
+            "per second.",
+        ),
+    ] = None
+    closed_loop: Annotated[
+        bool,
+        typer.Option(
+            "--closed-loop",
+            help="Each turn of a session waits for the previous answer, then pauses as long as in "
+            "the trace.",
+        ),
+    ] = False
+    sessions: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --closed-loop, instead of --rate or --speed: number of sessions that run "
+            "at once. When one ends, the next session of the trace starts.",
+        ),
+    ] = None
+
+    def pace(self) -> Pace:
+        """Return the pace, which is as recorded if no option is set.
+
+        Raises BadParameter if the options contradict each other.
+        """
+        options = {"--load": self.load, "--speed": self.speed, "--rate": self.rate}
+        for name, value in options.items():
+            if value is not None and value > MAX_PACE:
+                raise typer.BadParameter(f"{name} is {value:g}; expected at most {MAX_PACE:,.0f}")
+        if sum(value is not None for value in (*options.values(), self.sessions)) > 1:
+            raise typer.BadParameter(
+                "--load, --speed, --rate and --sessions exclude each other; set one of them"
+            )
+        if self.sessions is not None and not self.closed_loop:
+            raise typer.BadParameter(
+                f"--sessions {self.sessions} works only in a closed loop; add --closed-loop"
+            )
+        if self.closed_loop and self.load is not None:
+            raise typer.BadParameter(
+                "--load does not work with --closed-loop, where sessions wait for their answers; "
+                "set --sessions, --rate or --speed"
+            )
+        return Pace(self.load, self.speed, self.rate, self.sessions, self.closed_loop)
+
+
+@dataclass(frozen=True)
+class RoutingOptions:
+    """The policies, and what routers know about the replicas."""
+
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help=f"Policies to compare, separated by commas: {', '.join(POLICY_NAMES)}; or all "
+            f"(default: {TRACE.policies}; for a request log {LOG_POLICIES}).",
+        ),
+    ] = None
+    routers: Annotated[
+        int, typer.Option(min=1, help="Number of routers, each with its own copy of the index.")
+    ] = 1
+    index_delay_ms: Annotated[
+        float, typer.Option(min=0, help="Time from caching a block until routers know it.")
+    ] = 10.0
+    share_delay_ms: Annotated[
+        float,
+        typer.Option(
+            min=0, help="Time from a decision until other routers know it; inf: they never do."
+        ),
+    ] = 5.0
+    slow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE:SPEED",
+            help="Replicas that are slower than routers expect. 0.5:0.8: half of the replicas run "
+            "at 80% of the expected speed.",
+        ),
+    ] = None
+
+    def policies(self, default: str) -> list[str]:
+        """Return the policies to compare. Raises BadParameter for an unknown one.
+
+        Args:
+            default: The policies if --policy is not set, separated by commas.
+        """
+        policy = default if self.policy is None else self.policy
+        names = [*POLICY_NAMES] if policy == "all" else [name.strip() for name in policy.split(",")]
+        unknown = [name for name in names if name not in POLICY_NAMES]
+        if unknown:
+            choices = ", ".join(POLICY_NAMES)
+            raise typer.BadParameter(
+                f"--policy names {unknown[0]!r}; expected all or some of {choices}"
+            )
+        return names
+
+    def slow_replicas(self) -> tuple[float, float]:
+        """Parse --slow: the share of slow replicas, and their speed relative to the others."""
+        if self.slow is None:
+            return 0.0, 1.0
+        match _numbers(self.slow):
+            case [share, speed] if 0 < share <= 1 and speed > 0:
+                return share, speed
+        raise typer.BadParameter(f"--slow is {self.slow!r}; expected SHARE:SPEED, such as 0.5:0.8")
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Which requests of the trace are replayed, and their hints."""
+
+    session_ends: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE[:WRONG]",
+            help="Clients' hints that a session ends, such as 0.5:0.1: half of the last turns have "
+            "the hint, and so do, wrongly, 10% of all other turns.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0
+    model: Annotated[
+        str | None,
+        typer.Option(help="Replay only requests for this model, if the trace has several."),
+    ] = None
+    limit: Annotated[
+        int | None,
+        typer.Option(min=2, help="Replay only the first N requests."),
+    ] = None
+
+    def ends(self) -> "Ends | None":
+        """Parse --session-ends: the shares of right and of wrong hints."""
+        from kvroute.replay.workload.sessions import Ends
+
+        if self.session_ends is None:
+            return None
+        shares = _numbers(self.session_ends)
+        if len(shares) in (1, 2) and all(0 <= share <= 1 for share in shares):
+            return Ends(*shares)
+        raise typer.BadParameter(
+            f"--session-ends is {self.session_ends!r}; expected SHARE or SHARE:WRONG from 0 to 1, "
+            "such as 0.5:0.1"
+        )
+
+
+# The fields of the last base class come first in --help.
+@dataclass(frozen=True)
+class ReplayOptions(RequestOptions, RoutingOptions, ArrivalOptions, ReplicaOptions, TraceOptions):
+    """All options of `kvroute replay`."""
+
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of policies that run in parallel processes.")
+    ] = 1
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a list of objects instead of a table.")
+    ] = False
+
+    def check(self) -> None:
+        """Raise BadParameter if the options contradict each other, or a value is wrong."""
+        self.pace()
+        self.profile()
+        self.policies(TRACE.policies)
+        self.slow_replicas()
+        self.ends()
+
+
+def _numbers(text: str) -> list[float]:
+    """Return the numbers between the colons, or an empty list if a part is not a number."""
+    try:
+        return [*map(float, text.split(":"))]
+    except ValueError:
+        return []
