@@ -94,12 +94,10 @@ Model = Annotated[
 ]
 
 
-def call(method: str, url: str, path: str, *, within_s: float = WAIT_S, **body: Any) -> Any:
+def call(method: str, url: str, path: str, **body: Any) -> Any:
     """Send a request and return the response's JSON. If it fails, print why and end the command."""
     try:
-        response = httpx.request(
-            method, url + path, timeout=within_s, headers=key_headers(), **body
-        )
+        response = httpx.request(method, url + path, timeout=WAIT_S, headers=key_headers(), **body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         fail(no_cluster(url, error))
     return content_of(response, url)
@@ -152,12 +150,6 @@ def no_cluster(url: str, error: Exception | str) -> str:
         f"no kvroute answers at {url} ({error}); start one with kvroute serve, or name another "
         f"with --url or in the variable {URL}"
     )
-
-
-def path_to_send(folder: str) -> str:
-    """Return the path of a folder, for the cluster: absolute if it is found from here."""
-    path = Path(folder).expanduser()
-    return str(path.absolute()) if path.is_dir() else folder
 
 
 def fail(message: str) -> Any:

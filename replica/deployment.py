@@ -28,21 +28,16 @@ from kvroute.process.metrics_port import Exposition, expose
 from kvroute.process.ray_internals import listen_on_node_address
 from kvroute.process.tracing import start_tracing
 from kvroute.replica.added_adapters import AddedAdapters
-from kvroute.replica.engine.pause import Pause
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engines
-from kvroute.replica.fabric.block_format import local_folder
 from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.replica.uploaded_bodies import UploadedBodies
-from kvroute.replica.weights import ReplicaWeights
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.adapters import Adapters
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
-from kvroute.store.weights import WeightsStore
-from kvroute.weights.version import decode_source
 from kvroute.wire.address import Address
 from kvroute.wire.server import HOST, Server, new_secret
 from kvroute.wire.structs import decode_begin
@@ -64,7 +59,6 @@ class Replica:
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         listen_on_node_address()
         self._settings = ReplicaSettings.model_validate(settings)
-        self._ranks: list[Rank] = []
         self.id = serve.get_replica_context().replica_id.unique_id
         log_to_serve(self._settings.served_model_name)
         self._tracing = start_tracing("kvroute-replica", self.id)
@@ -74,9 +68,6 @@ class Replica:
         )
         log.info("reuse_cache: %s", self._settings.prefix_caching)
         self._redis = connect(self._settings.redis_url)
-        self._pause = Pause()
-        self._weights = self._make_weights(engines)
-        await self._weights.start()
         self._metrics = ReplicaMetrics()
         self._exposition = await self._expose() if self._settings.metrics else None
         self._ranks = self._make_ranks(engines)
@@ -103,8 +94,6 @@ class Replica:
         if self._settings.lora_root:
             self._tasks.append(asyncio.create_task(self._adapters.run(), name="adapters"))
         self._bodies = UploadedBodies(limit_mb=self._settings.max_audio_mb)
-        if self._settings.weights_root:
-            self._tasks.append(asyncio.create_task(self._weights.run(), name="weights"))
         warmers = [rank.warmer for rank in self._ranks]
         await asyncio.gather(*(warmer.start(self._settings.declared) for warmer in warmers))
         self._tasks += [asyncio.create_task(warmer.run(), name="warmer") for warmer in warmers]
@@ -117,7 +106,6 @@ class Replica:
             "pull": self._pull,
             "check_adapter": self._check_adapter,
             "upload": self._upload,
-            "check_weights": self._check_weights,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
         self._server = Server(
@@ -146,8 +134,7 @@ class Replica:
     async def _canary(self, begin: bytes, rank: int) -> bytes:
         """Run a test request. Metrics do not count it, because no client sent it."""
         _, request = decode_begin(begin)
-        async with self._pause.outside():
-            await self._ranks[rank].engine.generate(replace(request, rank=rank), lambda _: None)
+        await self._ranks[rank].engine.generate(replace(request, rank=rank), lambda _: None)
         return b""
 
     async def _pull(self, begin: bytes, rank: int) -> bytes:
@@ -161,8 +148,7 @@ class Replica:
             An encoded PullResult.
         """
         _, request = decode_begin(begin)
-        async with self._pause.outside():
-            return encode_result(await self._ranks[rank].engine.pull(replace(request, rank=rank)))
+        return encode_result(await self._ranks[rank].engine.pull(replace(request, rank=rank)))
 
     async def _check_adapter(self, adapter: bytes, rank: int) -> bytes:
         """Load an adapter that is to be added, and unload it again.
@@ -175,10 +161,6 @@ class Replica:
             An encoded AdapterFiles.
         """
         return encode_files(await self._adapters.check(decode_order(adapter), rank))
-
-    async def _check_weights(self, source: bytes, _: int) -> bytes:
-        """Return why weights cannot be loaded from a folder; empty: they seem to fit."""
-        return (await self._weights.check(decode_source(source))).encode()
 
     def _renew_soon(self) -> None:
         for rank in self._ranks:
@@ -198,7 +180,7 @@ class Replica:
             rank=rank,
         )
         chunks: list[Chunk] = []
-        async with self._adapters.used_by(request), self._pause.outside():
+        async with self._adapters.used_by(request):
             await self._ranks[rank].engine.generate(request, chunks.append)
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
@@ -298,23 +280,6 @@ class Replica:
             token_file=self._settings.metrics_token_file,
         )
 
-    def _make_weights(self, engines: Sequence[Engine]) -> ReplicaWeights:
-        settings = self._settings
-        has_weights = engines[0].facts.engine != "simulated"
-        return ReplicaWeights(
-            engines,
-            WeightsStore(self._redis, settings.served_model_name, cluster=settings.cluster),
-            replica_id=self.id,
-            root=settings.weights_root,
-            model=local_folder(resolve(settings.model), settings.revision) if has_weights else None,
-            pause=self._pause,
-            on_load=self._describe_again,
-        )
-
-    def _describe_again(self) -> None:
-        for rank in self._ranks:
-            rank.describe_again()
-
     def _make_ranks(self, engines: Sequence[Engine]) -> list[Rank]:
         settings, redis = self._settings, self._redis
         name, cluster = settings.served_model_name, settings.cluster
@@ -333,7 +298,6 @@ class Replica:
                 rank_id=rank_id,
                 description=Description(engine.facts, identity, location, name),
                 lease_s=settings.lease_s,
-                pause=self._pause,
             )
             for rank_id, engine in zip(rank_ids(self.id, len(engines)), engines, strict=True)
         ]
@@ -377,10 +341,9 @@ class Replica:
         """Refuse requests while the engine is away, so that routers send them elsewhere."""
         engine = self._ranks[0].engine
         while True:
-            reason = await self._pause.wait_until_away(engine)
-            self._server.away_reason, self._server.is_finishing = reason, self._pause.is_near
-            await self._pause.wait_until_back(engine)
-            self._server.away_reason, self._server.is_finishing = "", False
+            self._server.away_reason = await engine.wait_until_away()
+            await engine.wait_until_back()
+            self._server.away_reason = ""
 
     async def _die_with_engine(self) -> None:
         """Exit this process when the engine dies.

@@ -55,7 +55,7 @@ class Publisher:
         self._index = index
         self._table = table
         self._replica_id = replica_id
-        self.description = description  # what the next registration publishes
+        self._description = description
         self._load = load
         self._pins = pins
         self._lease_s = lease_s
@@ -193,7 +193,7 @@ class Publisher:
             self._replica_id,
             self._writer_state.incarnation,
             replaces=not self._was_registered,
-            description=self.description,
+            description=self._description,
             load=self._load(),
             pins=self._pins(),
             lease_s=self._lease_s,

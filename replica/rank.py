@@ -13,20 +13,13 @@ from statistics import fmean
 from msgspec import structs
 
 from kvroute.blocks.tiers import DISK, GROUPS, HOST
-from kvroute.contract.generation import (
-    Chunk,
-    Emit,
-    GenerateRequest,
-    OtherWeightsError,
-    client_id,
-)
+from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.records import Description, Load
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.kv_events import KVEvent, Transfers
-from kvroute.replica.engine.pause import Pause
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import make_ghosts
@@ -53,10 +46,8 @@ class Rank:
         rank_id: str,
         description: Description,
         lease_s: float,
-        pause: Pause | None = None,
     ) -> None:
         self.engine = engine
-        self._pause = pause = pause or Pause()
         self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
         table = BlockTable(engine.group_entries)
         self.ghosts = make_ghosts(engine, table)
@@ -79,12 +70,7 @@ class Rank:
             lease_s=lease_s,
         )
         self.warmer = Warmer(
-            engine,
-            prefixes,
-            index,
-            replica_id=rank_id,
-            on_change=self.publisher.renew_soon,
-            pause=pause,
+            engine, prefixes, index, replica_id=rank_id, on_change=self.publisher.renew_soon
         )
 
     def follow_events(self) -> "asyncio.Task[None]":
@@ -97,15 +83,10 @@ class Rank:
         while True:
             async with asyncio.TaskGroup() as tasks:
                 publishing = tasks.create_task(self.publisher.run(), name="publisher")
-                await self._pause.wait_until_away(self.engine)
+                await self.engine.wait_until_away()
                 publishing.cancel()
             await self.publisher.leave()
-            await self._pause.wait_until_back(self.engine)
-
-    def describe_again(self) -> None:
-        """Publish the engine's facts, which have changed, at the next registration."""
-        publisher = self.publisher
-        publisher.description = structs.replace(publisher.description, facts=self.engine.facts)
+            await self.engine.wait_until_back()
 
     def _record_events(self, events: Sequence[KVEvent]) -> None:
         self._metrics.record_events(events, self._groups)
@@ -129,19 +110,7 @@ class Rank:
         return structs.replace(load, **speeds) if speeds else load
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
-        """Run a request and emit its chunks. Cancelling this call aborts the request.
-
-        Raises:
-            OtherWeightsError: Other weights than the engine's have generated a part of the answer.
-        """
-        is_continued = request.weights is not None
-        async with self._pause.outside(is_continued=is_continued):
-            weights = self.engine.facts.weights
-            if is_continued and request.weights != weights:
-                raise OtherWeightsError(f"the replica has the weights {weights or 'of the start'}")
-            await self._generate(request, _naming(weights, emit))
-
-    async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
+        """Run a request and emit its chunks. Cancelling this call aborts the request."""
         is_first, tokens, began_s = True, 0, time.monotonic()
         new_tokens = len(request.token_ids) - request.expected_tokens
         self.backlog.add(
@@ -188,20 +157,6 @@ class Rank:
             used_blocks=load.used_blocks - pinned_blocks,
             blocks=facts.capacity_blocks - pinned_blocks,
         )
-
-
-def _naming(weights: str, emit: Emit) -> Emit:
-    """Return a function that emits chunks, the first one with the key of the weights."""
-    is_first = True
-
-    def emit_named(chunk: Chunk) -> None:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            chunk = structs.replace(chunk, weights=weights)
-        emit(chunk)
-
-    return emit_named
 
 
 def autoscaling_stats(ranks: Sequence[Rank], now_s: float) -> dict[str, float]:

@@ -22,7 +22,6 @@ from redis.exceptions import RedisError
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import ReplicaRecord, Warm
-from kvroute.replica.engine.pause import Pause
 from kvroute.replica.engine.pins import free_pin_blocks
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.index import Index
@@ -49,7 +48,6 @@ class _CachedPrefix:
     prefix: Prefix
     warm: Warm  # the prefix's state in this replica's cache, as published
     shared_tokens: int  # length of the first part of the prefix, which all namespaces share
-    weights: str  # key of the weights that have computed it
 
 
 class Warmer:
@@ -66,10 +64,8 @@ class Warmer:
         *,
         replica_id: str,
         on_change: Callable[[], None],
-        pause: Pause | None = None,
     ) -> None:
         self._engine = engine
-        self._pause = pause or Pause()
         self._prefixes = prefixes
         self._index = index
         self._replica_id = replica_id
@@ -84,10 +80,7 @@ class Warmer:
 
     def cached(self) -> Mapping[str, Warm]:
         """Return the state of each prefix that this replica has computed, by Prefix.name."""
-        weights = self._engine.facts.weights
-        return {
-            name: cached.warm for name, cached in self._cached.items() if cached.weights == weights
-        }
+        return {name: cached.warm for name, cached in self._cached.items()}
 
     async def start(self, declared: Sequence[str]) -> None:
         """Wait until the prefixes in `declared` are in Redis, then compute the pinned prefixes.
@@ -158,14 +151,12 @@ class Warmer:
         """Return whether `cached` is still a complete copy of this prefix in the cache.
 
         Return False in these cases:
-        - The cache was cleared, or the engine has loaded other weights.
+        - The cache was cleared.
         - Redis lost its data, and the name was declared again with other tokens.
         - The length of the part that all namespaces share has changed.
         """
         has_same_tokens = np.array_equal(prefix.token_ids, cached.prefix.token_ids)
         if self._shared_tokens(prefix) != cached.shared_tokens:
-            return False
-        if self._engine.facts.weights != cached.weights:
             return False
         pins = self._engine.host_pins if cached.warm.is_in_host else self._engine.pins
         return has_same_tokens and (prefix.name in pins or not cached.warm.is_pinned)
@@ -205,7 +196,7 @@ class Warmer:
 
         A prefix that the engine rejects is not tried again.
         """
-        is_pinned, weights = prefix.is_pinned and self._can_pin(prefix), self._engine.facts.weights
+        is_pinned = prefix.is_pinned and self._can_pin(prefix)
         try:
             await self._compute(prefix, pin=prefix.name if is_pinned else "")
         except ValueError as error:
@@ -225,9 +216,7 @@ class Warmer:
             )
         full_blocks = prefix.full_blocks(self._engine.facts.block_size)
         warm = Warm(full_blocks, is_pinned, is_pinned and prefix.is_in_host)
-        self._cached[prefix.name] = _CachedPrefix(
-            prefix, warm, self._shared_tokens(prefix), weights
-        )
+        self._cached[prefix.name] = _CachedPrefix(prefix, warm, self._shared_tokens(prefix))
         self._on_change()
 
     async def _compute(self, prefix: Prefix, *, pin: str) -> None:
@@ -278,8 +267,7 @@ class Warmer:
             is_host_pin=prefix.is_in_host,
             shared_tokens=self._shared_tokens(prefix),
         )
-        async with self._pause.outside():
-            await self._engine.generate(request, lambda _: None)
+        await self._engine.generate(request, lambda _: None)
         return time.monotonic() - began_s
 
     def _shared_tokens(self, prefix: Prefix) -> int:

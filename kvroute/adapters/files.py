@@ -16,16 +16,12 @@ MAX_CONFIG_BYTES = 1 << 20  # largest configuration; usual ones have less than 2
 MAX_HEADER_BYTES = 100_000_000  # largest header of a safetensors file; the format's own limit
 
 
-def path_in(
-    root: Path, path: str, *, files: str = "the adapter", option: str = "--lora-root"
-) -> str:
-    """Return the absolute path of an adapter's or a model's folder, without reading any files.
+def path_in(root: Path, path: str) -> str:
+    """Return the absolute path of an adapter's folder, without reading any files.
 
     Args:
-        root: the folder that has all adapters, or all weights.
+        root: the folder that has all adapters.
         path: the folder's absolute path, or its path in `root`.
-        files: the folder's content, for the error.
-        option: the option that sets `root`, for the error.
 
     Raises:
         ValueError: the path is not in `root`, or cannot be a path.
@@ -35,7 +31,8 @@ def path_in(
     folder = os.path.normpath(root / path)
     if not Path(folder).is_relative_to(root) or Path(folder) == root:
         raise ValueError(
-            f"it is not in {root}; move {files} there, or start the cluster with another {option}"
+            f"it is not in {root}; move the adapter there, or start the cluster with another "
+            "--lora-root"
         )
     return folder
 
@@ -52,7 +49,7 @@ def check_files(path: str, root: Path, *, max_rank: int) -> AdapterFiles:
         ValueError: the adapter cannot be used.
     """
     folder = Path(path)
-    config, weights = (inside(folder / name, root) for name in (CONFIG_FILE, WEIGHTS_FILE))
+    config, weights = (_inside(folder / name, root) for name in (CONFIG_FILE, WEIGHTS_FILE))
     if config.stat().st_size > MAX_CONFIG_BYTES:
         raise ValueError(f"{config} has more than {MAX_CONFIG_BYTES:,} bytes")
     rank = rank_of(config)
@@ -61,7 +58,7 @@ def check_files(path: str, root: Path, *, max_rank: int) -> AdapterFiles:
             f"the adapter's rank is {rank}, and the replicas load ranks up to {max_rank}; start "
             f"the cluster with --max-lora-rank {rank}"
         )
-    tensors_in(weights)
+    _check_tensors(weights)
     return AdapterFiles(digest=_digest(weights, config), rank=rank)
 
 
@@ -83,7 +80,7 @@ def check_digest(adapter: Adapter) -> None:
         )
 
 
-def inside(file: Path, root: Path) -> Path:
+def _inside(file: Path, root: Path) -> Path:
     """Return a file after all links. Raises ValueError if it is not a file in `root`."""
     try:
         found = file.resolve(strict=True)
@@ -97,12 +94,8 @@ def inside(file: Path, root: Path) -> Path:
     return found
 
 
-def tensors_in(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the header of a safetensors file: for each tensor, its dtype, shape and offsets.
-
-    Raises:
-        ValueError: the file is damaged, for example if its end is missing.
-    """
+def _check_tensors(file: Path) -> None:
+    """Raise ValueError if a safetensors file is damaged, for example if its end is missing."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -122,7 +115,6 @@ def tensors_in(file: Path) -> dict[str, dict[str, Any]]:
             f"{file} has {size:,} bytes, and its header says {8 + length + max(ends):,}; copy the "
             "file again"
         )
-    return tensors
 
 
 def _digest(weights: Path, config: Path) -> str:

@@ -34,7 +34,6 @@ class Space:
     model: str
     revision: str
     block_size: int  # tokens of one fingerprint
-    weights: str = ""  # key of the weights (weights/version.py); empty: those of the start
 
     def chain(
         self,
@@ -78,6 +77,5 @@ class Space:
             revision=self.revision,
             block_size=self.block_size,
             lora=scope.lora,
-            weights=self.weights,
             namespace="" if scope.shared_tokens else scope.namespace,
         )

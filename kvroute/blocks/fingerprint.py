@@ -51,21 +51,10 @@ class Feature(Struct, frozen=True, array_like=True):
 
 
 def root(
-    *,
-    model: str,
-    revision: str = "",
-    block_size: int,
-    lora: str = "",
-    namespace: str = "",
-    weights: str = "",
+    *, model: str, revision: str = "", block_size: int, lora: str = "", namespace: str = ""
 ) -> Fingerprint:
-    """Return the parent of a prompt's first block; requests with equal parents can share blocks.
-
-    `weights` is the key of the weights (weights/version.py), which has no "|"; empty: the weights
-    that the model was started with.
-    """
-    version = f"{FINGERPRINT_VERSION}+{weights}" if weights else FINGERPRINT_VERSION
-    name = f"{version}|{model}|{revision}|{block_size}|{lora}|{namespace}"
+    """Return the parent of a prompt's first block; requests with equal parents can share blocks."""
+    name = f"{FINGERPRINT_VERSION}|{model}|{revision}|{block_size}|{lora}|{namespace}"
     return Fingerprint(xxh3_64_intdigest(name.encode()))
 
 

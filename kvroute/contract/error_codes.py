@@ -45,7 +45,6 @@ Code = Literal[
     "unsupported_parameter",
     "url_too_long",
     "wait_too_long",
-    "weights_update_running",
 ]
 CODES: tuple[Code, ...] = get_args(Code)
 # HTTP status -> the code of errors that have no code of their own.

@@ -45,8 +45,6 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     # True: a batch request; it gives way to other requests in the engine (contract/priority.py).
     is_batch: bool = False
     pull: Pull | None = None  # blocks to copy from another replica; None: copy none
-    # Key of the weights that have generated the tokens of the response; None: any may run it.
-    weights: str | None = None
     pin: str = ""  # name of the pin that keeps the prompt's full blocks; empty: no pin
     is_host_pin: bool = False  # True: the pin keeps the blocks in host memory, not in the KV cache
 
@@ -84,8 +82,6 @@ class Chunk(Struct, frozen=True, array_like=True):
     is_last: bool = False
     http: HttpPart | None = None  # bytes of the HTTP response, if the request has a `call`
     pulled: PullResult | None = None  # the result of the request's pull, in one of the chunks
-    # Key of the weights that generate the response, in the first chunk; None: it is unknown.
-    weights: str | None = None
 
 
 Emit = Callable[[Chunk], None]  # receives a request's next chunk
@@ -122,7 +118,6 @@ def joined(chunks: Sequence[Chunk]) -> Chunk:
         last.is_last,
         joined_parts([chunk.http for chunk in chunks if chunk.http]) if last.http else None,
         next((chunk.pulled for chunk in chunks if chunk.pulled), None),
-        chunks[0].weights,
     )
 
 
@@ -132,10 +127,6 @@ class EngineDeadError(RuntimeError):
 
 class EngineAwayError(EngineDeadError):
     """An attached server (one that the user runs) does not answer; it may come back."""
-
-
-class OtherWeightsError(RuntimeError):
-    """The replica has other weights than those that have generated the response so far."""
 
 
 class CannotRunError(RuntimeError):

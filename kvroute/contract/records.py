@@ -67,7 +67,7 @@ class TierFacts(Struct, frozen=True):
 
 
 class EngineFacts(Struct, frozen=True, omit_defaults=True):
-    """Properties of an engine that change only when it loads other weights."""
+    """Properties of an engine that never change."""
 
     block_size: AtLeastOne  # tokens of one fingerprint
     capacity_blocks: Count  # size of the KV cache, in blocks of block_size tokens
@@ -98,8 +98,6 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     # Digest of everything that the bytes of a block depend on, besides its tokens: model, revision,
     # dtype, layout, block size, and tensor parallel size. Replicas pull from equal formats only.
     format: Name = ""
-    # Key of the weights (weights/version.py); empty: those with which the engine was started.
-    weights: Name = ""
     server: Name = ""  # address of the attached server; empty: the engine is kvroute's own
     # Whether the cached blocks are a guess, because the attached server publishes no events.
     guesses_cache: bool = False

@@ -16,7 +16,6 @@ Kind = Literal[
     "blocks",
     "prefix",
     "adapter",
-    "weights",
     "audit",
     "cluster",
     "response",

@@ -49,7 +49,6 @@ UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
     "blocks": FOREIGN,
     "prefix": "declare it again, or drop it: kvroute prefixes rm ID",
     "adapter": "add it again: kvroute adapters add NAME FOLDER",
-    "weights": f"do all processes have the same version? {FOREIGN}",
     "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: the entry is skipped, and it expires",
     "account": f"the usage that it counted is lost; {FOREIGN}",

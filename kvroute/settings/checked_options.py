@@ -100,7 +100,7 @@ class CheckedOptions(ModelOptions):
     def check(self) -> None:
         """Raise SettingsError if options contradict each other or name unusable files."""
         self._check_attach()
-        self._check_roots()
+        self._check_lora_root()
         self._check_size()
         self._check_gpus()
         self._check_engine_args()
@@ -114,7 +114,6 @@ class CheckedOptions(ModelOptions):
             "--engine-args": self.engine_args and not self.own_replicas,
             "--engine simulated": self.engine == "simulated",
             "--lora-root": self.lora_root,
-            "--weights-root": self.weights_root,
         }
         if self.own_replicas and not self.servers:
             raise SettingsError(
@@ -128,17 +127,18 @@ class CheckedOptions(ModelOptions):
                     f"leave {flag} out"
                 )
 
-    def _check_roots(self) -> None:
-        roots = {"--lora-root": self.lora_root, "--weights-root": self.weights_root}
-        for flag, root in roots.items():
-            if root is None:
-                continue
-            if self.engine_hooks == "off":
-                raise SettingsError(
-                    f"{flag} is {str(root)!r}, and --engine-hooks is off; leave one of them out"
-                )
-            if not root.is_dir():
-                raise SettingsError(f"{flag} is {str(root)!r}, which is not a folder; create it")
+    def _check_lora_root(self) -> None:
+        if self.lora_root is None:
+            return
+        if self.engine_hooks == "off":
+            raise SettingsError(
+                f"--lora-root is {str(self.lora_root)!r}, and --engine-hooks is off; leave one of "
+                "them out. Without --lora-root, adapters are named with --lora"
+            )
+        if not self.lora_root.is_dir():
+            raise SettingsError(
+                f"--lora-root is {str(self.lora_root)!r}, which is not a folder; create it"
+            )
 
     def _check_size(self) -> None:
         if self.max_replicas is not None and self.max_replicas < self.replicas:

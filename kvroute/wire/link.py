@@ -12,7 +12,6 @@ from kvroute.contract.generation import (
     Chunk,
     EngineDeadError,
     GenerateRequest,
-    OtherWeightsError,
     joined,
     weight,
 )
@@ -91,7 +90,6 @@ class Stream:
         Raises:
             LostError, EngineDeadError: another replica can continue the request.
             RefusedError: another replica may accept the request; only before the first chunk.
-            OtherWeightsError: a replica with other weights must not continue the response.
             ValueError: no replica can run the request.
             FailedError: the replica failed to run the request.
         """
@@ -394,7 +392,5 @@ def _error(ended: StreamEnded) -> Exception:
             return ValueError(ended.message)
         case "dead":
             return EngineDeadError(ended.message)
-        case "other_weights":
-            return OtherWeightsError(ended.message)
         case "failed":
             return FailedError(ended.message)

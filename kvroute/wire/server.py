@@ -17,7 +17,6 @@ from kvroute.contract.generation import (
     EngineDeadError,
     Generate,
     GenerateRequest,
-    OtherWeightsError,
     weight,
 )
 from kvroute.contract.preparation import on_prepared
@@ -82,8 +81,6 @@ class Server:
         self.reported: list[int] = []  # the latest report: pending prompt tokens of each rank
         self._is_stopping = False
         self.away_reason = ""  # why the engine cannot run requests now; empty: it can
-        # Whether the engine may still run requests that other replicas have begun to answer.
-        self.is_finishing = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_alone = asyncio.Event()  # there is no connection
@@ -119,15 +116,11 @@ class Server:
             most=MAX_UNPROVEN,
         )
 
-    def refusal(self, *, is_continued: bool = False) -> str:
-        """Return why the replica refuses requests now; empty: it accepts them.
-
-        Args:
-            is_continued: whether the request is the rest of an answer.
-        """
+    def refusal(self) -> str:
+        """Return why the replica refuses requests now; empty: it accepts them."""
         if self._is_stopping:
             return "the replica is stopping"
-        if self.away_reason and not (self.is_finishing and is_continued):
+        if self.away_reason:
             return f"the replica's engine is away: {self.away_reason}"
         if self.running >= self._max_requests:
             return f"the replica runs {self.running} requests, which is its maximum"
@@ -291,7 +284,7 @@ class Peer(Connection):
 
     def _begin(self, payload: bytes) -> None:
         stream, request = structs.decode_begin(payload)
-        if reason := self._server.refusal(is_continued=request.weights is not None):
+        if reason := self._server.refusal():
             self._server.refusals += 1
             self._end(stream, "refused", reason)
             return
@@ -374,7 +367,5 @@ def _outcome(error: Exception) -> tuple[Outcome, str]:
         return "dead", str(error)
     if isinstance(error, ValueError) and not isinstance(error, msgspec.MsgspecError):
         return "invalid", str(error)
-    if isinstance(error, OtherWeightsError):
-        return "other_weights", str(error)
     log.error("a request failed with an unexpected error", exc_info=error)
     return "failed", f"{type(error).__name__}: {error}"

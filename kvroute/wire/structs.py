@@ -23,9 +23,8 @@ NONCE_BYTES = 16  # size of the nonce: random bytes that the other end's proof m
 MAX_ORDER_S = 1e6  # limit of received times in seconds, also of negative ones; no wait is so long
 
 # How a request ends. refused: the replica runs its maximum number of requests, or is stopping.
-# invalid: no replica can run the request. dead: the engine has died. other_weights: the replica has
-# other weights than the request names. failed: any other error.
-Outcome = Literal["done", "refused", "invalid", "dead", "other_weights", "failed"]
+# invalid: no replica can run the request. dead: the engine has died. failed: any other error.
+Outcome = Literal["done", "refused", "invalid", "dead", "failed"]
 
 
 class Challenge(Struct, array_like=True):

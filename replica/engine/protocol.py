@@ -81,25 +81,6 @@ class Engine(Protocol):
         """Unload an admitted adapter, and refuse requests for it. No request may be using it."""
         return
 
-    @property
-    def can_load_weights(self) -> bool:
-        """Return whether the engine can load other weights after its start."""
-        return False
-
-    async def load_weights(self, source: str, key: str) -> None:
-        """Load other weights of the same model, and clear all caches. No request may be running.
-
-        Afterwards, `facts.weights` and all fingerprints have the new key.
-
-        Args:
-            source: The folder with the weights.
-            key: The key of the weights (weights/version.py).
-
-        Raises:
-            Exception: They cannot be loaded. The engine cannot be used any more.
-        """
-        raise ValueError(f"an engine of the kind {self.facts.engine!r} cannot load other weights")
-
     async def pull(self, request: GenerateRequest) -> PullResult:
         """Copy the blocks of a prompt from a peer's host memory, without computing anything.
 

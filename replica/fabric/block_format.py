@@ -34,7 +34,7 @@ def weights_digest(model: str, revision: str, adapters: Iterable[Adapter] = ()) 
         adapters: the LoRA adapters that the model is served with.
     """
     digest = hashlib.sha256()
-    folder = local_folder(model, revision)
+    folder = _folder(model, revision)
     if folder is None:
         digest.update(f"{model}\0{revision}".encode())
     else:
@@ -62,7 +62,7 @@ def _content(file: Path) -> bytes:
     return file.read_bytes() if file.is_file() else b""
 
 
-def local_folder(model: str, revision: str) -> Path | None:
+def _folder(model: str, revision: str) -> Path | None:
     """Return the folder with a model's files, if it is on this machine."""
     if Path(model).is_dir():
         return Path(model)

@@ -94,9 +94,8 @@ class BlockServer:
         Raises:
             OSError: no port is free.
         """
-        self.format = format_  # another one can replace it
         self._tls, self._refusals = tls, Refusals()
-        self._key, self._find, self._rows = key, find, rows
+        self._key, self._format, self._find, self._rows = key, format_, find, rows
         self._pulls = threading.Semaphore(MAX_PULLS)
         self._peers: dict[threading.Thread, socket.socket] = {}
         self._is_closed = False
@@ -171,7 +170,7 @@ class BlockServer:
         wanted = _decode(received(peer, size, deadline_s))
         own_proof = proof(self._key, SERVER, puller_nonce, certificate)
         deadline_s = time.monotonic() + min(max(0.0, wanted.within_s), MAX_SERVED_S)
-        if wanted.format != self.format or not self._pulls.acquire(blocking=False):
+        if wanted.format != self._format or not self._pulls.acquire(blocking=False):
             send(peer, [WELCOME.pack(own_proof, REFUSED)], deadline_s)
             return
         try:

@@ -36,7 +36,6 @@ class SimulatedConfig:
     max_loras: int = 4  # maximum number of different adapters in a batch
     max_cpu_loras: int = 16  # maximum number of adapters in memory; at least max_loras
     max_lora_rank: int = 0  # maximum rank of adapters that are added later; 0: none can be added
-    weights_load_s: float = 1.0  # seconds to load other weights
     lora_load_s: float = LOAD_S  # seconds to load an adapter; no step runs meanwhile
     # Token ids that are generated if the engine has no tokenizer.
     vocabulary: Sequence[int] = range(1000, 1512)

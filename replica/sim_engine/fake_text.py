@@ -114,15 +114,11 @@ class TokenGenerator:
         return token_id
 
 
-def salt(sampling: Sampling, index: int, weights: str = "") -> int:
-    """Return a number that differs for each choice and seed, and for each key of weights.
-
-    It is 0 for a single greedy choice with the weights of the start.
-    """
-    own = xxh3_64_intdigest(weights.encode()) if weights else 0
+def salt(sampling: Sampling, index: int) -> int:
+    """Return a number that differs for each choice and seed; 0 for a single greedy choice."""
     if sampling.temperature == 0 and sampling.n == 1:
-        return own
-    return xxh3_64_intdigest(f"{sampling.seed}|{index}".encode(), own)
+        return 0
+    return xxh3_64_intdigest(f"{sampling.seed}|{index}".encode())
 
 
 class StopText:

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace as replaced
 from functools import partial
 
 import numpy as np
@@ -30,10 +29,6 @@ SPEED = LinkSpeed(latency_s=0.005, bytes_per_s=1.25e9)  # modelled: a network of
 
 class PullingPool(BlockPool):
     """A KV cache into whose host memory blocks are copied from other engines."""
-
-    def set_weights(self, key: str) -> None:
-        """Change the key of the weights in all hashes, while nothing is cached."""
-        self._space = replaced(self._space, weights=key)
 
     def missing(self, request: GenerateRequest, tokens: int) -> list[Fingerprint]:
         """Return the blocks of a prompt's first `tokens` tokens that neither memory has."""
@@ -99,10 +94,6 @@ class SimulatedPulls:
             tls=server_ends(tls, key),
         )
         self.address = self._server.address
-
-    def change_format(self, format_: str) -> None:
-        """Exchange only blocks of another format from now on."""
-        self._server.format = self._format = format_
 
     def _place(self, key: Key) -> Place | None:
         """Return where a block is. Called in other threads."""

@@ -113,35 +113,19 @@ class SimulatedEngine(Engine):
             OSError: No port is free.
         """
         assert self.config.host
+        config = self.config
+        format_ = format_of({"simulated": [config.model, config.revision, config.block_size]})
         self._pulls = SimulatedPulls(
             self._pool,
             self.config.host,
             host=host,
             ports=ports,
             key=key,
-            format_=self._format(),
+            format_=format_,
             publish=self._publish,
             tls=tls,
         )
-        self.facts = replace(self.facts, blocks_address=self._pulls.address, format=self._format())
-
-    def _format(self) -> str:
-        config, weights = self.config, self.facts.weights
-        return format_of({"simulated": [config.model, config.revision, config.block_size, weights]})
-
-    @property
-    def can_load_weights(self) -> bool:
-        return True
-
-    async def load_weights(self, source: str, key: str) -> None:
-        await asyncio.sleep(self.config.weights_load_s)
-        if not await self.reset_prefix_cache():
-            raise RuntimeError("some requests have not ended")
-        self._pool.set_weights(key)
-        self.facts = replace(self.facts, weights=key)
-        if self._pulls is not None:
-            self._pulls.change_format(self._format())
-            self.facts = replace(self.facts, format=self._format())
+        self.facts = replace(self.facts, blocks_address=self._pulls.address, format=format_)
 
     async def pull(self, request: GenerateRequest) -> PullResult:
         if self._pulls is None or request.pull is None:
@@ -324,12 +308,11 @@ class SimulatedEngine(Engine):
 
     def _new_choice(self, job: Job, index: int) -> RunningChoice:
         request, sampling = job.request, job.sampling
-        number = salt(sampling, index, self.facts.weights)
         return RunningChoice(
             job,
             index,
             self._pool.table(request.token_ids, request.scope),
-            TokenGenerator(self._vocabulary, request.token_ids, salt=number),
+            TokenGenerator(self._vocabulary, request.token_ids, salt=salt(sampling, index)),
             StopText(sampling.stop),
         )
 

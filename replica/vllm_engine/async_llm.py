@@ -48,7 +48,7 @@ from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
 from kvroute.replica.vllm_engine.core.subscription import Subscription
 from kvroute.replica.vllm_engine.engine_args import front_args
 from kvroute.replica.vllm_engine.facts import facts_of
-from kvroute.replica.vllm_engine.features import CONTINUATION, WEIGHTS, is_on
+from kvroute.replica.vllm_engine.features import CONTINUATION, is_on
 from kvroute.replica.vllm_engine.host.args import check_tier
 from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http.app import HttpApp
@@ -61,7 +61,6 @@ from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.pulls import Pulls
 from kvroute.replica.vllm_engine.smoke_test import run_smoke_test
 from kvroute.replica.vllm_engine.vllm_args import engine_args
-from kvroute.replica.vllm_engine.weights import load_weights
 from kvroute.settings.replica import ReplicaSettings
 
 log = logging.getLogger("kvroute.replica")
@@ -208,14 +207,6 @@ class VllmEngine(Engine):
     async def drop_adapter(self, name: str) -> None:
         await self._adapters.drop(name)
 
-    @property
-    def can_load_weights(self) -> bool:
-        return is_on(WEIGHTS)
-
-    async def load_weights(self, source: str, key: str) -> None:
-        self.facts = await load_weights(self._core, self.facts, self._adapters, source, key)
-        self._forget_pins()
-
     async def pull(self, request: GenerateRequest) -> PullResult:
         return await self._pulls.only(request, partial(self._generate_raw, only_pulls=True))
 
@@ -345,12 +336,9 @@ class VllmEngine(Engine):
     async def reset_prefix_cache(self) -> bool:
         is_cleared = bool(await self._core.call("reset_prefix_cache"))
         if is_cleared:
-            self._forget_pins()
+            self._pins.clear()
+            self._host_pins.clear()
         return is_cleared
-
-    def _forget_pins(self) -> None:
-        self._pins.clear()
-        self._host_pins.clear()
 
     async def close(self) -> None:
         """Close this rank. Closing rank 0 shuts vLLM down for all ranks."""

@@ -31,14 +31,12 @@ SLOWER_TIERS = Feature(
 BATCH_LANE = Feature("the lane of batch requests", ("core/lane.py",))
 CONTINUATION = Feature("continuing answers", ("core/continued.py",))
 GRAMMARS = Feature("several backends of grammars", ("grammar/backends.py",))
-WEIGHTS = Feature("updates of weights", ("core/weights.py",))
 FEATURES: Sequence[Feature] = (
     HOST_MEMORY,
     SLOWER_TIERS,
     BATCH_LANE,
     CONTINUATION,
     GRAMMARS,
-    WEIGHTS,
 )
 
 

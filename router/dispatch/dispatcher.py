@@ -3,14 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import (
     GenerateRequest,
-    OtherWeightsError,
     TokenIds,
     dispatch_id,
 )
@@ -178,16 +177,12 @@ class Dispatcher:
             ApiError: no replica accepts the prompt in time, too many replicas die, or the engine
                 refuses the prompt.
             OverLimitError: the prompt would exceed a limit of its tenant.
-            OtherWeightsError: no replica has the weights that have begun the response.
         """
-        others = set[str]()  # replicas with other weights than the request names
         ticket = Ticket(self.gate, context)
         while True:
             self._blamed.check(request)
             self._check(losses, request)
             running = await ticket.running(losses.excluded_ids)
-            if request.weights is not None:
-                running = self._with_weights(request.weights, running, others)
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids,
@@ -202,25 +197,11 @@ class Dispatcher:
                 continue
             try:
                 admitted = ticket.with_admission(request, now_s)
-                return await self._try(admitted, ticket.context, placement, losses, others)
+                return await self._try(admitted, ticket.context, placement, losses)
             except RefusedError as error:
                 await self._wait(ticket.pause_s(error, time.monotonic()))
             except LOST:
                 continue
-
-    def _with_weights(
-        self, weights: str, running: Sequence[str], others: Collection[str]
-    ) -> list[str]:
-        """Return the ranks that can continue a response which these weights have begun.
-
-        Raises:
-            OtherWeightsError: there is none.
-        """
-        may_have = self._fleet.replicas.may_have
-        found = [id_ for id_ in running if id_ not in others and may_have(id_, weights)]
-        if not found:
-            raise OtherWeightsError("no replica has the weights that have begun this response")
-        return found
 
     def _check(self, losses: Losses, request: GenerateRequest) -> None:
         """Refuse a request that has lost too many replicas.
@@ -257,19 +238,15 @@ class Dispatcher:
         context: RequestContext,
         placement: Placement,
         losses: Losses,
-        others: set[str],
     ) -> ReplicaStream:
         """Return a stream from the first replica in the ranking that accepts the request.
-
-        Args:
-            others: replicas with other weights than the request names are added.
 
         Raises:
             RefusedError: the first TRIES replicas of the ranking refuse it; why the last one does.
             LOST: a replica was lost before it had sent its first chunk.
         """
         # Ids of replicas that refused the request. Their other data parallel ranks are skipped.
-        sent_s, full, reason = time.monotonic(), set[str](), "no replica has these weights"
+        sent_s, full, reason = time.monotonic(), set[str](), "no replica is left"
         for candidate in placement.ranking:
             replica_id = candidate.replica_id
             if len(full) == TRIES:
@@ -283,9 +260,6 @@ class Dispatcher:
                 log.info("replica %s refused a request: %s", replica_id, error)
                 full.add(replica_of(replica_id))
                 reason = str(error)
-            except OtherWeightsError as error:
-                log.info("replica %s refused to continue a response: %s", replica_id, error)
-                others.add(replica_id)
             except LOST as error:
                 log.info("replica %s was lost before it sent a token: %s", replica_id, error)
                 record_loss(losses, attempt, error)

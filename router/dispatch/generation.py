@@ -12,12 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvroute.contract.generation import (
-    Chunk,
-    EngineDeadError,
-    GenerateRequest,
-    OtherWeightsError,
-)
+from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.connections.liveness import HungError
@@ -181,14 +176,7 @@ class Generation:
                 "and no other replica can continue its answer exactly (reasons are, for example, "
                 "that it is an attached server, n above 1, or a presence_penalty)",
             ) from error
-        request = self._remaining_request()
-        try:
-            self._current = await self._start(request, self._context, self._losses)
-        except OtherWeightsError as reason:
-            if self._has_data:
-                raise lost(replica_id, f"and its answer cannot be continued: {reason}") from error
-            self._forget_answer()
-            self._current = await self._start(self._request, self._context, self._losses)
+        self._current = await self._start(self._remaining_request(), self._context, self._losses)
         return self._current.first
 
     def _can_continue(self) -> bool:
@@ -205,7 +193,7 @@ class Generation:
         response starts again from the beginning.
         """
         if not self._parts_can_continue:
-            self._forget_answer()
+            self._emitted, self._deltas, self._parts_can_continue = [], [], True
             return self._request
         call = replace(
             self._call,
@@ -213,12 +201,7 @@ class Generation:
             cached_tokens=self.cached_tokens,
             written_tokens=self._written_tokens,
         )
-        rest = self._request.after(self._emitted)
-        return replace(rest, call=call, weights=self._current.first.weights)
-
-    def _forget_answer(self) -> None:
-        """Let the response start again from the beginning."""
-        self._emitted, self._deltas, self._parts_can_continue = [], [], True
+        return replace(self._request.after(self._emitted), call=call)
 
 
 def is_refused(first: Chunk) -> bool:
@@ -243,7 +226,7 @@ def outcome_of(error: BaseException) -> Outcome:
     match error:
         case asyncio.CancelledError():
             return "cancelled"
-        case RefusedError() | OtherWeightsError():
+        case RefusedError():
             return "moved"
         case ValueError():
             return "refused"

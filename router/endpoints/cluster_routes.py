@@ -1,4 +1,4 @@
-"""The HTTP routes for operators: health, replicas, weights, audits, diagnosis, usage, metrics."""
+"""The HTTP routes for operators: health, replicas, audits, diagnosis, usage, metrics."""
 
 import asyncio
 from collections.abc import Iterable
@@ -13,13 +13,11 @@ from fastapi.responses import JSONResponse
 from kvroute.keys.keyring import tenant_of
 from kvroute.process import vllm_build
 from kvroute.router.accounting.days import days_between
-from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model
 from kvroute.router.serving.status import ModelHealth
-from kvroute.router.weights.updates import NewWeights
 from kvroute.store.accounts import KEPT_DAYS
 
 routes = APIRouter()
@@ -142,23 +140,6 @@ async def tenants(
     accounts.sort(key=lambda account: -sum(account["gpu_seconds"].values()))
     period = {"since": days[0].isoformat(), "until": days[-1].isoformat()}
     return JSONResponse({"object": "list", **period, "data": accounts})
-
-
-@routes.post("/v1/weights")
-async def update_weights(request: Request, models: Served, bodies: BodyReader) -> Response:
-    """Load other weights on all replicas; return when they have them. 202: some do not yet."""
-    new = await bodies.parsed(NewWeights, request)
-    model = models.select(new.model)
-    is_done, state = await model.weights.update(new)
-    return JSONResponse({"model": model.name, **state}, 200 if is_done else 202)
-
-
-@routes.get("/v1/weights")
-async def weights(models: Served, model: str | None = None) -> Response:
-    """Return the version of the weights of each model and of each of its replicas."""
-    selected = models.all if model is None else [models.select(model)]
-    states = [[await each.weights.state()] for each in selected]
-    return JSONResponse({"object": "list", "data": label_by_model(selected, states)})
 
 
 @routes.get("/v1/metrics/targets")

@@ -10,9 +10,8 @@ _ONE_ENGINE = "it concerns one engine, and routers send each request to any repl
 _APART = "it is for servers that render prompts apart from engines, which routers do already; {}"
 _WEIGHTS = (
     "it changes the weights of one engine, and the caches of the fleet would still have blocks of "
-    "the old weights; POST /v1/weights updates the weights of all replicas"
+    "the old weights; roll the new weights out as docs/operations/rollouts.md describes"
 )
-_VERSION = _ONE_ENGINE.format("GET /v1/weights has the version of the weights of each replica")
 _ANY_METHOD = "it lets clients run any method inside an engine"
 _STATE = _ONE_ENGINE.format("GET /v1/cluster has the state of all replicas")
 _PARALLEL = _ONE_ENGINE.format("kvroute scale changes the number of replicas")
@@ -64,7 +63,7 @@ MISSING: Mapping[str, str] = {  # path -> why kvroute does not have it, and what
     "/v1/systemone": "kvroute does not have it yet; use a chat with a JSON schema",
     "/wake_up": _SLEEP,
     "/weight_checker": _WEIGHTS,
-    "/weight_info": _VERSION,
+    "/weight_info": _STATE,
 }
 
 

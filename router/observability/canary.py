@@ -93,10 +93,7 @@ class Canaries:
             token_ids=self._prompt(),
             namespace=f"canary-{uuid.uuid4().hex}",
         )
-        record = self._fleet.replicas.get(replica_id)
-        chain = self._fleet.caches.chain(
-            request.token_ids, request.scope, weights=record.facts.weights if record else None
-        )
+        chain = self._fleet.caches.chain(request.token_ids, request.scope)
         # The blocks that the replica should publish. If its caching is off, `added` returns none.
         added = self._fleet.caches.added(replica_id, chain) or chain
         before, sent_s = await self._account(replica_id, added), time.monotonic()

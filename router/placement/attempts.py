@@ -42,7 +42,6 @@ class Placement(Struct, frozen=True):
     forks: float = 0.0  # earlier prompts that diverged from this one at the end of the longest hit
     pressure: float = 0.0  # cache pressure, see pressure.py
     lora: str = ""  # the request's LoRA adapter; empty: none
-    weights: str = ""  # key of the weights to which the chain belongs (weights/version.py)
     known_blocks: int = 0  # leading blocks that any replica has cached now or had cached before
     # Leading blocks that any replica has now in its first cache group, even if the blocks of other
     # groups are missing (index/boundaries.py).

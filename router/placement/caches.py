@@ -1,7 +1,6 @@
 """Looks up which blocks of a prompt each replica has cached."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -79,18 +78,9 @@ class Caches:
         token_ids: TokenIds,
         scope: Scope = EVERYBODY,
         features: Sequence[Feature] = (),
-        *,
-        weights: str | None = None,
     ) -> list[Fingerprint]:
-        """Return the fingerprints of the prompt's blocks that later prompts can reuse.
-
-        Args:
-            weights: key of the weights; None: those that most replicas have.
-        """
+        """Return the fingerprints of the prompt's blocks that later prompts can reuse."""
         blocks = self.reusable(len(token_ids))
-        weights = self._replicas.weights[0] if weights is None else weights
-        if weights != self._space.weights:
-            self._space = replace(self._space, weights=weights)
         return self._space.chain(token_ids[: blocks * self.block_size], scope, features)
 
     def reusable(self, prompt_tokens: int) -> int:
@@ -154,11 +144,8 @@ class Caches:
         # The last token of a prompt is always computed, so the block that it ends is not reusable.
         # One more token makes this block reusable.
         extended = np.append(token_ids, token_ids[:1])
-        chain, hits = list[Fingerprint](), dict[str, int]()
-        for weights in self._replicas.weights:
-            chain = self.chain(extended, scope, weights=weights)
-            hits |= self.hits(chain) | (self._hits(chain, tiers) if tiers else {})
-        return chain, hits
+        chain = self.chain(extended, scope)
+        return chain, self.hits(chain) | (self._hits(chain, tiers) if tiers else {})
 
     def find(self, chain: Sequence[Fingerprint], now_s: float) -> Hits:
         """Return which cached blocks of a prompt each replica would use.

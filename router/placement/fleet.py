@@ -114,31 +114,14 @@ class Fleet:
             is_known: whether these are the tokens of the prompt. False: only their number counts,
                 and no replica has them cached.
         """
+        chain = self.caches.chain(token_ids, scope, features) if is_known else []
         if lora := scope.lora:
             capable = [id_ for id_ in running if self.replicas.can_load(id_, lora)]
             running = capable or running
-        placements = []
-        for weights in self.replicas.weights:
-            chain = (
-                self.caches.chain(token_ids, scope, features, weights=weights) if is_known else []
-            )
-            placement = self.place_chain(
-                chain, len(token_ids), running, now_s, lora=lora, weights=weights
-            )
-            placements.append(placement)
-        if len(placements) > 1:  # the weights are being updated, and only some replicas have them
-            placement = min(placements, key=self._ttft_s)
+        placement = self.place_chain(chain, len(token_ids), running, now_s, lora=lora)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
         return placement
-
-    def _ttft_s(self, placement: Placement) -> tuple[bool, float]:
-        """Return a key that is smallest for the placement with the earliest first token.
-
-        A placement takes account of hits only on replicas that have its weights.
-        """
-        first = placement.ranking[0]
-        return not self.replicas.may_have(first.replica_id, placement.weights), first.ttft_s
 
     def place_chain(
         self,
@@ -148,7 +131,6 @@ class Fleet:
         now_s: float,
         *,
         lora: str = "",
-        weights: str = "",
     ) -> Placement:
         """Rank replicas as `place` does, for a prompt that is given by its reusable blocks.
 
@@ -157,7 +139,6 @@ class Fleet:
             prompt_tokens: tokens of the prompt.
             running: the replicas that may get the prompt.
             lora: the prompt's LoRA adapter; empty: none.
-            weights: key of the weights to which the fingerprints belong.
         """
         hits = self.caches.find(chain, now_s)
         best = max([hits.blocks.get(replica_id, 0) for replica_id in running], default=0)
@@ -194,7 +175,6 @@ class Fleet:
             forks=forks,
             pressure=pressure,
             lora=lora,
-            weights=weights,
             known_blocks=self.caches.known(chain, best),
             partial_blocks=self.caches.partial(chain, best),
         )
@@ -205,12 +185,7 @@ class Fleet:
         It waits for all other requests and for the batch requests before it.
         """
         again = self.place_chain(
-            placement.chain,
-            placement.prompt_tokens,
-            running,
-            now_s,
-            lora=placement.lora,
-            weights=placement.weights,
+            placement.chain, placement.prompt_tokens, running, now_s, lora=placement.lora
         )
         ids = [candidate.replica_id for candidate in again.ranking]
         ahead_s = self.loads.lane_backlogs_s(ids, now_s)
@@ -327,8 +302,6 @@ class Fleet:
             context: what the router knows about the client's call; None: nothing.
         """
         candidate, load = placement.candidate(replica_id), self.loads.of(replica_id)
-        has_weights = self.replicas.may_have(replica_id, placement.weights)
-        chain = placement.chain if has_weights else ()
         retention = context.retention if context else None
         is_batch = context is not None and context.is_in_lane
         hit_tokens = candidate.hit_blocks * self._block_size
@@ -340,7 +313,9 @@ class Fleet:
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=Fingerprints(placement.known_prefix[-1:]),
-            expected=Fingerprints(self.caches.added(replica_id, chain, candidate.gpu_blocks)),
+            expected=Fingerprints(
+                self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
+            ),
             lora=placement.lora,
             loads_first=candidate.lora_s > 0
             or candidate.reload_s > 0

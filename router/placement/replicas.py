@@ -1,7 +1,6 @@
 """The replicas with a record in the index: their records and leases, and whose cache is usable."""
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
@@ -56,8 +55,6 @@ class ReplicaRegistry:
         self.tiers: dict[str, Mapping[Tier, TierFacts]] = {}
         # Replica id -> how it exchanges blocks with others. Replicas that do not have no entry.
         self.exchanges: dict[str, Exchange] = {}
-        # Keys of the weights that replicas have (weights/version.py), the most frequent one first.
-        self.weights: Sequence[str] = ("",)
         self.free_blocks: dict[str, int] = {}  # replica id -> KV blocks that no request holds
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
@@ -97,7 +94,6 @@ class ReplicaRegistry:
         self.tiers = _tiers(current)
         self.handshake.check(current, unreadable, unknown_layouts)
         self.exchanges = _exchanges(current, self.degraded)
-        self.weights = _weights(current)
         self._leased = self._records.keys() - set(unleased)
         loads_s = [record.load.lora_load_s for record in current]
         measured_s = [load_s for load_s in loads_s if load_s != LOAD_S]
@@ -214,11 +210,6 @@ class ReplicaRegistry:
         identity = record.identity if record else None
         return identity is None or lora in identity.adapters
 
-    def may_have(self, replica_id: str, weights: str) -> bool:
-        """Return whether the replica has the weights with this key; true if it has no record."""
-        record = self._records.get(replica_id)
-        return record is None or record.facts.weights == weights
-
     def lora_load_s(self, replica_id: str) -> float:
         """Return the seconds that the replica takes to load an adapter.
 
@@ -248,12 +239,6 @@ def _by_replica(records: Iterable[ReplicaRecord]) -> dict[str, list[ReplicaRecor
     for record in records:
         ranks.setdefault(replica_of(record.id), []).append(record)
     return ranks
-
-
-def _weights(records: Iterable[ReplicaRecord]) -> Sequence[str]:
-    """Return the keys of the replicas' weights, the most frequent one first."""
-    counts = Counter(record.facts.weights for record in records)
-    return tuple(weights for weights, _ in counts.most_common()) or ("",)
 
 
 def _layouts(records: Iterable[ReplicaRecord]) -> tuple[dict[str, Boundaries], dict[str, str]]:

@@ -45,7 +45,6 @@ from kvroute.router.queueing.seating import Answer as Seat
 from kvroute.router.queueing.seating import Seating
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.prefix_service import PrefixService
-from kvroute.router.weights.updates import WeightsUpdates
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.adapters import Adapters
@@ -55,7 +54,6 @@ from kvroute.store.conversations.objects import ConversationStore
 from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
-from kvroute.store.weights import WeightsStore
 
 # Limit of prompt and response together in tokens, until a replica has reported its limit.
 UNKNOWN_CONTEXT = 2**31
@@ -188,13 +186,6 @@ class Parts:
         )
         self.adapter_operations = AdapterOperations(
             self.adapters, self.questions, self.fleet.replicas, settings
-        )
-        self.weights = WeightsUpdates(
-            WeightsStore(redis, model, cluster=cluster, unreadable=self.unreadable),
-            self.questions,
-            self.fleet.replicas,
-            settings,
-            running,
         )
         # Monitoring.
         self.recorder = _recorder(self)

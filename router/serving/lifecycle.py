@@ -72,8 +72,6 @@ class Lifecycle:
         }
         if parts.settings.lora_root is not None:
             coroutines["adapters"] = parts.adapters.run()
-        if parts.settings.weights_root is not None:
-            coroutines["weights"] = parts.weights.run()
         if parts.recorder is not None:
             coroutines["recorder"] = parts.recorder.run()
         if parts.seating is not None:

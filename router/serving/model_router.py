@@ -21,7 +21,6 @@ class ModelRouter:
         self._named_adapters = frozenset(adapter.name for adapter in settings.adapters)
         self.adapters = parts.adapters  # those that were added while the cluster runs
         self.adapter_operations = parts.adapter_operations
-        self.weights = parts.weights  # updates of the model's weights
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
         self.status = Status(parts)

@@ -91,7 +91,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "GET /v1/metrics/targets",
         "GET /v1/prefixes",
         "GET /v1/prefixes/{name:path}",
-        "GET /v1/weights",
     ],
     "manage": [
         "DELETE /v1/prefixes/{name:path}",
@@ -100,7 +99,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "POST /v1/load_lora_adapter",
         "POST /v1/prefixes",
         "POST /v1/unload_lora_adapter",
-        "POST /v1/weights",
     ],
 }
 

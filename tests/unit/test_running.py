@@ -77,7 +77,7 @@ def test_a_given_url_comes_before_a_running_cluster_and_that_before_the_default(
     "words",
     [
         *("status", "doctor", "tenants", "explain Hello", "scale 2", "prefixes list"),
-        *("adapters list", "weights show"),
+        "adapters list",
     ],
 )
 @pytest.mark.parametrize("how", ["variable", "running"])

@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
@@ -18,7 +19,6 @@ from kvroute.client import (
     fail,
     key_headers,
     no_cluster,
-    path_to_send,
 )
 from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_entries, print_sentence
@@ -70,7 +70,7 @@ def add(
     """Add an adapter for the whole cluster. One replica loads it first, to check it."""
     body = {
         "lora_name": name,
-        "lora_path": path_to_send(folder),
+        "lora_path": _path_to_send(folder),
         "load_inplace": replace,
         "warm": warm,
     }
@@ -114,6 +114,12 @@ def _row(adapter: dict[str, Any]) -> list[str]:
         f"{added:%Y-%m-%d %H:%M}",
         adapter["path"],
     ]
+
+
+def _path_to_send(folder: str) -> str:
+    """Return the path of a folder, for the cluster: absolute if it is found from here."""
+    path = Path(folder).expanduser()
+    return str(path.absolute()) if path.is_dir() else folder
 
 
 def _owner(tenant: str, model: str | None) -> dict[str, Any]:

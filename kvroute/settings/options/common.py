@@ -192,17 +192,6 @@ class CommonOptions(BaseModel):
             default="none: no adapters can be added",
         ),
     ] = None
-    weights_root: Annotated[
-        Path | None,
-        AfterValidator(parsers.absolute),
-        Option(
-            MODEL,
-            "Folder of the weights that the model can get while the cluster runs "
-            "(kvroute weights). Every machine needs it, at the same path.",
-            example="checkpoints",
-            default="none: the weights cannot be updated",
-        ),
-    ] = None
     hand_over_s: Annotated[
         float,
         Field(ge=0, le=3600),

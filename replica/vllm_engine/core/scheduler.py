@@ -17,7 +17,7 @@ version. tests/slow/engines/test_engine.py checks the behaviour that they rely o
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -37,7 +37,6 @@ from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
 from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.core.lane import BatchLane
-from kvroute.replica.vllm_engine.core.weights import kvroute_load_weights
 from kvroute.replica.vllm_engine.features import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
@@ -94,22 +93,10 @@ class _Kvroute:
 
         Call this before the first request.
         """
-        self._space = space
         for pool in self._pools:
             fingerprint(pool, space)
         division = division_of(self.kv_cache_manager, space.block_size)  # type: ignore[attr-defined]
         return self.host.begin(space, division) if self.host else division
-
-    def set_weights(self, key: str) -> str:
-        """Change the key of the weights in all fingerprints, while nothing is cached.
-
-        Returns:
-            The new format of blocks; empty if no other process can use them.
-        """
-        self._space = replace(self._space, weights=key)
-        for pool in self._pools:
-            pool.kvroute_space = self._space
-        return self.host.set_weights(self._space) if self.host else ""
 
     def _host_tier(self) -> "SchedulerHostTier | None":
         connector = self.connector  # type: ignore[attr-defined]
@@ -321,7 +308,6 @@ for _method in (
     kvroute_begin,
     kvroute_emit_held,
     kvroute_end_session,
-    kvroute_load_weights,
     kvroute_open_tiers,
     kvroute_pinned,
     kvroute_unpin,

@@ -137,13 +137,6 @@ class DiskTier(SecondaryTierManager):
         self._apply(survey)
         return bytes_per_s
 
-    def change_format(self, format_: str) -> None:
-        """Use the files of another format from now on. The tier must be clear. Raises OSError."""
-        files, self._files = self._files, None
-        if files:
-            files.close()
-            self.open(format_)
-
     # Methods that vLLM calls.
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:

@@ -41,7 +41,7 @@ class HostEvents(OffloadingEventsTracker):
             hash_tokens: The number of tokens that one of vLLM's block hashes covers.
         """
         self._groups = groups
-        self.space = space
+        self._space = space
         self._hash_tokens = hash_tokens
         # Blocks that are still being copied to host memory -> their fingerprints.
         self._pending: dict[OffloadKey, Fingerprint] = {}
@@ -124,7 +124,7 @@ class HostEvents(OffloadingEventsTracker):
         """Record a block's fingerprint, if it has one, because its copy to host memory begins."""
         if request.prompt_embeds is not None:
             return
-        [fingerprint] = chain_of(request, self.space).fingerprints_at(
+        [fingerprint] = chain_of(request, self._space).fingerprints_at(
             request, [end], self._hash_tokens
         )
         if fingerprint is not None:

@@ -107,11 +107,6 @@ class PeerTier(SecondaryTierManager):
         self._format, self._tls = format_, tls
         return self._server.address
 
-    def change_format(self, format_: str) -> None:
-        """Exchange only blocks of another format from now on. No pull may be running."""
-        if self._server:
-            self._server.format = self._format = format_
-
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 

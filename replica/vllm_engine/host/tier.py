@@ -79,7 +79,6 @@ class SchedulerHostTier:
         if not isinstance(self._host, Manager):
             self._host.__class__ = Manager
         self._host.kvroute_on_stored = self.record_stored
-        self._weights: str | None = None  # digest of the weights of the start; None: not known yet
         self._peers: PeerTier | None = _tier(manager, "PeerTier")
         self._disk: DiskTier | None = _tier(manager, "DiskTier")
 
@@ -129,8 +128,14 @@ class SchedulerHostTier:
             weights: Digest of the model's weights.
             tls: The replica's settings for TLS.
         """
-        self._weights = weights
-        opened = OpenTiers(format=self._format())
+        # Imported only here: if it does not fit the installed vLLM, these tiers are off.
+        from kvroute.replica.vllm_engine.host.block_facts import block_facts
+
+        opened = OpenTiers()
+        if tier := self._peers or self._disk:
+            row_bytes = tier.block_size_bytes
+            facts = block_facts(self._connector, self._space, weights=weights, row_bytes=row_bytes)
+            opened = opened._replace(format=format_of(facts))
         if self._disk:
             try:
                 opened = opened._replace(disk_bytes_per_s=self._disk.open(opened.format))
@@ -142,35 +147,6 @@ class SchedulerHostTier:
             except OSError as error:
                 log.warning("pulls from other replicas are off: %s; check --replica-ports", error)
         return opened
-
-    def _format(self) -> str:
-        """Return the format of blocks; empty: they stay in this process."""
-        tier = self._peers or self._disk
-        if tier is None or self._weights is None:
-            return ""
-        # Imported only here: if it does not fit the installed vLLM, these tiers are off.
-        from kvroute.replica.vllm_engine.host.block_facts import block_facts
-
-        facts = block_facts(
-            self._connector, self._space, weights=self._weights, row_bytes=tier.block_size_bytes
-        )
-        return format_of(facts)
-
-    def set_weights(self, space: Space) -> str:
-        """Use other fingerprints and another format, while nothing is cached; return the format.
-
-        A problem with the disk switches the disk cache off, and nothing else.
-        """
-        self._space = self._events.space = space
-        format_ = self._format()
-        if self._disk and format_:
-            try:
-                self._disk.change_format(format_)
-            except OSError as error:
-                log.warning("the disk cache is off: %s; choose another folder", error)
-        if self._peers and format_:
-            self._peers.change_format(format_)
-        return format_
 
     def _serve(
         self,

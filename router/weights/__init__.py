@@ -1,1 +1,0 @@
-"""Updates of a model's weights while the cluster runs, as operators ask for them."""
