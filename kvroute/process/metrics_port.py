@@ -1,5 +1,6 @@
 """Serves a process's Prometheus metrics on a port of its own. Clients may need a token."""
 
+import contextlib
 import hmac
 import logging
 import os
@@ -13,10 +14,14 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import REGISTRY, CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
+from kvroute.wire.strangers import Strangers
+
 log = logging.getLogger("kvroute.metrics")
 
 METRICS_HOST = "KVROUTE_METRICS_HOST"  # environment variable: address to serve metrics on
 CLIENT_TIMEOUT_S = 30.0  # timeout of reading a client's request
+# Connections at a time; each has a thread. Prometheus needs one, and sends its request at once.
+MAX_CLIENTS = 32
 ANY_PORT = (0,)  # stands for a range of ports; the system chooses a free port
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
@@ -134,6 +139,22 @@ def _listening(host: str, ports: Sequence[int], application: Application) -> WSG
 
 class _Server(ThreadingWSGIServer):
     allow_reuse_port = False  # two processes must not share a port
+
+    def __init__(self, *args: Any) -> None:
+        self._clients = Strangers[Any](MAX_CLIENTS)
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection; end the oldest one if there are too many."""
+        if oldest := self._clients.add(request):
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection whose thread ends."""
+        self._clients.discard(request)
+        super().shutdown_request(request)
 
 
 class _ServerV6(_Server):

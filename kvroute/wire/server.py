@@ -23,6 +23,7 @@ from kvroute.contract.preparation import on_prepared
 from kvroute.wire import structs
 from kvroute.wire.connection import Connection, is_proof, proof
 from kvroute.wire.framing import LARGEST_MESSAGE, MessageKind
+from kvroute.wire.strangers import Strangers
 from kvroute.wire.structs import NONCE_BYTES, VERSION, Outcome, StreamEnded, encode
 from kvroute.wire.tls import Ends
 from kvroute.wire.tls_listener import TlsListener
@@ -76,6 +77,7 @@ class Server:
         self.running = 0  # number of running requests and method calls
         self.refusals = 0  # number of refused requests since the start
         self.peers = set["Peer"]()  # the open connections
+        self.unproven = Strangers["Peer"](MAX_UNPROVEN)  # those of `peers` without a proof
         self._max_requests = max_requests
         self._idle_reports = 0  # number of latest reports in a row that had no pending tokens
         self.reported: list[int] = []  # the latest report: pending prompt tokens of each rank
@@ -164,13 +166,16 @@ class Server:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def connected(self, peer: "Peer") -> None:
-        """Add a connection."""
+        """Add a connection, which has no proof yet."""
         self.peers.add(peer)
         self._is_alone.clear()
+        if oldest := self.unproven.add(peer):
+            oldest.reject(f"{MAX_UNPROVEN} later connections have not sent a proof yet")
 
     def disconnected(self, peer: "Peer") -> None:
         """Remove a connection."""
         self.peers.discard(peer)
+        self.unproven.discard(peer)
         if not self.peers:
             self._is_alone.set()
 
@@ -216,9 +221,6 @@ class Peer(Connection):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._server.connected(self)
-        if sum(not peer._is_proven for peer in self._server.peers) > MAX_UNPROVEN:
-            self._reject(f"{MAX_UNPROVEN} other connections have not sent a proof yet")
-            return
         self.send(MessageKind.CHALLENGE, encode(structs.Challenge(VERSION, self._nonce)))
         self._loop.call_later(PROOF_S, self._check_proof_arrived)
 
@@ -260,13 +262,13 @@ class Peer(Connection):
         self._is_paused = False
         self._flush()
 
-    def _reject(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """Close a connection without a proof, and log no warning, since anybody can connect."""
         self.abort(reason, level=logging.INFO)
 
     def _check_proof_arrived(self) -> None:
         if not self._is_proven and self.transport and not self.transport.is_closing():
-            self._reject(f"it has not sent a proof within {PROOF_S:g} s")
+            self.reject(f"it has not sent a proof within {PROOF_S:g} s")
 
     def _check_proof(self, kind: int, payload: bytes) -> None:
         secret = self._server.secret
@@ -274,9 +276,10 @@ class Peer(Connection):
         if received is None or not is_proof(
             received.proof, secret, b"router", self._nonce, self._certificate
         ):
-            self._reject("the peer does not know the secret")
+            self.reject("the peer does not know the secret")
             return
         self._is_proven = True
+        self._server.unproven.discard(self)
         self._reader.largest = LARGEST_MESSAGE
         own_proof = proof(secret, b"replica", received.nonce, self._certificate)
         self.send(MessageKind.WELCOME, encode(structs.Welcome(own_proof)))

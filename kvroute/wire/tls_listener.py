@@ -5,7 +5,9 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 
+from kvroute.wire.strangers import Strangers
 from kvroute.wire.tls import NO_HANDSHAKE, Ends, Refusals, TlsError, explained
 
 log = logging.getLogger("kvroute.wire")
@@ -39,7 +41,7 @@ class TlsListener:
             protocol: returns the protocol of a new connection. Its argument is the digest of the
                 server's certificate.
             within_s: timeout of a handshake, in seconds.
-            most: maximum number of handshakes at a time. Further connections are closed.
+            most: maximum number of handshakes at a time. One more ends the oldest.
 
         Raises:
             OSError: the port is not free.
@@ -48,7 +50,7 @@ class TlsListener:
         self.sockets = (socket.create_server((host, port), family=family, backlog=BACKLOG),)
         self.sockets[0].setblocking(False)
         self._tls, self._protocol = tls, protocol
-        self._within_s, self._most = within_s, most
+        self._within_s, self._unproven = within_s, Strangers[asyncio.Task[None]](most)
         self._refusals = Refusals()
         self._handshakes = set[asyncio.Task[None]]()
         self._loop = asyncio.get_running_loop()
@@ -72,12 +74,17 @@ class TlsListener:
                     log.warning("cannot accept a connection: %s", error)
                     await asyncio.sleep(RETRY_S)
                     continue
-                if len(self._handshakes) >= self._most:
-                    accepted.close()
-                    continue
                 task = self._loop.create_task(self._shake_hands(accepted, address))
                 self._handshakes.add(task)
-                task.add_done_callback(self._handshakes.discard)
+                task.add_done_callback(partial(self._ended, accepted))
+                if oldest := self._unproven.add(task):
+                    oldest.cancel()
+
+    def _ended(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
+        self._handshakes.discard(task)
+        self._unproven.discard(task)
+        if task.cancelled():  # perhaps before its first step, so that it has closed nothing
+            accepted.close()
 
     async def _shake_hands(self, accepted: socket.socket, address: object) -> None:
         is_connected = False

@@ -45,12 +45,13 @@ from kvroute.replica.fabric.protocol import (
 )
 from kvroute.wire.connection import is_proof, proof
 from kvroute.wire.server import PROOF_S
+from kvroute.wire.strangers import Strangers
 from kvroute.wire.tls import NO_HANDSHAKE, Ends, Refusals, TlsError, explained
 
 log = logging.getLogger("kvroute.replica")
 
 MAX_PULLS = 8  # pulls that one server serves at a time; they share the server's link
-MAX_CONNECTIONS = 64  # connections at a time, with those that have not sent a proof yet
+MAX_UNPROVEN = 64  # maximum number of connections without a proof
 MAX_SERVED_S = 60.0  # maximum time of a pull in seconds, whatever the puller says
 
 _decode = msgspec.msgpack.Decoder(Wanted).decode
@@ -98,6 +99,9 @@ class BlockServer:
         self._key, self._format, self._find, self._rows = key, format_, find, rows
         self._pulls = threading.Semaphore(MAX_PULLS)
         self._peers: dict[threading.Thread, socket.socket] = {}
+        self._unproven = Strangers[threading.Thread](
+            MAX_UNPROVEN
+        )  # those of _peers without a proof
         self._is_closed = False
         self._socket = _listening(host, ports)
         name, port = self._socket.getsockname()[:2]
@@ -112,9 +116,8 @@ class BlockServer:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which `close` would not
         self._accepting.join()
         self._socket.close()
-        for thread, peer in list(self._peers.items()):
-            interrupt(peer)
-            thread.join()
+        for thread in list(self._peers):
+            self._end(thread)
         del self._rows, self._find
 
     def _accept(self) -> None:
@@ -127,9 +130,6 @@ class BlockServer:
                 log.warning("the block server cannot accept a connection: %s", error)
                 time.sleep(PROOF_S)  # there are no free file descriptors, for example
                 continue
-            if len(self._peers) >= MAX_CONNECTIONS:
-                peer.close()
-                continue
             certificate = b""
             if self._tls is not None:
                 try:
@@ -140,7 +140,16 @@ class BlockServer:
             arguments = (peer, address, certificate)
             thread = threading.Thread(target=self._run, args=arguments, daemon=True, name="blocks")
             self._peers[thread] = peer
+            oldest = self._unproven.add(thread)
             thread.start()
+            if oldest is not None:
+                self._end(oldest)
+
+    def _end(self, thread: threading.Thread) -> None:
+        """End a connection, and wait until its thread has ended."""
+        if peer := self._peers.get(thread):
+            interrupt(peer)
+        thread.join()
 
     def _run(self, peer: socket.socket, address: object, certificate: bytes) -> None:
         try:
@@ -152,6 +161,7 @@ class BlockServer:
         except Exception:
             log.exception("the block server has failed for one connection")
         finally:
+            self._unproven.discard(threading.current_thread())
             self._peers.pop(threading.current_thread(), None)
 
     def _serve(self, peer: socket.socket, address: object, certificate: bytes) -> None:
@@ -167,6 +177,7 @@ class BlockServer:
         proven, puller_nonce, size = PROOF.unpack(received(peer, PROOF.size, deadline_s))
         if not is_proof(proven, self._key, PULLER, nonce, certificate) or size > MAX_REQUEST:
             return
+        self._unproven.discard(threading.current_thread())
         wanted = _decode(received(peer, size, deadline_s))
         own_proof = proof(self._key, SERVER, puller_nonce, certificate)
         deadline_s = time.monotonic() + min(max(0.0, wanted.within_s), MAX_SERVED_S)
@@ -223,7 +234,7 @@ def _listening(host: str, ports: Sequence[int]) -> socket.socket:
     taken = OSError("there are no ports")
     for port in ports:
         try:
-            return socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+            return socket.create_server((host, port), backlog=MAX_UNPROVEN)
         except OSError as error:
             taken = error
     raise taken

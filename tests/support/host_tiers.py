@@ -16,6 +16,7 @@ from kvroute.contract.pull import Pull, PullResult
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.settings.replica import ReplicaSettings
+from kvroute.wire.tls import OFF
 from tests.support.schedulers import BLOCK, request_of, scheduler_of
 
 KEY = b"key"  # key of the block servers
@@ -98,7 +99,7 @@ class Tiered:
 
     def open(self, weights: str = "w") -> Any:
         """Open the slower tiers, and return the OpenTiers."""
-        opened = self.scheduler.host.open("127.0.0.1", [0], KEY, weights)
+        opened = self.scheduler.host.open("127.0.0.1", [0], KEY, weights, OFF)
         self.scheduler._publish_events()
         self.opened = opened
         return opened

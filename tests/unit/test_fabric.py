@@ -238,6 +238,15 @@ def test_too_many_pulls_at_a_time_are_refused(own: Own) -> None:
         assert own.check(peer, own.pull(peer.address)) == ROWS
 
 
+def test_silent_clients_keep_no_puller_out(peer: Peer, own: Own) -> None:
+    host, port = peer.address.rsplit(":", 1)
+    silent = [socket.create_connection((host, int(port))) for _ in range(100)]
+    assert own.check(peer, own.pull(peer.address)) == ROWS
+    assert len(peer.server._peers) <= server_module.MAX_UNPROVEN
+    for each in silent:
+        each.close()
+
+
 def test_a_puller_that_stops_reading_loses_its_place(
     peer: Peer, own: Own, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from kvroute.local.before_start import check_metrics_token
 from kvroute.local.ports import free_port, listen_error
 from kvroute.machine.problem import StartError
 from kvroute.process.metrics_port import (
+    MAX_CLIENTS,
     Exposition,
     NoMetricsError,
     _guarded,
@@ -119,6 +120,17 @@ def test_only_clients_with_the_token_can_read_metrics(tmp_path: Path) -> None:
             refused = get(exposition, **wrong)
             assert (refused.status_code, refused.content) == (401, b"")
             assert refused.headers["www-authenticate"] == "Bearer"
+
+
+def test_silent_clients_keep_nobody_out_and_are_bounded() -> None:
+    with serving() as exposition:
+        host, port = exposition.address.split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(MAX_CLIENTS + 1)]
+        silent[0].settimeout(20)
+        assert silent[0].recv(1) == b""  # the oldest is closed
+        assert "answers_total" in get(exposition).text
+        for each in silent:
+            each.close()
 
 
 @given(st.text(st.characters(max_codepoint=255)))

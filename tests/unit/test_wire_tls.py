@@ -270,6 +270,16 @@ def test_clients_without_a_handshake_are_closed_and_stop_nobody(
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) <= 3
 
 
+async def test_silent_clients_keep_no_router_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas_end, "MAX_UNPROVEN", 5)
+    async with served(MADE) as server:
+        strangers = [socket.create_connection((LOOPBACK, server.port)) for _ in range(20)]
+        link = await linked(server, client_end(MADE, "made", SECRET))
+        assert await link.call("echo", b"fine") == b"fine"
+        for stranger in strangers:
+            stranger.close()
+
+
 async def test_a_router_without_tls_gets_no_byte_and_the_replica_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
