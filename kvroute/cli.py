@@ -1,7 +1,8 @@
 """The Typer application of the command `kvroute`."""
 
 import importlib.metadata
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -12,12 +13,12 @@ from kvroute.command.changes.prefixes_command import prefixes
 from kvroute.command.doctor_command import doctor
 from kvroute.command.drain_command import drain
 from kvroute.command.explain import explain
-from kvroute.command.help_page import HelpfulCommand, typer_app
-from kvroute.command.option_classes import with_options
+from kvroute.command.help_page import HelpfulCommand, brief_command, typer_app
+from kvroute.command.option_classes import basic_options, with_options
 from kvroute.command.replay_command import replay
 from kvroute.command.replay_options import ReplayOptions
 from kvroute.command.scale_command import scale
-from kvroute.command.serve_command import Attach, Serve
+from kvroute.command.serve_command import AttachOptions, ServeOptions, attach, serve
 from kvroute.command.status import status
 from kvroute.command.tenants_command import tenants
 
@@ -51,8 +52,16 @@ def kvroute(
     """Serve a language model on many replicas, each prompt where its prefix is cached."""
 
 
-app.command("serve", cls=HelpfulCommand, rich_help_panel=RUN)(Serve)
-app.command("attach", cls=HelpfulCommand, rich_help_panel=RUN)(Attach)
+def _add(run: Callable[[Any], None], options: type, topic: str) -> None:
+    """Add a command with many options, whose --help shows only the basic ones."""
+    command = app.command(
+        run.__name__, cls=brief_command(basic_options(options)), rich_help_panel=topic
+    )
+    command(with_options(run, options))
+
+
+_add(serve, ServeOptions, RUN)
+_add(attach, AttachOptions, RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(drain)
 app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
@@ -63,4 +72,4 @@ app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(tenants)
-app.command("replay", cls=HelpfulCommand, rich_help_panel=PLAN)(with_options(replay, ReplayOptions))
+_add(replay, ReplayOptions, PLAN)

@@ -1,14 +1,16 @@
 """Formats what commands say about their options: the text of `--help`, and errors.
 
 The text of `--help` has one section for each topic, without cut names or broken words. Typer's own
-help has a table that cuts names if they do not fit into their column. Errors name an option or an
-argument as users write it.
+help has a table that cuts names if they do not fit into their column. A command with many options
+shows only the basic ones there, and all with `--help-all`. Errors name an option or an argument as
+users write it.
 """
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from pydantic import ValidationError
@@ -28,6 +30,9 @@ TYPES = {  # Typer's name of a type -> word that stands for a value in the help 
     "<path>": "PATH",
     "<FileText>": "FILE",
 }
+
+ALIAS = re.compile(r"(?<=\w), --?[\w-]+")  # a further name of an option
+SHOWS_ALL = "kvroute.help_all"  # key of a context's meta: whether --help-all is set
 
 NAMES_WIDTH = 32  # width of the column of names; a longer name gets a line of its own
 GAP = 2  # spaces between the columns of names and of descriptions
@@ -53,6 +58,42 @@ class HelpfulCommand(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         _write_parameters(self.get_params(ctx), ctx, formatter)
+
+
+class BriefCommand(HelpfulCommand):
+    """A command with many options: `--help` shows its basic options, and `--help-all` all."""
+
+    basic: ClassVar[frozenset[str]]  # names of the basic options and arguments
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        parameters = self.get_params(ctx)
+        if ctx.meta.get(SHOWS_ALL):
+            _write_parameters(parameters, ctx, formatter)
+            return
+        shown = {*self.basic, "help", "help_all"}
+        basic = [each for each in parameters if each.name in shown]
+        _write_parameters(basic, ctx, formatter, is_brief=True)
+        others = Counter(
+            _topic(each, OPTIONS)
+            for each in parameters
+            if each.name not in shown and each.get_help_record(ctx)
+        )
+        with formatter.section("More options, which --help-all shows"):
+            for topic, number in others.items():
+                formatter.write(f"  {topic} ({number})\n")
+
+
+def brief_command(basic: frozenset[str]) -> type[BriefCommand]:
+    """Return the class of a command with these basic options."""
+    return type("BriefCommand", (BriefCommand,), {"basic": basic})
+
+
+def show_all(ctx: typer.Context, is_set: bool) -> None:
+    """Print all options and end the command; the callback of --help-all."""
+    if is_set:
+        ctx.meta[SHOWS_ALL] = True
+        typer.echo(ctx.get_help())
+        ctx.exit()
 
 
 class HelpfulGroup(TyperGroup):
@@ -91,12 +132,18 @@ def _wrong_value(parameter: Any, error: ValidationError) -> str:
     return f"{as_written(parameter)} is {first['input']!r}; {expectation(first['msg'])}"
 
 
-def _write_parameters(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
-    """Write the sections of arguments and options; options without a topic come last."""
+def _write_parameters(
+    parameters: Iterable[Any], ctx: Any, formatter: Any, *, is_brief: bool = False
+) -> None:
+    """Write the sections of arguments and options; options without a topic come last.
+
+    Args:
+        is_brief: Whether options with several names are listed under the first one only.
+    """
     rows = [
         (_topic(parameter, _default_topic(parameter)), record)
         for parameter in parameters
-        if (record := _parameter(parameter, ctx))
+        if (record := _parameter(parameter, ctx, is_brief=is_brief))
     ]
     _write_sections(sorted(rows, key=lambda row: row[0] == OPTIONS), formatter)
 
@@ -143,13 +190,15 @@ def _command(command: Any) -> Row:
     return command.name, summary.replace("\n", " ")
 
 
-def _parameter(parameter: Any, ctx: Any) -> Row | None:
+def _parameter(parameter: Any, ctx: Any, *, is_brief: bool) -> Row | None:
     """Return the row of a parameter, or None if the parameter is hidden."""
     record = parameter.get_help_record(ctx)
     if record is None:
         return None
     is_argument = isinstance(parameter, TyperArgument)
     name = parameter.display_name_raw if is_argument else re.sub(r"<[^>]+>", _value, record[0])
+    if is_brief:
+        name = ALIAS.sub("", name)
     described = re.sub(r"([\d.]+)<=x<=([\d.]+)", r"from \1 to \2", record[1])
     return name, re.sub(r"\bx>=", "at least ", described)
 

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from kvroute.command.option_classes import BASIC
 from kvroute.replay.hardware.profiles import (
     DEFAULT_ENGINE,
     PROFILES,
@@ -42,12 +43,15 @@ LOG_POLICIES = EXAMPLE.policies  # the policies for a request log; it has the ot
 class TraceOptions:
     """The trace."""
 
+    topic: ClassVar[str] = "Requests"
+
     trace: Annotated[
         Path | None,
         typer.Argument(
             metavar="TRACE",
             help="File of requests in Mooncake's format (JSON lines), or a folder of request logs.",
         ),
+        BASIC,
     ] = None
     example: Annotated[
         bool,
@@ -56,12 +60,15 @@ class TraceOptions:
             help="Replay a small trace that comes with kvroute: chats with shared system prompts, "
             f"on {EXAMPLE.replicas} replicas, under the policies {EXAMPLE.policies}.",
         ),
+        BASIC,
     ] = False
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
     """The modelled replicas and their caches."""
+
+    topic: ClassVar[str] = "Replicas and caches"
 
     replicas: Annotated[
         int | None,
@@ -70,6 +77,7 @@ class ReplicaOptions:
             max=MAX_REPLICAS,
             help=f"Number of modelled replicas (default: {TRACE.replicas}, or the request log's).",
         ),
+        BASIC,
     ] = None
     engine: Annotated[
         str | None,
@@ -78,6 +86,7 @@ class ReplicaOptions:
             help=f"Profile of each engine: {', '.join(PROFILES)}; or a JSON file with your own "
             f"numbers (default: {DEFAULT_ENGINE}, or one that fits the times in the request log).",
         ),
+        BASIC,
     ] = None
     kv_tokens: Annotated[
         int | None,
@@ -86,9 +95,12 @@ class ReplicaOptions:
             help="KV cache of each replica, in tokens (default: the profile's, or the request "
             "log's).",
         ),
+        BASIC,
     ] = None
     host_tokens: Annotated[
-        int, typer.Option(min=0, help="Host memory for the cache of each replica, in tokens.")
+        int,
+        typer.Option(min=0, help="Host memory for the cache of each replica, in tokens."),
+        BASIC,
     ] = 0
     host_gb_per_s: Annotated[
         float | None,
@@ -135,6 +147,8 @@ class ReplicaOptions:
 class ArrivalOptions:
     """When requests arrive."""
 
+    topic: ClassVar[str] = "Pace"
+
     load: Annotated[
         float | None,
         typer.Option(
@@ -143,6 +157,7 @@ class ArrivalOptions:
             f"best policy serves prompt tokens under overload (default: {TRACE.load}, or the pace "
             "of the request log).",
         ),
+        BASIC,
     ] = None
     speed: Annotated[
         float | None,
@@ -150,6 +165,7 @@ class ArrivalOptions:
             min=0.001,
             help="Instead of --load: arrivals this many times as fast as in the trace.",
         ),
+        BASIC,
     ] = None
     rate: Annotated[
         float | None,
@@ -166,6 +182,7 @@ class ArrivalOptions:
             help="Each turn of a session waits for the previous answer, then pauses as long as in "
             "the trace.",
         ),
+        BASIC,
     ] = False
     sessions: Annotated[
         int | None,
@@ -205,6 +222,8 @@ class ArrivalOptions:
 class RoutingOptions:
     """The policies, and what routers know about the replicas."""
 
+    topic: ClassVar[str] = "Routing"
+
     policy: Annotated[
         str | None,
         typer.Option(
@@ -212,6 +231,7 @@ class RoutingOptions:
             help=f"Policies to compare, separated by commas: {', '.join(POLICY_NAMES)}; or all "
             f"(default: {TRACE.policies}; for a request log {LOG_POLICIES}).",
         ),
+        BASIC,
     ] = None
     routers: Annotated[
         int, typer.Option(min=1, help="Number of routers, each with its own copy of the index.")
@@ -264,6 +284,8 @@ class RoutingOptions:
 class RequestOptions:
     """Which requests of the trace are replayed, and their hints."""
 
+    topic: ClassVar[str] = "Requests"
+
     session_ends: Annotated[
         str | None,
         typer.Option(
@@ -302,11 +324,13 @@ class RequestOptions:
 class ReplayOptions(RequestOptions, RoutingOptions, ArrivalOptions, ReplicaOptions, TraceOptions):
     """All options of `kvroute replay`."""
 
+    topic: ClassVar[str] = "Run and output"
+
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of policies that run in parallel processes.")
     ] = 1
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a list of objects instead of a table.")
+        bool, typer.Option("--json", help="Print a list of objects instead of a table."), BASIC
     ] = False
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from kvroute.client import fail
 from kvroute.command.help_page import HelpfulCommand, typer_app
+from kvroute.command.option_classes import BASIC, with_options
 from kvroute.settings.help import NO_ARGUMENTS, SettingsError, env_names, flags, option
 from kvroute.settings.serve import OPTIONS, ServeSettings, load
 
@@ -45,13 +46,13 @@ def _settings(values: Mapping[str, Any], arguments: Mapping[str, str]) -> ServeS
 def parsed(options: Sequence[str]) -> ServeSettings:
     """Return the settings that `kvroute serve` would have with these options."""
     app = typer_app()
-    app.command("serve", cls=HelpfulCommand)(Serve)
+    app.command("serve", cls=HelpfulCommand)(with_options(serve, ServeOptions))
     context = typer.main.get_command(app).make_context("kvroute serve", list(options))
     return _settings(context.params, NO_ARGUMENTS)
 
 
-def _annotation(name: str, field: FieldInfo) -> Any:
-    """Return the annotation of an option for Typer; its value is None if it is not set."""
+def _annotation(command: str, name: str, field: FieldInfo) -> Any:
+    """Return the annotation of a command's option; its value is None if it is not set."""
     description = option(field)
     kind: Any = description.kind or field.annotation
     typer_option = typer.Option(
@@ -61,7 +62,13 @@ def _annotation(name: str, field: FieldInfo) -> Any:
         show_default=False,
         rich_help_panel=description.group,
     )
+    if command in description.basic:
+        return Annotated[kind | None, typer_option, BASIC]
     return Annotated[kind | None, typer_option]
+
+
+def _fields(command: str) -> list[tuple[str, Any, Any]]:
+    return [(name, _annotation(command, name, field), None) for name, field in OPTIONS.items()]
 
 
 def _default(field: FieldInfo) -> str:
@@ -79,20 +86,15 @@ def _default(field: FieldInfo) -> str:
             return str(other)
 
 
-_FIELDS = [(name, _annotation(name, field), None) for name, field in OPTIONS.items()]
 _SERVERS = Annotated[
-    list[str], typer.Argument(metavar="URL", help="Address of a server: http://HOST:PORT.")
+    list[str],
+    typer.Argument(metavar="URL", help="Address of a server: http://HOST:PORT."),
+    BASIC,
 ]
 
-# A class with one field per option: Typer makes an option of each field, and then calls the class
-# with the values. `__post_init__` runs the command.
-Serve = make_dataclass(
-    "Serve",
-    _FIELDS,
-    namespace={"__post_init__": serve, "__doc__": serve.__doc__},
-)
-Attach = make_dataclass(  # here, --attach is replaced by arguments
-    "Attach",
-    [("attach", _SERVERS), *(field for field in _FIELDS if field[0] != "attach")],
-    namespace={"__post_init__": attach, "__doc__": attach.__doc__},
+# Classes with one field per option.
+ServeOptions = make_dataclass("ServeOptions", _fields("serve"))
+AttachOptions = make_dataclass(  # here, --attach is replaced by arguments
+    "AttachOptions",
+    [("attach", _SERVERS), *(field for field in _fields("attach") if field[0] != "attach")],
 )

@@ -28,13 +28,16 @@ NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
 class Option:
     """The description of an option for users. The option's pydantic field has it as metadata."""
 
-    group: str  # heading in --help, such as "KV cache"
+    group: str  # heading in --help and --help-all, such as "KV cache"
     help: str  # what the option does, in one or two sentences
     example: str = ""  # an example value for errors and documents; empty: the default value
     default: str = ""  # the default in words; empty: the default value itself
     flags: tuple[str, ...] = ()  # all flags of the option; empty: only --the-field-name
     env: tuple[str, ...] = ()  # variables besides KVROUTE_THE_FIELD_NAME, as other systems use them
     kind: Any = None  # type of the option on the command line; None: the type of the field
+    # The commands whose --help shows the option, since most of their users need it; --help-all
+    # shows all options.
+    basic: tuple[str, ...] = ()
 
 
 class SettingsError(ValueError):

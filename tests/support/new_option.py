@@ -24,7 +24,7 @@ def main() -> None:
     (own,) = load({"models": [{"lookahead": 9}]}).per_model
     print(received.lookahead, own.lookahead)  # type: ignore[attr-defined]
     print("lookahead" in settings.for_routers())
-    print("--lookahead" in CliRunner().invoke(app, ["serve", "--help"]).output)
+    print("--lookahead" in CliRunner().invoke(app, ["serve", "--help-all"]).output)
     print("| `--lookahead` | `KVROUTE_LOOKAHEAD` | `3` | Tokens to guess. |" in settings_table())
 
 

@@ -7,7 +7,15 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvroute.settings import parsers
 from kvroute.settings.help import Option
-from kvroute.settings.options.common import CLUSTER, ENDPOINT, LOGS, MODEL, NotNegative, Positive
+from kvroute.settings.options.common import (
+    CLUSTER,
+    ENDPOINT,
+    LOGS,
+    MODEL,
+    SERVE_AND_ATTACH,
+    NotNegative,
+    Positive,
+)
 from kvroute.settings.options.model import ModelOptions
 
 
@@ -27,7 +35,12 @@ class Options(ModelOptions):
     ] = []  # noqa: RUF012  # pydantic copies the default
     routers: Annotated[int, Positive, Option(CLUSTER, "Number of router processes.")] = 1
     host: Annotated[
-        str, Option(ENDPOINT, "Address to listen on. 0.0.0.0: all addresses of this machine.")
+        str,
+        Option(
+            ENDPOINT,
+            "Address to listen on. 0.0.0.0: all addresses of this machine.",
+            basic=SERVE_AND_ATTACH,
+        ),
     ] = "127.0.0.1"
     insecure: Annotated[
         bool,
@@ -39,7 +52,9 @@ class Options(ModelOptions):
             flags=("--insecure",),
         ),
     ] = False
-    port: Annotated[int, Field(ge=1, le=65535), Option(ENDPOINT, "Port to listen on.")] = 8000
+    port: Annotated[
+        int, Field(ge=1, le=65535), Option(ENDPOINT, "Port to listen on.", basic=SERVE_AND_ATTACH)
+    ] = 8000
     tls_cert: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

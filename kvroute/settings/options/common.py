@@ -15,7 +15,7 @@ from kvroute.store.keys import DEFAULT_CLUSTER
 CPU_BLOCK_SIZE = 32  # default number of tokens per KV block on CPUs
 GPU_BLOCK_SIZE = 16  # default number of tokens per KV block on GPUs
 
-# The groups of options, which are headings in --help and in the documents.
+# The groups of options, which are headings in --help-all. Each option belongs to one group.
 MODEL = "Model"
 REPLICAS = "Replicas"
 ENDPOINT = "Endpoint"
@@ -27,11 +27,13 @@ PREFIXES = "Named prefixes"
 ADAPTERS = "LoRA adapters"
 ATTACHED = "Your own vLLM servers (--attach)"
 SIMULATED = "Simulated engine (--engine simulated)"
-GROUPS = (  # all groups in the order of --help and of the documents
+GROUPS = (  # all groups in the order of --help-all and of the documents
     *(MODEL, REPLICAS, ENDPOINT, CACHE, QUEUE, PREFIXES, ADAPTERS),
     *(ATTACHED, CLUSTER, LOGS, SIMULATED),
 )
-FIRST = ("host", "port", "api_keys", "policy")  # these options come first in their groups
+# The commands that can have an option in their short --help, see Option.basic.
+SERVE, ATTACH = ("serve",), ("attach",)
+SERVE_AND_ATTACH = (*SERVE, *ATTACH)
 WHOLE_CLUSTER = (ENDPOINT, QUEUE, CLUSTER, LOGS)  # groups whose options apply to all models alike
 
 Positive = Field(ge=1)
@@ -39,13 +41,13 @@ NotNegative = Field(ge=0)
 
 
 def in_order(fields: Mapping[str, FieldInfo]) -> dict[str, FieldInfo]:
-    """Sort the options by group; in a group, the options that most users need come first."""
-    return dict(sorted(fields.items(), key=lambda item: _rank(*item)))
+    """Sort the options by group; in a group, basic options come first."""
+    return dict(sorted(fields.items(), key=lambda item: _rank(item[1])))
 
 
-def _rank(name: str, field: FieldInfo) -> tuple[int, int]:
-    first = FIRST.index(name) if name in FIRST else len(FIRST)
-    return GROUPS.index(option(field).group), first
+def _rank(field: FieldInfo) -> tuple[int, bool]:
+    described = option(field)
+    return GROUPS.index(described.group), not described.basic
 
 
 class CommonOptions(BaseModel):
@@ -63,11 +65,17 @@ class CommonOptions(BaseModel):
             "Built-in model, local folder or hub name. For several models, separate them with "
             "commas or repeat --model.",
             kind=list[str],
+            basic=SERVE_AND_ATTACH,
         ),
     ] = BUILTIN_MODEL
     served_model_name: Annotated[
         str | None,
-        Option(MODEL, "Model name that clients send.", default="same as --model"),
+        Option(
+            MODEL,
+            "Model name that clients send.",
+            default="same as --model",
+            basic=SERVE_AND_ATTACH,
+        ),
     ] = None
     revision: Annotated[
         str,
@@ -206,6 +214,7 @@ class CommonOptions(BaseModel):
         Option(
             MODEL,
             "Engine that runs the model. simulated: no model runs, and its times are simulated.",
+            basic=SERVE,
         ),
     ] = "vllm"
     engine_args: Annotated[
@@ -219,5 +228,6 @@ class CommonOptions(BaseModel):
             default="none",
             flags=("--engine-args", "--engine-arg"),
             kind=list[str],
+            basic=SERVE,
         ),
     ] = {}

@@ -5,14 +5,16 @@ from typing import Annotated
 from pydantic import BaseModel, Field
 
 from kvroute.settings.help import Option
-from kvroute.settings.options.common import CLUSTER, REPLICAS, NotNegative, Positive
+from kvroute.settings.options.common import ATTACH, CLUSTER, REPLICAS, SERVE, NotNegative, Positive
 
 
 class DeploymentOptions(BaseModel):
     """The options for Ray Serve. Neither replicas nor routers receive them."""
 
     replicas: Annotated[
-        int, Positive, Option(REPLICAS, "Number of replicas, each with its own KV cache.")
+        int,
+        Positive,
+        Option(REPLICAS, "Number of replicas, each with its own KV cache.", basic=SERVE),
     ] = 2
     own_replicas: Annotated[
         int,
@@ -21,6 +23,7 @@ class DeploymentOptions(BaseModel):
             REPLICAS,
             "With --attach: number of replicas that kvroute starts itself, with the same model as "
             "the attached servers.",
+            basic=ATTACH,
         ),
     ] = 0
     max_replicas: Annotated[
@@ -43,6 +46,7 @@ class DeploymentOptions(BaseModel):
             example="1",
             default="1 for each rank if the machine has GPUs",
             flags=("--gpus-per-replica", "--tensor-parallel-size"),
+            basic=SERVE,
         ),
     ] = None
     target_wait_s: Annotated[

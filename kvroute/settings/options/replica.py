@@ -10,11 +10,13 @@ from kvroute.settings import parsers
 from kvroute.settings.help import Option
 from kvroute.settings.options.common import (
     ADAPTERS,
+    ATTACH,
     ATTACHED,
     CACHE,
     ENDPOINT,
     MODEL,
     REPLICAS,
+    SERVE,
     SIMULATED,
     CommonOptions,
     NotNegative,
@@ -55,6 +57,7 @@ class ReplicaOptions(CommonOptions):
             "Maximum tokens of prompt and answer together.",
             example="4096",
             default="the model's",
+            basic=SERVE,
         ),
     ] = None
     max_num_seqs: Annotated[
@@ -117,6 +120,7 @@ class ReplicaOptions(CommonOptions):
             "Host memory of each replica for blocks that its GPU cache evicts: a number of GB, or "
             "a percentage of the node's memory, such as 30%. The ranks of the replica share it.",
             example="64",
+            basic=SERVE,
         ),
     ] = "0"
     pull: Annotated[
@@ -153,7 +157,9 @@ class ReplicaOptions(CommonOptions):
         ),
     ] = 1
     kv_cache_memory_mb: Annotated[
-        int, Positive, Option(CACHE, "KV cache of each data parallel rank in MB, on CPUs.")
+        int,
+        Positive,
+        Option(CACHE, "KV cache of each data parallel rank in MB, on CPUs.", basic=SERVE),
     ] = 512
     max_loras: Annotated[
         int, Positive, Option(ADAPTERS, "Maximum different adapters in one batch of a replica.")
@@ -203,6 +209,7 @@ class ReplicaOptions(CommonOptions):
             "when it changes, so you can add and remove servers. Every node needs the file.",
             example="servers.txt",
             default="none",
+            basic=ATTACH,
         ),
     ] = None
     attach_key_file: Annotated[
@@ -213,6 +220,7 @@ class ReplicaOptions(CommonOptions):
             "File with the API key that your vLLM servers require. Every node needs the file.",
             example="vllm-key",
             default="the servers need no key",
+            basic=ATTACH,
         ),
     ] = None
     simulated_prefill_tokens_per_s: Annotated[

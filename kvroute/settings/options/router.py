@@ -12,6 +12,7 @@ from kvroute.settings.options.common import (
     LOGS,
     MODEL,
     QUEUE,
+    SERVE_AND_ATTACH,
     CommonOptions,
     NotNegative,
     Positive,
@@ -84,6 +85,7 @@ class RouterOptions(CommonOptions):
             "do not share caches.",
             example="keys.json",
             default="no keys are needed",
+            basic=SERVE_AND_ATTACH,
         ),
     ] = None
     allow_origin: Annotated[
@@ -147,6 +149,7 @@ class RouterOptions(CommonOptions):
             "model, with one line per request: lengths, times and block ids, without text.",
             example="requests",
             default="no log is written",
+            basic=SERVE_AND_ATTACH,
         ),
     ] = None
     ui: Annotated[
