@@ -15,20 +15,13 @@ from tests.support.clients import openai_client
 from tests.support.scraping import scrape, targets, total
 from tests.support.serving import Cluster
 from tests.support.waiting import wait_until
+from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import BLOCK
 
 PROMPTS = np.random.default_rng(7).integers(1000, 9000, (10, 100)).tolist()  # 3 blocks and 4 tokens
 ANSWER_TOKENS = 4
 HISTOGRAMS = "decision backlog time_to_first_token request".split()
 GAPS = "inter_token time_per_output_token".split()  # fewer where tokens came together
-
-
-def reached(cluster: Cluster, role: str) -> dict[str, str]:
-    """The same; none where the router that was asked has just been killed."""
-    try:
-        return targets(cluster, role)
-    except requests.ConnectionError:
-        return {}
 
 
 def ask_all(client: OpenAI) -> None:
@@ -83,7 +76,8 @@ def test_every_token_of_a_known_workload_is_counted_for_what_became_of_it(cluste
     assert tokens_each <= gaps <= 20 * (ANSWER_TOKENS - 1)
 
 
-def test_each_process_is_a_target_for_as_long_as_it_lives(cluster: Cluster) -> None:
+def test_each_replica_is_a_target_for_as_long_as_it_lives(cluster: Cluster) -> None:
+    wait_for_fleet(cluster)
     document = requests.get(f"{cluster.url}/v1/cluster", timeout=10).json()
     replicas, routers = targets(cluster, "replica"), targets(cluster, "router")
     assert replicas.keys() == {replica["id"] for replica in document["replicas"]}
@@ -91,12 +85,9 @@ def test_each_process_is_a_target_for_as_long_as_it_lives(cluster: Cluster) -> N
     victim = document["replicas"][0]
     os.kill(victim["pid"], signal.SIGKILL)
     wait_until(lambda: victim["id"] not in targets(cluster, "replica"))
-    wait_until(lambda: len(targets(cluster, "replica")) == 4)
+    wait_for_fleet(cluster)
     (born,) = targets(cluster, "replica").keys() - replicas.keys()
     assert scrape(targets(cluster, "replica")[born])["kvroute_engine_requests_total"] == 0
-    cluster.routers()[0].kill()
-    wait_until(lambda: reached(cluster, "router").keys() - routers.keys())
-    wait_until(lambda: len(reached(cluster, "router")) == 2)
 
 
 def test_a_refusal_is_counted_by_its_code(cluster: Cluster) -> None:

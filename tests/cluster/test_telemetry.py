@@ -16,6 +16,7 @@ from tests.support.collector import Collector, Span
 from tests.support.json_lines import read_lines
 from tests.support.serving import Cluster
 from tests.support.waiting import until
+from tests.support.whole_fleet import wait_for_fleet
 
 REQUEST = "POST /v1/chat/completions"
 WHOLE = [REQUEST, "tokenise", "place", "dispatch", "generate"]
@@ -143,6 +144,7 @@ async def test_an_error_is_a_span_by_itself(cluster: Cluster, collector: Collect
 async def test_a_replica_that_dies_leaves_a_failed_dispatch_beside_the_next_one(
     cluster: Cluster, collector: Collector
 ) -> None:
+    wait_for_fleet(cluster)
     trace_id = uuid.uuid4().hex
     headers = {"traceparent": f"00-{trace_id}-{'1' * 16}-01"}
     body = {"prompt": "Once upon a time", "max_tokens": 2000, "stream": True}
@@ -163,9 +165,7 @@ async def test_a_replica_that_dies_leaves_a_failed_dispatch_beside_the_next_one(
     assert (lost.is_failed, lost.attributes["kvroute.replica"]) == (True, victim)
     assert (taken_over.is_failed, taken_over.attributes["kvroute.outcome"]) == (False, "ok")
     assert span(trace, "generate").parent_id == taken_over.span_id
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client, asyncio.timeout(60):
-        while len(found := await replicas(client)) < len(before) or victim in found:
-            await asyncio.sleep(0.1)
+    wait_for_fleet(cluster)
 
 
 async def replicas(client: httpx.AsyncClient) -> dict[str, int]:

@@ -15,6 +15,7 @@ from tests.support.repository import ROOT
 from tests.support.serving import Cluster
 from tests.support.untested import obstacle
 from tests.support.waiting import wait_until
+from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import ask, people_table, user
 
 AT_ONCE = 8
@@ -151,4 +152,5 @@ def test_a_page_that_hears_nothing_says_so_and_goes_on_by_itself(
     finally:
         for router in routers:
             router.resume()
+        wait_for_fleet(simulated_cluster)
     shown.wait_for(f"{state} === 'live'")

@@ -25,6 +25,7 @@ from tests.support.event_streams import Joined
 from tests.support.scraping import attempts_that_failed
 from tests.support.serving import Cluster
 from tests.support.waiting import until
+from tests.support.whole_fleet import wait_for_fleet
 
 TOKENS = 300  # of each answer, or somewhat fewer
 ROUNDS = 3  # because a loaded machine can end all answers before the test gets to the kill
@@ -100,7 +101,7 @@ async def answers_with_a_killed_replica(cluster: Cluster) -> list[str]:
     """Return the streams of all calls, one of whose replicas is killed when all have begun."""
     begun: dict[int, str] = {}  # call to the replica that its first events came from
 
-    await until(lambda: len(running_replicas(cluster)) == 2, within_s=240)
+    wait_for_fleet(cluster)
     pids = running_replicas(cluster)
     running = asyncio.create_task(answers(cluster, begun.__setitem__))
     await until(lambda: len(begun) == len(ALL))
