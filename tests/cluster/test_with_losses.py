@@ -1,8 +1,9 @@
-"""A replica that is killed and a Redis that hangs or dies cost no request: the last tests."""
+"""A killed replica or router and a Redis that hangs or dies cost no request: the last tests."""
 
 import asyncio
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
@@ -11,9 +12,10 @@ from openai import AsyncOpenAI, OpenAI
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
 from tests.support.hits import wait_for_routers
-from tests.support.scraping import attempts_that_failed
+from tests.support.scraping import attempts_that_failed, targets
 from tests.support.serving import Cluster
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
+from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import BLOCK, Answer, ask, people_table, user
 
 STREAMS = 16
@@ -39,6 +41,7 @@ def replicas(cluster: Cluster) -> dict[str, int]:
 
 
 async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
+    wait_for_fleet(cluster)
     async with async_openai_client(cluster.url, timeout_s=120) as client:
         undisturbed = await asyncio.gather(*(recited(client, n, []) for n in range(STREAMS)))
         failed, pids = attempts_that_failed(cluster), replicas(cluster)
@@ -49,7 +52,33 @@ async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
         os.kill(pids[victim], signal.SIGKILL)
         assert await reciting == undisturbed
         assert attempts_that_failed(cluster) > failed, "the answers had ended before the kill"
-    await until(lambda: len(replicas(cluster)) == 4 and victim not in replicas(cluster))
+    wait_for_fleet(cluster)
+
+
+def test_a_killed_router_costs_no_request_that_has_got_no_byte(cluster: Cluster) -> None:
+    """HAProxy sends these requests to the other router."""
+    wait_for_fleet(cluster)
+    before = targets(cluster, "router")
+    body = {"model": BUILTIN_MODEL, "prompt": "1 2 3", "max_tokens": TOKENS, "temperature": 0}
+
+    def ask() -> tuple[int, str]:
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
+        return answer.status_code, answer.text and answer.json()["choices"][0]["text"]
+
+    def running() -> int:
+        listed = httpx.get(cluster.url + "/v1/cluster", timeout=60).json()["replicas"]
+        return sum(replica["running"] for replica in listed)
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        asking = [pool.submit(ask) for _ in range(STREAMS)]
+        wait_until(lambda: running() == STREAMS)
+        cluster.routers()[0].kill()
+        answers = {each.result() for each in asking}
+    ((status, text),) = answers
+    assert status == 200
+    assert text
+    wait_for_fleet(cluster)
+    assert len(targets(cluster, "router").keys() - before) == 1
 
 
 def test_requests_go_on_while_redis_hangs_and_dies_and_find_their_caches(

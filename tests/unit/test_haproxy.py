@@ -39,7 +39,7 @@ def config() -> str:
         ("http-request return status 404", "http-request deny deny_status 503"),
         ("errorfile 502 {{ config.error_file_path }}", "errorfile 502 /folder/page"),
         ("errorfile 503 {{ config.error_file_path }}", "http-error status 503 "),
-        ("tune.bufsize {{ config.bufsize }}", "tune.bufsize 65536\n    tune.http.maxhdr 1000\n"),
+        ("tune.bufsize {{ config.bufsize }}", "tune.bufsize 131072\n    tune.http.maxhdr 1000\n"),
     ],
 )
 def test_lines_that_serve_leaves_open_are_restricted(

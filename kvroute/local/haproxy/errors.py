@@ -7,7 +7,9 @@ from kvroute.contract.error_codes import Code, anthropic_type_of, code_of, type_
 MESSAGES = "{ path_beg /v1/messages }"  # HAProxy's condition for requests to Anthropic's API
 # HAProxy answers a request whose head exceeds BUFFER_BYTES or MAX_PARSED as malformed HTTP. The
 # other limits are lower, and a request over one of them gets a message that names the limit.
-BUFFER_BYTES = 65_536  # size of the buffer for a request's head in bytes
+# Size in bytes of HAProxy's buffers. One has the head of a request, and the body as far as it fits.
+# A request that may be repeated (repeats.py) takes one more buffer until its response begins.
+BUFFER_BYTES = 131_072
 MAX_PARSED = 1000  # maximum number of headers that HAProxy parses
 MAX_HEAD_BYTES = 16_384  # maximum total size of a request's headers in bytes
 MAX_HEADERS = 100  # maximum number of headers of a request

@@ -22,7 +22,7 @@ PAGE = re.compile(
     rb"HTTP/1\.1 (\d{3}) ([^\r\0]+)\r\nContent-length: \d+\r\n[^\0]*text/html\r\n\r\n[^\0]*\0"
 )
 MESSAGES = {  # status -> message; the new page must not be longer than the HTML page
-    400: "malformed HTTP, or a head over 64 kB",
+    400: "malformed HTTP, or a head over 128 kB",
     408: "the head of the request did not arrive in time",
     413: "the body is too large",
     422: "this Transfer-Encoding is not supported",

@@ -9,6 +9,7 @@ The wrapper solves these problems, for which Serve has no options:
 - HAProxy's error page is HTML, which OpenAI clients cannot parse.
 - HAProxy forwards all requests. If thousands of requests above --max-requests arrive at once, a
   router is too slow to refuse them, so HAProxy does it.
+- If a router ends, all its requests fail, also those without a byte of a response (repeats.py).
 """
 
 import os
@@ -24,6 +25,7 @@ from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, max_conne
 from kvroute.local.haproxy.errors import BUFFER_BYTES, MAX_PARSED
 from kvroute.local.haproxy.health import with_stopping_rule
 from kvroute.local.haproxy.pages import program_with_json
+from kvroute.local.haproxy.repeats import with_repeats
 from kvroute.process.metrics_port import METRICS_HOST
 
 TLS_CERT = "KVROUTE_TLS_CERT"  # environment variable: PEM file of the certificate chain
@@ -47,7 +49,7 @@ def main() -> None:
     command, args = [str(get_haproxy_binary())], sys.argv[1:]
     if "-f" in args:
         path = Path(args[args.index("-f") + 1])
-        config, stand_in = _hardened(path), haproxy_standin.running(path)
+        config, stand_in = corrected(path), haproxy_standin.running(path)
         command[0] = str(program_with_json(Path(command[0]), path.with_name("program")))
         if stand_in and knows_routers(config):
             args += ["-sf", str(stand_in)]  # HAProxy has the stand-in finish its requests and end
@@ -124,7 +126,7 @@ def without_listeners(config: str) -> str:
     return re.sub(r"^\s+bind .*\n", "", config, flags=re.MULTILINE)
 
 
-def _hardened(path: Path) -> str:
+def corrected(path: Path) -> str:
     """Return the configuration in the file, with all corrections, limits and rules."""
     page = path.with_name("unreachable.http")
     page.write_text(haproxy_errors.unreachable_page(), newline="")
@@ -137,7 +139,8 @@ def _hardened(path: Path) -> str:
     idle_s = float(os.environ.get(IDLE_TIMEOUT_S) or DEFAULT_IDLE_S)
     config = limited(config, limit=max_connections(), idle_s=idle_s)
     limit = int(os.environ.get(MAX_REQUESTS) or DEFAULT_MAX_REQUESTS)
-    return with_stopping_rule(refusing(config, max_requests=limit))
+    # A request counts as running when its body has arrived, so repeats come before refusals.
+    return with_stopping_rule(refusing(with_repeats(config), max_requests=limit))
 
 
 def check_pair(cert: Path, key: Path) -> None:

