@@ -4,13 +4,10 @@ from pathlib import Path
 
 from tests.support.document_steps import check_steps, environment, folder, runnable
 from tests.support.documents import README
-from tests.support.serving import Cluster
 
 __all__ = ["environment", "folder"]  # fixtures
 
 
-def test_every_command_of_the_readme_works(
-    folder: Path, environment: dict[str, str], simulated_cluster: Cluster
-) -> None:
+def test_every_command_of_the_readme_works(folder: Path, environment: dict[str, str]) -> None:
     assert runnable(README)
-    check_steps(README, simulated_cluster, folder, environment)
+    check_steps(README, folder, environment)

@@ -12,7 +12,6 @@ import pytest
 
 from kvroute.replay.workload.trace import BLOCK_TOKENS
 from tests.support.documents import (
-    ADDRESS,
     CLIENTS,
     DOCUMENTS,
     ROOT,
@@ -63,7 +62,7 @@ NOT_HERE = {
     "kvroute serve --lora-root": f"{ITS_OWN}: test_added_adapters.py has one",
     "kvroute adapters add": f"{ITS_OWN}: test_added_adapters.py has one",
     "kvroute adapters remove": f"{ITS_OWN}: test_added_adapters.py has one",
-    "curl localhost:8000/v1/load_lora_adapter": f"{ITS_OWN}: test_added_adapters.py has one",
+    "curl $KVROUTE_URL/v1/load_lora_adapter": f"{ITS_OWN}: test_added_adapters.py has one",
     "kvroute serve --wire-tls": f"{ITS_OWN}: test_wire_tls.py has one",
     "kvroute serve --api-keys": f"{ITS_OWN}: test_api_keys.py has one",
     "kvroute serve --metrics-token-file": f"{ITS_OWN}: test_inside.py has one",
@@ -193,15 +192,13 @@ def environment(folder: Path, simulated_cluster: Cluster) -> dict[str, str]:
     }
 
 
-def check_steps(
-    document: Path, cluster: Cluster, folder: Path, environment: dict[str, str]
-) -> None:
+def check_steps(document: Path, folder: Path, environment: dict[str, str]) -> None:
     """Run the steps of a document in order.
 
     Fails if a step fails, or prints something else than the document shows after it.
     """
     for step in runnable(document):
-        shown = run(step, cluster.url, folder, environment)
+        shown = run(step, folder, environment)
         for text, expected in SHOWS.items():
             if text in step.text and not is_to_fail(step):
                 assert re.search(expected, shown), f"{step.text}\n{shown}"
@@ -214,11 +211,11 @@ def is_to_fail(step: Block) -> bool:
     return '"error":' in step.output
 
 
-def run(step: Block, url: str, folder: Path, environment: dict[str, str]) -> str:
+def run(step: Block, folder: Path, environment: dict[str, str]) -> str:
     """Run a step and return its output. Fails if the step fails, unless the document says so."""
     shell = ["bash", "-c"] if step.language == "sh" else [sys.executable, "-c"]
     done = subprocess.run(
-        [*shell, step.text.replace(ADDRESS, url)],
+        [*shell, step.text],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -13,7 +13,7 @@ SETTINGS, METRICS, API, CLIENTS, DEPLOYMENT, SECURITY, ERRORS = (
     ROOT / "docs" / f"{name}.md"
     for name in ("settings", "metrics", "api", "clients", "deployment", "security", "errors")
 )
-ADDRESS = "http://127.0.0.1:8000"  # address of the cluster in all documents
+ADDRESS = "http://127.0.0.1:8000"  # address of a cluster with the default options
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OUTPUT = re.compile(r"\n\n^```(?:text|json)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

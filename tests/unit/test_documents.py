@@ -20,6 +20,7 @@ from tests.support.document_steps import (
     shell_commands,
 )
 from tests.support.documents import (
+    ADDRESS,
     API,
     DOCUMENTS,
     ERRORS,
@@ -98,6 +99,19 @@ def test_the_pages_of_the_root_folder_are_on_the_site() -> None:
     for path in ROOT.glob("*.md"):
         page = "index.md" if path == README else path.name.lower()
         assert f'"{path.name}": "{page}"' in hook
+
+
+def test_programs_and_commands_take_the_address_from_the_environment() -> None:
+    default = f'os.environ.get("KVROUTE_URL", "{ADDRESS}")'
+    for document in DOCUMENTS:
+        for step in steps(document):
+            if step.language == "python" and (
+                "base_url" in step.text or "KVROUTE_URL" in step.text
+            ):
+                assert default in step.text, (name(document), step.text)
+                assert ":8000" not in step.text.replace(default, ""), (name(document), step.text)
+            if step.language == "sh" and step.text.startswith("curl"):
+                assert ":8000" not in step.text, (name(document), step.text)
 
 
 def named_pages(nav: object) -> Iterator[str]:

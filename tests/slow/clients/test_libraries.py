@@ -4,6 +4,7 @@ The model is too small to choose a tool or to write JSON by itself: these reques
 answer. The tests look at shapes, not at what the model says.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -39,7 +40,7 @@ from pydantic_ai.settings import ModelSettings as PydanticSettings
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
-from tests.support.documents import ADDRESS, CLIENTS, Block, steps
+from tests.support.documents import CLIENTS, Block, steps
 from tests.support.serving import Cluster
 from tests.support.weather import CITIES, ENOUGH, QUESTION, TIMEOUT_S, Booking, City
 
@@ -200,9 +201,12 @@ async def test_an_agent_makes_structured_output(agent: Agent[None]) -> None:
 
 @pytest.mark.parametrize("step", [step for step in steps(CLIENTS) if step.language == "python"])
 def test_the_program_works(step: Block, cluster: Cluster) -> None:
-    program = step.text.replace(ADDRESS, cluster.url)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S
+        [sys.executable, "-c", step.text],
+        env={**os.environ, "KVROUTE_URL": cluster.url},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
-    assert done.returncode == 0, f"{program}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{step.text}\n{done.stdout}{done.stderr}"
     assert done.stdout.strip()

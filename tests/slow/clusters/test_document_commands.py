@@ -15,7 +15,6 @@ from tests.support.documents import (
     README,
     name,
 )
-from tests.support.serving import Cluster
 
 __all__ = ["environment", "folder"]  # fixtures
 
@@ -23,7 +22,5 @@ __all__ = ["environment", "folder"]  # fixtures
 @pytest.mark.parametrize(
     "document", [path for path in DOCUMENTS if path != README and runnable(path)], ids=name
 )
-def test_every_command_works(
-    document: Path, folder: Path, environment: dict[str, str], simulated_cluster: Cluster
-) -> None:
-    check_steps(document, simulated_cluster, folder, environment)
+def test_every_command_works(document: Path, folder: Path, environment: dict[str, str]) -> None:
+    check_steps(document, folder, environment)
