@@ -111,6 +111,8 @@ def rank_of(file: Path) -> int:
 def _config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_bytes())
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deep; give the folder of a LoRA adapter") from None
     except OSError as error:
         raise ValueError(
             f"{file} cannot be read ({error.strerror}); give the folder of a LoRA adapter"

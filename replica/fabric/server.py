@@ -99,9 +99,8 @@ class BlockServer:
         self._key, self._format, self._find, self._rows = key, format_, find, rows
         self._pulls = threading.Semaphore(MAX_PULLS)
         self._peers: dict[threading.Thread, socket.socket] = {}
-        self._unproven = Strangers[threading.Thread](
-            MAX_UNPROVEN
-        )  # those of _peers without a proof
+        # Those of _peers without a proof.
+        self._unproven = Strangers[threading.Thread](MAX_UNPROVEN)
         self._is_closed = False
         self._socket = _listening(host, ports)
         name, port = self._socket.getsockname()[:2]

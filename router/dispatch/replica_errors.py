@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from kvroute.contract.error_codes import CODES, Code
+from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.errors import ApiError, body_of, event, shown
 
 # Longest error message of a replica, in characters. vLLM may quote a whole prompt in a message.
@@ -57,7 +58,7 @@ def _status_in(body: bytes) -> int:
     """Return the HTTP status in the body of an error of vLLM, which has it as its code."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
-    except (msgspec.DecodeError, LookupError, TypeError):
+    except (*DECODE_ERRORS, LookupError, TypeError):
         return 500
     return code if isinstance(code, int) else 500
 
@@ -69,7 +70,7 @@ def parsed_error(data: bytes, status: int, *, path: str) -> ApiError:
     """
     try:
         body = msgspec.json.decode(data)
-    except msgspec.DecodeError:
+    except DECODE_ERRORS:
         body = data.decode(errors="replace")
     match body:
         case {"detail": str(detail)}:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from kvroute.adapters.added import AdapterFiles, AddedAdapter, is_key, name_of, own_name
-from kvroute.adapters.files import check_files, path_in
+from kvroute.adapters.files import MAX_HEADER_BYTES, MAX_TENSORS, check_files, path_in
 from kvroute.blocks.chain import Scope, Space
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import GenerateRequest
@@ -104,6 +104,10 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
         check_files(str(root / "sql"), root, max_rank=16)
 
 
+def write_header(weights: Path, header: bytes) -> None:
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def damaged(folder: Path, how: str) -> None:
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     data = weights.read_bytes()
@@ -122,6 +126,14 @@ def damaged(folder: Path, how: str) -> None:
             weights.write_bytes((2).to_bytes(8, "little") + b"[]")
         case "no tensors":
             weights.write_bytes((2).to_bytes(8, "little") + b"{}")
+        case "many tensors":
+            write_header(weights, b"{%s}" % b",".join([b'"":{}'] * (MAX_TENSORS + 1)))
+        case "long header":
+            write_header(weights, b" " * (MAX_HEADER_BYTES + 1))
+        case "nested header":
+            write_header(weights, b'{"a":' + b"[" * 100_000)
+        case "nested config":
+            config.write_text("[" * 100_000)
         case "other format":
             weights.rename(folder / "adapter_model.bin")
         case "huge config":
@@ -141,6 +153,10 @@ def damaged(folder: Path, how: str) -> None:
         ("not JSON", "its header is invalid"),
         ("list", "its header is invalid"),
         ("no tensors", "has no tensors"),
+        ("many tensors", "has more than 200,000 tensors"),
+        ("long header", "at most 33,554,432 are read"),
+        ("nested header", "its header is invalid"),
+        ("nested config", "is nested too deep"),
         ("other format", "cannot be read on the replica's machine"),
         ("huge config", "has more than"),
         ("pipe", "is not a file"),
