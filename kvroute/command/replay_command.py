@@ -248,7 +248,9 @@ def _too_few(count: int, measured: int, shown: "dict[str, float]") -> Iterator[s
 
 
 def _enough(count: int, times_more: float) -> str:
-    """Return how many requests would be enough, rounded to two digits."""
+    """Return how many requests would be enough, rounded up to two digits."""
     if times_more > MAX_TIMES_MORE:
         return f"more than {MAX_TIMES_MORE * count:,}"
-    return f"about {int(float(f'{count * times_more:.2g}')):,}"
+    number = int(count * times_more) + 1
+    unit = 10 ** max(0, len(str(number)) - 2)
+    return f"about {-(-number // unit) * unit:,}"

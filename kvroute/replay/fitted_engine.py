@@ -15,6 +15,7 @@ contexts make these times longer, so the time for each answer includes its mean 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,7 +61,7 @@ def fitted(requests: Sequence[Request], engine: EngineModel) -> EngineModel | No
             A speed is kept if the log does not show it.
     """
     answers = [*_answers(requests, engine)]
-    bursts = [*_bursts(answers)]
+    bursts = _short(_bursts(answers))
     if not bursts:
         return None
     # Steps and prefill are mixed in both times, so each fit needs the result of the other one.
@@ -109,6 +110,16 @@ def _bursts(answers: Iterable[Answer]) -> Iterator[Burst]:
             burst.end_s = max(burst.end_s, answer.first_s or answer.end_s)
         if burst is not None:
             yield from _usable(burst)
+
+
+def _short(bursts: Iterable[Burst]) -> list[Burst]:
+    """Return the half of the bursts with the fewest prompts.
+
+    In long bursts, prompts also wait for space in the cache, and for the steps of many answers.
+    """
+    counted = [*bursts]
+    limit = median([len(burst.answers) for burst in counted]) if counted else 0
+    return [burst for burst in counted if len(burst.answers) <= limit]
 
 
 def _usable(burst: Burst) -> Iterator[Burst]:

@@ -36,7 +36,7 @@ POLICY = Column("policy", "policy")
 COLUMNS: Sequence[Column] = (
     POLICY,
     Column("hit\nshare", "hit_share", "{:.3f}", HIGH),
-    Column("of\nideal", "ideal_share", "{:.1%}", HIGH),
+    Column("of\nideal", "ideal_share", "{:.0%}", HIGH),
     Column("TTFT\np50, s", "ttft_p50_s", "{:.2f}", LOW),
     Column("TTFT\np90, s", "ttft_p90_s", "{:.2f}", LOW),
     Column("TTFT\np99, s", "ttft_p99_s", "{:.2f}", LOW),
