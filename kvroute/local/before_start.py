@@ -18,7 +18,13 @@ from kvroute.machine import fleet, gpus, limits
 from kvroute.machine.problem import Problem, StartError
 from kvroute.machine.vllm_check import vllm_errors
 from kvroute.process import vllm_build
-from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
+from kvroute.process.builtin_model import (
+    BUILTIN_MODEL,
+    folder,
+    is_builtin,
+    is_converted,
+    resolve,
+)
 from kvroute.process.hub import check_on_hub
 from kvroute.process.metrics_port import NoMetricsError, read_token
 from kvroute.settings.checked_options import CheckedOptions
@@ -27,6 +33,8 @@ from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.serve import ServeSettings
 from kvroute.wire.tls import TlsError, check_files
 from kvroute.wording import plural
+
+RAY_TOKEN = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}  # variables that replace Ray's token file
 
 Examine = Callable[[ServeSettings], Iterator[Problem]]
 
@@ -148,13 +156,37 @@ def check_log_dir(log_dir: Path | None) -> None:
 def _check_writable(option: str, folder: Path) -> None:
     """Create a folder if it is missing. Raise StartError if it is not writable."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        _write_in(folder)
     except OSError as error:
         raise StartError(
             f"{option} is {str(folder)!r}, which is not writable ({error.strerror}); set it to "
             "another folder"
         ) from None
+
+
+def _write_in(folder: Path) -> None:
+    """Create a folder if it is missing, and write a file there. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+def home_problems(settings: ServeSettings) -> Iterator[Problem]:
+    """Yield why files that a start needs cannot be written to the user's home folder."""
+    try:
+        token = Path.home() / ".ray" / "auth_token"
+        if not token.exists() and not RAY_TOKEN & os.environ.keys():
+            _write_in(token.parent)
+        needs_model = any(is_builtin(model.model) for model in settings.per_model)
+        if needs_model and not is_converted():
+            _write_in(folder().parent)
+    except (OSError, RuntimeError) as error:  # RuntimeError: this user has no home folder
+        reason = getattr(error, "strerror", None) or error
+        yield Problem(
+            f"the home folder is {os.environ.get('HOME', 'not set')!r}, and it cannot be written "
+            f"({reason}); Ray's token and the built-in model are kept there; set HOME to a folder "
+            "that this user can write, such as HOME=/tmp in a container",
+            is_final=True,
+        )
 
 
 def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
@@ -279,6 +311,7 @@ OF_OPTIONS: Mapping[str, Examine] = {
     "logs": final(lambda settings: check_log_dir(settings.log_dir)),
 }
 OF_MACHINE: Mapping[str, Examine] = {
+    "home folder": home_problems,
     "vLLM": final(lambda settings: check_engine_installed(settings.per_model)),
     "GPUs": gpu_problems,
     "memory": lambda settings: fleet.memory_problems(settings.per_model, OBJECT_STORE_BYTES),

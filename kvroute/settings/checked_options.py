@@ -115,11 +115,6 @@ class CheckedOptions(ModelOptions):
             "--engine simulated": self.engine == "simulated",
             "--lora-root": self.lora_root,
         }
-        if self.own_replicas and not self.servers:
-            raise SettingsError(
-                f"--own-replicas is {self.own_replicas}, and no server is attached; add --attach, "
-                f"or use --replicas {self.own_replicas} instead"
-            )
         for flag, value in refused.items():
             if self.servers and value:
                 raise SettingsError(

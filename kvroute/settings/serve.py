@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.help import NO_ARGUMENTS, Environment, SettingsError, explain
 from kvroute.settings.model_settings import Detected, ModelSettings, resolve
+from kvroute.settings.needs import refuse_unmet
 from kvroute.settings.options.cluster import Options
 from kvroute.settings.options.common import in_order
 from kvroute.settings.options.model import PER_MODEL, ModelOptions
@@ -48,11 +49,14 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
             )
         if not self.models and names == [self.model]:
             self.check()
+            refuse_unmet((self,), ModelOptions.model_fields)
             return (self,)
         models = tuple(
             self._model_options(f"models[{number}]", entry) for number, entry in enumerate(entries)
         )
         _refuse_same_names(models)
+        # An option for all models needs one model on which it has an effect.
+        refuse_unmet(models, {*ModelOptions.model_fields}.difference(*entries))
         return models
 
     def resolve(
@@ -116,6 +120,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         try:
             options = CheckedOptions.model_validate(merged)
             options.check()
+            refuse_unmet((options,), overrides)
         except ValidationError as error:
             fields = ModelOptions.model_fields
             lines = [explain(details, fields, overrides) for details in error.errors()]
