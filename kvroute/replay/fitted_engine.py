@@ -65,7 +65,7 @@ def fitted(requests: Sequence[Request], engine: EngineModel) -> EngineModel | No
     if not bursts:
         return None
     # Steps and prefill are mixed in both times, so each fit needs the result of the other one.
-    found = _prefill(bursts, replace(engine, step_s=0.0))
+    found = replace(_prefill(bursts, replace(engine, step_s=0.0)), step_s=engine.step_s)
     for _ in range(ROUNDS):
         found = _prefill(bursts, _decode(answers, found))
     return found

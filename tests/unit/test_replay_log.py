@@ -36,6 +36,13 @@ def test_the_engine_is_found_from_the_times_of_its_requests(tmp_path: Path) -> N
     assert found.overhead_s == pytest.approx(ENGINE.overhead_s, rel=0.25)
 
 
+def test_a_speed_that_the_log_does_not_show_stays_as_it_was(tmp_path: Path) -> None:
+    of_one_token = read(write_log(tmp_path / "log.jsonl", output_length=1), limit=None, seed=0)
+    found = fitted(of_one_token, EngineModel(ENGINE.prefill, step_s=0.5))
+    assert found is not None
+    assert found.step_s == 0.5
+
+
 def test_a_log_is_replayed_at_its_own_pace_on_its_own_fleet(tmp_path: Path) -> None:
     result = replay(write_log(tmp_path / "log.jsonl"), "--json")
     measured, *modelled = json.loads(result.stdout)
