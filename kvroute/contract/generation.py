@@ -74,7 +74,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
         return replace(self, token_ids=np.append(self.token_ids, np.uint32(0)))
 
 
-class Chunk(Struct, frozen=True, array_like=True):
+class Chunk(Struct, frozen=True, array_like=True, gc=False):
     """The next tokens of an answer. Under load, a chunk has several tokens."""
 
     token_ids: tuple[int, ...]

@@ -61,7 +61,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
 NO_RECORD = "the router does not know the replicas' chat template yet"
 
 
-class HttpPart(Struct, frozen=True, array_like=True):
+class HttpPart(Struct, frozen=True, array_like=True, gc=False):
     """The part of the HTTP response that the application made from exactly one chunk's tokens."""
 
     data: bytes  # bytes of the response's body

@@ -23,6 +23,9 @@ from kvroute.wire.structs import NONCE_BYTES, VERSION, StreamEnded, encode
 from kvroute.wire.tls import explained
 
 SLICE = 32  # maximum number of chunks to deliver in one iteration of the event loop
+# When this many chunks of a stream wait to be read, they are joined: thousands of small objects
+# would make each garbage collection stop the router.
+MAX_CHUNKS = 64
 MAX_UNSENT = 64_000_000  # while more bytes wait to be sent to a replica, new requests are refused
 
 # Receives a replica's report: for each rank, the number of prompt tokens still to compute.
@@ -117,6 +120,8 @@ class Stream:
         """Add a chunk. If too much waits to be read, cancel the request with SlowReaderError."""
         self.is_preparing = False
         self._chunks.append(chunk)
+        if len(self._chunks) == MAX_CHUNKS:
+            self._chunks = [joined(self._chunks)]
         self._waiting += weight(chunk)
         if self._waiting > self._max_waiting:
             self._chunks.clear()

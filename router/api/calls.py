@@ -209,22 +209,19 @@ class Call(Struct, frozen=True):
         """Return whether the response includes the prompt's text. vLLM takes it from the body."""
         return any(self.body.get(name) is True for name in WITH_PROMPT_TEXT)
 
-    def with_prompt(self, number: int) -> bytes:
-        """Return the body with only one of its prompts.
+    def with_each_prompt(self) -> Iterator[bytes]:
+        """Yield, for each prompt, the body with only this prompt.
 
-        All other fields keep the bytes that the client sent.
-
-        Args:
-            number: index of the prompt. As in vLLM, the prompts in prompt_embeds come first.
+        All other fields keep the bytes that the client sent. As in vLLM, the prompts in
+        prompt_embeds come first.
         """
         fields = msgspec.json.decode(self.raw, type=dict[str, msgspec.Raw])
-        embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
         others = {name: raw for name, raw in fields.items() if name not in PROMPT_FIELDS}
-        if number < len(embeds):
-            return msgspec.json.encode({**others, "prompt_embeds": embeds[number]})
-        prompt = prompts[number - len(embeds)]
-        encodable = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-        return msgspec.json.encode({**others, "prompt": encodable})
+        for embeds in _listed(self.body.get("prompt_embeds")):
+            yield msgspec.json.encode({**others, "prompt_embeds": embeds})
+        for prompt in _listed(self.body.get("prompt")):
+            encodable = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
+            yield msgspec.json.encode({**others, "prompt": encodable})
 
 
 def parse_call(path: str, raw: bytes) -> Call:

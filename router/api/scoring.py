@@ -9,16 +9,18 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from msgspec.json import encode
+from msgspec import Raw
+from msgspec.json import decode, encode
 from msgspec.structs import replace
 from pydantic import BaseModel, Field
 
 from kvroute.contract.generation import TokenIds
-from kvroute.router.api.call_limits import MAX_CHOICES
+from kvroute.router.api.call_limits import MAX_CHOICES, check_copies
 from kvroute.router.api.calls import COMPLETIONS, Call, parse_call
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.parsing import BOM, json_object, parse
-from kvroute.router.api.response_object import members
+from kvroute.router.api.response_object import Members, members
 from kvroute.router.placement.receipts import RECEIPTS
 
 SCORING = "/generative_scoring"
@@ -96,17 +98,19 @@ def completion(scoring: Scoring, raw: bytes, prompts: Sequence[TokenIds]) -> Cal
     own = {**OWN_FIELDS, "logprob_token_ids": scoring.label_token_ids, "prompt": ""}
     call = parse_call(COMPLETIONS, encode({**copied, **own}))
     call = replace(call, body={**call.body, "prompt": prompts})
+    check_copies(call.body, prompts=len(prompts), body_bytes=len(call.raw))
     # With several prompts, a body for each of them is made later, when they are rendered.
-    return call if len(prompts) > 1 else replace(call, raw=call.with_prompt(0))
+    return call if len(prompts) > 1 else replace(call, raw=next(call.with_each_prompt()))
 
 
-def scores(scoring: Scoring, completed: Mapping[str, Any], *, id_: str) -> dict[str, Any]:
+async def scores(scoring: Scoring, completed: Members, *, id_: str) -> dict[str, Any]:
     """Return the response in vLLM's format.
 
     Args:
         completed: the response of the completion.
         id_: id of the request.
     """
+    choices = map(decode, decode(completed["choices"], type=list[Raw]))
     receipts = {RECEIPTS: completed[RECEIPTS]} if RECEIPTS in completed else {}
     return {
         "id": f"generative-scoring-{id_}",
@@ -115,7 +119,7 @@ def scores(scoring: Scoring, completed: Mapping[str, Any], *, id_: str) -> dict[
         "model": completed["model"],
         "data": [
             {"index": choice["index"], "object": "score", "score": _score(scoring, choice)}
-            for choice in completed["choices"]
+            async for choice in one_by_one(choices)
         ],
         "usage": completed["usage"],
         **receipts,

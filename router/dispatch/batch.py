@@ -4,21 +4,25 @@ The prompts are placed independently, and the client gets one response. With n c
 prompt, choice c of prompt p has the index p * n + c in this response.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from fastapi import Response
 from fastapi.responses import StreamingResponse
+from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
 from kvroute.router.api.errors import DONE, EVENTS, JSON, ApiError
-from kvroute.router.dispatch.generation import Generation
+from kvroute.router.api.fair_lock import one_by_one, run_all
+from kvroute.router.api.response_object import Members, members
+from kvroute.router.dispatch.generation import Generation, close_all
 from kvroute.router.dispatch.merge import MergedStreams
 from kvroute.router.dispatch.relay import Answer, Ending, Failed, Refused
+from kvroute.router.placement.receipts import RECEIPTS
 
 EVENT = b"data: "  # beginning of a server-sent event
+CHOICES = "choices"  # the field of a response that has the choices of its prompts
 
 encode = msgspec.json.encode
 decode = msgspec.json.decode
@@ -48,7 +52,7 @@ async def batch_response(
     answers = [Answer(generation) for generation in generations]
     is_streamed = False
     try:
-        await asyncio.gather(*(answer.wait_for_status() for answer in answers))
+        await run_all(answer.wait_for_status() for answer in answers)
         for answer in answers:
             if answer.status != 200:  # the calls differ only in their prompts: one error is enough
                 refusal = refused(await answer.read_all(), answer.status)
@@ -56,33 +60,33 @@ async def batch_response(
         is_streamed = answers[0].is_stream
         if is_streamed:
             return _BatchEvents(answers, headers, n=n, ending=ending, failed=failed)
-        bodies = await asyncio.gather(*(answer.read_all() for answer in answers))
+        bodies = await run_all(answer.read_all() for answer in answers)
     finally:
         if not is_streamed:
-            _close(answers)
-    return Response(
-        ending(encode(merge_bodies([decode(body) for body in bodies], n=n))),
-        headers=headers,
-        media_type=JSON,
-    )
+            await close_all(generations)
+    body = encode(await merge_bodies(bodies, n=n))
+    return Response(await ending(body), headers=headers, media_type=JSON)
 
 
-def merge_bodies(bodies: Sequence[dict[str, Any]], *, n: int) -> dict[str, Any]:
+async def merge_bodies(bodies: Sequence[bytes], *, n: int) -> Members:
     """Merge the response bodies of all prompts into one.
+
+    Its members are those of the first body, except for the choices, the usage and the receipts.
 
     Args:
         n: number of choices for each prompt.
     """
-    first, *others = bodies
-    choices = [
-        _shifted(choice, prompt * n)
-        for prompt, body in enumerate(bodies)
-        for choice in body["choices"]
-    ]
-    usage = first.get("usage")
-    for body in others:
-        usage = _sum(usage, body.get("usage"))
-    return {**first, "choices": choices, "usage": usage}
+    merged, usage = members(bodies[0]), None
+    lists: dict[str, list[Raw]] = {name: [] for name in (CHOICES, RECEIPTS) if name in merged}
+    async for prompt, raw in one_by_one(enumerate(bodies)):
+        body = members(raw)
+        for name, items in lists.items():
+            own = decode(body[name], type=list[Raw])
+            items += [_shifted(item, prompt * n) for item in own] if name == CHOICES else own
+        usage = _sum(usage, decode(body.get("usage", b"null")))
+    for name, items in lists.items():
+        merged[name] = Raw(b"[" + b",".join(items) + b"]")
+    return {**merged, "usage": Raw(encode(usage))}
 
 
 class _BatchEvents(StreamingResponse):
@@ -102,14 +106,14 @@ class _BatchEvents(StreamingResponse):
         self._n = n
         self._ending = ending
         self._failed = failed
-        # The last event of the response: the usage, added up over the prompts so far.
-        self._last: dict[str, Any] | None = None
+        self._usage: Any = None  # added up over the prompts so far
+        self._last: Members | None = None  # the last event of the response, with that usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            _close(self._answers)
+            await close_all(answer.generation for answer in self._answers)
 
     async def stream_response(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -120,7 +124,7 @@ class _BatchEvents(StreamingResponse):
                 if body := b"".join(self._events(prompt, data)):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             last = EVENT + encode(self._last) + b"\n\n" if self._last else b""
-            data = self._ending(last + DONE)
+            data = await self._ending(last + DONE)
         except ApiError as error:
             data = self._failed(error, b"")
         finally:
@@ -138,15 +142,13 @@ class _BatchEvents(StreamingResponse):
         for event in data.split(b"\n\n"):
             if not event.startswith(EVENT) or event == DONE.strip():
                 continue
-            body = decode(event.removeprefix(EVENT))
-            if body.get("choices"):
-                body["choices"] = [_shifted(c, prompt * self._n) for c in body["choices"]]
-                yield EVENT + encode(body) + b"\n\n"
+            body = members(event.removeprefix(EVENT))
+            if choices := decode(body.get(CHOICES, b"[]"), type=list[Raw]):
+                shifted = [_shifted(choice, prompt * self._n) for choice in choices]
+                yield EVENT + encode({**body, CHOICES: shifted}) + b"\n\n"
             elif "usage" in body:
-                usage = (
-                    _sum(self._last.get("usage"), body["usage"]) if self._last else body["usage"]
-                )
-                self._last = {**body, "usage": usage}
+                self._usage = _sum(self._usage, decode(body["usage"]))
+                self._last = {**body, "usage": Raw(encode(self._usage))}
             else:
                 yield event + b"\n\n"  # an error
 
@@ -156,8 +158,9 @@ async def _items(merged: MergedStreams[bytes]) -> AsyncIterator[tuple[int, bytes
         yield item
 
 
-def _shifted(choice: dict[str, Any], by: int) -> dict[str, Any]:
-    return {**choice, "index": choice["index"] + by}
+def _shifted(choice: Raw, by: int) -> Raw:
+    fields = members(choice)
+    return Raw(encode({**fields, "index": decode(fields["index"], type=int) + by}))
 
 
 def _sum(left: Any, right: Any) -> Any:
@@ -167,8 +170,3 @@ def _sum(left: Any, right: Any) -> Any:
     if left is None or right is None:
         return right if left is None else left
     return left + right if isinstance(left, int | float) else left
-
-
-def _close(answers: Sequence[Answer]) -> None:
-    for answer in answers:
-        answer.generation.close()

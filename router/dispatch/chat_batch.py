@@ -1,6 +1,5 @@
 """Batches of chats: they run at the same time, and the client gets one response."""
 
-import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -8,9 +7,9 @@ from typing import Any
 import msgspec
 from fastapi import Response
 
+from kvroute.router.api.fair_lock import run_all
 from kvroute.router.dispatch.batch import merge_bodies
 from kvroute.router.dispatch.relay import SHOWN_REPLICAS
-from kvroute.router.placement.receipts import RECEIPTS
 
 
 async def run_together(chats: Iterable[Coroutine[Any, Any, Response]], *, id_: str) -> Response:
@@ -23,27 +22,16 @@ async def run_together(chats: Iterable[Coroutine[Any, Any, Response]], *, id_: s
         chats: each returns the response to one chat.
         id_: id of the request; it becomes a part of the response's id.
     """
-    tasks: list[asyncio.Task[Response]] = []
-    try:
-        for chat in chats:
-            tasks.append(asyncio.create_task(chat))
-            await asyncio.sleep(0)  # lets other tasks run before the next chat starts
-        responses = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    responses = await run_all(chats)
     for response in responses:
         if response.status_code != 200:
             return response
-    return _combine(responses, id_)
+    return await _combine(responses, id_)
 
 
-def _combine(responses: Sequence[Response], id_: str) -> Response:
-    bodies = [msgspec.json.decode(response.body) for response in responses]
-    body = {**merge_bodies(bodies, n=1), "id": f"chatcmpl-{id_}"}
-    if RECEIPTS in body:
-        body[RECEIPTS] = [receipt for body in bodies for receipt in body[RECEIPTS]]
+async def _combine(responses: Sequence[Response], id_: str) -> Response:
+    bodies = [bytes(response.body) for response in responses]
+    body = {**await merge_bodies(bodies, n=1), "id": f"chatcmpl-{id_}"}
     headers = _combined_headers([response.headers for response in responses])
     return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")
 

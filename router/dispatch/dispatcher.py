@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
@@ -17,7 +17,7 @@ from kvroute.contract.http_call import HttpCall
 from kvroute.contract.pull import Pull
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.fair_lock import FairLock
+from kvroute.router.api.fair_lock import FairLock, run_all
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import HungError
 from kvroute.router.dispatch.admission import Gate, Ticket
@@ -26,6 +26,7 @@ from kvroute.router.dispatch.generation import (
     LOST,
     Generation,
     ReplicaStream,
+    close_all,
     final_error,
     is_refused,
     outcome_of,
@@ -83,30 +84,33 @@ class Dispatcher:
         self._starting = {is_batch: asyncio.Semaphore(MAX_STARTING) for is_batch in (False, True)}
 
     async def generate_all(
-        self, prompts: Sequence[tuple[TokenIds, HttpCall]], context: RequestContext
+        self, prompts: Iterable[tuple[TokenIds, HttpCall]], context: RequestContext
     ) -> list[Generation]:
         """Start all prompts of a call, and return when each of them has its first chunk.
 
         If one prompt fails, the others are cancelled.
 
+        Args:
+            prompts: context.prompts of them.
+
         Raises:
             ApiError: a prompt cannot run.
             OverLimitError: a prompt would exceed a limit of its tenant.
         """
-        if len(prompts) == 1:
-            return [await self.generate(*prompts[0], context)]
-        tasks: list[asyncio.Task[Generation]] = []
+        if context.prompts == 1:
+            return [await self.generate(*prompt, context) for prompt in prompts]
+        started: list[Generation] = []
+
+        async def start(number: int, token_ids: TokenIds, call: HttpCall) -> Generation:
+            generate = self.generate_further if number else self.generate
+            generation = await generate(token_ids, call, context)
+            started.append(generation)
+            return generation
+
         try:
-            for prompt, call in prompts:
-                generate = self.generate_further if tasks else self.generate
-                tasks.append(asyncio.create_task(generate(prompt, call, context)))
-            return await asyncio.gather(*tasks)
+            return await run_all(start(number, *prompt) for number, prompt in enumerate(prompts))
         except BaseException:  # a prompt cannot run, or the client has disconnected
-            for task in tasks:
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Generation):
-                    result.close()
+            await close_all(started)
             raise
 
     async def generate(

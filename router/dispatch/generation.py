@@ -6,7 +6,8 @@ If the replica that generates it is lost, another replica continues.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,11 @@ class Generation:
         """End the request, whether it is complete or not. A second call has no effect."""
         self._current.close()
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the request has ended."""
+        return self._current.attempt.outcome is not None
+
     async def _next_of_rest(self) -> Chunk | None:
         current = self._current
         try:
@@ -202,6 +208,18 @@ class Generation:
             written_tokens=self._written_tokens,
         )
         return replace(self._request.after(self._emitted), call=call)
+
+
+async def close_all(generations: Iterable[Generation]) -> None:
+    """End the requests that have not ended. The event loop runs other tasks between two of them."""
+    running = deque(generation for generation in generations if not generation.has_ended)
+    try:
+        while running:
+            running.popleft().close()
+            await asyncio.sleep(0)
+    finally:  # the client has disconnected
+        for generation in running:
+            generation.close()
 
 
 def is_refused(first: Chunk) -> bool:

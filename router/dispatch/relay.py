@@ -1,6 +1,6 @@
 """Makes the response to the client from the chunks that a replica's HTTP application writes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -16,7 +16,7 @@ from kvroute.router.dispatch.replica_errors import failure_event, replica_error
 ERROR = b'data: {"error"'  # beginning of an event of vLLM that ends a stream with an error
 SHOWN_REPLICAS = 32  # the most replica ids in a header
 
-Ending = Callable[[bytes], bytes]  # changes the last bytes of a response
+Ending = Callable[[bytes], Awaitable[bytes]]  # changes the last bytes of a response
 # Returns the last event of a stream that ends with an error. Arguments: the error, and the bytes
 # that were sent last.
 Failed = Callable[[ApiError, bytes], bytes]
@@ -67,6 +67,7 @@ class Answer:
         parts = []
         while not self.is_complete and (data := await self.next()) is not None:
             parts.append(data)
+        self.generation.close()
         return b"".join([self._first or b"", *parts])
 
     async def _next(self) -> bytes | None:
@@ -112,7 +113,7 @@ class Relay(StreamingResponse):
                 if data:
                     last = data
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            data = self._ending(data or b"")
+            data = await self._ending(data or b"")
         except ApiError as error:
             data = self._failed(error, last)
         await send({"type": "http.response.body", "body": data, "more_body": False})
@@ -167,7 +168,7 @@ async def relay_response(
             generation.close()
     if answer.status != 200:
         return Response(refused(data, answer.status), answer.status, headers, media_type=JSON)
-    return Response(ending(data), 200, headers, media_type=answer.content_type)
+    return Response(await ending(data), 200, headers, media_type=answer.content_type)
 
 
 def complete_response(part: HttpPart, *, path: str) -> Response:

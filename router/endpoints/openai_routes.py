@@ -5,7 +5,7 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from msgspec.json import decode, encode
+from msgspec.json import encode
 from msgspec.structs import replace
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -31,8 +31,9 @@ from kvroute.router.api.calls import (
     parse_invocation,
 )
 from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
-from kvroute.router.api.errors import ApiError
+from kvroute.router.api.errors import JSON, ApiError
 from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
+from kvroute.router.api.response_object import members
 from kvroute.router.api.scoring import SCORING, parse_scoring, scores
 from kvroute.router.api.sessions import hints_of
 from kvroute.router.api.urgency import sharer_of, urgency_of
@@ -128,7 +129,7 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
         except RefusedCallError as error:
             return complete_response(error.refusal, path=call.path)
     body = {"object": "route", "router": models.router_id, "receipts": receipts}
-    response = JSONResponse(body)
+    response = Response(encode(body), media_type=JSON)
     add_headers(request, entry, response)
     return response
 
@@ -213,7 +214,7 @@ async def _score(request: Request, entry: Entry | None) -> Response:
     response = await _answer(call, request, entry, id_=id_)
     if response.status_code != 200:
         return response
-    response.body = encode(scores(scoring, decode(response.body), id_=id_))
+    response.body = encode(await scores(scoring, members(bytes(response.body)), id_=id_))
     response.headers["content-length"] = str(len(response.body))
     return response
 

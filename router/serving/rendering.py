@@ -72,8 +72,8 @@ class RenderedCall(Struct, frozen=True):
     def prompts(self) -> Iterator[tuple[TokenIds, HttpCall]]:
         """Yield each prompt's token ids, and the HTTP request that the replica gets with them."""
         is_single = len(self.token_ids) == 1
-        for index, ids in enumerate(self.token_ids):
-            body = self.call.raw if is_single else self.call.with_prompt(index)
+        bodies = iter([self.call.raw]) if is_single else self.call.with_each_prompt()
+        for ids, body in zip(self.token_ids, bodies, strict=False):
             can_check = self.is_rendered and not self.has_prefix
             yield (
                 ids,

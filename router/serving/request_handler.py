@@ -11,7 +11,6 @@ dispatch   dispatch/dispatcher        sends the prompt; continues elsewhere if t
 respond    serving/responding         writes the response to the client
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace as replace_fields
@@ -23,6 +22,7 @@ from msgspec.structs import replace
 from kvroute.blocks.chain import Scope
 from kvroute.keys.keyring import salted
 from kvroute.router.api.calls import AUDIO_ROUTES, STATELESS_ROUTES, Call
+from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.conversations.continuing import Expanded
 from kvroute.router.dispatch.ended_sessions import end_session
@@ -94,8 +94,8 @@ class RequestHandler:
         if context.entry is not None:
             context.entry.add_prompt_tokens(rendered.tokens)
         context = self._with_prompts(context, expanded, rendered)
-        generations = await parts.dispatcher.generate_all([*rendered.prompts()], context)
-        self._count(generations, context, expanded, rendered)
+        generations = await parts.dispatcher.generate_all(rendered.prompts(), context)
+        await self._count(generations, context, expanded, rendered)
         return await respond(expanded, generations, policy=self._policy)
 
     async def explain(self, call: Call, context: RequestContext) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ class RequestHandler:
         broken = self._broken(expanded, rendered, context.lora, self._chats.compare)
         features = rendered.placed_features()
         receipts = []
-        for prompt in rendered.token_ids:
+        async for prompt in one_by_one(rendered.token_ids):
             running, now_s = self._parts.liveness.trusted(), time.monotonic()
             shared_tokens = self._parts.dispatcher.shared_tokens(
                 prompt, context.namespace, features
@@ -122,7 +122,6 @@ class RequestHandler:
             receipts.append(
                 receipt(placement, policy=self._policy, broken=broken, retention=retention)
             )
-            await asyncio.sleep(0)  # let other requests run
         return receipts
 
     async def check(self, call: Call) -> None:
@@ -208,7 +207,7 @@ class RequestHandler:
             broken = replace_fields(broken, kind=kind_of(text))
         return broken
 
-    def _count(
+    async def _count(
         self,
         generations: Sequence[Generation],
         context: RequestContext,
@@ -217,7 +216,7 @@ class RequestHandler:
     ) -> None:
         """Update prefixes, tenant limits and images when each prompt has its first token."""
         owner = _owner(expanded.call, context)
-        for generation in generations:
+        async for generation in one_by_one(generations):
             if generation.is_refused:
                 continue
             self._parts.prefixes.count(generation, expanded.prefix, owner)

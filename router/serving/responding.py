@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import msgspec
 from fastapi import Response
+from msgspec import Raw
 
 from kvroute.router.api.calls import MESSAGES, RESPONSES, Call
 from kvroute.router.api.errors import DONE, event
+from kvroute.router.api.fair_lock import one_by_one
+from kvroute.router.api.response_object import encode, members
 from kvroute.router.conversations.continuing import Expanded
 from kvroute.router.conversations.storing import stored
 from kvroute.router.dispatch.batch import batch_response
@@ -18,8 +19,6 @@ from kvroute.router.dispatch.replica_errors import replica_error
 from kvroute.router.placement.receipts import RECEIPTS
 
 NAMED_EVENTS = (RESPONSES, MESSAGES)  # routes whose events in streams have a name and a type
-
-encode = msgspec.json.encode
 
 
 async def respond(
@@ -53,16 +52,18 @@ async def written(call: Call, generations: Sequence[Generation], *, policy: str)
     )
 
 
-def _unchanged(data: bytes) -> bytes:
+async def _unchanged(data: bytes) -> bytes:
     return data
 
 
-def _with_receipts(path: str, generations: Sequence[Generation], policy: str, data: bytes) -> bytes:
+async def _with_receipts(
+    path: str, generations: Sequence[Generation], policy: str, data: bytes
+) -> bytes:
     """Return the last bytes of a response with the receipts, as a field of the body or an event."""
-    receipts = {RECEIPTS: [generation.receipt(policy) for generation in generations]}
+    each = [Raw(encode(each.receipt(policy))) async for each in one_by_one(generations)]
+    receipts = {RECEIPTS: each}
     if data.startswith(b"{"):
-        body: dict[str, Any] = msgspec.json.decode(data)
-        return encode({**body, **receipts})
+        return encode({**members(data), **receipts})
     if path in NAMED_EVENTS:
         event = b"event: kvroute.receipts\ndata: " + encode(
             {"type": "kvroute.receipts", **receipts}

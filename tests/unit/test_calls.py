@@ -88,8 +88,8 @@ def test_token_ids_are_arrays(prompts: list[list[int]]) -> None:
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1, 2], [3]]])
 def test_each_prompt_gets_its_own_body(prompt: list[Any]) -> None:
     call = called(prompt=prompt, max_tokens=3)
-    for number, each in enumerate(prompt):
-        assert json.loads(call.with_prompt(number)) == {"prompt": each, "max_tokens": 3}
+    bodies = [json.loads(body) for body in call.with_each_prompt()]
+    assert bodies == [{"prompt": each, "max_tokens": 3} for each in prompt]
 
 
 @pytest.mark.parametrize("prompt", [5, {"a": 1}, ["a", [1]], [[]], [-1], [2**32], [True], [1.5]])

@@ -21,6 +21,7 @@ from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.admission.waits import Refusal, Urgency
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
+from kvroute.router.dispatch.generation import close_all
 from kvroute.router.dispatch.losses import (
     CAUSED,
     DEAD_BEFORE_S,
@@ -43,11 +44,13 @@ from tests.support.answers import (
     text_of,
 )
 from tests.support.chunks import emitting, streamed
+from tests.support.rounds import Rounds, most_in_a_round
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of, questions_of
 
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
+MANY = 30  # prompts of one call
 GONE = -2  # a replica whose connection ends when the request arrives
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 
@@ -261,13 +264,38 @@ async def test_a_client_that_disconnects_early_leaves_no_load() -> None:
     client.engines.all["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
     prompts = [(PROMPT, completion(max_tokens=12)), (PROMPT + 1, completion(max_tokens=12))]
     async with client.serving():
-        context = RequestContext(time.monotonic())
+        context = RequestContext(time.monotonic(), prompts=len(prompts))
         asking = asyncio.create_task(client.dispatcher.generate_all(prompts, context))
         await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         asking.cancel()
         await asyncio.wait([asking])
         assert [load.unanswered for load in client.fleet.loads.by_id().values()] == [0, 0]
         await until(lambda: not any(server.running for server in client.wired.servers.values()))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_the_prompts_of_a_call_begin_and_end_one_by_one(leaves: bool) -> None:
+    """However many prompts one client sends, others wait for no more than one of them."""
+    client, prompts = Client(*[IMMORTAL] * MANY), [(PROMPT + n, completion()) for n in range(MANY)]
+    begun, ended = list[int](), list[int]()
+    async with client.serving():
+        rounds = Rounds()
+        placed = client.fleet.place
+        client.fleet.place = lambda *args, **named: (  # type: ignore[method-assign]
+            begun.append(rounds.count) or placed(*args, **named)  # type: ignore[func-returns-value]
+        )
+        client.diary.ended = lambda attempt: ended.append(rounds.count)  # type: ignore[method-assign]
+        context = RequestContext(time.monotonic(), prompts=MANY)
+        asking = asyncio.create_task(client.dispatcher.generate_all(prompts, context))
+        if leaves:
+            await until(lambda: len(begun) == MANY)
+            asking.cancel()
+            await asyncio.wait([asking])
+        else:
+            await close_all(await asking)
+    assert len(begun) == len(ended) == MANY
+    assert most_in_a_round(begun) <= 2
+    assert most_in_a_round(ended) <= 2
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.json import encode
 from starlette.responses import Response
 from starlette.types import Message
 
@@ -114,9 +115,15 @@ async def _response(generations: list[Generation]) -> Response:
     refused = partial(replica_error, path="/v1/completions")
     if len(generations) == 1:
         return await relay_response(
-            generations[0], {}, ending=bytes, failed=failed, refused=refused
+            generations[0], {}, ending=unchanged, failed=failed, refused=refused
         )
-    return await batch_response(generations, {}, n=1, ending=bytes, failed=failed, refused=refused)
+    return await batch_response(
+        generations, {}, n=1, ending=unchanged, failed=failed, refused=refused
+    )
+
+
+async def unchanged(data: bytes) -> bytes:
+    return data
 
 
 def message_of(response: Response) -> object:
@@ -213,10 +220,11 @@ async def test_a_call_with_several_prompts_survives_a_lost_replica() -> None:
     assert json.loads(bytes(response.body))["usage"] == {"completion_tokens": 3 * TOKENS}
 
 
-def test_choices_of_several_prompts_have_consecutive_indexes() -> None:
+async def test_choices_of_several_prompts_have_consecutive_indexes() -> None:
     choices = [{"index": 0}, {"index": 1}]
     counts: dict[str, Any] = {"total": 2, "details": {"cached": 1, "other": None}}
-    body = merge_bodies([{"choices": choices, "usage": counts}] * 2, n=2)
+    each = json.dumps({"choices": choices, "usage": counts}).encode()
+    body = json.loads(encode(await merge_bodies([each] * 2, n=2)))
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert body["usage"] == {"total": 4, "details": {"cached": 2, "other": None}}
 

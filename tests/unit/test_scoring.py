@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.json import decode, encode
 
 from kvroute.router.api.errors import ApiError
+from kvroute.router.api.response_object import Members, members
 from kvroute.router.api.scoring import MAX_TOKENS, Scoring, completion, parse_scoring, scores
 
 BODY: dict[str, Any] = {"query": "Is it?", "items": ["a", "b"], "label_token_ids": [7, 5]}
@@ -22,7 +24,7 @@ def test_the_completion_has_the_prompts_and_the_fields_about_the_request() -> No
     call = completion(scoring, raw, [np.array([1, 2], np.uint32), np.array([3], np.uint32)])
     assert model == "m"
     assert (call.model, call.cache_salt, call.n) == ("m", "s", 1)
-    second = json.loads(call.with_prompt(1))
+    _, second = map(json.loads, call.with_each_prompt())
     assert second["prompt"] == [3]
     assert (second["max_tokens"], second["logprob_token_ids"]) == (1, [7, 5])
     assert "stream" not in second
@@ -54,6 +56,15 @@ def test_an_invalid_request_is_refused_with_the_name_of_its_field(
     assert (refused.value.param or "").startswith(field)
 
 
+def test_fields_that_are_too_large_to_be_copied_for_each_item_are_refused() -> None:
+    scoring, raw, _ = parsed(label_token_ids=[*range(10_000)])
+    prompt = np.array([1, 2], np.uint32)
+    completion(scoring, raw, [prompt])
+    with pytest.raises(ApiError) as refused:
+        completion(scoring, raw, [prompt] * 1024)
+    assert refused.value.status == 413
+
+
 def test_too_many_tokens_are_refused() -> None:
     scoring, raw, _ = parsed()
     half = np.zeros(MAX_TOKENS // 2 + 1, np.uint32)
@@ -62,16 +73,22 @@ def test_too_many_tokens_are_refused() -> None:
     assert refused.value.status == 413
 
 
-def completed(*logprobs: float) -> dict[str, Any]:
+def completed(*logprobs: float) -> Members:
     """Return a completion with these log-probabilities of the tokens 7 and 5."""
     top = {"token_id:9": -0.1, "token_id:5": logprobs[1], "token_id:7": logprobs[0]}
     choice = {"index": 0, "logprobs": {"top_logprobs": [top]}}
-    return {"model": "m", "choices": [choice], "usage": {"prompt_tokens": 3}}
+    body = {"model": "m", "choices": [choice], "usage": {"prompt_tokens": 3}}
+    return members(json.dumps(body).encode())
 
 
-def test_a_score_is_the_first_labels_likelihood() -> None:
+async def scored(scoring: Scoring, *logprobs: float) -> dict[str, Any]:
+    response: dict[str, Any] = decode(encode(await scores(scoring, completed(*logprobs), id_="r")))
+    return response
+
+
+async def test_a_score_is_the_first_labels_likelihood() -> None:
     scoring, _, _ = parsed(apply_softmax=False)
-    response = scores(scoring, completed(-1.0, -2.0), id_="r")
+    response = await scored(scoring, -1.0, -2.0)
     assert response["id"] == "generative-scoring-r"
     assert response["data"] == [
         {"index": 0, "object": "score", "score": pytest.approx(math.exp(-1))}
@@ -79,7 +96,7 @@ def test_a_score_is_the_first_labels_likelihood() -> None:
     assert response["usage"] == {"prompt_tokens": 3}
 
 
-def test_with_softmax_the_likelihoods_of_the_labels_add_up_to_one() -> None:
+async def test_with_softmax_the_likelihoods_of_the_labels_add_up_to_one() -> None:
     scoring, _, _ = parsed()
-    (score,) = scores(scoring, completed(-1001.0, -1000.0), id_="r")["data"]
+    (score,) = (await scored(scoring, -1001.0, -1000.0))["data"]
     assert score["score"] == pytest.approx(1 / (1 + math.e))

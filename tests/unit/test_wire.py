@@ -31,6 +31,7 @@ from kvroute.contract.records import VERSION as MESSAGE_VERSION
 from kvroute.wire import server as replicas_end
 from kvroute.wire.framing import HEADER, LARGEST_FRAME, FramingError, MessageKind, Reader, frames
 from kvroute.wire.link import (
+    MAX_CHUNKS,
     SLICE,
     FailedError,
     Link,
@@ -293,6 +294,16 @@ async def test_the_memory_for_a_slow_reader_is_limited() -> None:
         await until(lambda: not engine.running)
         assert await link.call("echo", b"still") == b"still"
         assert not server.running
+
+
+async def test_a_stream_that_nobody_reads_is_few_objects() -> None:
+    stream = Stream(Link("a", b""), 0, 10_000)
+    for number in range(1000):
+        stream.push(Chunk((number,), 0, http=HttpPart(b"x", deltas=(1,))))
+        assert len(stream._chunks) < MAX_CHUNKS
+    assert await stream.next() == Chunk(
+        tuple(range(1000)), 0, http=HttpPart(b"x" * 1000, deltas=(1,) * 1000)
+    )
 
 
 async def test_http_bytes_count_towards_the_limit_of_a_slow_reader() -> None:
