@@ -1,8 +1,6 @@
 """Sends the lines of a batch to a cluster and writes the answers.
 
-The number of open requests follows the cluster: it grows while requests start at once, and shrinks
-while they wait in the cluster's queue. In balance, half of the requests wait for a moment, so the
-cluster always has something to do and nearly nothing waits for long.
+The number of open requests follows the cluster (window.py).
 """
 
 import asyncio
@@ -19,8 +17,8 @@ import msgspec
 
 from kvroute.batch.lines import SentLine
 from kvroute.batch.usage import Usage, usage_of
+from kvroute.batch.window import Window
 
-START_OPEN = 8  # open requests at the start
 QUEUED_HEADER = "x-kvroute-queued-s"  # seconds that the request waited in the queue
 REQUEST_ID = "x-request-id"  # header with the id of a request
 # Statuses after which a line is sent again, since the cause may be temporary: a full queue, or no
@@ -68,7 +66,8 @@ class Runner:
         results: Results,
         *,
         total: int,
-        max_open: Callable[[], int],
+        window: Window,
+        max_open: Callable[[], int] | None = None,
         headers: Callable[[], Mapping[str, str]] = dict,
         max_tries: int | None = MAX_TRIES,
         threads: Executor | None = None,
@@ -81,7 +80,9 @@ class Runner:
             order: indexes of the lines without an answer, in the order to send them.
             results: where answers are written.
             total: number of all lines.
-            max_open: returns the upper bound of the open requests.
+            window: how many requests may be open; it learns from each answer.
+            max_open: returns how many of them this batch may have, if other batches use the same
+                window; None: all.
             headers: returns further headers of the next request.
             max_tries: see MAX_TRIES; None: a line is sent again without a limit.
             threads: reads the lines; None: asyncio's own threads.
@@ -95,11 +96,11 @@ class Runner:
         self._changed = asyncio.Event()  # is set when a task has ended
         self._error: BaseException | None = None  # the first error of a task
         self._results = results
-        self._max_open = max_open
+        self._window = window
+        self._max_open = max_open or (lambda: window.size)
         self._headers = headers
         self._max_tries = max_tries
         self._threads = threads
-        self._window = float(START_OPEN)  # requests that may be open
         self.progress = Progress(total, done=total - len(self._waiting))
 
     @property
@@ -135,7 +136,7 @@ class Runner:
 
     def _start(self) -> None:
         """Send as many lines as may be open."""
-        while self._waiting and len(self._running) < min(self._window, self._max_open()):
+        while self._waiting and len(self._running) < self._max_open():
             index = self._waiting.pop()
             self._sent.add(index)
             task = asyncio.create_task(self._answer(index))
@@ -170,11 +171,12 @@ class Runner:
         content, id_ = _without_stream(line.body), uuid.uuid4().hex
         while True:
             headers = {REQUEST_ID: id_, **self._headers()}
+            sent_s = time.monotonic()
             try:
                 response = await self._client.post(line.url, content=content, headers=headers)
             except httpx.TransportError as error:
                 self.progress.away = str(error) or type(error).__name__
-                self._window = max(1.0, self._window / 2)
+                self._window.lost()
             else:
                 self.progress.away = ""
                 if response.status_code == httpx.codes.UNAUTHORIZED:
@@ -183,16 +185,19 @@ class Runner:
                 may_retry = response.headers.get("x-should-retry") != "false"
                 may_retry &= response.status_code in TRY_AGAIN and tries != self._max_tries
                 if not may_retry:
+                    if response.is_success:  # a refusal of a bad line says nothing of the cluster
+                        now_s, waited_s = time.monotonic(), _queued_s(response)
+                        self._window.answered(now_s, took_s=now_s - sent_s, waited_s=waited_s)
                     return response
-                self._window = max(1.0, self._window - 1)
+                if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+                    self._window.refused()
+                else:
+                    self._window.lost()
                 pause_s = max(pause_s, _retry_after_s(response))
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
     def _write(self, line: SentLine, response: httpx.Response) -> None:
-        is_queued = float(response.headers.get(QUEUED_HEADER) or 0) > 0
-        change = -1 if is_queued or response.is_error else 1
-        self._window = min(float(self._max_open()), max(1.0, self._window + change))
         self._results.write(
             line.custom_id,
             status=response.status_code,
@@ -214,7 +219,16 @@ def _without_stream(body: msgspec.Raw) -> bytes:
 
 
 def _retry_after_s(response: httpx.Response) -> float:
+    return _seconds(response, "retry-after")  # 0 if it is a date
+
+
+def _queued_s(response: httpx.Response) -> float:
+    return _seconds(response, QUEUED_HEADER)
+
+
+def _seconds(response: httpx.Response, header: str) -> float:
+    """Return the number in a header; 0 if there is none."""
     try:
-        return float(response.headers.get("retry-after") or 0)
-    except ValueError:  # a date
+        return float(response.headers.get(header) or 0)
+    except ValueError:
         return 0.0

@@ -20,6 +20,7 @@ from kvroute.batch.lines import BadLinesError, Lines, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.results import Results, ResultsError
 from kvroute.batch.run import Progress, RefusedError, Runner
+from kvroute.batch.window import Window
 from kvroute.client import (
     FIND,
     GivenUrl,
@@ -176,7 +177,7 @@ async def _run(
             remaining,
             results,
             total=len(lines),
-            max_open=lambda: max_open,
+            window=Window(lambda: max_open),
         )
         with _Display(runner.progress) as display:
             try:

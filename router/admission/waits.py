@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from kvroute.contract.priority import Priority
 
 # Reason of a wait. none: there was no wait. busy: every replica had a backlog. order: other
-# requests came first. seat: the request's session had no seat (seats.py).
-Reason = Literal["none", "busy", "order", "seat"]
+# requests came first. room: no replica had room for a further batch request. seat: the request's
+# session had no seat (seats.py).
+Reason = Literal["none", "busy", "order", "room", "seat"]
 
 # Reason of a refusal. forecast: the request's expected wait exceeds its limit. deadline: it has
 # waited for as long as its limit. full: too many requests wait. no_replica: no replica runs.

@@ -19,6 +19,7 @@ from kvroute.batch.lines import Fault, Lines
 from kvroute.batch.prepare import Job, Part, Report, open_index
 from kvroute.batch.run import Progress as RunProgress
 from kvroute.batch.run import Runner
+from kvroute.batch.window import Window
 from kvroute.contract.priority import less_urgent
 from kvroute.files.store import FileStore
 from kvroute.router.api.errors import ApiError
@@ -74,6 +75,7 @@ class Environment:
     batches: Batches
     client: Callable[[BatchRecord], httpx.AsyncClient]
     may_run: Callable[[BatchRecord], bool]
+    window: Callable[[], Window]
     share: Callable[[], int]
     max_line_bytes: int
     threads: Executor  # reads lines
@@ -214,6 +216,7 @@ class BatchRun:
             order,
             output,
             total=len(lines),
+            window=self._environment.window(),
             max_open=self._environment.share,
             headers=self._headers,
             max_tries=None,

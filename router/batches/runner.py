@@ -12,6 +12,7 @@ import httpx
 from redis.exceptions import RedisError
 
 from kvroute.batch.usage import Usage
+from kvroute.batch.window import Window
 from kvroute.files.store import FileStore
 from kvroute.router.batches.batch_run import BatchRun, Environment
 from kvroute.router.batches.batch_state import Snapshot
@@ -68,6 +69,9 @@ class BatchRunner:
         self._files = files
         self._leases = leases
         self._max_open = max_open
+        # The batches of this router share one window: each for itself would open more and more
+        # requests to get more than the others.
+        self._window = Window(lambda: max_open)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, BatchRun] = {}
         # The batches of all routers that had not ended when this router last looked.
@@ -83,6 +87,7 @@ class BatchRunner:
             batches,
             client=client,
             may_run=may_run,
+            window=lambda: self._window,
             share=self._share,
             max_line_bytes=max_line_bytes,
             threads=threads,
@@ -141,6 +146,8 @@ class BatchRunner:
                 continue
             try:
                 if await self._leases.take(id_):
+                    if not self._tasks:
+                        self._window = Window(lambda: self._max_open)
                     self._tasks[id_] = asyncio.create_task(self._own(snapshot.record))
                     return
             except (RedisError, OSError):
@@ -224,4 +231,4 @@ class BatchRunner:
 
     def _share(self) -> int:
         """Return the most requests that one batch may have open."""
-        return max(1, self._max_open // max(1, len(self._tasks)))
+        return max(1, self._window.size // max(1, len(self._tasks)))

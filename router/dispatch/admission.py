@@ -195,7 +195,8 @@ class Ticket:
             wait=wait.after_seat(self._seat_s),
             is_in_lane=self._admitted.is_in_lane,
         )
-        return wait.reason == "none"
+        # The queue has chosen the replica of a batch request, perhaps not the first of `placement`.
+        return wait.reason == "none" and not self._admitted.allowed_ids
 
 
 def _recovery_s(urgency: Urgency) -> float:

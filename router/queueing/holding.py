@@ -128,6 +128,8 @@ class Holding:
             self._queue.sent(queued, now_s)
             refused_s = self._refused_s(now_s)
             return Admitted(order_s, Wait(urgency.priority), refused_s=refused_s)
+        if queued.is_batch and not self._queue and self._has_room(queued, now_s):
+            return self._admitted(queued, Wait(urgency.priority), now_s)
         raw_s = self._raw_forecast_s(queued, len(placement.ranking), least_s, now_s)
         forecast_s = self._correction.factor * raw_s
         self._check(urgency, forecast_s)
@@ -149,15 +151,40 @@ class Holding:
             raise self._refusal(
                 urgency, refusal, waited_s, self._empty_wait_s(urgency, queued.tenant)
             )
-        self._queue.sent(queued, end_s)
-        reason: Reason = "busy" if least_s >= self._queue.busy_backlog_s else "order"
-        wait = Wait(urgency.priority, reason, waited_s, forecast_s)
+        wait = Wait(urgency.priority, self._reason(queued, least_s), waited_s, forecast_s)
         self._fleet.observer.waited(wait)
+        return self._admitted(queued, wait, end_s)
+
+    def _has_room(self, queued: QueuedRequest[Answer], now_s: float) -> bool:
+        """Return whether a batch request may be sent at once, since no other request waits."""
+        self._queue.add(queued)
+        if self._pop_next(self._trusted()) is queued:
+            return True
+        self._queue.remove(queued)
+        return False
+
+    def _reason(self, queued: QueuedRequest[Answer], least_s: float) -> Reason:
+        """Return why a request has waited.
+
+        Args:
+            least_s: the smallest backlog of any replica when it arrived.
+        """
+        if queued.is_batch and not queued.is_promoted:
+            return "room"
+        return "busy" if least_s >= self._queue.busy_backlog_s else "order"
+
+    def _admitted(self, queued: QueuedRequest[Answer], wait: Wait, now_s: float) -> Admitted:
+        """Return the permission of a request that has left the queue."""
+        self._queue.sent(queued, now_s)
         # Only background requests have `allowed_ids`. They are ordered later in the engines, too.
         delay_s = BATCH_S if queued.allowed_ids else 0.0
-        order_s = queued.order_s + delay_s
-        is_in_lane = queued.is_batch and not queued.is_promoted
-        return Admitted(order_s, wait, queued.allowed_ids, is_in_lane, self._refused_s(end_s))
+        return Admitted(
+            order_s=queued.order_s + delay_s,
+            wait=wait,
+            allowed_ids=queued.allowed_ids,
+            is_in_lane=queued.is_batch and not queued.is_promoted,
+            refused_s=self._refused_s(now_s),
+        )
 
     def _is_full(self, queued: QueuedRequest[Answer]) -> bool:
         """Return whether the limit of waiting requests is reached for this kind of request."""

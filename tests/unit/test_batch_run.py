@@ -1,5 +1,6 @@
 """How a batch's lines are sent: again if the cluster had no place, and as many as it can start."""
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from kvroute.batch.lines import open_lines
 from kvroute.batch.results import Results
 from kvroute.batch.run import MAX_TRIES, RefusedError, Runner
 from kvroute.batch.usage import Usage
+from kvroute.batch.window import START, Window
 
 ANSWER = {
     "usage": {
@@ -52,7 +54,7 @@ def runner_of(
             range(count),
             results,
             total=count,
-            max_open=lambda: max_open,
+            window=Window(lambda: max_open),
         )
 
 
@@ -110,20 +112,32 @@ async def test_a_wrong_key_ends_the_batch_without_a_result(tmp_path: Path) -> No
     assert not (tmp_path / "errors").exists()
 
 
-@pytest.mark.parametrize(("queued_s", "is_wide"), [("0.000", True), ("0.250", False)])
-async def test_open_requests_follow_the_cluster(
-    tmp_path: Path, queued_s: str, is_wide: bool
+@pytest.mark.parametrize("max_open", [5, 50])
+async def test_no_more_requests_are_open_than_the_batch_may_have(
+    tmp_path: Path, max_open: int
 ) -> None:
-    """Their number grows if requests start at once, and shrinks if they wait in the queue."""
-
     def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json={}, headers={"x-kvroute-queued-s": queued_s})
+        return httpx.Response(200, json={})
 
     most = []
-    with runner_of(tmp_path, 300, answer, max_open=50) as runner:
+    with runner_of(tmp_path, 300, answer, max_open) as runner:
         await runner.run(lambda progress: most.append(progress.open))
-    assert max(most) == (50 if is_wide else run.START_OPEN)
-    assert most[len(most) // 2] == (50 if is_wide else 1)
+    assert max(most) <= max_open
+
+
+async def test_a_wait_of_milliseconds_in_the_queue_does_not_make_a_batch_slow(
+    tmp_path: Path,
+) -> None:
+    """Each line waits for 2 ms, and its answer takes longer: the open requests still grow."""
+    most = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.02)
+        return httpx.Response(200, json={}, headers={"x-kvroute-queued-s": "0.002"})
+
+    with runner_of(tmp_path, 300, answer) as runner:  # type: ignore[arg-type]
+        await runner.run(lambda progress: most.append(progress.open))
+    assert max(most) > START
 
 
 async def test_a_body_that_is_not_one_line_of_json_is_written_in_one_line(tmp_path: Path) -> None:

@@ -272,6 +272,24 @@ async def test_batch_requests_do_not_wait_for_others_nor_others_for_them() -> No
     assert (await router.turn()).wait.reason == "none"  # no task runs that would release it
 
 
+async def test_a_batch_request_does_not_wait_while_a_replica_has_room() -> None:
+    router = Router("a")
+    batch = await router.turn(urgency=BATCH)  # no task runs that would release it
+    assert (batch.wait.reason, batch.is_in_lane, batch.allowed_ids) == ("none", True, ["a"])
+    assert router.diary.waits == []
+
+
+async def test_the_answer_to_a_batch_request_says_that_it_has_waited_for_room() -> None:
+    router = Router("a")
+    async with router.running():
+        sent = router.send(LONG, "a", is_in_lane=True)
+        task = await router.asks(urgency=BATCH)
+        router.now_s += 2.0
+        sent.end()
+        wait = (await task).wait
+    assert (wait.reason, wait.waited_s) == ("room", 2.0)
+
+
 async def test_a_batch_request_waits_for_room_and_leaves_the_lane_after_a_time() -> None:
     router = Router("a")
     async with router.running():
