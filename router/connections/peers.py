@@ -142,6 +142,7 @@ class PeerPublisher(RequestObserver):
         """Publish the events in order, within milliseconds, until cancelled.
 
         While there is no other router, publish heartbeats only, so that new routers find this one.
+        A router that was only silent may still count requests of this one, so Restarted follows.
         """
         due_s = -math.inf  # time of the next heartbeat
         while True:
@@ -150,7 +151,7 @@ class PeerPublisher(RequestObserver):
                     await self._has_events.wait()
             self._has_events.clear()
             if not others.alive and time.monotonic() < due_s:
-                self._events.clear()
+                self._events = [Restarted()]
                 await asyncio.sleep(BATCH_S)
                 continue
             due_s = time.monotonic() + ALIVE_S

@@ -187,6 +187,17 @@ async def test_a_silent_router_is_forgotten(redis_url: str) -> None:
         assert set(other.backlogs_s().values()) == {0.0}
 
 
+async def test_an_end_counts_although_no_other_router_was_known_then(redis_url: str) -> None:
+    one, other = Router(), Router()
+    async with connected(redis_url, one, other):
+        attempt = one.send(prompt(1))
+        await until(lambda: max(other.backlogs_s().values()) > 0)
+        one.now_s += SILENCE_S + 1  # the other one was stopped for so long
+        one.listener.forget_silent()
+        attempt.end("ok")
+        await until(lambda: max(other.backlogs_s().values()) == 0)
+
+
 async def test_waiting_events_are_bounded_and_their_loss_is_published() -> None:
     one, other = Router(), Router()
     attempts = [one.send(prompt(7, 8), str(number)) for number in range(MAX_EVENTS + 5)]
