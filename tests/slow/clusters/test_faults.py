@@ -16,6 +16,7 @@ from tests.support.audience import Audience
 from tests.support.clients import async_openai_client
 from tests.support.serving import Cluster
 from tests.support.waiting import until
+from tests.support.whole_fleet import wait_for_fleet
 
 BRIEF, LENGTHY = 1, 3000  # words in a prompt; the lengthy ones queue for their first token
 
@@ -37,16 +38,12 @@ def replicas(cluster: Cluster) -> dict[str, Any]:
     return {replica["id"]: replica for replica in listed}
 
 
-def is_replaced(cluster: Cluster, replica_id: str) -> bool:
-    found = replicas(cluster)
-    return replica_id not in found and len(found) == 3
-
-
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
 async def test_answers_under_way_go_on_elsewhere(
     cluster: Cluster, client: AsyncOpenAI, blow: signal.Signals
 ) -> None:
     """Every answer is in its midst."""
+    wait_for_fleet(cluster)
     undisturbed = await Audience(client, BRIEF).listen()
     audience = Audience(client, BRIEF)
     listening = asyncio.create_task(audience.listen())
@@ -54,8 +51,8 @@ async def test_answers_under_way_go_on_elsewhere(
     victim = replicas(cluster)[audience.replicas[0]]
     os.kill(victim["pid"], blow)
     assert await listening == undisturbed
-    await until(lambda: is_replaced(cluster, victim["id"]))
     await until(lambda: not psutil.pid_exists(victim["pid"]))
+    wait_for_fleet(cluster)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -63,6 +60,7 @@ async def test_requests_that_wait_for_their_first_token_are_answered_elsewhere(
     cluster: Cluster, client: AsyncOpenAI, blow: signal.Signals
 ) -> None:
     """Most of them are in the engine's queue, behind the first one to be answered."""
+    wait_for_fleet(cluster)
     undisturbed = await Audience(client, LENGTHY).listen()
     audience = Audience(client, LENGTHY)
     listening = asyncio.create_task(audience.listen())
@@ -70,12 +68,14 @@ async def test_requests_that_wait_for_their_first_token_are_answered_elsewhere(
     victim = replicas(cluster)[next(filter(None, audience.replicas))]
     os.kill(victim["pid"], blow)
     assert await listening == undisturbed
-    await until(lambda: is_replaced(cluster, victim["id"]))
+    await until(lambda: not psutil.pid_exists(victim["pid"]))
+    wait_for_fleet(cluster)
 
 
 async def test_an_answer_that_cannot_go_on_ends_in_an_error(
     cluster: Cluster, client: AsyncOpenAI
 ) -> None:
+    wait_for_fleet(cluster)
     stream = await client.chat.completions.create(
         model=BUILTIN_MODEL,
         messages=[{"role": "user", "content": "What cannot go on?"}],
@@ -87,4 +87,4 @@ async def test_an_answer_that_cannot_go_on_ends_in_an_error(
     os.kill(victim["pid"], signal.SIGKILL)
     with pytest.raises(APIError, match="lost while it answered"):
         [event async for event in stream]
-    await until(lambda: is_replaced(cluster, victim["id"]))
+    wait_for_fleet(cluster)

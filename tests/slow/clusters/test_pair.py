@@ -21,6 +21,7 @@ from tests.support.clients import openai_client
 from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster
 from tests.support.waiting import wait_until
+from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import (
     BLOCK,
     ask,
@@ -127,12 +128,13 @@ def pids(cluster: Cluster) -> dict[str, int]:
 
 
 def test_a_killed_replica_is_left_out_and_replaced(pair: Cluster, client: OpenAI) -> None:
+    wait_for_fleet(pair)
     before = pids(pair)
     killed = ask(client, user(people_table())).replica
     os.kill(before[killed], signal.SIGKILL)
     for number in range(20):
         assert ask(client, user(f"{people_table()} {number}")).replica != killed
-    wait_until(lambda: len(pids(pair)) == 2 and killed not in pids(pair))
+    wait_for_fleet(pair)
 
 
 def test_without_redis_requests_go_on_and_still_find_their_caches(

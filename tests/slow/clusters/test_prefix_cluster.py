@@ -17,6 +17,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import async_openai_client
 from tests.support.serving import KVROUTE, Cluster, redis_of
 from tests.support.waiting import until
+from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import ENGLISH
 
 SYSTEM = [{"role": "system", "content": ENGLISH}]
@@ -226,6 +227,7 @@ def test_the_command_declares_waits_lists_and_drops(cluster: Cluster, tmp_path: 
 async def test_a_killed_replicas_successor_is_warm_before_it_serves(
     cluster: Cluster, client: AsyncOpenAI
 ) -> None:
+    wait_for_fleet(cluster)
     prefix, before = shown(cluster, "1"), listed(cluster)
     victim = next(iter(before))
     os.kill(before[victim], signal.SIGKILL)
@@ -242,3 +244,4 @@ async def test_a_killed_replicas_successor_is_warm_before_it_serves(
         cached = usage.prompt_tokens_details.cached_tokens or 0
         served.setdefault(raw.headers["x-kvroute-replica"], cached)
     assert set(served.values()) == {full_tokens(prefix)}
+    wait_for_fleet(cluster)

@@ -20,6 +20,7 @@ from tests.support.redis_server import Wire, Wired
 from tests.support.scraping import targets
 from tests.support.serving import Cluster
 from tests.support.waiting import until
+from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import ask, people_table, user
 
 CHATS = 6
@@ -155,6 +156,7 @@ def has_successor(cluster: Cluster, known: Set[str]) -> bool:
 async def test_of_two_routers_one_is_killed(wired: Wired) -> None:
     """HAProxy cannot take up a stream that broke; what comes afterwards is not affected."""
     cluster = wired.cluster
+    wait_for_fleet(cluster)
     async with async_openai_client(cluster.url, max_retries=2) as client:
         chats = Chats(client, CHATS)
         async with chats.going_on():
@@ -164,5 +166,6 @@ async def test_of_two_routers_one_is_killed(wired: Wired) -> None:
             cluster.routers()[0].kill()
             await until(lambda: has_successor(cluster, known))
             await asyncio.sleep(STEADY_S)  # in which it takes its share
+    wait_for_fleet(cluster)
     assert len(chats.failures) <= CHATS  # those that were in their midst
     assert hit_share(chats.turns) > 0.9 * hit_share(before)

@@ -20,6 +20,7 @@ from tests.support.adapters import write_adapter
 from tests.support.engines import LAYERS, WIDTH, shallow_model
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.waiting import wait_until
+from tests.support.whole_fleet import wait_for_fleet
 
 ROUNDS = 6  # adapters that are added and removed under load
 NAMES = ("sql", "law", "poems", "broken")
@@ -198,6 +199,7 @@ def asking(cluster: Cluster, names: set[str]) -> Iterator[Counter[str]]:
 def test_adapters_come_and_go_under_load_while_a_router_and_a_replica_are_killed(
     simulated: Cluster,
 ) -> None:
+    wait_for_fleet(simulated)
     names: set[str] = set()
     with asking(simulated, names) as outcomes:
         for number in range(ROUNDS):
@@ -220,6 +222,7 @@ def test_adapters_come_and_go_under_load_while_a_router_and_a_replica_are_killed
     # A request whose own router is killed is lost with its connection; all others are answered.
     refused = {outcome: n for outcome, n in outcomes.items() if outcome[:2] not in ("ok", "lo")}
     assert not {outcome for outcome in refused if not outcome.startswith(("502", "503"))}, refused
+    wait_for_fleet(simulated)
     for name in [*listed(simulated)]:
         removed(simulated, name)
 

@@ -12,6 +12,7 @@ from tests.support.clients import openai_client
 from tests.support.engines import terse_model
 from tests.support.serving import Cluster, start_cluster
 from tests.support.waiting import wait_until
+from tests.support.whole_fleet import wait_for_fleet
 
 RESPONSES = 6
 TOKENS = 600
@@ -58,6 +59,7 @@ def test_a_killed_process_costs_no_response(
     cluster: Cluster, victims: Callable[[Cluster], list[psutil.Process]], begins_again: bool
 ) -> None:
     """The responses of a router run again from their beginning; those of a replica go on."""
+    wait_for_fleet(cluster)
     with openai_client(cluster, max_retries=8) as client:
         expected = [
             client.responses.create(**asked(number)).output_text for number in range(RESPONSES)

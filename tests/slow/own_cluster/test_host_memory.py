@@ -14,6 +14,7 @@ from tests.support.records import NO_DRIFT
 from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster, start_cluster
 from tests.support.waiting import wait_until
+from tests.support.whole_fleet import wait_for_fleet
 
 BLOCKS = 160  # of a replica's own cache
 BLOCK = 32  # tokens
@@ -130,12 +131,12 @@ def test_a_cleared_cache_is_empty_in_both_tiers(tiered: Cluster, client: httpx.C
 def test_a_replica_that_starts_begins_with_an_empty_tier(
     tiered: Cluster, client: httpx.Client
 ) -> None:
+    wait_for_fleet(tiered)
     ours = next(numbers)
     first = complete(client, ours)
     served_by = first.headers["x-kvroute-replica"]
     (victim,) = (replica for replica in replicas(client) if replica["id"] == served_by)
     psutil.Process(victim["pid"]).kill()
-    wait_until(lambda: served_by not in {replica["id"] for replica in replicas(client)})
-    wait_until(lambda: len(replicas(client)) == 2)
+    wait_for_fleet(tiered)
     assert cached(complete(client, ours)) == 0
     wait_until(lambda: has_no_drift(client))

@@ -40,6 +40,7 @@ from tests.support.event_streams import Joined
 from tests.support.hits import wait_for_routers
 from tests.support.serving import COMMAND, Cluster, doctor, start_cluster
 from tests.support.waiting import until, wait_until
+from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import (
     BLOCK,
     ask,
@@ -449,7 +450,7 @@ async def test_answers_go_on_when_a_process_of_their_replica_dies_or_hangs(
     is_engine: bool,
     blow: signal.Signals,
 ) -> None:
-    await until(lambda: len(replicas(cluster)) == 2, within_s=180)  # the last victim's successor
+    wait_for_fleet(cluster)
     async with async_openai_client(cluster.url, timeout_s=120) as client:
         pieces: list[str] = []  # the replica that made each
         reciting = asyncio.gather(*(recite(client, series, pieces) for series in SERIES))

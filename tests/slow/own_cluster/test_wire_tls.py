@@ -14,6 +14,7 @@ from tests.support.certificates import Authority
 from tests.support.scraping import attempts_that_failed
 from tests.support.serving import Cluster, start_cluster
 from tests.support.waiting import until
+from tests.support.whole_fleet import wait_for_fleet
 
 STREAMS = 12
 TOKENS = 3000  # of each answer: a busy machine must kill the replica before they end
@@ -53,6 +54,7 @@ def pids(cluster: Cluster) -> dict[str, int]:
 
 
 async def test_a_killed_replica_costs_no_answer(encrypted: Cluster) -> None:
+    wait_for_fleet(encrypted)
     async with httpx.AsyncClient(base_url=encrypted.url, timeout=120) as client:
         undisturbed = await asyncio.gather(*(recited(client, n, []) for n in range(STREAMS)))
         failed, before = attempts_that_failed(encrypted), pids(encrypted)
@@ -62,7 +64,7 @@ async def test_a_killed_replica_costs_no_answer(encrypted: Cluster) -> None:
         os.kill(before[replicas[0]], signal.SIGKILL)
         assert await reciting == undisturbed
         assert attempts_that_failed(encrypted) > failed, "the answers had ended before the kill"
-    await until(lambda: len(pids(encrypted)) == 3 and replicas[0] not in pids(encrypted))
+    wait_for_fleet(encrypted)
 
 
 async def test_a_client_without_a_certificate_gets_no_byte(encrypted: Cluster) -> None:
