@@ -132,9 +132,9 @@ async def test_a_writer_notices_that_its_set_was_evicted(index: Index) -> None:
 
 
 async def test_a_lease_that_is_not_renewed_takes_everything_with_it(index: Index) -> None:
-    writer_state = await index.register("a", "1", description=DESCRIPTION, load=LOAD, lease_s=1.0)
-    writer_state = await index.change(writer_state, added=BLOCKS, lease_s=1.0)
-    await asyncio.sleep(1.1)
+    writer_state = await index.register("a", "1", description=DESCRIPTION, load=LOAD, lease_s=2.0)
+    writer_state = await index.change(writer_state, added=BLOCKS, lease_s=2.0)
+    await asyncio.sleep(2.1)
     with pytest.raises(FencedError):
         await index.change(writer_state, added=BLOCKS, lease_s=LEASE_S)
     assert [key async for key in index._redis.scan_iter("*")] == []

@@ -37,7 +37,7 @@ from tests.support.waiting import until
 MODEL = "a model"
 KEYS = key_prefix(DEFAULT_CLUSTER, MODEL)
 LEASE_S = 0.3
-HEALED_S = 30.0  # within which all must be right; it takes a lease and some polls
+HEALED_S = 60.0  # within which all must be right; it takes a lease and some polls
 
 
 @pytest.fixture(autouse=True)

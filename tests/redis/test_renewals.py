@@ -70,6 +70,6 @@ def publisher_of(index: Index, pins: Pins) -> Publisher:
 
 
 async def until_written(index: Index, pins: Pins) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (record := await index.record("a")) is None or record.pins != pins:
             await asyncio.sleep(0.01)

@@ -47,7 +47,7 @@ from tests.support.waiting import until
 MODEL = "m"
 PREFIX = key_prefix("default", MODEL)
 LEASE_S = 0.3
-HEALED_S = 20.0
+HEALED_S = 60.0
 BLOCKS = [Fingerprint(2**63 + i) for i in range(10)]
 WAYS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 

@@ -82,7 +82,7 @@ class Reader:
                 self.received.append(payload)
 
     async def wait_for(self, expected: list[bytes]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.received != expected:
                 await asyncio.sleep(0.01)
             await self.source.caught_up()

@@ -64,7 +64,7 @@ async def begun(
 ) -> asyncio.Task[httpx.Response]:
     """Return a request that the router is answering."""
     task = asyncio.create_task(client.post(path, content=content))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not router.answers.count:
             await asyncio.sleep(0)
     await asyncio.sleep(0.05)

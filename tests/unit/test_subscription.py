@@ -67,7 +67,7 @@ async def pair() -> AsyncIterator[tuple[Publisher, Subscription]]:
 async def payloads_until(subscription: Subscription, last: int) -> list[bytes | None]:
     """Return the payloads up to that batch."""
     payloads: list[bytes | None] = []
-    async with aclosing(subscription.batches()) as batches, asyncio.timeout(10):
+    async with aclosing(subscription.batches()) as batches, asyncio.timeout(60):
         async for batch in batches:
             payloads.append(batch)
             if batch == f"batch {last}".encode():
