@@ -23,6 +23,7 @@ from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.api.response_object import Members, encode, members
 from kvroute.router.background.events import after
 from kvroute.router.background.run import Environment, Run
+from kvroute.router.background.shared_reads import SharedReads
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.conversations.background import BackgroundStore, Body, Head, Record, Status
@@ -65,6 +66,8 @@ class BackgroundResponses:
         self._runs: dict[bytes, tuple[Run, asyncio.Task[None]]] = {}
         # Responses of other routers: KEY -> their state, and when this router has first seen it.
         self._seen: dict[bytes, tuple[Head, float]] = {}
+        # Reads for the clients that stream responses.
+        self._heads, self._events = SharedReads[Head | None](), SharedReads[bytes | None]()
         self._watching: asyncio.Task[None] | None = None
         self._environment = Environment(
             store,
@@ -213,13 +216,19 @@ class BackgroundResponses:
         head: Head | None = record.head
         while head is not None:
             while chunk < head.chunks:
-                for event in after(await self._store.events(record.key, chunk) or b"", number):
+                read = partial(self._store.events, record.key, chunk)
+                events = await self._events.result((record.key, chunk), read)
+                for event in after(events or b"", number):
                     yield event
                 chunk += 1
             if not head.is_open:
                 return
-            await asyncio.sleep(POLL_S)
-            head = await self._store.head(record.key)
+            head = await self._heads.result(record.key, partial(self._later, record.key))
+
+    async def _later(self, found: bytes) -> Head | None:
+        """Return the state of a response after a pause."""
+        await asyncio.sleep(POLL_S)
+        return await self._store.head(found)
 
     async def _watch(self) -> None:
         """Run the responses that nobody runs, until cancelled."""

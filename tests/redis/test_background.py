@@ -184,6 +184,40 @@ async def test_its_events_are_streamed_from_any_place(empty_redis: Redis) -> Non
             assert await one.streamed(id_, number) == events[number + 1 :]
 
 
+async def test_many_clients_that_stream_it_ask_redis_like_one(
+    empty_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Router(empty_redis, "one", endless)
+    reads, may_read = list[str](), asyncio.Event()
+    for name in ("head", "events"):
+        read = getattr(BackgroundStore, name)
+
+        async def counted(*args: Any, name: str = name, read: Any = read) -> Any:
+            reads.append(name)
+            await may_read.wait()
+            return await read(*args)
+
+        monkeypatch.setattr(BackgroundStore, name, counted)
+    id_ = await one.create()
+    clients = [asyncio.create_task(one.streamed(id_)) for _ in range(100)]
+    await until(lambda: reads)
+    await until(lambda: len(asyncio.all_tasks()) > len(clients))
+    for _ in range(100):  # all clients have their turns, and ask for the state of the response
+        await asyncio.sleep(0)
+    assert reads == ["head"]
+    may_read.set()
+    async with running(one):
+        await when(lambda: _has_events(one, id_))
+        await one.service.cancel(await one.found(id_))
+        streams = await asyncio.gather(*clients)
+    assert all(stream == streams[0] for stream in streams)
+    assert 0 < reads.count("events") <= (await one.found(id_)).head.chunks
+
+
+async def _has_events(router: Router, id_: str) -> bool:
+    return (await router.found(id_)).head.chunks > 0
+
+
 async def test_it_is_cancelled_at_any_router(empty_redis: Redis) -> None:
     one, other = Router(empty_redis, "one", endless), Router(empty_redis, "other", whole)
     async with running(one, other):
