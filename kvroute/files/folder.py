@@ -4,11 +4,12 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,30 +27,54 @@ T = TypeVar("T")
 
 
 class _OpenFile:
-    """An open file, which is closed when nothing refers to it any more.
+    """An open file. It must be closed, since the space of a deleted file is free only then.
 
     A call that was cancelled may still use the file in its thread. If the file were closed while
-    the call runs, the call could write into another file that got the same descriptor.
+    the call runs, the call could write into another file that got the same descriptor. So the end
+    of the call closes the file then.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
         self._descriptor = os.open(path, flags, MODE)
+        self._lock = threading.Lock()  # is held while the file is used
+        self._is_closing = False
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # it could not be opened
-            os.close(self._descriptor)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file, or let the call that uses it now close it at its end."""
+        self._is_closing = True
+        if self._descriptor >= 0 and self._lock.acquire(blocking=False):
+            descriptor, self._descriptor = self._descriptor, -1
+            self._lock.release()
+            if descriptor >= 0:
+                os.close(descriptor)
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        with self._used() as descriptor:
+            while view:
+                view = view[os.write(descriptor, view) :]
 
     def read(self, size: int, start: int) -> bytes:
-        return os.pread(self._descriptor, size, start)
+        with self._used() as descriptor:
+            return os.pread(descriptor, size, start)
 
     def sync(self) -> None:
         """Wait until the content is on the disk."""
-        os.fsync(self._descriptor)
+        with self._used() as descriptor:
+            os.fsync(descriptor)
+
+    @contextmanager
+    def _used(self) -> Iterator[int]:
+        try:
+            with self._lock:
+                yield self._descriptor
+        finally:
+            if self._is_closing:
+                self.close()
 
 
 class Folder:
@@ -81,10 +106,11 @@ class Folder:
         temporary, size = self.root / UPLOADS / uuid.uuid4().hex, 0
         try:
             file = await self._run(_OpenFile, temporary, NEW)
-            async for part in parts:
-                await self._run(file.write, part)
-                size += len(part)
-            await self._run(self._publish, file, temporary, name)
+            with self._closing(file):
+                async for part in parts:
+                    await self._run(file.write, part)
+                    size += len(part)
+                await self._run(self._publish, file, temporary, name)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -96,12 +122,13 @@ class Folder:
 
     async def chunks(self, name: str, start: int, end: int) -> AsyncIterator[bytes]:
         file = await self._run(_OpenFile, self.root / name, os.O_RDONLY)
-        while start < end:
-            data = await self._run(file.read, min(CHUNK_BYTES, end - start), start)
-            if not data:
-                return
-            start += len(data)
-            yield data
+        with self._closing(file):
+            while start < end:
+                data = await self._run(file.read, min(CHUNK_BYTES, end - start), start)
+                if not data:
+                    return
+                start += len(data)
+                yield data
 
     async def size(self, name: str) -> int:
         return await self._run(self._size, name)
@@ -140,6 +167,15 @@ class Folder:
         """Return how many more bytes the disk can store. This waits for the disk."""
         return shutil.disk_usage(self.root).free
 
+    @contextmanager
+    def _closing(self, file: _OpenFile) -> Iterator[None]:
+        """Close a file at the end of a block, in a thread, since this may wait for the disk."""
+        try:
+            yield
+        finally:
+            with suppress(RuntimeError):  # the folder is closed; then nothing else uses the file
+                self._threads.submit(file.close)
+
     async def _run(self, call: Callable[..., T], *arguments: object) -> T:
         with _full_as_error():
             loop = asyncio.get_running_loop()
@@ -162,16 +198,18 @@ class Folder:
 
     def _append(self, name: str, data: bytes) -> None:
         file = _OpenFile(self._path_for(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        file.write(data)
-        file.sync()
+        with closing(file):
+            file.write(data)
+            file.sync()
 
     def _written(self, data: bytes) -> Path:
         """Write a temporary file, and return its path."""
         path = self.root / UPLOADS / uuid.uuid4().hex
         file = _OpenFile(path, NEW)
         try:
-            file.write(data)
-            file.sync()
+            with closing(file):
+                file.write(data)
+                file.sync()
         except BaseException:
             os.unlink(path)
             raise

@@ -12,7 +12,7 @@ from kvroute.router.api.errors import ApiError, invalid, shown
 from kvroute.router.batches.files import Upload
 from kvroute.router.batches.records import FileRecord
 from kvroute.router.batches.service import BatchService, Service, needing_store
-from kvroute.router.endpoints.limited import limits_of
+from kvroute.router.endpoints.limited import entered, leaving, limits_of
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.forms.form import UploadForm
 from kvroute.router.middleware.access import caller_of
@@ -30,18 +30,19 @@ routes = APIRouter()
 
 @routes.post(FILES)
 async def upload_file(request: Request, service: Service) -> Response:
-    """Store an uploaded file."""
+    """Store an uploaded file. Until it is stored, it is one of its tenant's running requests."""
     form = UploadForm(request, expected="`purpose` and `file`")
-    await form.begin()
-    if "purpose" in form.fields:
-        _described(form)  # refuses bad fields before the file is read
-    with needing_store():
-        record = await service.files.add(
-            form.content(),
-            lambda: _described(form),  # some clients send fields after the file
-            tenant_of(caller_of(request)),
-            limits_of(request),
-        )
+    with leaving(entered(request)):
+        await form.begin()
+        if "purpose" in form.fields:
+            _described(form)  # refuses bad fields before the file is read
+        with needing_store():
+            record = await service.files.add(
+                form.content(),
+                lambda: _described(form),  # some clients send fields after the file
+                tenant_of(caller_of(request)),
+                limits_of(request),
+            )
     return JSONResponse(as_object(record))
 
 

@@ -1,6 +1,7 @@
 """Reads a form with a file from the body of a request, part by part, without keeping the file."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ from starlette.requests import ClientDisconnect, Request
 from kvroute.router.api.errors import ApiError, invalid
 
 SILENCE_S = 60.0  # longest time between two parts of a body, in seconds
+# After SILENCE_S, a body must have come with at least this many bytes per second on average. Even a
+# telephone line has five times as much; slower clients only hold a place that others could use.
+LEAST_RATE = 1000
 MAX_FIELD_BYTES = 4096  # longest value of a field, and of the headers of a part
 MAX_FIELDS = 16  # the most fields, including the file
 FILE = "file"  # name of the field with the file
@@ -68,6 +72,8 @@ class UploadForm:
         self._max_field_bytes = max_field_bytes
         self._on_bytes = on_bytes
         self._has_file = False
+        self._start_s = time.monotonic()
+        self._received = 0  # bytes of the body
         self._stream = aiter(request.stream())
         self._parts = 0  # number of fields so far
         self._part = _Part()
@@ -121,6 +127,8 @@ class UploadForm:
             if chunk is None:
                 self._parser.finalize()
                 return False
+            self._received += len(chunk)
+            self._check_rate()
             if self._on_bytes is not None:
                 await self._on_bytes(chunk)
             self._parser.write(chunk)
@@ -132,6 +140,16 @@ class UploadForm:
         except FormParserError as error:
             raise invalid(None, f"the form is not valid: {error}") from None
         return True
+
+    def _check_rate(self) -> None:
+        """Raise ApiError if the body comes too slowly."""
+        elapsed_s = time.monotonic() - self._start_s
+        if self._received < LEAST_RATE * (elapsed_s - SILENCE_S):
+            raise ApiError(
+                408,
+                f"{self._received} bytes came in {elapsed_s:.0f} s, which is less than "
+                f"{LEAST_RATE} bytes per second; upload it again over a faster connection",
+            )
 
     # Callbacks of the parser. Each gets a buffer and the range in it.
 

@@ -3,19 +3,23 @@
 from collections.abc import Callable
 
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.api.fair_lock import FairLock
 
 # With more open requests than this, other tasks get more time between the starts of two requests.
 CROWD = 64
+# Forms whose bodies still arrive may be this share of the open requests. A slow client can hold
+# such a request for a long time without any work.
+ARRIVING_SHARE = 0.25
 
 
 class Admission:
     """ASGI middleware that rejects POST requests above the limit with 429.
 
-    A request counts until the last byte of its response. GET requests are not limited, so that
+    Forms have a smaller limit while their bodies arrive, so that uploads do not take all places. A
+    request counts until the last byte of its response. GET requests are not limited, so that
     health checks are answered under any load. POST requests that arrive together start one by one,
     so that other requests do not wait for all of them.
 
@@ -30,6 +34,7 @@ class Admission:
         self._limit = limit
         self._refused = refused
         self._open = 0  # number of open POST requests
+        self._arriving = 0  # number of these that are forms whose bodies still arrive
         self._lock = FairLock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,21 +42,51 @@ class Admission:
             await self._app(scope, receive, send)
             return
         if self._open >= self._limit:
-            await self._refusal(scope["path"])(scope, receive, send)
+            await self._refusal(scope["path"], self._open, "requests")(scope, receive, send)
+            return
+        app = self._upload if _is_form(scope) else self._app
+        if app == self._upload and self._arriving >= max(1, ARRIVING_SHARE * self._limit):
+            await self._refusal(scope["path"], self._arriving, "uploads")(scope, receive, send)
             return
         self._open += 1
         try:
             await self._lock.wait(is_crowd=self._open > CROWD)
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
             self._open -= 1
 
-    def _refusal(self, path: str) -> Response:
+    async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a form, and count it as arriving until its body is complete."""
+        is_arriving = True
+
+        def arrived() -> None:
+            nonlocal is_arriving
+            self._arriving -= is_arriving
+            is_arriving = False
+
+        async def counted() -> Message:
+            message = await receive()
+            if not message.get("more_body"):
+                arrived()
+            return message
+
+        self._arriving += 1
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            arrived()
+
+    def _refusal(self, path: str, count: int, kind: str) -> Response:
         error = ApiError(
             429,
-            f"this router handles {self._open} requests, which is its limit; try again, or raise "
+            f"this router handles {count} {kind}, which is its limit; try again, or raise "
             "--max-requests",
             code="overloaded",
         )
         self._refused(error)
         return response(error, path=path)
+
+
+def _is_form(scope: Scope) -> bool:
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    return bool(kind.lower().startswith(b"multipart/form-data"))

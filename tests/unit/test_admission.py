@@ -15,16 +15,17 @@ from kvroute.router.middleware.admission import Admission
 
 
 class Router:
-    """Answers a POST when the test lets it."""
+    """Reads the body of a POST, and answers when the test lets it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = 2) -> None:
         self.go_on = asyncio.Event()
         self.refusals: list[ApiError] = []
         application = Starlette(routes=[Route("/", self._answer, methods=["GET", "POST"])])
-        self.app = Admission(application, limit=2, refused=self.refusals.append)
+        self.app = Admission(application, limit=limit, refused=self.refusals.append)
 
     async def _answer(self, request: Request) -> Response:
         if request.method == "POST":
+            await request.body()
             await self.go_on.wait()
         return Response("ok")
 
@@ -55,3 +56,32 @@ async def test_requests_above_the_limit_are_refused(
     router.go_on.set()
     assert {answer.status_code for answer in await asyncio.gather(*under_way)} == {200}
     assert (await client.post("/")).status_code == 200
+
+
+async def test_uploads_leave_most_places_to_other_requests() -> None:
+    """Only forms whose bodies have not arrived count as uploads."""
+    router = Router(limit=8)
+    transport, is_complete = httpx.ASGITransport(router.app), asyncio.Event()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield b"--x"
+        await is_complete.wait()
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+
+        async def upload() -> httpx.Response:
+            headers = {"content-type": "multipart/form-data; boundary=x"}
+            return await client.post("/", content=slow_body(), headers=headers)
+
+        tasks = [asyncio.create_task(upload()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        refused = await upload()
+        assert refused.status_code == 429
+        assert "2 uploads" in refused.json()["error"]["message"]
+        tasks += [asyncio.create_task(client.post("/")) for _ in range(4)]
+        is_complete.set()
+        await asyncio.sleep(0.05)
+        tasks += [asyncio.create_task(upload()) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        router.go_on.set()
+        assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}

@@ -5,11 +5,14 @@ The first tests hold for a folder and for a bucket; tests/slow/suites/test_s3.py
 
 import asyncio
 import errno
+import gc
 import os
 import shutil
 import threading
 import time
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,7 @@ from kvroute.files.bucket import Bucket
 from kvroute.files.folder import UPLOADS, Folder
 from kvroute.files.store import FileStore, StoreFullError
 from tests.support import file_stores
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -100,6 +104,40 @@ async def test_a_cancelled_write_goes_on_in_its_own_file(
     assert await own_folder.names(UPLOADS) == []
     for other in others:
         os.close(other)
+
+
+async def test_the_space_of_a_broken_upload_is_free_without_garbage_collection(
+    own_folder: Folder,
+) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield b"x"
+        raise ConnectionError
+
+    def still_open() -> list[str]:
+        return [path for path in open_paths() if path.startswith(str(own_folder.root))]
+
+    gc.disable()
+    try:
+        kept = []  # tracebacks refer to the frames of the uploads, and so to their files
+        for _ in range(3):
+            try:
+                await own_folder.upload("a", broken())
+            except ConnectionError as error:
+                kept.append(error)
+        await own_folder.upload("b", file_stores.parts(b"xy"))
+        assert [part async for part in own_folder.chunks("b", 0, 2)] == [b"xy"]
+        await until(lambda: not still_open())
+    finally:
+        gc.enable()
+
+
+def open_paths() -> list[str]:
+    """Return the paths of this process's open files, also of deleted ones."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(link))
+    return found
 
 
 async def test_an_upload_that_a_crash_has_left_is_deleted_a_day_later(own_folder: Folder) -> None:

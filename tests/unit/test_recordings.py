@@ -4,6 +4,7 @@ import asyncio
 import errno
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import ExitStack
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,20 @@ async def test_a_form_that_stops_is_refused_after_a_timeout(
     headers = [(b"content-type", KIND.encode())]
     silent = Request({"type": "http", "method": "POST", "headers": headers}, receive)
     assert (await refusal(Recordings(limit_mb=LIMIT_MB), silent)).status == 408
+
+
+async def test_a_form_that_comes_too_slowly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_module, "SILENCE_S", 0.05)
+    headers, bodies = [(b"content-type", KIND.encode())], chain([FILE], repeat(b"y"))
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.request", "body": next(bodies), "more_body": True}
+
+    slow = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    refused = await refusal(Recordings(limit_mb=LIMIT_MB), slow)
+    assert refused.status == 408
+    assert "1000 bytes per second" in refused.message
 
 
 @pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EROFS, 503)])
