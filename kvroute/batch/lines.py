@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from kvroute.contract.unreadable import DECODE_ERRORS
 
 MAX_FAULTS = 100  # faults of a file that are reported
+MAX_EMPTY = 100_000  # empty lines that a file may have more than other lines
 MAX_LINE_BYTES = 64 << 20  # default limit of a line
 # Paths that lines may have. Requests to them can be answered by one JSON object, without a stream.
 PATHS = (
@@ -154,10 +155,15 @@ def _checked(
 ) -> Lines:
     starts, ids, faults = array("Q"), array("Q"), list[Fault]()
     numbers = array("Q")  # number of each line in the file, from 1; empty lines have numbers, too
-    end = 0
+    end = empty = 0
     for number, (start, text) in enumerate(_texts(file, max_line_bytes), start=1):
         end = start + len(text)
         if text.isspace():
+            empty += 1
+            if empty > MAX_EMPTY + len(ids):
+                message = f"the file has {empty} empty lines up to this one; delete them"
+                faults.append(Fault(number, "invalid_request", message))
+                break
             continue
         line = _decoded(number, text, endpoint, max_line_bytes)
         if isinstance(line, Fault):

@@ -78,20 +78,31 @@ class BatchState:
         """Return the name in the store of a file in the batch's folder."""
         return f"{FOLDER}/{self.id}/{file}"
 
-    async def snapshot(self) -> Snapshot | None:
-        """Return the batch's state; None if there is no such batch."""
+    async def snapshot(self, known: Snapshot | None = None) -> Snapshot | None:
+        """Return the batch's state; None if there is no such batch.
+
+        Args:
+            known: an earlier state. What cannot have changed since is not read again.
+        """
         names = await self._store.names(f"{FOLDER}/{self.id}")
-        record = await self._read("batch.json", BatchRecord, names)
-        if record is None:
-            return None
         number = _latest(names)
+        if known is None:
+            record = await self._read("batch.json", BatchRecord, names)
+            if record is None:
+                return None
+            known = Snapshot(record, None, None, Progress(), None, None)
+        elif "batch.json" not in names:
+            return None
+        run = known.run
+        if run is None or run.number != number:
+            run = await self._read(f"run-{number}.json", Run, names)
         return Snapshot(
-            record,
-            started=await self._read("started.json", Started, names),
-            run=await self._read(f"run-{number}.json", Run, names),
+            known.record,
+            started=known.started or await self._read("started.json", Started, names),
+            run=run,
             progress=await self._read("progress.json", Progress, names) or Progress(),
-            cancelled=await self._read("cancel.json", Cancelled, names),
-            end=await self._read("end.json", End, names),
+            cancelled=known.cancelled or await self._read("cancel.json", Cancelled, names),
+            end=known.end or await self._read("end.json", End, names),
         )
 
     async def create(self, record: BatchRecord) -> None:
@@ -121,6 +132,11 @@ class BatchState:
         )
         name = self.name(f"run-{run.number}.json")
         return run if await self._store.create(name, encode(run)) else None
+
+    async def end_unstarted(self, router: str, status: FinalStatus) -> None:
+        """End a batch of which no run has begun; do nothing if one begins at the same moment."""
+        if run := await self.claim(router):
+            await self.finish(run, status)
 
     async def start(self, total: int) -> None:
         """Record that the input can be used, and that it has `total` lines."""

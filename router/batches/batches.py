@@ -1,5 +1,6 @@
 """The batches of the Batch API: created, listed and cancelled here, and run by runner.py."""
 
+import asyncio
 import re
 import time
 from typing import Annotated, Any, Literal
@@ -32,6 +33,10 @@ RESULTS_TTL_S = 30 * 86_400  # seconds until results expire, as in OpenAI's API
 # are deleted earlier.
 FORGOTTEN_S = 60 * 86_400
 MAX_WINDOW_S = 30 * 86_400  # longest completion window
+# The most batches that have not ended, of all tenants. Each router reads the state of all of them
+# every second; for this many, this takes about a tenth of a second.
+MAX_OPEN = 1024
+READ_AT_ONCE = 32  # batches whose states are read at the same time
 
 Text = Annotated[str, Field(max_length=512)]
 
@@ -61,8 +66,8 @@ class Batches:
     def __init__(self, store: FileStore, files: Files) -> None:
         self._store = store
         self._files = files
-        # A cache of the batches that have ended, since these do not change any more.
-        self._ended: dict[str, Snapshot] = {}
+        # The latest known states. Those of batches that have ended do not change any more.
+        self._known: dict[str, Snapshot] = {}
 
     async def create(
         self, body: BatchBody, caller: Caller | None, limits: TenantLimits | None
@@ -117,7 +122,7 @@ class Batches:
         return await self._found(id_, tenant)
 
     async def cancel(self, id_: str, tenant: str) -> Snapshot:
-        """Cancel a batch.
+        """Cancel a batch. A batch that no router has begun to run ends at once.
 
         Raises:
             ApiError: there is no such batch, or it has ended.
@@ -129,8 +134,15 @@ class Batches:
                 409, f"batch {id_} cannot be cancelled: its status is {snapshot.end.status}", "id"
             )
         if not snapshot.end:
-            await BatchState(self._store, id_).cancel()
+            state = BatchState(self._store, id_)
+            await state.cancel()
+            if snapshot.run is None:
+                await state.end_unstarted("", "cancelled")
         return await self._found(id_, tenant)
+
+    async def end_expired(self, snapshot: Snapshot) -> None:
+        """End a batch that has expired before a router has begun to run it. Raises OSError."""
+        await BatchState(self._store, snapshot.id).end_unstarted("", "expired")
 
     async def listed(self, tenant: str | None) -> list[Snapshot]:
         """Return the batches of a tenant, the newest first. None: those of all tenants.
@@ -138,15 +150,17 @@ class Batches:
         Raises:
             OSError: the store cannot be used.
         """
-        ids = [name for name in await self._store.names(FOLDER) if BATCH_ID.match(name)]
-        for gone in self._ended.keys() - ids:
-            del self._ended[gone]
-        snapshots = [await self._snapshot(id_) for id_ in ids]
-        found = [
-            snapshot
-            for snapshot in snapshots
-            if snapshot and tenant in (None, snapshot.record.tenant)
-        ]
+        ids = {name for name in await self._store.names(FOLDER) if BATCH_ID.match(name)}
+        for gone in self._known.keys() - ids:
+            self._known.pop(gone, None)
+        wanted = [id_ for id_ in ids if self._may_belong_to(tenant, id_)]
+        found = list[Snapshot]()
+        for first in range(0, len(wanted), READ_AT_ONCE):
+            some = wanted[first : first + READ_AT_ONCE]
+            changing = [id_ for id_ in some if not self._has_ended(id_)]
+            await asyncio.gather(*map(self._snapshot, changing))
+            snapshots = [self._known.get(id_) for id_ in some]
+            found += [each for each in snapshots if each and tenant in (None, each.record.tenant)]
         found.sort(key=lambda snapshot: (-snapshot.record.created_at, snapshot.record.id))
         return found
 
@@ -165,7 +179,7 @@ class Batches:
         for snapshot in await self.listed(None):
             if snapshot.end and snapshot.end.at < limit and snapshot.id not in kept:
                 await BatchState(self._store, snapshot.id).delete()
-                self._ended.pop(snapshot.id, None)
+                self._known.pop(snapshot.id, None)
 
     async def register_results(self, record: BatchRecord, kind: Kind) -> None:
         """Register the file with a batch's results, so that clients can read it. Raises OSError."""
@@ -190,21 +204,47 @@ class Batches:
         return snapshot
 
     async def _snapshot(self, id_: str) -> Snapshot | None:
-        snapshot = self._ended.get(id_) or await BatchState(self._store, id_).snapshot()
-        if snapshot and snapshot.end:
-            self._ended[id_] = snapshot
+        known = self._known.get(id_)
+        if known and known.end:
+            return known
+        snapshot = await BatchState(self._store, id_).snapshot(known)
+        if snapshot:
+            self._known[id_] = snapshot
+        else:
+            self._known.pop(id_, None)
         return snapshot
 
+    def _has_ended(self, id_: str) -> bool:
+        known = self._known.get(id_)
+        return known is not None and known.end is not None
+
+    def _may_belong_to(self, tenant: str | None, id_: str) -> bool:
+        known = self._known.get(id_)
+        return known is None or tenant in (None, known.record.tenant)
+
     async def _check_open(self, tenant: str, limits: TenantLimits | None) -> None:
-        if limits is None or limits.max_open_batches is None:
-            return
-        running = [snapshot for snapshot in await self.listed(tenant) if not snapshot.end]
-        if len(running) >= limits.max_open_batches:
+        """Check that the tenant, and all tenants together, may have another open batch.
+
+        Raises:
+            ApiError: 429.
+            OSError: the store cannot be used.
+        """
+        running = [snapshot for snapshot in await self.listed(None) if not snapshot.end]
+        own = sum(snapshot.record.tenant == tenant for snapshot in running)
+        most = limits.max_open_batches if limits else None
+        if most is not None and own >= most:
             raise ApiError(
                 429,
-                f"the tenant has {len(running)} batches that have not ended; its limit is "
-                f"{limits.max_open_batches}. Wait for one of them, or cancel it",
+                f"the tenant has {own} batches that have not ended; its limit is {most}. Wait for "
+                "one of them, or cancel it",
                 code="quota_exceeded",
+            )
+        if len(running) >= MAX_OPEN:
+            raise ApiError(
+                429,
+                f"the cluster has {len(running)} batches that have not ended, which is its limit; "
+                "try again when one of them has ended",
+                code="overloaded",
             )
 
 

@@ -20,6 +20,8 @@ log = logging.getLogger("kvroute.batches")
 
 FOLDER = "files"
 READ_AT_ONCE = 32  # records that are read from the store at the same time
+# The most files of all tenants, results included. Each upload reads the list of their names.
+MAX_FILES = 50_000
 SPARE_SHARE = 0.05  # share of the quota that no upload may use: it is left for results
 
 
@@ -154,10 +156,17 @@ class Files:
 
     async def sized(self, records: Sequence[FileRecord]) -> list[FileRecord]:
         """Return files with their present sizes. Raises OSError."""
-        found = list[FileRecord]()
-        for first in range(0, len(records), READ_AT_ONCE):
-            found += await asyncio.gather(*map(self._sized, records[first : first + READ_AT_ONCE]))
-        return found
+        unknown = [each for each in records if each.batch and each.id not in self._sizes]
+        sizes = dict[str, int]()
+        for first in range(0, len(unknown), READ_AT_ONCE):
+            some = unknown[first : first + READ_AT_ONCE]
+            sizes |= {each.id: each.bytes for each in await asyncio.gather(*map(self._sized, some))}
+        return [
+            replace(each, bytes=self._sizes.get(each.id, sizes.get(each.id, 0)))
+            if each.batch
+            else each
+            for each in records
+        ]
 
     async def content(self, record: FileRecord, start: int, end: int) -> AsyncIterator[bytes]:
         """Yield the bytes of a file from `start` to `end`. Raises OSError."""
@@ -271,11 +280,18 @@ class Files:
         """Return the content of an upload with its limits.
 
         Raises:
-            ApiError: the tenant has as many files as it may have.
+            ApiError: the tenant, or all tenants together, have as many files as they may have.
             OSError: the store cannot be used.
         """
         records = await self.sized(await self.all())
         own = [record for record in records if record.tenant == tenant]
+        if new_files and len(records) + new_files > MAX_FILES:
+            raise ApiError(
+                507,
+                f"the files of all tenants would be more than {MAX_FILES}, which is the limit of a "
+                "cluster; delete files",
+                "file",
+            )
         files = len(own) + new_files
         if new_files and limits and limits.max_files is not None and files > limits.max_files:
             raise _over("max_files", f"{files} files", f"{limits.max_files}")

@@ -29,6 +29,9 @@ RETRY_S, MAX_RETRY_S = 5.0, 60.0  # pause after a failed run of a batch; it doub
 # A router waits this many seconds longer, for each batch that it runs, before it looks for another
 # batch. So routers with fewer batches take the next one, and batches spread over the routers.
 POLITE_S = 0.5
+# A look takes at most this part of the batches for which a router has places, so that other routers
+# get some, too.
+SPREAD = 4
 MAX_RUNS = 16  # the most batches that a router runs at the same time
 MAX_ENDING = 4  # besides MAX_RUNS batches, a router may end this many cancelled or expired ones
 CHECKED_AT_ONCE = 2  # the most files that are checked at the same time
@@ -118,9 +121,9 @@ class BatchRunner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _look(self) -> None:
-        """Take one batch that nobody runs."""
+        """Take some of the batches that nobody runs: one, or more if many wait."""
         try:
-            waiting = [found for found in await self._batches.listed(None) if not found.end]
+            waiting = await self._unfinished()
             self.unfinished, self.problem = [*waiting], ""
         except OSError as error:
             if not self.problem:
@@ -140,18 +143,29 @@ class BatchRunner:
         )
         # Tenants with few running batches come first, and then the oldest batches.
         waiting.sort(key=lambda found: (running[found.record.tenant], found.record.created_at))
-        for snapshot in waiting:
-            id_ = snapshot.record.id
-            if id_ in self._tasks:
-                continue
+        others = [snapshot for snapshot in waiting if snapshot.id not in self._tasks]
+        left = max(1, min(len(others), MAX_RUNS - len(self._tasks)) // SPREAD)
+        for snapshot in others:
+            id_ = snapshot.id
             try:
                 if await self._leases.take(id_):
                     if not self._tasks:
                         self._window = Window(lambda: self._max_open)
                     self._tasks[id_] = asyncio.create_task(self._own(snapshot.record))
+                    left -= 1
+                if not left:
                     return
             except (RedisError, OSError):
                 return  # without Redis, a router takes no further batches
+
+    async def _unfinished(self) -> list[Snapshot]:
+        """Return the batches that have not ended; end those that have expired before any run."""
+        now_s = time.time()
+        found = [snapshot for snapshot in await self._batches.listed(None) if not snapshot.end]
+        expired = [each for each in found if each.run is None and each.record.expires_at <= now_s]
+        for snapshot in expired:
+            await self._batches.end_expired(snapshot)
+        return [snapshot for snapshot in found if snapshot not in expired] if expired else found
 
     async def _own(self, record: BatchRecord) -> None:
         """Run a batch for as long as this router has its lease."""

@@ -14,6 +14,7 @@ from kvroute.keys.limits import TenantLimits
 from kvroute.local.kept_logs import cluster_id
 from kvroute.router.api.errors import ApiError
 from kvroute.router.batches import batches as batches_module
+from kvroute.router.batches import files as files_module
 from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.batches import BatchBody, Batches, as_object
 from kvroute.router.batches.files import Files, Upload
@@ -271,3 +272,49 @@ async def test_each_cluster_of_a_machine_sees_its_own_files_also_after_a_restart
     file = await add(files_at(8000))
     assert await files_at(8001).listed("") == []
     assert [found.id for found in await files_at(8000).listed("")] == [file.id]
+
+
+async def test_the_number_of_open_batches_of_the_cluster_is_limited(
+    files: Files, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_module, "MAX_OPEN", 2)
+    body = BatchBody(input_file_id=(await add(files)).id, endpoint=CHAT)
+    first = await batches.create(body, None, None)
+    await batches.create(body, None, None)
+    with pytest.raises(ApiError, match="the cluster has 2 batches") as refused:
+        await batches.create(body, None, None)
+    assert refused.value.status == 429
+    await batches.cancel(first.id, "")
+    await batches.create(body, None, None)
+
+
+async def test_a_list_reads_only_what_may_have_changed(
+    store: Folder, files: Files, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = BatchBody(input_file_id=(await add(files)).id, endpoint=CHAT)
+    for _ in range(3):
+        await batches.create(body, None, None)
+    reads = []
+
+    async def read(name: str) -> bytes:
+        reads.append(name)
+        return await Folder.read(store, name)
+
+    monkeypatch.setattr(store, "read", read)
+    assert len(await batches.listed("")) == 3
+    assert reads == []
+    assert await batches.listed("other") == []
+
+
+async def test_the_number_of_files_of_the_cluster_is_limited(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of 0 bytes would have no other limit."""
+    monkeypatch.setattr(files_module, "MAX_FILES", 2)
+    first = await add(files, 0)
+    await add(files, 0, "acme")
+    with pytest.raises(ApiError, match="more than 2") as refused:
+        await add(files, 0)
+    assert refused.value.status == 507
+    await files.delete(first)
+    await add(files, 0)

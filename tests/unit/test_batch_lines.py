@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvroute.batch import lines as lines_module
 from kvroute.batch.lines import MAX_FAULTS, BadLinesError, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.results import Results, ResultsError
@@ -166,3 +167,16 @@ def test_a_line_that_is_too_long_is_named_and_not_kept(tmp_path: Path) -> None:
         open_lines(path, max_line_bytes=1000)
     assert [fault.code for fault in refused.value.faults] == ["line_too_long"]
     open_lines(path, max_line_bytes=10_000).close()
+
+
+def test_a_file_of_empty_lines_is_refused_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line of the file may be followed by an empty one."""
+    monkeypatch.setattr(lines_module, "MAX_EMPTY", 10)
+    path = write(tmp_path / "in", [chat_line(str(number), "x") for number in range(20)])
+    path.write_text(path.read_text().replace("\n", "\n\n"))
+    open_lines(path).close()
+    path.write_text(path.read_text() + 12 * "\n")
+    with pytest.raises(BadLinesError, match="line 51: the file has 31 empty lines"):
+        open_lines(path)

@@ -13,6 +13,7 @@ import pytest
 
 from kvroute.files.folder import Folder
 from kvroute.router.batches import report, runner
+from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.batches import BatchBody, Batches
 from kvroute.router.batches.files import Files, Upload
 from kvroute.router.batches.runner import BatchRunner
@@ -49,7 +50,7 @@ class Cluster:
             threads=self.threads,
         )
 
-    async def create(self) -> str:
+    async def create(self, window: str = "24h") -> str:
         """Create a batch with one line; return its id."""
 
         async def content() -> AsyncIterator[bytes]:
@@ -57,7 +58,7 @@ class Cluster:
 
         upload = Upload("in.jsonl", "batch", ttl_s=None)
         file = await self.files.add(content(), lambda: upload, "", None)
-        body = BatchBody(input_file_id=file.id, endpoint=CHAT)
+        body = BatchBody(input_file_id=file.id, endpoint=CHAT, completion_window=window)
         return (await self.batches.create(body, None, None)).id
 
     async def status(self, id_: str) -> str:
@@ -74,17 +75,49 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     cluster.threads.shutdown()
 
 
-async def test_a_cancelled_batch_ends_while_others_wait_for_a_place(
+async def test_a_batch_that_nobody_runs_ends_when_it_is_cancelled(cluster: Cluster) -> None:
+    """Without a router that would have to look at it first."""
+    waiting, cancelled = await cluster.create(), await cluster.create()
+    batch = await cluster.batches.cancel(cancelled, "")
+    assert (batch.status, batch.end is None) == ("cancelled", False)
+    assert await cluster.status(waiting) == "validating"
+
+
+async def test_a_batch_that_has_begun_and_is_cancelled_ends_while_others_wait_for_a_place(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "MAX_RUNS", 0)
     waiting, cancelled = await cluster.create(), await cluster.create()
+    await BatchState(cluster.store, cancelled).claim("router that is lost")
     await cluster.batches.cancel(cancelled, "")
     running = asyncio.create_task(cluster.runner.run())
     while await cluster.status(cancelled) != "cancelled":
         await asyncio.sleep(0.01)
     assert await cluster.status(waiting) == "validating"
     running.cancel()
+
+
+async def test_a_batch_that_expires_before_it_has_begun_ends_while_others_wait_for_a_place(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "MAX_RUNS", 0)
+    monkeypatch.setattr(runner, "MAX_ENDING", 0)
+    waiting, expired = await cluster.create(), await cluster.create("1s")
+    running = asyncio.create_task(cluster.runner.run())
+    while await cluster.status(expired) != "expired":
+        await asyncio.sleep(0.01)
+    assert await cluster.status(waiting) == "validating"
+    running.cancel()
+
+
+async def test_a_router_takes_several_batches_at_a_time_if_many_wait(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(12):
+        await cluster.create()
+    await cluster.runner._look()
+    assert len(cluster.runner._tasks) == 3  # others are left to other routers
+    await cluster.runner.stop()
 
 
 async def test_the_live_page_shows_batches_until_they_end(cluster: Cluster) -> None:
