@@ -11,9 +11,13 @@ from kvroute.replica.attached_engine.bodies import (
     usage_of_body,
     usage_of_event,
 )
+from kvroute.wire.framing import LARGEST_MESSAGE
 
 EVENT_END = b"\n\n"
 EVENT_STREAM = "text/event-stream"
+# Maximum size in bytes of an event, and of a response that is not streamed. A message that is
+# larger than the wire allows would end the connection to the router, with all its streams.
+MAX_PIECE = LARGEST_MESSAGE // 2
 UNKNOWN_TOKEN = 0  # stands for each token of the answer, since a server sends text only
 
 
@@ -26,6 +30,7 @@ class Answer:
 
     path: str
     emit: Emit
+    prompt_tokens: int  # tokens of the prompt
     expected_tokens: int  # prompt tokens that the server probably has cached
     status: int = 0
     content_type: str = ""
@@ -34,23 +39,34 @@ class Answer:
     has_emitted: bool = False
 
     async def read(self, data: AsyncIterator[bytes]) -> None:
-        """Emit everything that the server sends."""
+        """Emit everything that the server sends.
+
+        Raises:
+            RuntimeError: an event or the whole response is too large.
+        """
         if self.content_type.startswith(EVENT_STREAM):
             await self._read_events(data)
             return
-        whole = b"".join([part async for part in data])
-        self.usage = usage_of_body(whole)
+        whole = bytearray()
+        async for part in data:
+            whole += part
+            _check_size(whole)
+        self.usage = usage_of_body(bytes(whole))
         tokens = self.usage.output_tokens if self.usage else 0
-        self._emit(whole, tokens, is_last=True, is_whole=True)
+        self._emit(bytes(whole), tokens, is_last=True, is_whole=True)
 
     async def _read_events(self, data: AsyncIterator[bytes]) -> None:
-        rest = b""
+        rest = bytearray()  # the beginning of an event
         async for part in data:
-            *events, rest = (rest + part).split(EVENT_END)
-            if events:
-                self._emit_events([event + EVENT_END for event in events])
+            searched = max(0, len(rest) - len(EVENT_END) + 1)
+            rest += part
+            if (end := rest.rfind(EVENT_END, searched)) >= 0:
+                whole = bytes(rest[: end + len(EVENT_END)])
+                del rest[: len(whole)]
+                self._emit_events([event + EVENT_END for event in whole.split(EVENT_END)[:-1]])
+            _check_size(rest)
         if rest:
-            self._emit_events([rest])
+            self._emit_events([bytes(rest)])
         missing = self.usage.output_tokens - self.output_tokens if self.usage else 0
         self._emit(b"", max(0, missing), is_last=True)
 
@@ -65,7 +81,8 @@ class Answer:
     ) -> None:
         cached_tokens = self.expected_tokens
         if self.usage and self.usage.cached_tokens is not None and not self.has_emitted:
-            cached_tokens = self.expected_tokens = self.usage.cached_tokens
+            cached_tokens = min(self.usage.cached_tokens, self.prompt_tokens)
+            self.expected_tokens = cached_tokens
         part = HttpPart(
             data,
             0 if self.has_emitted else self.status,
@@ -77,3 +94,11 @@ class Answer:
         self.has_emitted = True
         self.output_tokens += tokens
         self.emit(Chunk((UNKNOWN_TOKEN,) * tokens, cached_tokens, is_last, part))
+
+
+def _check_size(data: bytearray) -> None:
+    if len(data) > MAX_PIECE:
+        raise RuntimeError(
+            f"the attached server has sent more than {MAX_PIECE:,} bytes, and neither an event nor "
+            "its response has ended"
+        )

@@ -143,7 +143,7 @@ class AttachedEngine(Engine):
             raise EngineAwayError(f"{self._connection.url}: {reason}") from error
 
     async def _forward(self, request: GenerateRequest, call: HttpCall, emit: Emit) -> None:
-        answer = Answer(call.path, emit, self._expected_tokens(request))
+        answer = Answer(call.path, emit, len(request.token_ids), self._expected_tokens(request))
         request_id = client_id(request.request_id)
         async with self._connection.client.stream(
             "POST",

@@ -24,6 +24,7 @@ TOKEN_MARKS = {
 }
 ROLE_MARK = b'"delta":{"role":'  # the first event of a chat has no token
 USAGE_MARK = b'"usage":{'
+MAX_TOKENS = 2_000_000  # tokens that a server may report; half of what a router may be slow to read
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
@@ -120,7 +121,8 @@ def usage_of_body(data: bytes) -> Usage | None:
 
 
 def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+    """Return a number of tokens, within the limits of a plausible one."""
+    return max(0, min(value, MAX_TOKENS)) if isinstance(value, int) else None
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Reads what a running vLLM server says about itself over HTTP."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,8 @@ from urllib.parse import urlsplit
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvroute.contract.records import Load
+from kvroute.contract.records import MAX_COUNT, Load
+from kvroute.contract.unreadable import DECODE_ERRORS
 
 QUESTION_S = 5.0  # timeout in seconds of a question; a generation has none
 MIN_PREFILL_S = 1.0  # seconds of prefill that a server must have measured for a speed to count
@@ -73,6 +75,16 @@ Samples = Mapping[str, Mapping[str, tuple[float, Mapping[str, str]]]]
 
 async def read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
     """Return the facts of the server at `url`. Raises ServerError."""
+    try:
+        return await _read_facts(client, url)
+    except (*DECODE_ERRORS, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ServerError(
+            f"{url} has answered in a form that no version of vLLM has ({error!r:.200}); is it a "
+            "vLLM server?"
+        ) from None
+
+
+async def _read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
     models = (await _json(client, url, "/v1/models")).get("data") or []
     adapters = {str(model["id"]): str(model["root"]) for model in models if model.get("parent")}
     base = next((model for model in models if not model.get("parent")), None)
@@ -110,7 +122,7 @@ async def read_samples(client: httpx.AsyncClient, url: str) -> Samples:
             for sample in family.samples:
                 of_rank = samples.setdefault(sample.name, {})
                 of_rank[sample.labels.get("engine", "0")] = sample.value, sample.labels
-    except ValueError as error:
+    except (ValueError, LookupError) as error:
         raise ServerError(f"{url}/metrics cannot be read: {error}") from None
     return samples
 
@@ -119,8 +131,8 @@ def load_of(samples: Samples, rank: int, capacity_blocks: int) -> Load:
     """Return a rank's load."""
     used = _value(samples, "vllm:kv_cache_usage_perc", rank)
     return Load(
-        running=int(_value(samples, "vllm:num_requests_running", rank)),
-        waiting=int(_value(samples, "vllm:num_requests_waiting", rank)),
+        running=_count(samples, "vllm:num_requests_running", rank),
+        waiting=_count(samples, "vllm:num_requests_waiting", rank),
         used_blocks=int(max(0.0, min(1.0, used)) * capacity_blocks),
     )
 
@@ -148,8 +160,13 @@ def _prefill_tokens_per_s(samples: Samples, rank: int) -> float:
 
 
 def _value(samples: Samples, name: str, rank: int) -> float:
+    """Return a value, or 0 if it is missing or not finite."""
     value, _ = samples.get(name, {}).get(str(rank), (0.0, {}))
-    return value
+    return value if math.isfinite(value) else 0.0
+
+
+def _count(samples: Samples, name: str, rank: int) -> int:
+    return int(max(0.0, min(_value(samples, name, rank), MAX_COUNT)))
 
 
 def _address(url: str, source: Any) -> EventAddress | None:
@@ -182,7 +199,7 @@ async def _json(client: httpx.AsyncClient, url: str, path: str) -> Mapping[str, 
     response = await _get(client, url, path)
     try:
         body = response.json()
-    except ValueError:
+    except DECODE_ERRORS:
         body = None
     if not isinstance(body, dict):
         raise ServerError(f"{url}{path} has not answered with a JSON object; is it a vLLM server?")

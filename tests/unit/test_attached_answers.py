@@ -10,6 +10,7 @@ from kvroute.replica.attached_engine.answer import Answer
 from kvroute.replica.attached_engine.bodies import (
     CHAT,
     COMPLETIONS,
+    MAX_TOKENS,
     MESSAGES,
     RESPONSES,
     Usage,
@@ -33,7 +34,7 @@ async def chunks(
     content_type: str = "text/event-stream; charset=utf-8",
 ) -> list[Chunk]:
     received: list[Chunk] = []
-    answer = Answer(path, received.append, 16, 200, content_type)
+    answer = Answer(path, received.append, 40, 16, 200, content_type)
 
     async def data() -> AsyncIterator[bytes]:
         for part in parts:
@@ -85,6 +86,28 @@ async def test_a_whole_response_has_the_servers_cached_tokens() -> None:
     assert only.http.data == body
     assert only.http.is_whole
     assert (len(only.token_ids), only.cached_tokens) == (5, 8)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_a_usage_that_cannot_be_true_costs_nothing(content_type: str) -> None:
+    details = {"prompt_tokens_details": {"cached_tokens": 10**9}}
+    for tokens in (10**15, -(10**15)):
+        usage = json.dumps(
+            {"usage": {"completion_tokens": tokens, **details}}, separators=(",", ":")
+        )
+        data = usage if content_type == "application/json" else f"data: {usage}\n\n"
+        received = await chunks([data.encode()], content_type=content_type)
+        assert tokens_of(received) <= MAX_TOKENS
+        assert all(0 <= chunk.cached_tokens <= 40 for chunk in received)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/event-stream"])
+async def test_a_response_without_an_end_is_given_up(
+    content_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvroute.replica.attached_engine.answer.MAX_PIECE", 1_000)
+    with pytest.raises(RuntimeError, match="has sent more than 1,000 bytes"):
+        await chunks([b"x" * 100] * 11, content_type=content_type)
 
 
 async def test_an_error_has_no_tokens() -> None:

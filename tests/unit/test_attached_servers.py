@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from kvroute.contract.http_call import HttpCall
+from kvroute.contract.records import MAX_COUNT
 from kvroute.process import vllm_build
 from kvroute.replica.attached_engine.child_server import _flags
 from kvroute.replica.attached_engine.rendering import render
@@ -89,6 +90,14 @@ async def test_the_load_of_each_rank() -> None:
     assert load_of(samples, 7, 100).running == 0
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-1.0", "1e300"])
+async def test_a_load_that_cannot_be_true_is_none_or_the_highest_count(value: str) -> None:
+    metrics = METRICS.replace(" 3.0", f" {value}").replace(" 0.5", f" {value}")
+    load = load_of(await read_samples(server({"/metrics": metrics}), URL), 0, 100)
+    assert 0 <= load.running <= MAX_COUNT
+    assert 0 <= load.used_blocks <= 100
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -97,6 +106,9 @@ async def test_the_load_of_each_rank() -> None:
         ({"/v1/models": "<html>"}, "is it a vLLM server"),
         ({"/v1/models": []}, "is it a vLLM server"),
         ({"/metrics": "a 1\n"}, "no vllm:cache_config_info"),
+        ({"/v1/models": "[" * 100_000}, "is it a vLLM server"),
+        ({"/v1/models": {"data": ["m"]}}, "is it a vLLM server"),
+        ({"/metrics": METRICS.replace("num_gpu_blocks", "blocks")}, "is it a vLLM server"),
     ],
 )
 async def test_a_server_that_cannot_be_attached_is_named(
