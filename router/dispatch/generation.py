@@ -70,6 +70,7 @@ class Generation:
         self.placement = current.placement  # the placement that chose the first replica
         self.wait = current.attempt.context.wait  # the wait before the request was sent
         self.retention = current.attempt.context.retention
+        self._is_batch = current.attempt.context.is_in_lane
         # Prompt tokens that the first replica found in its cache.
         self.cached_tokens = current.first.cached_tokens
         # Prompt tokens that the first replica wrote to its cache.
@@ -108,6 +109,7 @@ class Generation:
             policy=policy,
             broken=self._context.broken,
             retention=self.retention,
+            is_batch=self._is_batch,
         ) | {
             "request_id": self.request_id,
             "replica": self.replica_id,

@@ -174,6 +174,7 @@ class View:
                 policy=self._settings.policy,
                 broken=attempt.context.broken,
                 retention=attempt.context.retention,
+                is_batch=attempt.context.is_in_lane,
                 limit=RECEIPT_REPLICAS,
             )
             decision.receipt = msgspec.Raw(encode(explained))

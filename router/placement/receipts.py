@@ -47,6 +47,7 @@ def receipt(
     policy: str,
     broken: Break | None = None,
     retention: Retention | None = None,
+    is_batch: bool = False,
     limit: int | None = None,
 ) -> dict[str, Any]:
     """Return the receipt of a placement as JSON, with replicas in the order of the ranking.
@@ -55,6 +56,7 @@ def receipt(
         policy: the routing policy. Costs are None with policies other than "kvroute".
         broken: where the prompt differs from the chat's earlier prompt; None: it does not.
         retention: how long a replica should keep the prompt's blocks; None: unknown.
+        is_batch: whether the queue has chosen the replica for a batch request.
         limit: the most replicas to list, at least two; None: all.
     """
     ranking = placement.ranking
@@ -88,7 +90,7 @@ def receipt(
         "cache_pressure": round(placement.pressure, 3),
         "choice": ranking[0].replica_id if ranking else None,
         "runner_up": ranking[1].replica_id if len(ranking) > 1 else None,
-        "reason": _reason(placement, terms, policy),
+        "reason": _reason(placement, terms, policy, is_batch=is_batch),
         "replicas": [
             _replica(
                 candidate, candidate_terms, placement.block_size, tiers=tiers, left_out=left_out
@@ -154,10 +156,16 @@ def _rounded(terms: CostTerms, left_out: Collection[str]) -> dict[str, float]:
     return {name: round(s, 4) for name, s in items if name not in left_out}
 
 
-def _reason(placement: Placement, terms: Sequence[CostTerms], policy: str) -> str:
+def _reason(
+    placement: Placement, terms: Sequence[CostTerms], policy: str, *, is_batch: bool
+) -> str:
     """Return the main reason of a placement as a sentence."""
+    if not placement.ranking:
+        return "no replica is ready"
+    if is_batch:
+        return "it costs least among the replicas with room for this batch request"
     if len(placement.ranking) < 2:
-        return "only one replica is ready" if placement.ranking else "no replica is ready"
+        return "no other replica may get this request at the moment"
     if not terms:
         return f"the policy {policy} ignores caches"
     choice, other = placement.ranking[:2]

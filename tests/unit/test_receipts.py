@@ -116,8 +116,14 @@ def test_a_policy_without_costs_has_receipts_without_costs() -> None:
 
 
 def test_receipts_of_one_replica_and_of_no_replica() -> None:
-    assert "only one replica" in receipt(placement(replica("a")), policy="kvroute")["reason"]
+    assert "no other replica" in receipt(placement(replica("a")), policy="kvroute")["reason"]
     assert receipt(placement(), policy="kvroute")["choice"] is None
+
+
+def test_the_receipt_of_a_batch_request_says_that_the_queue_has_chosen_the_replica() -> None:
+    """The queue gives the placement only the replica that it has chosen, whatever else is ready."""
+    found = receipt(placement(replica("a")), policy="kvroute", is_batch=True)
+    assert found["reason"] == "it costs least among the replicas with room for this batch request"
 
 
 CHANGE = Difference(120, Span(4, "0a"), Span(6, "0b"), common=500)

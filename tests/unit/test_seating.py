@@ -107,6 +107,15 @@ async def test_batch_requests_and_calls_with_several_prompts_need_no_seat(
     assert await line.ask(2, **more) == 0.0
 
 
+async def test_batch_requests_make_no_active_sessions() -> None:
+    line = Line()
+    for session in range(1, 4):
+        await line.ask(session, urgency=Urgency("batch"), is_in_lane=True)
+    assert line.seats.state(line.now_s).sessions == 0
+    await line.ask(1)
+    assert line.seats.state(line.now_s).sessions == 1
+
+
 async def test_a_prompt_without_a_full_block_needs_no_seat() -> None:
     line = Line()
     await line.begin(1)
