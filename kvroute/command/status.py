@@ -6,8 +6,7 @@ from typing import Any
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
 from kvroute.doctor.checks import WITHOUT_REDIS
-from kvroute.doctor.seat_checks import seated
-from kvroute.wording import plural
+from kvroute.doctor.seat_checks import recent_sessions, seated
 
 Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it
 
@@ -51,9 +50,7 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
         limited = seats["is_limited"]
         yield (
             "seats",
-            seated(seats)
-            if limited
-            else f"no limit; {plural(seats['sessions'], 'active session')}",
+            seated(seats) if limited else f"no limit; {recent_sessions(seats)}",
         )
     replicas = _entries(model, cluster, "replicas")
     if parsers := {*map(_parsers, replicas)} - {""}:

@@ -42,7 +42,14 @@ def seated(seats: Facts) -> str:
 def _without_waits(seats: Facts) -> str:
     if seats["is_limited"]:
         return seated(seats)
-    return f"{plural(seats['sessions'], 'active session')} for {seats['model']}; none needs a seat"
+    return f"{seats['model']} had {recent_sessions(seats)}; none needs a seat"
+
+
+def recent_sessions(seats: Facts) -> str:
+    """Return how many sessions were active lately; a single request is a session, too."""
+    return (
+        f"{plural(seats['sessions'], 'conversation')} (single requests included) in the last minute"
+    )
 
 
 def _why(seats: Facts) -> str:

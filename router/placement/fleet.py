@@ -376,8 +376,7 @@ class Fleet:
         self.mirror.expect(replica_id, dispatch.expected.blocks)
         if dispatch.turn:
             self.returns.begin(dispatch.turn)
-            if not dispatch.is_batch:  # batch requests need no seat
-                self._take_seat(dispatch.turn, dispatch, now_s)
+            self._take_seat(dispatch.turn, dispatch, now_s)
         return Attempt(
             mirror=self.mirror,
             load=load,
@@ -386,7 +385,7 @@ class Fleet:
             sent_s=now_s,
             context=RequestContext(now_s),
             scale=self.loads.scale,
-            seats=self.seats if dispatch.turn and not dispatch.is_batch else None,
+            seats=self.seats if dispatch.turn else None,
         )
 
     def end_session(self, session: int) -> None:

@@ -38,7 +38,10 @@ def test_the_doctor_warns_while_sessions_wait_and_gives_the_reason() -> None:
 
 def test_without_waiting_sessions_the_check_is_ok() -> None:
     (check,) = seats([report(Sessions())])
-    assert (check.grade, check.finding) == ("ok", "0 active sessions for m; none needs a seat")
+    assert (check.grade, check.finding) == (
+        "ok",
+        "m had 0 conversations (single requests included) in the last minute; none needs a seat",
+    )
     (check,) = seats([report(Sessions(most=7))])
     assert check.grade == "ok"
     assert "--max-sessions is 7; 0 requests waiting" in check.finding
