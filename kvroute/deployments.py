@@ -13,6 +13,11 @@ ROUTERS = "Router"  # name of the routers' deployment
 REPLICAS = "Replica"  # name of the replicas' deployment; its prefix if there are several models
 OWN_REPLICAS = "OwnReplica"  # deployment of kvroute's own replicas beside attached servers
 
+PROGRESS = {  # part of a message of Ray Serve -> what it means
+    "health check failed": "Ray Serve replaces one that has ended or hangs",
+    "to be scheduled": "no machine has enough free GPUs or CPUs for all of them",
+    "to initialize": "some take long to load the model",
+}
 SHORT_CHARS = 200  # the most characters of a message from Ray that are shown as one line
 
 
@@ -39,6 +44,12 @@ def kind_of(deployment: str) -> str:
     return "own replica" if name == OWN_REPLICAS else name.lower()
 
 
+def of_model(deployment: str) -> str:
+    """Return " of MODEL" for messages, or "" if there is only one model."""
+    model = model_of(deployment)
+    return f" of {model}" if model else ""
+
+
 def plain(message: str) -> str:
     """Remove the terminal colours of Ray's tracebacks from a message."""
     return Text.from_ansi(message).plain
@@ -52,10 +63,24 @@ def final_error(message: str) -> str:
 
 def short(message: str) -> str:
     """Return one line for a message in which Ray reports a problem of its processes."""
-    if pid := re.search(r"Worker PID: (\d+)", message):
-        return f"process {pid[1]} has ended unexpectedly; Ray replaces it"
     lines = plain(message).strip().splitlines() or [""]
     return f"Ray: {lines[0][:SHORT_CHARS]}"
+
+
+def ended_pid(message: str) -> int | None:
+    """Return the id of the process whose end Ray reports in a message; None: it is another one."""
+    pid = re.search(r"Worker PID: (\d+)", message)
+    return int(pid[1]) if pid else None
+
+
+def start_error(message: str) -> str:
+    """Return the error in Ray Serve's message about a deployment, or "" if it has none."""
+    return last_line(message) if "Error:" in message else ""
+
+
+def progress_in(message: str) -> str:
+    """Return in kvroute's words what Ray Serve's message says about processes that start."""
+    return next((said for part, said in PROGRESS.items() if part in message), "")
 
 
 def last_line(message: str) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
-from kvroute.doctor.checks import WITHOUT_REDIS
+from kvroute.doctor.checks import WITHOUT_REDIS, ready
 from kvroute.doctor.seat_checks import recent_sessions, seated
 
 Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it
@@ -52,17 +52,19 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
             "seats",
             seated(seats) if limited else f"no limit; {recent_sessions(seats)}",
         )
+    for fleet in _entries(model, cluster, "fleets"):
+        yield "replicas", ready(fleet)
     replicas = _entries(model, cluster, "replicas")
     if parsers := {*map(_parsers, replicas)} - {""}:
         yield "parsers", "; ".join(sorted(parsers))
     for replica in replicas:
         if reason := replica["degraded"]:
             yield "DEGRADED", f"the cache of {replica['id']} is ignored: {reason}"
-    if others := [replica["id"] for replica in replicas if not replica.get("own", True)]:
+    if others := [replica["id"] for replica in replicas if replica.get("state") == "elsewhere"]:
         yield (
             "others",
-            f"Ray Serve does not run {', '.join(others)} here: starting, leaving, or of another "
-            "deployment with the same --cluster",
+            f"Ray Serve does not run {', '.join(others)} here: of another deployment with the same "
+            "--cluster",
         )
     for reason in sorted({replica.get("unfit", "") for replica in replicas} - {""}):
         yield "vLLM", f"kvroute's changes do not fit the installed version: {reason}"
@@ -99,6 +101,7 @@ def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
     columns = [
         *(
             Column("replica"),
+            Column("state"),
             Column("node, or\nyour server" if has_servers else "node"),
             number("cached\nblocks"),
             number("of\nblocks"),
@@ -108,6 +111,7 @@ def _replicas(replicas: list[Facts]) -> tuple[list[Column], list[list[str]]]:
     rows = [
         [
             replica["id"],
+            replica.get("state", "?"),
             replica.get("server") or replica["node"],
             "?" if replica["blocks"] is None else f"{replica['blocks']:,}",
             f"{replica['capacity_blocks'] + replica.get('host', {}).get('blocks', 0):,}",

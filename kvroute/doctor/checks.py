@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.ranks import replicas_of
-from kvroute.deployments import last_line
+from kvroute.deployments import kind_of, of_model, progress_in, start_error
 from kvroute.local.ports import is_local
 from kvroute.process import vllm_build
 from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY
@@ -21,6 +21,11 @@ SLOW_REDIS_S = 0.05
 RECENT_S = 60.0  # a warning if an unreadable item was skipped in this many seconds before now
 LATE_LEASE_S = 1.0  # a lease with fewer seconds left has missed two of its three renewals
 
+MAX_NAMED = 5  # the most replicas that are named in a list
+WAIT = (
+    "wait, then run the doctor again; if nothing has changed, see the logs of the replicas, whose "
+    "folder kvroute serve prints"
+)
 RESTART = "restart the replica with the router's model files and settings"
 BY_LOAD = "routers send requests to this replica by its load only, without regard to its cache"
 HEALS = "repeat the audit, as most drift is repaired in seconds; if it stays, restart the replica"
@@ -70,11 +75,29 @@ class Check:
 
 
 def cluster(health: Facts) -> Check:
-    """Check that a replica is ready."""
-    ready = health["replicas"]
-    if ready:
-        return Check("cluster", "ok", f"{ready} replicas are ready")
-    return Check("cluster", "wrong", "no replica is ready", "see the output of kvroute serve")
+    """Check that all wanted replicas are ready."""
+    if not health["replicas"]:
+        return Check("cluster", "wrong", ready(health), "see the output of kvroute serve")
+    if health.get("missing"):
+        return Check("cluster", "warning", ready(health), WAIT)
+    return Check("cluster", "ok", ready(health))
+
+
+def ready(health: Facts) -> str:
+    """Return a text: how many replicas are ready and wanted, and which ones are missing."""
+    count, wanted = health["replicas"], health.get("wanted")
+    of_wanted = f" of {wanted}" if wanted is not None else ""
+    are = "replica is" if (wanted is None and count == 1) or wanted == 1 else "replicas are"
+    by_state = dict[str, list[str]]()
+    for replica_id, state in sorted((health.get("missing") or {}).items()):
+        by_state.setdefault(state, []).append(replica_id)
+    missing = [f"{state}: {_some(ids)}" for state, ids in by_state.items()]
+    return "; ".join([f"{count}{of_wanted} {are} ready", *missing])
+
+
+def _some(ids: Sequence[str]) -> str:
+    more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+    return ", ".join(ids[:MAX_NAMED]) + more
 
 
 def handshake(health: Facts) -> Iterator[Check]:
@@ -124,21 +147,21 @@ def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
         )
         yield Check("serve", "wrong", "Serve's controller does not answer", remedy)
         return
-    counts = {name: _count(deployment["replicas"]) for name, deployment in states.items()}
+    counts = {
+        name: f"{kind_of(name)}s{of_model(name)}: {_count(state['replicas'])}"
+        for name, state in states.items()
+    }
     unhealthy = {name: state for name, state in states.items() if state["status"] != "HEALTHY"}
-    if not unhealthy:
-        yield Check("serve", "ok", "; ".join(f"{name}: {counts[name]}" for name in counts))
+    if not unhealthy:  # the check `cluster` says which replicas are ready
+        others = [counts[name] for name in states if not kind_of(name).endswith("replica")]
+        yield Check("serve", "ok", "; ".join(["Ray Serve reports no problem", *others]))
     for name, state in unhealthy.items():
-        is_moving = state["status"] in ("UPDATING", "UPSCALING", "DOWNSCALING")
-        reason = f". {last_line(state['message'])}" if state["message"] else ""
-        finding = f"{name} is {state['status']}: {counts[name]}{reason}"
-        remedy = (
-            "wait, then run the doctor again"
-            if is_moving
-            else "Serve replaces a replica that has died: wait, then run the doctor again; if "
-            "nothing has changed, see Serve's message and its log"
-        )
-        yield Check("serve", "warning" if is_moving else "wrong", finding, remedy)
+        if error := start_error(state["message"]):
+            finding = f"a {kind_of(name)}{of_model(name)} cannot start: {error}"
+            yield Check("serve", "wrong", finding, "correct this; Ray Serve tries it again")
+        else:
+            said = filter(None, [counts[name], progress_in(state["message"])])
+            yield Check("serve", "warning", "; ".join(said), WAIT)
 
 
 def redis(facts: Facts) -> Iterator[Check]:

@@ -41,6 +41,7 @@ from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress
 from kvroute.local.ray_cluster import (
     WILDCARD_ADDRESSES,
+    LostProcesses,
     deploy,
     gpu_count,
     local_ray,
@@ -72,12 +73,14 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
     signals, progress = StopSignals(), Progress()
     with ExitStack() as running:
         try:
-            _start(settings, folder, signals, progress, running)
+            lost = LostProcesses(logs_in(folder), progress)
+            _start(settings, folder, signals, progress, lost, running)
             needed = {process: process.name() for process in ray_processes()}
             servers = AttachedFleet(settings, progress)
             while all(map(is_alive, needed)):
                 signals.sleep(POLL_S)
                 servers.follow()
+                lost.follow()
             ended = next(name for process, name in needed.items() if not is_alive(process))
             progress.fail(
                 f"{ended} has ended, and Ray cannot run without it; the cluster shuts down; then "
@@ -101,6 +104,7 @@ def _start(
     folder: Path,
     signals: StopSignals,
     progress: Progress,
+    lost: LostProcesses,
     running: ExitStack,
 ) -> None:
     """Start the cluster, and register in `running` how to stop its parts."""
@@ -113,7 +117,7 @@ def _start(
     paths = [_model(options, progress) for options in settings.per_model]
     progress.step("starting Ray")
     with progress.waiting("Ray"):
-        running.enter_context(local_ray(settings, folder, progress))
+        running.enter_context(local_ray(settings, folder, lost))
     signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
     counts = gpus_per_replica(settings.per_model, gpu_count())
@@ -123,7 +127,7 @@ def _start(
         cluster=cluster_id(socket.gethostname(), settings.port),
         local_only=is_local_only(settings),
     )
-    deploy(_application(settings, models), progress, signals, deadline)
+    deploy(_application(settings, models), progress, signals, deadline, lost)
     if settings.api_keys is None and not is_local(settings.host):
         progress.say(
             f"INSECURE: without API keys, everyone who can reach {settings.host} has access"

@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 from kvroute.deployments import (
     APPLICATION,
+    ended_pid,
     final_error,
     kind_of,
     last_line,
     model_of,
+    of_model,
     plain,
     short,
 )
@@ -42,23 +45,109 @@ LOGICAL_CPUS = 1000
 OBJECT_STORE_BYTES = 200_000_000  # size of Ray's object store, which kvroute hardly uses
 SHUTDOWN_S = 10.0  # time limit in seconds for the shutdown of Serve, and again for that of Ray
 POLL_S = 0.5  # seconds between two queries of Serve's status
+MAX_REPORTS = 100  # the most ended processes whose lines wait for an answer of Serve's controller
 SHOWN_CHARS = 4000  # how many of the last characters of a replica's error are printed
 
 
+class LostProcesses:
+    """Prints which replica or router has ended, and when the one in its place is ready.
+
+    Ray reports only the id of a process that has ended, and calls `receive` in a thread of its own.
+    """
+
+    def __init__(self, logs: Path, progress: Progress) -> None:
+        self._logs = logs  # folder of Ray's logs
+        self._progress = progress
+        self._pids: deque[int] = deque(maxlen=MAX_REPORTS)  # ended processes, not reported yet
+        self._ended = set[str]()  # ids of ended replicas and routers, until all are replaced
+        # Deployment with an ended process -> all of its processes that have run since.
+        self._seen: dict[str, set[str]] = {}
+        self._next_s = 0.0  # when to ask Serve's controller again, on the monotonic clock
+
+    def receive(self, message: str) -> None:
+        """Take a message that Ray would print."""
+        pid = ended_pid(message)
+        if pid is None:
+            self._progress.step(short(message))
+        else:
+            self._pids.append(pid)
+
+    def follow(self) -> None:
+        """Print what has happened since the last call, if a process has ended."""
+        if not (self._pids or self._seen) or time.monotonic() < self._next_s:
+            return
+        self._next_s = time.monotonic() + POLL_S
+        from ray.exceptions import RayError
+
+        from kvroute.process.ray_internals import deployments
+
+        with suppress(RayError, ValueError, KeyError):  # the controller is away: ask it later
+            self.report(deployments(APPLICATION))
+
+    def report(self, details: Mapping[str, Any]) -> None:
+        """Print what these details of Serve's deployments say about processes that have ended."""
+        while self._pids:
+            self._report_end(self._pids.popleft(), details)
+        for name, seen in [*self._seen.items()]:
+            wanted, running = details[name]["target_num_replicas"], _running(details[name])
+            running -= self._ended  # Serve notices their end some seconds later
+            for id_ in sorted(running - seen):
+                self._progress.step(
+                    f"{kind_of(name)} {id_} is ready; {len(running)} of {wanted} {kind_of(name)}s"
+                    f"{of_model(name)} are ready"
+                )
+            seen |= running
+            if len(running) >= wanted:
+                del self._seen[name]
+        if not self._seen:
+            self._ended.clear()
+
+    def _report_end(self, pid: int, details: Mapping[str, Any]) -> None:
+        for name, deployment in details.items():
+            for replica in (*deployment["replicas"], *deployment.get("recent_dead_replicas", ())):
+                if replica.get("pid") == pid:
+                    id_, log = replica["replica_id"], f"{self._logs}/{replica['log_file_path']}"
+                    self._progress.step(
+                        f"{kind_of(name)} {id_} (process {pid}) has ended unexpectedly; Ray Serve "
+                        f"starts another one; its log is {log}"
+                    )
+                    self._ended.add(id_)
+                    self._seen.setdefault(name, _running(deployment))
+                    return
+        self._progress.step(f"process {pid} of Ray has ended unexpectedly; Ray replaces it")
+
+
+def _running(deployment: Mapping[str, Any]) -> set[str]:
+    return {
+        replica["replica_id"]
+        for replica in deployment["replicas"]
+        if replica["state"].value == "RUNNING"
+    }
+
+
 @contextmanager
-def local_ray(settings: ServeSettings, folder: Path, progress: Progress) -> Iterator[None]:
+def local_ray(settings: ServeSettings, folder: Path, lost: LostProcesses) -> Iterator[None]:
     """Run Ray and Serve until the block ends. All their files are in the folder.
 
-    A problem that Ray reports while they run is printed as one line.
+    Args:
+        settings: The cluster's settings.
+        folder: The folder.
+        lost: Receives the problems that Ray reports while it runs.
     """
     try:
-        _start(settings, folder, progress)
+        _start(settings, folder, lost)
         yield
     finally:
         _stop()
 
 
-def deploy(application: Any, progress: Progress, signals: StopSignals, deadline: float) -> None:
+def deploy(
+    application: Any,
+    progress: Progress,
+    signals: StopSignals,
+    deadline: float,
+    lost: LostProcesses,
+) -> None:
     """Deploy the application; print a line for each replica that becomes ready.
 
     Raises:
@@ -77,6 +166,7 @@ def deploy(application: Any, progress: Progress, signals: StopSignals, deadline:
             status = serve.status().applications[APPLICATION]
             _raise_final_errors(status.deployments)
             _show(status.deployments, shown, progress)
+            lost.follow()
             if status.status == "RUNNING":
                 return
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
@@ -96,7 +186,7 @@ def gpu_count() -> int:
     return int(ray.cluster_resources().get("GPU", 0)) if vllm_build.is_for_gpus() else 0
 
 
-def _start(settings: ServeSettings, folder: Path, progress: Progress) -> None:
+def _start(settings: ServeSettings, folder: Path, lost: LostProcesses) -> None:
     _prepare_environment(settings, folder)
     tls = {TLS_CERT: settings.tls_cert, TLS_KEY: settings.tls_key}
     os.environ |= {name: str(path) for name, path in tls.items() if path}
@@ -108,7 +198,7 @@ def _start(settings: ServeSettings, folder: Path, progress: Progress) -> None:
 
     try:
         omit_unused_parts()
-        redirect_messages(lambda message: progress.step(short(message)))
+        redirect_messages(lost.receive)
         _start_node(folder)
         _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)

@@ -14,6 +14,7 @@ from ray.serve.request_router import RequestRouter, RunningReplica
 
 HAPROXY_IS_ON: bool = constants.RAY_SERVE_ENABLE_HA_PROXY
 IS_THROUGHPUT_OPTIMIZED: bool = constants.RAY_SERVE_THROUGHPUT_OPTIMIZED
+CONTROLLER_S = 30.0  # timeout of a call to Serve's controller; long, for busy computers
 DIRECT_PORTS = range(  # the ports on which routers listen for HAProxy
     constants.RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT,
     constants.RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT + 1,
@@ -155,8 +156,12 @@ def use_auth_token() -> None:
 
 
 def _controller(method: str, *args: Any) -> Any:
-    """Call a method of Serve's controller actor, as Serve's own tools do."""
+    """Call a method of Serve's controller actor, as Serve's own tools do.
+
+    Raises:
+        RayError, ValueError: the controller does not answer within CONTROLLER_S, or there is none.
+    """
     import ray
 
     actor = ray.get_actor(constants.SERVE_CONTROLLER_NAME, namespace=constants.SERVE_NAMESPACE)
-    return ray.get(getattr(actor, method).remote(*args))
+    return ray.get(getattr(actor, method).remote(*args), timeout=CONTROLLER_S)

@@ -1,7 +1,7 @@
 """The HTTP routes for operators: health, replicas, audits, diagnosis, usage, metrics."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
@@ -35,15 +35,17 @@ async def health(request: Request, models: Served) -> Response:
     fewer cache hits. A stopping router returns 503, so that load balancers send no further requests
     to it.
     """
-    by_model = {model.name: model.status.health() for model in models.all}
-    ready = sum(health.ready for health in by_model.values())
+    healths = await asyncio.gather(*(model.status.health() for model in models.all))
+    connected = sum(health.connected for health in healths)
     is_stopping = request.app.state.answers.is_stopping
-    problem = "stopping" if is_stopping else "" if ready else "no replica is ready"
-    healths = by_model.values()
+    problem = "stopping" if is_stopping else "" if connected else "no replica is ready"
+    names = [model.name for model in models.all]
     body = {
         "status": problem or "ok",
-        "replicas": ready,
-        "models": {name: health.ready for name, health in by_model.items()},
+        **_replicas(healths),
+        "models": {
+            name: health.replicas.ready for name, health in zip(names, healths, strict=True)
+        },
         "index": _index(healths),
         "unconnected": dict(chain.from_iterable(health.unconnected.items() for health in healths)),
         "degraded": dict(chain.from_iterable(health.degraded.items() for health in healths)),
@@ -51,9 +53,19 @@ async def health(request: Request, models: Served) -> Response:
     return JSONResponse(body, 503 if problem else 200)
 
 
-def _index(healths: Iterable[ModelHealth]) -> dict[str, Any]:
+def _replicas(healths: Sequence[ModelHealth]) -> dict[str, Any]:
+    """Return how many replicas are ready and wanted, and the state of each that is missing."""
+    states = [health.replicas for health in healths]
+    wanted = [each.wanted for each in states if each.wanted is not None]
+    return {
+        "replicas": sum(each.ready for each in states),
+        "wanted": sum(wanted) if len(wanted) == len(states) else None,
+        "missing": dict(chain.from_iterable(each.missing.items() for each in states)),
+    }
+
+
+def _index(healths: Sequence[ModelHealth]) -> dict[str, Any]:
     """Return whether Redis can be used, and how old this router's copy of the index is."""
-    healths = [*healths]
     return {
         "reachable": all(health.index_is_reachable for health in healths),
         "writable": all(health.index_is_writable for health in healths),
@@ -75,12 +87,17 @@ async def cluster(models: Served) -> Response:
     of other routers come from their latest reports.
     """
     replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
+    healths = await asyncio.gather(*(model.status.health() for model in models.all))
     return JSONResponse(
         {
             "version": versions()["kvroute"],
             "model": models.only,
             "ray_address": ray.get_runtime_context().gcs_address,
-            "index": _index(model.status.health() for model in models.all),
+            "index": _index(healths),
+            "fleets": [
+                {"model": model.name, **_replicas([health])}
+                for model, health in zip(models.all, healths, strict=True)
+            ],
             "replicas": label_by_model(models.all, replicas),
             "recent": [model.status.recent() for model in models.all],
             "queues": [model.status.queue() for model in models.all],

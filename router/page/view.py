@@ -22,8 +22,8 @@ from redis.exceptions import RedisError
 
 from kvroute.blocks.tiers import PEER, SLOWER
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerSubscriber
+from kvroute.router.connections.replica_states import ReplicaStates
 from kvroute.router.index.feed import Feed
 from kvroute.router.page.live import State
 from kvroute.router.page.places import Places
@@ -56,7 +56,7 @@ class View:
         index: Index,
         fleet: Fleet,
         feed: Feed,
-        liveness: Liveness,
+        states: Callable[[], Awaitable[ReplicaStates]],
         hottest: Callable[[], list[dict[str, Any]]],
         named: Callable[[int], Awaitable[dict[str, Any]]],
         queue: Callable[[], dict[str, Any]],
@@ -69,7 +69,7 @@ class View:
         self._index = index
         self._fleet = fleet
         self._feed = feed
-        self._liveness = liveness
+        self._read_states = states
         self._hottest = hottest
         self._read_named = named
         self._queue = queue
@@ -86,18 +86,19 @@ class View:
         """Return the current state."""
         records = sorted(self._fleet.replicas.records, key=lambda record: record.id)
         await self._count_blocks(records)
+        states = await self._read_states()
         sums = self._recent.window.sums()
         state = {
-            "router": encode(self._router()),
+            "router": encode(self._router() | {"wanted": states.wanted}),
             "queue": encode(self._queue()),
             "seats": encode(next(iter(self._seats()), None)),
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
             "prefixes": self._hot_prefixes(),
             "named": await self._named_prefixes(),
         }
-        states, speeds = self._states(records), self._fleet.pulls.speeds()
+        speeds = self._fleet.pulls.speeds()
         by_id = {record.id: record for record in records}
-        for number, (replica_id, status) in enumerate(sorted(states.items())):
+        for number, (replica_id, status) in enumerate(sorted(states.by_id.items())):
             facts = self._replica(by_id.get(replica_id), sums.get(replica_id), speeds)
             state[f"replica/{replica_id}"] = encode({"id": replica_id, "state": status, **facts})
             if number % STEP == STEP - 1:
@@ -123,15 +124,6 @@ class View:
                 "blocks": feed.blocks,
             },
         }
-
-    def _states(self, records: Sequence[ReplicaRecord]) -> dict[str, str]:
-        """Return the state of every replica that Serve runs or that is in the index."""
-        states = {record.id: "away" for record in records}  # starting, leaving, or lost
-        states |= dict.fromkeys(self._liveness.running(), "silent")  # it sends no messages
-        states |= dict.fromkeys(self._liveness.trusted(), "ready")
-        degraded = self._fleet.replicas.degraded.keys() & self._liveness.trusted()
-        states |= dict.fromkeys(degraded, "degraded")
-        return states
 
     def _replica(
         self,

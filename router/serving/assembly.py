@@ -17,9 +17,11 @@ from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.admission.limits import Limits
 from kvroute.router.admission.seats import Seats
 from kvroute.router.connections import replicas as serve_replicas
+from kvroute.router.connections.deployed import DeployedReplicas, read_deployed
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
+from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.conversations.continuing import Conversations
 from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.router.dispatch.admission import Gate
@@ -188,6 +190,8 @@ class Parts:
             self.adapters, self.questions, self.fleet.replicas, settings
         )
         # Monitoring.
+        deployed = DeployedReplicas(partial(read_deployed, deployments))
+        self.states = StatesReader(self.links, self.liveness, self.fleet, deployed)
         self.recorder = _recorder(self)
         read_audit = audit_reader(self.links, self.unreadable)
         self.audit = Audit(self.index, self.feed, self.fleet, read_audit)

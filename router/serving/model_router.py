@@ -66,7 +66,7 @@ def _live(parts: Parts, status: Status) -> Live:
         index=parts.index,
         fleet=parts.fleet,
         feed=parts.feed,
-        liveness=parts.liveness,
+        states=parts.states.read,
         hottest=parts.prefixes.hottest.top,
         named=parts.prefixes.declarations.most_useful,
         queue=status.queue,

@@ -10,11 +10,12 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from kvroute.adapters.added import name_of
-from kvroute.contract.ranks import replicas_of
+from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.accounting.accounts import as_json
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import cluster_load
+from kvroute.router.connections.replica_states import ReplicaStates
 from kvroute.router.observability.targets import Target, targets
 from kvroute.router.page import seats_now, waiting
 from kvroute.router.page.recent import Sums
@@ -28,7 +29,8 @@ STATUS_S = 1.0  # timeout in seconds for Redis when a client requests the replic
 class ModelHealth:
     """Whether a router can answer requests for the model, and whether its index is current."""
 
-    ready: int  # number of replicas that take requests
+    replicas: ReplicaStates
+    connected: int  # number of replicas that can take requests, even if some do not answer now
     index_is_reachable: bool
     index_is_writable: bool  # false: Redis is full and can only be read
     # Seconds since the router's copy of the index of cached blocks was last equal to the index.
@@ -59,11 +61,12 @@ class Status:
         """
         return self._parts.fleet.replicas.max_model_len
 
-    def health(self) -> ModelHealth:
+    async def health(self) -> ModelHealth:
         """Return the model's health, for load balancers and operators."""
         feed, degraded = self._parts.feed.state, own_degraded(self._parts.fleet.replicas)
         return ModelHealth(
-            len(replicas_of(self.running)),
+            await self._parts.states.read(),
+            connected=len(replicas_of(self.running)),
             index_is_reachable=feed.is_reachable,
             index_is_writable=self._parts.neighbours.can_write,
             index_age_s=feed.age_s,
@@ -72,7 +75,7 @@ class Status:
         )
 
     async def replicas(self) -> list[dict[str, Any]]:
-        """Return every replica in the index.
+        """Return every replica in the index that has not ended.
 
         If Redis does not answer in time, return the replicas that this router last read from it.
         """
@@ -81,7 +84,12 @@ class Status:
                 records, counts = await self._parts.index.replica_status()
         except (RedisError, OSError):
             records, counts = self._parts.fleet.replicas.records, {}
-        return [self._replica(record, counts.get(record.id)) for record in records]
+        states = (await self._parts.states.read()).by_id
+        return [
+            self._replica(record, counts.get(record.id)) | {"state": state}
+            for record in records
+            if (state := states.get(record.id, states.get(replica_of(record.id))))
+        ]
 
     async def metrics_targets(self) -> list[Target]:
         """Return the addresses from which the metrics of the model's processes can be read.

@@ -12,17 +12,19 @@ const ABOUT = {
   "Sessions with a seat": "While the contexts of all sessions exceed the caches, sessions need a seat to send requests.",
   "Requests answered":
     "Requests of this router whose answer has ended: all of it was sent, or the client has left. An answer that another replica continued counts once.",
-  "Replicas ready": "Replicas that get requests.",
+  "Replicas ready": "Replicas that get requests, of those that Ray Serve keeps running.",
   Index: "The routers’ knowledge of the caches’ contents, which they read from Redis.",
 };
 
+const MISSING = ["silent", "starting", "lost"]; // states of replicas that are wanted and not ready
 const list = document.getElementById("figures");
 const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
 
 export function showFigures(router, ledger, replicas, decisions, queue, seats) {
   const minutes = `last ${Math.round(ledger.window_s / 60)} minutes`;
-  const ready = processes(replicas.filter((replica) => replica.state === "ready"));
-  const known = processes(replicas);
+  const ready = processes(replicas.filter(({ state }) => state === "ready" || state === "degraded"));
+  const missing = replicas.filter(({ state }) => MISSING.includes(state));
+  const wanted = router.wanted ?? ready + processes(missing);
   const figures = [
     ["Tokens from cache", percent(hitTokens(ledger), totalTokens(ledger)), minutes],
     ["First token", ...firstToken(decisions)],
@@ -30,7 +32,7 @@ export function showFigures(router, ledger, replicas, decisions, queue, seats) {
     ["Queued", count(queue.all_routers.requests), queueNote(queue), sum(queue.recent.refused) > 0],
     ["Sessions with a seat", ...seatFigure(seats)],
     ["Requests answered", count(ledger.requests), minutes],
-    ["Replicas ready", `${count(ready)} of ${count(known)}`, ready === known ? "all of them" : "see below", ready < known],
+    ["Replicas ready", `${count(ready)} of ${count(wanted)}`, missingNote(missing), ready < wanted],
     ["Index", router.index.reachable ? "Up to date" : "Not reachable", indexNote(router.index), !router.index.reachable],
   ];
   figures.forEach(([name, value, note, isBad], i) => {
@@ -81,6 +83,11 @@ function seatFigure(seats) {
 // Each rank of a replica has an entry: "replica.rank", or "replica" if there is one.
 function processes(replicas) {
   return new Set(replicas.map((replica) => replica.id.split(".")[0])).size;
+}
+
+function missingNote(missing) {
+  if (!missing.length) return "all of them";
+  return missing.slice(0, 3).map(({ id, state }) => `${id} ${state === "silent" ? "does not answer" : `is ${state}`}`).join(", ");
 }
 
 function indexNote(index) {

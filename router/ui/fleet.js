@@ -10,7 +10,10 @@ const STATES = {
   ready: "ready",
   degraded: "degraded: it differs from the routers, so its cache is ignored",
   silent: "does not answer, and gets no new requests",
-  away: "starting, or leaving",
+  starting: "starting",
+  lost: "lost: Ray Serve replaces it",
+  leaving: "leaving: finishes its requests, and gets no new ones",
+  elsewhere: "of another deployment with the same --cluster",
 };
 
 const load = (replica) => (replica.running ?? 0) + (replica.waiting ?? 0);

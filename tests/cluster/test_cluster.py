@@ -256,7 +256,7 @@ def test_the_cluster_tells_of_its_replicas(simulated_cluster: Cluster, client: O
     assert set(replicas[0]) == {
         *("id", "own", "model", "pid", "incarnation", "node", "server", "block_size", "blocks"),
         *("capacity_blocks", "running", "waiting", "loras", "unfit", "degraded"),
-        *("tool_parser", "reasoning_parser"),
+        *("tool_parser", "reasoning_parser", "state"),
     }
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import psutil
@@ -40,6 +41,11 @@ def replicas(cluster: Cluster) -> dict[str, int]:
     return {replica["id"]: replica["pid"] for replica in listed}
 
 
+def health(cluster: Cluster) -> dict[str, Any]:
+    """Return the answer of GET /health."""
+    return dict(httpx.get(cluster.url + "/health", timeout=60).json())
+
+
 async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
     wait_for_fleet(cluster)
     async with async_openai_client(cluster.url, timeout_s=120) as client:
@@ -50,9 +56,19 @@ async def test_a_killed_replica_costs_no_answer(cluster: Cluster) -> None:
         await until(lambda: pieces)
         victim = pieces[0]
         os.kill(pids[victim], signal.SIGKILL)
+        seen = [health(cluster)]
+        while seen[-1]["replicas"] == 4:
+            await asyncio.sleep(0.1)
+            seen.append(health(cluster))
+        assert (seen[-1]["replicas"], seen[-1]["wanted"]) == (3, 4)
+        assert [*seen[-1]["missing"].values()] in (["lost"], ["starting"])
         assert await reciting == undisturbed
         assert attempts_that_failed(cluster) > failed, "the answers had ended before the kill"
     wait_for_fleet(cluster)
+    await until(lambda: health(cluster)["replicas"] == 4)
+    assert health(cluster)["missing"] == {}
+    await until(lambda: "is ready; 4 of 4 replicas are ready" in cluster.output())
+    assert f"replica {victim} (process {pids[victim]}) has ended" in cluster.output()
 
 
 def test_a_killed_router_costs_no_request_that_has_got_no_byte(cluster: Cluster) -> None:

@@ -16,8 +16,10 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import NO_PINS, ReplicaRecord, Warm
 from kvroute.router.admission.waits import NO_WAIT, Wait
+from kvroute.router.connections.deployed import Deployed, DeployedReplicas
 from kvroute.router.connections.liveness import SUSPECT_CHECKS, Liveness
 from kvroute.router.connections.peers import PeerSubscriber
+from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.index.feed import Feed
 from kvroute.router.page import waiting
 from kvroute.router.page.places import Places
@@ -41,6 +43,10 @@ from tests.support.wired import FakeLinks
 
 def ledger(tokens: int, delivered: int = 0) -> Ledger:
     return account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=delivered)
+
+
+def in_serve() -> Deployed:
+    return Deployed(3, {"r000": "RUNNING"}, frozenset())
 
 
 async def no_named(_: int) -> dict[str, Any]:
@@ -77,6 +83,7 @@ class Seen:
         serving: Any = Serving(self.names)
         links: Any = FakeLinks(serving.ids)
         self.serving = serving
+        self.liveness = Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0)
         index = Index(client, "seen")
         catalogue = Catalogue(Prefixes(client, "seen"), self.fleet, block_size=4)
         hot = Hottest(HotPrefixes(block_size=4), self.fleet, catalogue, prompts)
@@ -87,7 +94,7 @@ class Seen:
             places=Places(),
             fleet=self.fleet,
             feed=Feed(index, self.fleet),
-            liveness=Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0),
+            states=StatesReader(links, self.liveness, self.fleet, DeployedReplicas(in_serve)).read,
             hottest=hot.top,
             named=no_named,
             queue=lambda: waiting.as_json(self.queue, 3.0),
@@ -197,17 +204,19 @@ async def test_a_receipt_of_a_large_fleet_has_the_best_of_it(client: Any, prompt
     assert len(await seen.snapshot("replica/")) == 120
 
 
-async def test_a_replica_is_ready_silent_or_away(client: Any, prompts: Prompts) -> None:
+async def test_a_replica_is_ready_silent_or_elsewhere(client: Any, prompts: Prompts) -> None:
     seen = Seen(client, prompts, replicas=3)
     seen.serving.names = ["r000", "r001", "new"]
     seen.serving.hung = {"r001"}
     attempt = seen.send(to="r001")
     async with asyncio.TaskGroup() as tasks:
         for _ in range(SUSPECT_CHECKS):
-            seen.view._liveness.check(tasks)
+            seen.liveness.check(tasks)
     attempt.end()
     states = {each["id"]: each["state"] for each in await seen.snapshot("replica/")}
-    assert states == {"new": "ready", "r000": "ready", "r001": "silent", "r002": "away"}
+    assert states == {"new": "ready", "r000": "ready", "r001": "silent", "r002": "elsewhere"}
+    (router,) = await seen.snapshot("router")
+    assert router["wanted"] == 3
 
 
 async def test_a_decision_tells_how_long_it_was_held_back(client: Any, prompts: Prompts) -> None:

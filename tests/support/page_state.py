@@ -85,7 +85,7 @@ def _history(ids: list[str], samples: int) -> dict[str, Any]:
 def _replica(id_: str, number: int) -> dict[str, Any]:
     return {
         "id": id_,
-        "state": ("ready", "silent", "degraded", "away")[number % 4],
+        "state": ("ready", "silent", "degraded", "starting")[number % 4],
         "node": "192.0.2.2",
         "requests": 100 + number,
         "prompt_tokens": 1_000,

@@ -109,7 +109,7 @@ class FakeLinks:
     """Replaces Links. The test sets the state of the connections."""
 
     def __init__(self, connected: Callable[[], list[str]]) -> None:
-        self.connected = connected
+        self.connected = self.running = connected
         self.waiting = set[str]()  # replicas that run requests
         self.messages = 0  # number of messages from each replica
         self.questions = 0  # number of unanswered questions to each replica

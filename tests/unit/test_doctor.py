@@ -215,16 +215,42 @@ def test_requests_that_do_not_come_through_haproxy_are_a_warning() -> None:
     assert checks.haproxy(SERVE | {"throughput_optimized": False}).grade == "warning"
 
 
-def test_a_deployment_that_serve_cannot_start_is_wrong_with_serves_message() -> None:
-    well = {"status": "HEALTHY", "message": "", "replicas": {"RUNNING": 2}}
-    ill = {"status": "UNHEALTHY", "message": "No GPU.", "replicas": {"RUNNING": 1, "STARTING": 1}}
-    assert [check.grade for check in checks.deployments({"Replica": well})] == ["ok"]
-    (check,) = checks.deployments({"Router": well, "Replica": ill})
-    assert check.grade == "wrong"
-    assert check.finding == "Replica is UNHEALTHY: 1 running, 1 starting. No GPU."
-    (moving,) = checks.deployments({"Replica": ill | {"status": "UPSCALING"}})
-    assert moving.grade == "warning"
+WELL = {"status": "HEALTHY", "message": "", "replicas": {"RUNNING": 2}}
+REPLACED = {  # the message is Ray Serve's
+    "status": "UNHEALTHY",
+    "message": "A replica's health check failed. This deployment will be UNHEALTHY until the "
+    "replica recovers or a new deploy happens.",
+    "replicas": {"RUNNING": 1, "STARTING": 1},
+}
+
+
+def test_a_deployment_that_serve_cannot_start_is_wrong_with_the_error() -> None:
+    ill = REPLACED | {"message": "Traceback ...\nValueError: no GPU"}
+    assert [check.grade for check in checks.deployments({"Replica": WELL})] == ["ok"]
+    (check,) = checks.deployments({"Router": WELL, "Replica": ill})
+    assert (check.grade, check.finding) == (
+        "wrong",
+        "a replica cannot start: ValueError: no GPU",
+    )
     assert [check.grade for check in checks.deployments(None)] == ["wrong"]
+
+
+def test_a_replacement_in_progress_is_a_warning_in_our_own_words() -> None:
+    (check,) = checks.deployments({"Router": WELL, "Replica:m": REPLACED})
+    assert (check.grade, check.finding) == (
+        "warning",
+        "replicas of m: 1 running, 1 starting; Ray Serve replaces one that has ended or hangs",
+    )
+
+
+def test_missing_replicas_are_counted_and_named() -> None:
+    health = {"replicas": 2, "wanted": 2, "missing": {}}
+    assert checks.cluster(health) == Check("cluster", "ok", "2 of 2 replicas are ready")
+    one = health | {"replicas": 1, "missing": {"b": "lost"}}
+    assert checks.cluster(one).grade == "warning"
+    assert checks.cluster(one).finding == "1 of 2 replicas are ready; lost: b"
+    assert checks.cluster(one | {"replicas": 0}).grade == "wrong"
+    assert checks.cluster({"replicas": 1, "wanted": None}).finding == "1 replica is ready"
 
 
 def test_a_replica_without_a_connection_is_named_with_the_reason() -> None:

@@ -1,11 +1,15 @@
 """kvroute serve refuses a start that cannot succeed, and says which options to change."""
 
 import importlib.util
+import io
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from ray.serve._private.common import ReplicaState
+from rich.console import Console
 
 from kvroute.deployments import final_error, short
 from kvroute.keys.key_file import new_file, new_key, write
@@ -19,6 +23,8 @@ from kvroute.local.before_start import (
     gpus_per_replica,
 )
 from kvroute.local.ports import free_port
+from kvroute.local.progress import Progress
+from kvroute.local.ray_cluster import LostProcesses
 from kvroute.machine.problem import StartError
 from kvroute.process.hub import check_on_hub
 from kvroute.settings.owned_engine_args import options_for
@@ -151,7 +157,34 @@ def test_a_folder_is_not_asked_for_on_the_hub(tmp_path: Path) -> None:
     check_on_hub(str(tmp_path))
 
 
-def test_a_message_of_ray_about_a_killed_process_becomes_one_line() -> None:
-    message = "A worker died or was killed.\nWorker ID: ab Worker PID: 417 Worker exit type: X"
-    assert short(message) == "process 417 has ended unexpectedly; Ray replaces it"
+KILLED = "A worker died or was killed.\nWorker ID: ab Worker PID: 417 Worker exit type: X"
+
+
+def in_serve(id_: str, pid: int, state: str = "RUNNING") -> dict[str, Any]:
+    log = f"serve/replica_{id_}.log"
+    return {"replica_id": id_, "pid": pid, "state": ReplicaState(state), "log_file_path": log}
+
+
+def replicas(*listed: dict[str, Any]) -> dict[str, Any]:
+    return {"Replica": {"target_num_replicas": 2, "replicas": listed}}
+
+
+def test_a_replica_that_ends_is_named_and_so_is_the_one_in_its_place_when_it_is_ready() -> None:
+    output = io.StringIO()
+    lost = LostProcesses(Path("/logs"), Progress(Console(file=output, soft_wrap=True)))
+    a, b, c = in_serve("a", 400), in_serve("b", 417), in_serve("c", 500)
+    lost.receive(KILLED)
+    lost.report(replicas(a, b))  # Serve has not noticed yet
+    lost.report(replicas(a, in_serve("c", 500, "STARTING")))
+    ended = output.getvalue()
+    assert "replica b (process 417) has ended unexpectedly; Ray Serve starts another" in ended
+    assert "/logs/serve/replica_b.log" in ended
+    for _ in range(2):
+        lost.report(replicas(a, c))
+    later = output.getvalue().removeprefix(ended)
+    assert later.endswith("replica c is ready; 2 of 2 replicas are ready\n")
+    assert later.count("is ready;") == 1
+
+
+def test_a_message_of_ray_becomes_one_line() -> None:
     assert short("\x1b[36mThe node is full\x1b[39m\nmore") == "Ray: The node is full"
