@@ -167,8 +167,8 @@ PREFIXES = Row(
             "Pin capacity in use",
             "Pinned blocks of named prefixes, as a share of the blocks that pins may take. At "
             "100%, the next declaration gets a 409: raise `--pin-share`, drop a prefix, or declare "
-            "the new one with `pinned: false`. `GET /v1/cluster/hot` shows which prefixes are "
-            "worth a pin.",
+            "the new one with `pinned: false`. `kvroute prefixes list` shows what each prefix "
+            "saves.",
             grafana.FRACTION,
             (
                 Query(

@@ -10,11 +10,9 @@ import ray
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from kvroute.keys.keyring import tenant_of
 from kvroute.process import vllm_build
 from kvroute.router.accounting.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
-from kvroute.router.middleware.access import caller_of
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model
 from kvroute.router.serving.status import ModelHealth
@@ -131,16 +129,6 @@ async def diagnosis(request: Request, models: Served) -> Response:
     batches = request.app.state.batches
     findings["batches"] = await batches.facts() if batches else None
     return JSONResponse({"router": models.router_id} | findings)
-
-
-@routes.get("/v1/cluster/hot")
-async def hot(request: Request, models: Served) -> Response:
-    """Return the prefixes that have recently saved the most tokens in this router's requests."""
-    tenant = tenant_of(caller_of(request))
-    hottest = [model.prefixes.hottest.top(tenant) for model in models.all]
-    prefixes = label_by_model(models.all, hottest)
-    prefixes.sort(key=lambda prefix: -prefix["tokens_saved_per_s"])
-    return JSONResponse({"object": "list", "data": prefixes})
 
 
 @routes.get("/v1/cluster/tenants")

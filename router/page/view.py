@@ -5,7 +5,6 @@ queue           requests that wait in this router and in all routers, recent wai
 seats           how many sessions hold a seat or wait for one; null if seats are off
 ledger          prompt tokens by cause, for the requests in recent.Window, and the places where
                 chats' prompts changed
-prefixes        the hottest prefixes, as in GET /v1/cluster/hot
 named           the named prefixes that saved most tokens, and how many others there are
 replica/ID      a replica's record, and the sums of its requests
 decision/N      where a request went, its result, and a receipt that explains the placement; without
@@ -35,7 +34,6 @@ from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
 
 COUNTED = 100  # replicas counted in one snapshot; all others keep their last numbers of blocks
-HOT_S = 5.0  # time between two updates of the hot prefixes, which have to be decoded
 NAMED_S = 5.0  # time between two updates of the named prefixes, whose counts are in Redis
 NAMED = 20  # named prefixes that the page shows
 RECEIPT_REPLICAS = 8  # best-ranked replicas that a receipt shows
@@ -57,7 +55,6 @@ class View:
         fleet: Fleet,
         feed: Feed,
         states: Callable[[], Awaitable[ReplicaStates]],
-        hottest: Callable[[], list[dict[str, Any]]],
         named: Callable[[int], Awaitable[dict[str, Any]]],
         queue: Callable[[], dict[str, Any]],
         seats: Callable[[], list[dict[str, Any]]],
@@ -70,15 +67,12 @@ class View:
         self._fleet = fleet
         self._feed = feed
         self._read_states = states
-        self._hottest = hottest
         self._read_named = named
         self._queue = queue
         self._seats = seats
         self._peers = peers
         self._blocks: dict[str, int] = {}  # last counted number of blocks by replica id
         self._counted = 0  # index of the replica at which the next count starts
-        self._prefixes = b"[]"
-        self._prefixes_at_s = -HOT_S
         self._named = b""
         self._named_at_s = -NAMED_S
 
@@ -93,7 +87,6 @@ class View:
             "queue": encode(self._queue()),
             "seats": encode(next(iter(self._seats()), None)),
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
-            "prefixes": self._hot_prefixes(),
             "named": await self._named_prefixes(),
         }
         speeds = self._fleet.pulls.speeds()
@@ -202,12 +195,6 @@ class View:
         if attempt.outcome and (attempt.outcome != "failed" or _has_ended(continued)):
             decision.summary = summary
         return summary
-
-    def _hot_prefixes(self) -> bytes:
-        if time.monotonic() - self._prefixes_at_s >= HOT_S:
-            self._prefixes = encode(self._hottest())
-            self._prefixes_at_s = time.monotonic()
-        return self._prefixes
 
     async def _named_prefixes(self) -> bytes:
         if time.monotonic() - self._named_at_s >= NAMED_S:

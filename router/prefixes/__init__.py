@@ -1,1 +1,1 @@
-"""Named prefixes, which clients declare, and hot prefixes, which routers find in their requests."""
+"""Named prefixes: prompt beginnings that clients declare, and that replicas keep warm."""

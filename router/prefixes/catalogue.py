@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-import numpy as np
 from redis.exceptions import RedisError
 
 from kvroute.blocks.chain import Scope
@@ -154,16 +153,6 @@ class Catalogue:
     def all(self) -> list[Prefix]:
         """Return every version of every prefix that has not expired."""
         return [prefix for id_ in self._versions for prefix in self._unexpired(id_)]
-
-    def declared_as(self, token_ids: TokenIds, namespace: str = "") -> Prefix | None:
-        """Return the namespace's prefix whose full blocks have exactly these tokens."""
-        for prefix in self.all():
-            if prefix.namespace != namespace:
-                continue
-            full = prefix.full_tokens(self.block_size)
-            if full == len(token_ids) and np.array_equal(prefix.token_ids[:full], token_ids):
-                return prefix
-        return None
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
         """Return how many leading tokens are full blocks of a prefix that all namespaces share."""

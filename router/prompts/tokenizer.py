@@ -19,7 +19,6 @@ from kvroute.router.api.declaration import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.chat_template import ChatTemplate, OnlyReplicaError
 from kvroute.router.prompts.escape import Escape
-from kvroute.router.prompts.plain_text import plain_text
 from kvroute.router.prompts.segments import Cutter, SegmentCache
 from kvroute.router.prompts.special_tokens import SpecialTokens
 
@@ -83,8 +82,6 @@ class Prompts:
             with_unused_tools=not engine_args.get("exclude_tools_when_tool_choice_none"),
         )
         self._backend = backend
-        added = backend.get_added_tokens_decoder()
-        self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         special = SpecialTokens(tokenizer, self._template.source) if escapes else None
         self._escape = Escape(special) if special else None
         self._opening = _opening(backend)
@@ -148,17 +145,6 @@ class Prompts:
     def decode(self, token_ids: TokenIds) -> str:
         """Return the text of the ids, including special tokens."""
         return str(self._backend.decode(token_ids.tolist(), skip_special_tokens=False))
-
-    def plain_text(self, token_ids: TokenIds, before: int | None = None) -> str:
-        """Return the text of a part of a prompt, without special tokens and names of roles.
-
-        Args:
-            token_ids: the part of the prompt.
-            before: the token before it; None: the part is at the prompt's beginning.
-        """
-        decode = partial(self._backend.decode, skip_special_tokens=False)
-        special = self._special_ids
-        return plain_text(token_ids.tolist(), decode=decode, special=special, before=before)
 
     def token_strings(self, token_ids: TokenIds) -> list[str]:
         """Return the vocabulary's string for each token."""

@@ -67,7 +67,6 @@ def _live(parts: Parts, status: Status) -> Live:
         fleet=parts.fleet,
         feed=parts.feed,
         states=parts.states.read,
-        hottest=parts.prefixes.hottest.top,
         named=parts.prefixes.declarations.most_useful,
         queue=status.queue,
         seats=status.seats,

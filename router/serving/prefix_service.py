@@ -4,7 +4,6 @@ Clients declare named prefixes. Hot prefixes are those that save the most tokens
 requests; the router finds them by itself.
 """
 
-import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -12,8 +11,6 @@ from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.prefixes.declarations import Declarations
-from kvroute.router.prefixes.hot import HotPrefixes, Owner
-from kvroute.router.prefixes.hottest import Hottest
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.settings.router import RouterSettings
@@ -23,7 +20,7 @@ from kvroute.store.prefixes import Prefixes
 
 
 class PrefixService:
-    """Owns the catalogue of named prefixes and the counts of hot prefixes."""
+    """Owns the catalogue of named prefixes of one model."""
 
     def __init__(
         self,
@@ -41,8 +38,6 @@ class PrefixService:
         self.declarations = Declarations(
             self.catalogue, self.composer, index.records, block_size=block_size
         )
-        self._hot = HotPrefixes(block_size=block_size)
-        self.hottest = Hottest(self._hot, fleet, self.catalogue, tokenizer)
 
     def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return the background tasks by name."""
@@ -57,23 +52,12 @@ class PrefixService:
             return 0
         return prefix.full_tokens(self._block_size)
 
-    def count(self, generation: Generation, prefix: Prefix | None, owner: Owner | None) -> None:
-        """Count the cached tokens of a prompt for its prefixes.
+    def count(self, generation: Generation, prefix: Prefix | None) -> None:
+        """Count the cached tokens of a prompt for its named prefix.
 
         Args:
             generation: the prompt's generation, which has received its first chunk.
             prefix: the prompt's named prefix.
-            owner: who shares the prompt's hot prefixes; None: the prompt does not count for them.
         """
         if prefix is not None:
             self.catalogue.count(prefix, generation.cached_tokens)
-        if owner is not None:
-            self._hot.record(
-                generation.token_ids,
-                generation.placement.chain,
-                generation.cached_tokens,
-                time.monotonic(),
-                generation.features,
-                owner,
-                generation.placement.shared_tokens,
-            )

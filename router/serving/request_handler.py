@@ -20,7 +20,6 @@ from fastapi import Response
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope
-from kvroute.keys.keyring import salted
 from kvroute.router.api.calls import AUDIO_ROUTES, STATELESS_ROUTES, Call
 from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.scoring import Scoring, completion
@@ -31,7 +30,6 @@ from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.observability import request_spans
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.receipts import receipt
-from kvroute.router.prefixes.hot import Owner
 from kvroute.router.prompts.conversation import conversation
 from kvroute.router.prompts.image_affinity import ImageAffinity
 from kvroute.router.prompts.scored import scored_prompts
@@ -215,25 +213,13 @@ class RequestHandler:
         rendered: RenderedCall,
     ) -> None:
         """Update prefixes, tenant limits and images when each prompt has its first token."""
-        owner = _owner(expanded.call, context)
         async for generation in one_by_one(generations):
             if generation.is_refused:
                 continue
-            self._parts.prefixes.count(generation, expanded.prefix, owner)
+            self._parts.prefixes.count(generation, expanded.prefix)
             self._parts.hand_over.remember(generation)
             if context.entry is not None:
                 new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
                 context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
         if rendered.image is not None:
             self._image_affinity.record(rendered.image, generations[0].replica_id)
-
-
-def _owner(call: Call, context: RequestContext) -> Owner | None:
-    """Return who shares the hot prefixes of a call's prompts.
-
-    The result is None if the call has a cache_salt or a LoRA adapter. Its prompts then do not count
-    for hot prefixes.
-    """
-    salt = salted(call.caller, "")
-    is_isolated = context.lora or context.namespace != salt
-    return None if is_isolated else Owner(context.tenant, salt)

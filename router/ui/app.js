@@ -9,7 +9,6 @@ import { showFigures } from "./figures.js";
 import { showFleet } from "./fleet.js";
 import { showLedger } from "./ledger.js";
 import { showNamed } from "./named.js";
-import { showPrefixes } from "./prefixes.js";
 import { explainAll } from "./tips.js";
 
 const STALE_MS = 5000; // events come each second
@@ -106,7 +105,6 @@ function show() {
   showFleet(replicas);
   showLedger(ledger);
   showNamed(things.get("named"));
-  showPrefixes(things.get("prefixes"));
   showBatches(things.get("batches"));
   showDecisions(decisions, router.policy);
   live.setAttribute("aria-busy", "false");
@@ -115,7 +113,7 @@ function show() {
 function showRouter(router) {
   const which =
     router.routers > 1
-      ? `Router ${router.id}, one of ${router.routers}: caches and loads are those of the whole fleet; hits, hot prefixes and recent requests are those of this router.`
+      ? `Router ${router.id}, one of ${router.routers}: caches and loads are those of the whole fleet; hits and recent requests are those of this router.`
       : `Router ${router.id}, the only one.`;
   setText(byId("router"), `${which} Blocks of ${router.block_size} tokens; policy ${router.policy}.`);
 }

@@ -20,7 +20,6 @@ from tests.support.workloads import ask, people_table, user
 
 AT_ONCE = 8
 UI = ROOT / "router" / "ui"
-MARKUP = "<img src=x onerror=document.title='hacked'>"
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +81,6 @@ def test_a_request_appears_as_a_decision_with_its_receipt(shown: Page, client: O
     assert "Resume" in shown.evaluate("document.querySelector('#pause').textContent")
     shown.evaluate("document.querySelector('#pause').click()")
     shown.wait_for("document.querySelector('#pause').textContent === 'Pause'")
-
-
-def test_the_words_of_a_prompt_are_words_on_the_page(shown: Page, client: OpenAI) -> None:
-    text = f"{MARKUP} " + "and what else is there to say about it " * 10
-    words = "document.querySelector('#prefixes').textContent"
-    ask_until(shown, client, f"{words}.includes('<img src=x')", text)
-    assert shown.evaluate("document.querySelectorAll('img').length") == 0
-    assert shown.evaluate("document.title") != "hacked"
 
 
 def test_a_chat_that_changes_in_front_is_told_with_its_place(shown: Page, client: OpenAI) -> None:

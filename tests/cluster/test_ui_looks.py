@@ -132,9 +132,9 @@ def test_the_keyboard_alone_reaches_everything_and_explains_it(
         assert focused["isSeen"], focused
         assert shown.evaluate("tipsFit()"), focused
         reached[focused["name"]] = shown.evaluate("openTips()")
-    assert {"select charted", "button pause", "button zeros", "button more-prefixes"} <= {*reached}
+    assert {"select charted", "button pause", "button zeros"} <= {*reached}
     assert reached["button Queued"][0].startswith("Requests that all routers hold back")
-    assert reached["button About hot prefixes"][0].startswith("Prompt beginnings")
+    assert reached["button About named prefixes"][0].startswith("Prompt beginnings")
     assert reached["button spilled"][0].endswith("When there are many: add replicas.")
     assert sum(name.startswith("summary") for name in reached) >= 1
     assert not reached["select charted"], "a tip closes when the focus goes on"

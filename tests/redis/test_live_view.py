@@ -28,15 +28,10 @@ from kvroute.router.page.view import RECEIPT_REPLICAS, View
 from kvroute.router.placement.attempts import Attempt, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES, Ledger, account
-from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.prefixes.hot import HotPrefixes
-from kvroute.router.prefixes.hottest import Hottest
-from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefixes
 from tests.support.records import DESCRIPTION, FACTS, LOAD
 from tests.support.wired import FakeLinks
 
@@ -73,7 +68,7 @@ class Serving:
 class Seen:
     """A fleet of some replicas whose router's page is looked at."""
 
-    def __init__(self, client: Any, prompts: Prompts, replicas: int = 2) -> None:
+    def __init__(self, client: Any, replicas: int = 2) -> None:
         self.names = [f"r{number:03}" for number in range(replicas)]
         self.recent = Recent()
         self.queue = Queue[None](lambda: 1.0)
@@ -85,8 +80,6 @@ class Seen:
         self.serving = serving
         self.liveness = Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0)
         index = Index(client, "seen")
-        catalogue = Catalogue(Prefixes(client, "seen"), self.fleet, block_size=4)
-        hot = Hottest(HotPrefixes(block_size=4), self.fleet, catalogue, prompts)
         self.view = View(
             self.recent,
             RouterSettings(model="m", served_model_name="m", redis_url="", block_size=4),
@@ -95,7 +88,6 @@ class Seen:
             fleet=self.fleet,
             feed=Feed(index, self.fleet),
             states=StatesReader(links, self.liveness, self.fleet, DeployedReplicas(in_serve)).read,
-            hottest=hot.top,
             named=no_named,
             queue=lambda: waiting.as_json(self.queue, 3.0),
             seats=list,
@@ -132,9 +124,9 @@ async def client(redis_url: str) -> AsyncIterator[Any]:
 
 
 async def test_a_decision_says_where_its_answer_continued_after_its_replica_was_lost(
-    client: Any, prompts: Prompts
+    client: Any,
 ) -> None:
-    seen = Seen(client, prompts)
+    seen = Seen(client)
 
     async def fate() -> tuple[str, str | None, str | None]:
         first, *_ = await seen.snapshot("decision/")
@@ -153,10 +145,8 @@ async def test_a_decision_says_where_its_answer_continued_after_its_replica_was_
     assert told["requests"] == 1
 
 
-async def test_a_decision_tells_of_its_request_until_it_is_over(
-    client: Any, prompts: Prompts
-) -> None:
-    seen = Seen(client, prompts)
+async def test_a_decision_tells_of_its_request_until_it_is_over(client: Any) -> None:
+    seen = Seen(client)
     attempt = seen.send()
     (told,) = await seen.snapshot("decision/")
     assert (told["replica"], told["outcome"], told["ttft_s"]) == ("r000", None, None)
@@ -174,10 +164,8 @@ def ledger_of(**tokens: int) -> Ledger:
     return Ledger(**(dict.fromkeys(CAUSES, 0) | tokens))
 
 
-async def test_a_request_that_found_its_replica_full_is_one_decision(
-    client: Any, prompts: Prompts
-) -> None:
-    seen = Seen(client, prompts)
+async def test_a_request_that_found_its_replica_full_is_one_decision(client: Any) -> None:
+    seen = Seen(client)
     seen.send().end("moved")
     answer(seen.send(to="r001"))
     (told,) = await seen.snapshot("decision/")
@@ -185,8 +173,8 @@ async def test_a_request_that_found_its_replica_full_is_one_decision(
     assert seen.recent.in_flight == 0
 
 
-async def test_only_the_last_decisions_are_remembered(client: Any, prompts: Prompts) -> None:
-    seen = Seen(client, prompts)
+async def test_only_the_last_decisions_are_remembered(client: Any) -> None:
+    seen = Seen(client)
     for _ in range(DECISIONS + 10):
         answer(seen.send())
     told = await seen.snapshot("decision/")
@@ -196,16 +184,16 @@ async def test_only_the_last_decisions_are_remembered(client: Any, prompts: Prom
     assert sums["tokens"] == msgspec.structs.asdict(ledger_of(new=8 * 60, tail=2 * 60))
 
 
-async def test_a_receipt_of_a_large_fleet_has_the_best_of_it(client: Any, prompts: Prompts) -> None:
-    seen = Seen(client, prompts, replicas=120)
+async def test_a_receipt_of_a_large_fleet_has_the_best_of_it(client: Any) -> None:
+    seen = Seen(client, replicas=120)
     seen.send()
     (told,) = await seen.snapshot("decision/")
     assert (len(told["receipt"]["replicas"]), told["of_replicas"]) == (RECEIPT_REPLICAS, 120)
     assert len(await seen.snapshot("replica/")) == 120
 
 
-async def test_a_replica_is_ready_silent_or_elsewhere(client: Any, prompts: Prompts) -> None:
-    seen = Seen(client, prompts, replicas=3)
+async def test_a_replica_is_ready_silent_or_elsewhere(client: Any) -> None:
+    seen = Seen(client, replicas=3)
     seen.serving.names = ["r000", "r001", "new"]
     seen.serving.hung = {"r001"}
     attempt = seen.send(to="r001")
@@ -219,22 +207,22 @@ async def test_a_replica_is_ready_silent_or_elsewhere(client: Any, prompts: Prom
     assert router["wanted"] == 3
 
 
-async def test_a_decision_tells_how_long_it_was_held_back(client: Any, prompts: Prompts) -> None:
-    seen = Seen(client, prompts)
+async def test_a_decision_tells_how_long_it_was_held_back(client: Any) -> None:
+    seen = Seen(client)
     answer(seen.send(wait=Wait("default", "busy", 2.5)))
     (told,) = await seen.snapshot("decision/")
     assert (told["queued_s"], told["ttft_s"]) == (2.5, 0.5)
 
 
-async def test_what_waits_is_told(client: Any, prompts: Prompts) -> None:
-    seen = Seen(client, prompts)
+async def test_what_waits_is_told(client: Any) -> None:
+    seen = Seen(client)
     seen.queue.add(QueuedRequest(None, arrived_s=1.0, prefill_s=0.5))
     (told,) = await seen.snapshot("queue")
     assert (told["requests"], told["prefill_s"], told["oldest_s"]) == (1, 0.5, 2.0)
 
 
-async def test_a_tile_has_what_the_index_knows(client: Any, prompts: Prompts) -> None:
-    seen, index = Seen(client, prompts), Index(client, "seen")
+async def test_a_tile_has_what_the_index_knows(client: Any) -> None:
+    seen, index = Seen(client), Index(client, "seen")
     standing = await index.register("r000", "1", description=DESCRIPTION, load=LOAD, lease_s=30)
     await index.change(standing, added=[Fingerprint(n) for n in range(7)], lease_s=30)
     seen.update({"a": Warm(5, True), "b": Warm(9, False)})

@@ -27,7 +27,6 @@ def page_state(replicas: int, *, samples: int = SAMPLES) -> dict[str, Any]:
                 "evicted": dict.fromkeys(EVICTION_REASONS, 0),
                 "broken": [],
             },
-            "prefixes": [_hot(number, ids) for number in range(8)],
             "named": {"prefixes": [_named(ids)], "others": 3, "of_tenants": 1},
             "history": _history(ids, samples),
         }
@@ -99,20 +98,6 @@ def _replica(id_: str, number: int) -> dict[str, Any]:
         "pinned_blocks": 20,
         "running": 3,
         "waiting": 1,
-    }
-
-
-def _hot(number: int, ids: list[str]) -> dict[str, Any]:
-    return {
-        "tokens": 224 + 32 * number,
-        "tokens_saved_per_s": 300.0 / (1 + number),
-        "requests_per_s": 0.8,
-        "replicas": ids[: 1 + number],
-        "tenant": None,
-        "prefix_id": "booking" if number == 1 else None,
-        "text": "You work for Northwind Travel. " * 4,
-        "differs_at": 21,
-        "differing_text": f"Help customer {number} to book trains and hotels. " * 4,
     }
 
 

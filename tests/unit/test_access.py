@@ -85,7 +85,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes that there are
         "GET /v1/cluster",
         "GET /v1/cluster/diagnosis",
         "GET /v1/cluster/history",
-        "GET /v1/cluster/hot",
         "GET /v1/cluster/live",
         "GET /v1/cluster/tenants",
         "GET /v1/metrics/targets",

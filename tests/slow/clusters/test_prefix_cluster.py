@@ -66,11 +66,6 @@ def listed(cluster: Cluster) -> dict[str, int]:
     return {replica["id"]: replica["pid"] for replica in replicas}
 
 
-def hottest(cluster: Cluster) -> list[dict[str, Any]]:
-    listed = httpx.get(f"{cluster.url}/v1/cluster/hot", timeout=10).json()["data"]
-    return list(listed)
-
-
 def full_tokens(prefix: Any) -> int:
     return int(prefix["tokens"] - prefix["partial_tokens"])
 
@@ -189,21 +184,6 @@ async def test_declarations_outlive_redis(cluster: Cluster, client: AsyncOpenAI)
     assert shown(cluster, "1")["version"] == before["version"]
     usage = await complete(client, "And after that?", task_id=1)
     assert usage.prompt_tokens_details.cached_tokens == full_tokens(before)
-
-
-async def test_what_many_prompts_begin_with_is_listed_as_hot(
-    cluster: Cluster, client: AsyncOpenAI
-) -> None:
-    rules = "Rule: never promise anything to anybody. " * 100
-    for number in range(12):
-        await complete(client, f"{rules}{number} {'other words ' * number}")
-    for _ in range(8):  # whichever router answers
-        for hot in hottest(cluster):
-            if hot["text"].startswith("Rule: never promise"):
-                assert hot["replicas"]
-                assert (hot["prefix_id"], hot["tokens"] > 700) == (None, True)
-                return
-    pytest.fail("no router lists it")
 
 
 def test_the_command_declares_waits_lists_and_drops(cluster: Cluster, tmp_path: Path) -> None:

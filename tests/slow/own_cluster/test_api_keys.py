@@ -46,7 +46,6 @@ ROUTES = (
     ("GET", "/v1/adapters"),
     ("GET", "/v1/models"),
     ("GET", "/v1/cluster"),
-    ("GET", "/v1/cluster/hot"),
     ("GET", "/v1/cluster/history"),
     ("GET", "/v1/cluster/live"),
     ("GET", "/v1/cluster/tenants"),
@@ -203,29 +202,6 @@ def hits(client: httpx.Client, body: dict[str, Any]) -> int:
     """Cached tokens, as the router knows."""
     (receipt,) = client.post("/v1/route", json=body).json()["receipts"]
     return int(max(each["hit_tokens"] for each in receipt["replicas"]))
-
-
-def test_what_tenants_ask_often_is_shown_as_counts(
-    keyed: Keyed, tenants: tuple[str, str], operator: str
-) -> None:
-    secret = "Frobnicate the quux before the merger is announced. "
-    own_observer = keyed.add("a", "observe")
-    wait_until(lambda: keyed.status(own_observer) == 200)
-    with keyed.client(tenants[0]) as a, keyed.client(operator) as watching:
-        for number in range(8):
-            cached(a, chat(secret * 40 + str(number)))
-        found = watching.get("/v1/cluster/hot")
-        assert found.status_code == 200
-        assert "quux" not in found.text
-        (hot,) = (each for each in found.json()["data"] if each["tokens"] > 300)
-        assert (hot["tenant"], hot["text"], hot["prefix_id"]) == ("a", None, None)
-        assert hot["replicas"]
-        with watching.stream("GET", "/v1/cluster/live") as live:
-            state = next(line for line in live.iter_lines() if "hot_prefix" in line)
-        assert "quux" not in state
-        assert "Frobnicate" not in state
-    with keyed.client(own_observer) as own:
-        assert "quux" in own.get("/v1/cluster/hot").text
 
 
 def test_a_shared_prefix_is_cached_for_all_tenants_and_what_follows_it_for_none(

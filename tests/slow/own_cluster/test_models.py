@@ -162,15 +162,6 @@ def test_the_audit_finds_all_replicas_and_no_drift(cluster: Cluster, client: Ope
     assert {each["model"] for each in audited if each["blocks"]["redis"]} == {LARGE, SMALL}
 
 
-def test_hot_prefixes_say_whose_they_are(cluster: Cluster, client: OpenAI) -> None:
-    for _ in range(3):
-        ask(client, user(people_table()), model=SMALL)
-    hot = get(cluster, "/v1/cluster/hot")["data"]
-    assert SMALL in {each["model"] for each in hot}
-    saved = [each["tokens_saved_per_s"] for each in hot]
-    assert saved == sorted(saved, reverse=True)
-
-
 async def test_the_request_log_is_replayed_model_by_model(
     cluster: Cluster, client: OpenAI, log: Path
 ) -> None:
