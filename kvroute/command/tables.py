@@ -1,7 +1,7 @@
 """Prints tables, named values and sentences: bold headings, no lines, numbers at the right.
 
-Nothing is cut, and no word is broken. If a table is too wide for the terminal, it is printed row by
-row, with a line for each cell.
+Nothing is cut, and no word is broken. A table that is too wide for the terminal is wrapped, divided
+or, as a last resort, printed row by row.
 """
 
 import textwrap
@@ -34,6 +34,11 @@ class Column(NamedTuple):
             parts += cell.split() if self.is_prose else [cell]
         return max(map(cell_len, parts), default=0)
 
+    def wrapped(self) -> "Column":
+        """Return the column with headings and texts that may be wrapped between words."""
+        heading = "\n".join(self.heading.split())
+        return self._replace(heading=heading, is_prose=not self.is_number)
+
 
 def plain_console(*, err: bool = False) -> Console:
     """Return a console that prints text unchanged, even with brackets or colons."""
@@ -64,27 +69,67 @@ def print_entries(
 
 
 def print_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> None:
-    """Print a table, or print it row by row if it is too wide for the terminal."""
+    """Print a table, wrapped or divided if it is too wide for the terminal.
+
+    First texts and headings are wrapped between words. If that is not enough, several tables
+    follow each other, all with the first column. If even two columns are too wide, the table is
+    printed row by row.
+    """
     console = plain_console()
     cells = [[str(row[i]) for row in rows] for i in range(len(columns))]  # column by column
-    widths = [column.width(texts) for column, texts in zip(columns, cells, strict=True)]
-    if sum(widths) + GAP * (len(columns) - 1) > console.width:
+    if _width(columns, cells) > console.width:
+        columns = [column.wrapped() for column in columns]
+    parts = _parts(columns, cells, console.width)
+    if parts is None:
         headings = [" ".join(column.heading.split()) for column in columns]
         for i, row in enumerate(rows):
             print_lines([*zip(headings, row, strict=True)], with_gap=i > 0)
         return
-    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
-    for column, width in zip(columns, widths, strict=True):
-        table.add_column(
-            column.heading,
-            justify="right" if column.is_number else "left",
-            min_width=width,
-            no_wrap=not column.is_prose,
-            vertical="bottom" if column.is_number else "top",
-        )
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    for i, part in enumerate(parts):
+        if i > 0:
+            console.print()
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        for number in part:
+            _add_column(table, columns[number], cells[number])
+        for row in rows:
+            table.add_row(*(row[number] for number in part))
+        console.print(table)
+
+
+def _add_column(table: Table, column: Column, cells: Sequence[str]) -> None:
+    table.add_column(
+        column.heading,
+        justify="right" if column.is_number else "left",
+        min_width=column.width(cells),
+        no_wrap=not column.is_prose,
+    )
+
+
+def _width(columns: Sequence[Column], cells: Sequence[Sequence[str]]) -> int:
+    """Return the smallest width in which all columns fit beside each other."""
+    widths = [column.width(texts) for column, texts in zip(columns, cells, strict=True)]
+    return sum(widths) + GAP * (len(columns) - 1)
+
+
+def _parts(
+    columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int
+) -> list[list[int]] | None:
+    """Divide the columns into tables that fit, each with the first column.
+
+    Returns:
+        The numbers of the columns of each table; None: there is no such division.
+    """
+
+    def fits(part: Sequence[int]) -> bool:
+        return _width([columns[i] for i in part], [cells[i] for i in part]) <= width
+
+    parts = [[0]]
+    for number in range(1, len(columns)):
+        if fits([*parts[-1], number]):
+            parts[-1].append(number)
+        else:
+            parts.append([0, number])
+    return parts if all(map(fits, parts)) else None
 
 
 def print_lines(lines: Sequence[tuple[str, Cell]], *, with_gap: bool = False) -> None:

@@ -198,6 +198,22 @@ def test_numbers_are_at_the_right_below_their_heading(capsys: pytest.CaptureFixt
     ]
 
 
+def test_a_table_that_is_too_wide_is_wrapped_or_divided_and_stays_a_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "26")
+    columns = [Column("name"), Column("pinned"), number("saved\ntokens")]
+    print_table(columns, [["law", "in host memory", "123"]])
+    print_table(columns, [["law", "/a/folder/somewhere", "123"]])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        *("                     saved", "name  pinned        tokens"),
+        *("law   in host          123", "      memory"),
+        *("name  pinned", "law   /a/folder/somewhere", ""),
+        *("       saved", "name  tokens", "law      123"),
+    ]
+
+
 def test_a_table_without_rows_has_its_headings(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([Column("prefix"), Column("version")], [])
     assert capsys.readouterr().out.split() == ["prefix", "version"]
