@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from kvroute.doctor.checks import Check, Facts
 from kvroute.files.store import UNLIMITED
+from kvroute.wording import size
 
 STILL_S = 300.0  # seconds without a result after which a batch is reported
 # The files are reported if they use more than about this share of the quota, or of the disk space
@@ -51,11 +52,11 @@ def _running(running: list[Facts]) -> Iterator[Check]:
 
 def _space(facts: Facts) -> Check:
     used, quota, free = facts["used_bytes"], facts["quota_bytes"], facts["free_bytes"]
-    text = f"files take {_gb(used)}"
+    text = f"files take {size(used)}"
     if quota < UNLIMITED:
-        text += f" of {_gb(quota)}"
+        text += f" of {size(quota)}"
     if free < UNLIMITED:
-        text += f"; {_gb(free)} are free on the disk"
+        text += f"; {size(free)} are free on the disk"
     if used > FULL_SHARE * quota:
         return Check("files", "warning", text, "delete files, or raise --files-quota-mb")
     if free < (1 - FULL_SHARE) * used:
@@ -67,7 +68,3 @@ def _named(found: list[Facts]) -> str:
     names = ", ".join(batch["id"] for batch in found[:MAX_NAMED])
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return f"{names}{more}"
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"

@@ -8,6 +8,7 @@ from prometheus_client.samples import Sample
 
 from kvroute.doctor.checks import Check, Facts
 from kvroute.doctor.load_checks import FEW_REQUESTS
+from kvroute.wording import size
 
 # Both numbers are shares of all prompt tokens.
 MIN_GAIN = 0.03  # a larger cache is recommended if it would add at least this share of hits
@@ -92,7 +93,7 @@ def judge_disk(hits: Facts, replicas: Sequence[CacheReading]) -> Iterator[Check]
     if not written or hits["requests"] < FEW_REQUESTS:
         return
     evicted = hits["tokens"]["evicted"] / sum(hits["tokens"].values())
-    finding = f"{written / 1e9:.1f} GB were written to the disk cache and {read / 1e9:.1f} GB read"
+    finding = f"{size(written)} were written to the disk cache, and {size(read)} read"
     if read or evicted < MUCH_EVICTED:
         yield Check("disk", "ok", finding)
         return

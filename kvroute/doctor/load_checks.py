@@ -33,6 +33,17 @@ class Limit(NamedTuple):
 # The ledger (router/placement/ledger.py) counts each prompt token under one cause, which says why
 # the token was cached or not.
 CACHED = ("hit", "pulled", "disk", "unexpected_hit")  # causes of tokens from a cache
+COMPUTED = {  # cause of misses in the ledger -> which tokens had to be computed
+    "stale": "were expected in a cache that did not have them",
+    "spilled": "were cached on a busier replica",
+    "unpinned": "belong to named prefixes that were cached nowhere",
+    "partial": "were cached for some layers only",
+    "evicted": "were evicted",
+    "broken": "came after a change in a chat",
+    "new": "were never cached",
+    "isolated": "were new under their cache_salt",
+    "tail": "are in no full block",
+}
 LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "stale": Limit(
         0.1,
@@ -98,7 +109,7 @@ def hits(ledger: Facts) -> Iterator[Check]:
         finding = f"{cause}: {share:.0%} of the prompts' tokens; {limit.meaning}"
         yield Check("hits", "warning", finding, limit.remedy)
     if not causes and not broken:
-        yield Check("hits", "ok", _shares(tokens, total) + f", of {total:,} in {_minutes(ledger)}")
+        yield Check("hits", "ok", f"in {_minutes(ledger)}, {_shares(tokens, total)}")
 
 
 def _broken(tokens: int, places: Sequence[Facts], total: int) -> Iterator[Check]:
@@ -258,12 +269,13 @@ def _waited(queue: Facts) -> str:
 
 
 def _shares(tokens: Mapping[str, int], total: int) -> str:
-    """Return the share of cached tokens, then the share of each cause of misses, largest first."""
+    """Return the share of cached tokens, and why the others were computed, largest share first."""
     cached = sum(tokens[cause] for cause in CACHED) / total
-    missed = [cause for cause, n in tokens.items() if n and cause not in CACHED]
-    missed.sort(key=lambda cause: -tokens[cause])
-    shares = [f"{cause} {tokens[cause] / total:.0%}" for cause in missed]
-    return ", ".join([f"{cached:.0%} of prompt tokens from a cache", *shares])
+    missed = sorted(
+        (cause for cause in COMPUTED if tokens[cause]), key=lambda cause: -tokens[cause]
+    )
+    shares = [f"{tokens[cause] / total:.0%} {COMPUTED[cause]}" for cause in missed]
+    return "; ".join([f"{cached:.0%} of {total:,} prompt tokens came from a cache", *shares])
 
 
 def _minutes(recent: Facts) -> str:

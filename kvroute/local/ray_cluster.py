@@ -106,7 +106,10 @@ class LostProcesses:
         for name, deployment in details.items():
             for replica in (*deployment["replicas"], *deployment.get("recent_dead_replicas", ())):
                 if replica.get("pid") == pid:
-                    id_, log = replica["replica_id"], f"{self._logs}/{replica['log_file_path']}"
+                    id_, log = (
+                        replica["replica_id"],
+                        f"{self._logs}{replica.get('log_file_path') or '/serve'}",
+                    )
                     self._progress.step(
                         f"{kind_of(name)} {id_} (process {pid}) has ended unexpectedly; Ray Serve "
                         f"starts another one; its log is {log}"

@@ -1,7 +1,7 @@
 // Recent decisions, each with its receipt.
 
 import { arrange, count, el, percent, plural, seconds, setBar, setText } from "./dom.js";
-import { PLACES } from "./ledger.js";
+import { PLACES, WORDS } from "./ledger.js";
 
 const OUTCOMES = {
   ok: "answered",
@@ -187,11 +187,11 @@ function outcomeOf(decision) {
     if (decision[tier]) facts.push([`of these from ${place}`, `${count(decision[tier])} tokens`]);
   }
   if (decision.output_tokens !== null) facts.push(["answer", plural(decision.output_tokens, "token")]);
-  if (receipt.congestion_price !== null) facts.push(["price of computing again", `× ${receipt.congestion_price.toFixed(2)}`]);
+  if (receipt.congestion_price !== null) facts.push(["computing again what another replica has", `counts ${receipt.congestion_price.toFixed(2)} times`]);
   if (receipt.broken) facts.push(["prefix broken", changed(receipt.broken)]);
   if (decision.ledger) {
     const parts = Object.entries(decision.ledger).filter(([, tokens]) => tokens);
-    facts.push(["ledger", parts.map(([cause, tokens]) => `${cause} ${count(tokens)}`).join(", ")]);
+    facts.push(["prompt tokens", parts.map(([cause, tokens]) => `${count(tokens)} ${WORDS[cause]}`).join(", ")]);
     if (decision.evicted_why) facts.push(["why evicted", EVICTED[decision.evicted_why]]);
   }
   return el("dl", "", ...facts.map(([name, value]) => el("div", "", el("dt", "", name), el("dd", "", value))));

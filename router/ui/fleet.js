@@ -16,6 +16,7 @@ const STATES = {
   elsewhere: "of another deployment with the same --cluster",
 };
 
+const isWell = (replica) => replica.state === "ready";
 const load = (replica) => (replica.running ?? 0) + (replica.waiting ?? 0);
 const room = (replica) => (replica.capacity_blocks ?? 0) + (replica.host_blocks ?? 0);
 const share = (part, total) => (total ? (part ?? 0) / total : 0);
@@ -57,7 +58,7 @@ function draw() {
   const words = filter.value.toLowerCase().split(/\s+/);
   const text = (replica) => `${replica.id} ${replica.node ?? ""} ${replica.state}`.toLowerCase();
   const found = replicas.filter((replica) => words.every((word) => text(replica).includes(word)));
-  found.sort((a, b) => ORDERS[order.value](a, b) || byName(a, b));
+  found.sort((a, b) => isWell(a) - isWell(b) || ORDERS[order.value](a, b) || byName(a, b));
   const shown = found.slice(0, most);
   const ids = new Set(shown.map((replica) => replica.id));
   for (const id of tiles.keys()) if (!ids.has(id)) tiles.delete(id);

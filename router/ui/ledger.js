@@ -31,6 +31,23 @@ export const CAUSES = [
   ["isolated", "were never cached under the prompt's cache_salt. Whether they are cached under other salts is not checked", "use fewer salts, if that is allowed"],
   ["tail", "are in no full block, or in the last token's block, which is always computed", "set a smaller --block-size"],
 ];
+
+// A few words for each cause, after a number of tokens.
+export const WORDS = {
+  hit: "from the cache",
+  pulled: "from another replica’s memory",
+  disk: "from the disk",
+  unexpected_hit: "from the cache, unexpectedly",
+  stale: "no longer in the cache",
+  spilled: "cached on another replica",
+  unpinned: "of a named prefix that no cache had",
+  partial: "cached for some layers only",
+  evicted: "evicted",
+  broken: "after a change in the chat",
+  new: "never cached",
+  isolated: "new under this cache_salt",
+  tail: "in no full block",
+};
 const LETTER = 9; // pixels in the bar
 
 const bar = document.getElementById("bar");

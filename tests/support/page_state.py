@@ -42,6 +42,7 @@ def _router() -> dict[str, Any]:
         "model": "SmolLM2-135M-Instruct",
         "policy": "kvroute",
         "block_size": 32,
+        "wanted": 7,
         "in_flight": 7,
         "index": {"reachable": True, "age_s": 0.2, "blocks": 2_261},
     }

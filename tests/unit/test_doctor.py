@@ -300,7 +300,8 @@ def test_few_misses_are_ok_and_listed_largest_first() -> None:
     (check,) = of_hits(hit=700, unexpected_hit=50, new=160, spilled=90)
     assert check.grade == "ok"
     assert check.finding == (
-        "75% of prompt tokens from a cache, new 16%, spilled 9%, of 1,000 in 5 minutes"
+        "in 5 minutes, 75% of 1,000 prompt tokens came from a cache; 16% were never cached; "
+        "9% were cached on a busier replica"
     )
 
 
@@ -335,7 +336,7 @@ def test_large_places_are_reported_separately_and_small_ones_together() -> None:
 def test_chats_with_few_misses_are_ok() -> None:
     (check,) = of_changes(("system", 1203, 30))
     assert check.grade == "ok"
-    assert "broken 3%" in check.finding
+    assert "3% came after a change in a chat" in check.finding
 
 
 def test_few_requests_are_not_judged() -> None:
@@ -531,7 +532,7 @@ def test_a_disk_cache_that_is_never_read_is_a_warning_if_blocks_are_missing() ->
     (check,) = of_disk(written=2e9)
     assert (check.name, check.grade) == ("disk", "warning")
     assert check.finding == (
-        "2.0 GB were written to the disk cache and 0.0 GB read, although 30% of prompt tokens "
+        "2.0 GB were written to the disk cache, and 0 bytes read, although 30% of prompt tokens "
         "were lost to eviction"
     )
 

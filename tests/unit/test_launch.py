@@ -161,7 +161,7 @@ KILLED = "A worker died or was killed.\nWorker ID: ab Worker PID: 417 Worker exi
 
 
 def in_serve(id_: str, pid: int, state: str = "RUNNING") -> dict[str, Any]:
-    log = f"serve/replica_{id_}.log"
+    log = f"/serve/replica_{id_}.log"
     return {"replica_id": id_, "pid": pid, "state": ReplicaState(state), "log_file_path": log}
 
 
