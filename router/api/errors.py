@@ -117,8 +117,10 @@ def context_length_exceeded(param: str, message: str) -> ApiError:
 
 
 def redis_away(error: Exception, param: str | None = None) -> ApiError:
-    """Return an error 503 for a request that needs Redis while Redis is away."""
+    """Return an error 503 for a request that needs Redis while Redis is away, or is full."""
     message = f"Redis is away ({error}); try again"
+    if "OOM " in str(error):  # Redis has this word in the errors of commands and of scripts
+        message = "Redis is full, so nothing more can be stored; raise the maxmemory of Redis"
     return ApiError(503, message, param=param)
 
 

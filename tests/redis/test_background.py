@@ -437,6 +437,26 @@ async def test_too_many_are_refused(empty_redis: Redis, monkeypatch: pytest.Monk
         await one.create()
 
 
+async def test_a_full_redis_loses_no_answer_and_says_so(empty_redis: Redis) -> None:
+    one, may_end = Router(empty_redis, "one", whole), asyncio.Event()
+
+    async def waiting(body: dict[str, Any], send: Send) -> None:
+        await may_end.wait()
+        await whole(body, send)
+
+    one._answer = waiting
+    async with running(one):
+        id_ = await one.create()
+        await empty_redis.config_set("maxmemory", "1")
+        try:
+            may_end.set()
+            with pytest.raises(ApiError, match="raise the maxmemory of Redis"):
+                await one.create()
+        finally:
+            await empty_redis.config_set("maxmemory", "0")
+        assert (await one.ended(id_))["output"] == ["".join(TEXT)]
+
+
 async def test_it_is_found_by_its_owner_only(empty_redis: Redis) -> None:
     one = Router(empty_redis, "one", whole)
     async with running(one):
