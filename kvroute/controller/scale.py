@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvroute.controller.connection import connected
-from kvroute.deployments import APPLICATION, OWN_REPLICAS, deployment, last_line
+from kvroute.deployments import APPLICATION, OWN_REPLICAS, deployment, progress_in, start_error
 from kvroute.local.progress import Progress
 
 POLL_S = 0.2  # seconds between two queries of the deployment's state
-SLOW_START = "slow __init__"  # in Serve's message while replicas load the model
 
 
 class ScaleError(RuntimeError):
@@ -96,8 +95,9 @@ def describe(deployed: Deployed) -> str:
         line += f", {ready - deployed.target} to be removed"
     if finishing := deployed.states.get("STOPPING", 0):
         line += f", {finishing} draining (for --drain-timeout-s at most)"
-    if deployed.message and ready < deployed.target and SLOW_START not in deployed.message:
-        line += f"; {last_line(deployed.message)}"
+    reason = start_error(deployed.message) or progress_in(deployed.message)
+    if reason and ready < deployed.target:
+        line += f"; {reason}"
     return line
 
 

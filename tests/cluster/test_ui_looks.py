@@ -65,6 +65,16 @@ def test_no_card_stands_alone_in_a_row(browser: Page, replicas: int) -> None:
             assert (width, shown.evaluate("scrollBoxes()")) == (width, [])
 
 
+def test_on_a_telephone_problems_come_first_then_replicas(browser: Page, fleet: PageServer) -> None:
+    shown = look(browser, fleet, width=WIDTHS[0])
+    parts = ("#figures > .bad", ".fleet", "#figures > :not(.bad)", ".history")
+    tops = [f"document.querySelector('{part}').getBoundingClientRect().top" for part in parts]
+    positions = [shown.evaluate(top) for top in tops]
+    assert positions == sorted(positions)
+    first = shown.evaluate("document.querySelector('.tile').dataset.state")
+    assert first != "ready", "the tiles of replicas with a problem come first"
+
+
 def test_charts_have_axes_with_units(browser: Page, fleet: PageServer) -> None:
     shown = look(browser, fleet)
     labels = shown.evaluate("axes()")

@@ -33,11 +33,18 @@ def test_draining_replicas_are_shown() -> None:
     assert describe(Deployed(2, {"RUNNING": 3}, "", {})) == "2 of 2 replicas ready, 1 to be removed"
 
 
-def test_a_reason_is_shown_only_while_replicas_are_missing_and_if_it_helps() -> None:
-    slow = "Deployment is slow.\nThis may be caused by a slow __init__ or reconfigure method."
-    for message, ready, is_shown in (("no GPU", 1, True), ("no GPU", 2, False), (slow, 1, False)):
+def test_a_reason_is_shown_in_our_words_and_only_while_replicas_are_missing() -> None:
+    slow = (
+        "2 replicas have taken more than 30s to initialize.\nThis may be caused by a slow __init__."
+    )
+    for message, ready, reason in (
+        ("Traceback\nValueError: no GPU", 1, "; ValueError: no GPU"),
+        ("Traceback\nValueError: no GPU", 2, ""),
+        (slow, 1, "; some take long to load the model"),
+        ("This deployment will be UNHEALTHY until the replica recovers.", 1, ""),
+    ):
         deployed = Deployed(2, {"RUNNING": ready}, message, {})
-        assert (";" in describe(deployed)) == is_shown
+        assert describe(deployed) == f"{ready} of 2 replicas ready{reason}"
 
 
 @pytest.mark.parametrize(

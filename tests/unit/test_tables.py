@@ -84,6 +84,18 @@ def test_status(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert not {"pid", "incarnation"} & {*text.split()}
 
 
+def test_status_says_when_redis_is_away_and_which_replicas_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet = {"model": SHORT, "replicas": 1, "wanted": 2, "missing": {"b": "lost"}}
+    away = {"reachable": False, "writable": True, "age_s": 12.0}
+    seen = cluster(SHORT) | {"index": away, "fleets": [fleet]}
+    monkeypatch.setattr(status, "call", lambda *_: seen)
+    text = " ".join(shown("status", "--url", "http://x").split())
+    assert "REDIS does not answer, for 12.0 s; requests are answered meanwhile" in text
+    assert "replicas 1 of 2 replicas are ready; lost: b" in text
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("models", [1, 2])
 def test_prefixes_list(monkeypatch: pytest.MonkeyPatch, name: str, models: int) -> None:
