@@ -203,11 +203,11 @@ class Files:
     async def all(self) -> list[FileRecord]:
         """Return the files of all tenants. Raises OSError."""
         names = await self._store.names(FOLDER)
-        ids = {name[:-5] for name in names if name.endswith(".json") and FILE_ID.match(name[:-5])}
+        ids = {name[:-5] for name in names if name.endswith(".json")}
         for gone in self._records.keys() - ids:
             del self._records[gone]
             self._sizes.pop(gone, None)
-        missing = sorted(ids - self._records.keys())
+        missing = sorted(filter(FILE_ID.match, ids - self._records.keys()))
         for first in range(0, len(missing), READ_AT_ONCE):
             await asyncio.gather(*map(self._read, missing[first : first + READ_AT_ONCE]))
         return [*self._records.values()]
