@@ -3,9 +3,10 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
@@ -18,6 +19,7 @@ from kvroute.local.haproxy.wrapper import corrected
 from tests.support.routes import routes
 
 HEADS_BYTES = 4096  # more than a request's head and the space that HAProxy reserves in a buffer
+PORT = 8000  # of the endpoint in Serve's configuration
 START_S = 30.0  # seconds that HAProxy has to start
 ONCE = {  # routes for POST that change something
     "/v1/batches",
@@ -53,47 +55,53 @@ class Routers:
         writer.close()
 
 
+def configured(folder: Path, ports: Sequence[int]) -> Path:
+    """Write Serve's configuration for routers at these ports, corrected, and return its path.
+
+    HAProxy listens on sockets in the folder.
+    """
+    config = folder / "haproxy.cfg"
+    servers = [ServerConfig(f"router{port}", "127.0.0.1", port) for port in ports]
+    HAProxyApi(
+        HAProxyConfig(
+            socket_path=str(folder / "admin"),
+            server_state_base=str(folder),
+            server_state_file=str(folder / "state"),
+            metrics_socket_path=str(folder / "metrics"),
+            http_options=HTTPOptions(host="127.0.0.1", port=PORT),
+            is_head=True,
+            has_received_routes=True,
+        ),
+        {"kvroute": BackendConfig("kvroute", "/", servers=servers, app_name="kvroute")},
+        str(config),
+    )._generate_config_file_internal()
+    config.write_text(re.sub(r"bind \S+:(\d+)", rf"bind {folder}/\1", corrected(config)))
+    return config
+
+
 @asynccontextmanager
-async def in_front_of(routers: Routers, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Run HAProxy with Serve's configuration, corrected, and yield a client of it."""
+async def in_front_of(routers: Routers) -> AsyncIterator[httpx.AsyncClient]:
+    """Run HAProxy in front of two routers, and yield a client of it."""
     async with (
         await asyncio.start_server(routers.answer, "127.0.0.1") as first,
         await asyncio.start_server(routers.answer, "127.0.0.1") as second,
     ):
-        servers = [
-            ServerConfig(f"router{number}", *server.sockets[0].getsockname())
-            for number, server in enumerate((first, second))
-        ]
-        config = folder / "haproxy.cfg"
-        HAProxyApi(
-            HAProxyConfig(
-                socket_path=str(folder / "admin.sock"),
-                server_state_base=str(folder),
-                server_state_file=str(folder / "state"),
-                metrics_socket_path=str(folder / "metrics.sock"),
-                http_options=HTTPOptions(host="127.0.0.1", port=8000),
-                is_head=True,
-                has_received_routes=True,
-            ),
-            {"kvroute": BackendConfig("kvroute", "/", servers=servers, app_name="kvroute")},
-            str(config),
-        )._generate_config_file_internal()
-        numbers = iter(range(9))
-        text = re.sub(r"bind \S+", lambda _: f"bind {folder}/{next(numbers)}", corrected(config))
-        config.write_text(text)
-        process = await asyncio.create_subprocess_exec(
-            get_haproxy_binary(), "-db", "-q", "-f", config, stderr=asyncio.subprocess.DEVNULL
-        )
-        uds = f"{folder}/{text[: text.index('frontend http_frontend')].count('bind ')}"
-        try:
-            async with httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=uds), base_url="http://kvroute", timeout=60
-            ) as client:
-                await _started(client)
-                yield client
-        finally:
-            process.terminate()
-            await process.wait()
+        ports = [server.sockets[0].getsockname()[1] for server in (first, second)]
+        with TemporaryDirectory() as folder:  # its path is short enough for sockets
+            config = configured(Path(folder), ports)
+            process = await asyncio.create_subprocess_exec(
+                get_haproxy_binary(), "-db", "-f", config, stderr=asyncio.subprocess.DEVNULL
+            )
+            transport = httpx.AsyncHTTPTransport(uds=f"{folder}/{PORT}")
+            try:
+                async with httpx.AsyncClient(
+                    transport=transport, base_url="http://kvroute", timeout=60
+                ) as client:
+                    await _started(client)
+                    yield client
+            finally:
+                process.terminate()
+                await process.wait()
 
 
 async def _started(client: httpx.AsyncClient) -> None:
@@ -126,11 +134,9 @@ async def in_parts() -> AsyncIterator[bytes]:
         yield b"x"
 
 
-async def test_a_request_is_repeated_if_it_may_run_twice_and_haproxy_can_hold_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_is_repeated_if_it_may_run_twice_and_haproxy_can_hold_it() -> None:
     routers, answers = Routers(), {}
-    async with in_front_of(routers, tmp_path) as client:
+    async with in_front_of(routers) as client:
         for method, path, body, _ in CASES:
             answers[path] = (await client.request(method, path, content=body)).status_code
         head, slow = {"content-length": "3"}, "/tokenize"
