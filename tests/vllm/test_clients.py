@@ -220,7 +220,8 @@ def text_of(message: anthropic.types.Message) -> str:
     """Fails where there is anything but one text."""
     (block,) = message.content
     assert block.type == "text"
-    return block.text
+    text: str = block.text
+    return text
 
 
 def test_tokens_are_counted_as_a_message_uses_them(claude: anthropic.Anthropic) -> None:
@@ -236,8 +237,8 @@ def test_the_changing_first_line_of_claude_code_costs_no_cache(claude: anthropic
     def cached_tokens(line: str) -> int | None:
         first = {"type": "text", "text": f"x-anthropic-billing-header: {line}"}
         asked = {**MESSAGE, "system": [first, instructions]}
-        usage: anthropic.types.Usage = claude.messages.create(**asked).usage
-        return usage.cache_read_input_tokens
+        tokens: int | None = claude.messages.create(**asked).usage.cache_read_input_tokens
+        return tokens
 
     assert cached_tokens("cc_version=2.1.39.c39; cch=56445;") == 0
     assert (cached_tokens("cc_version=2.1.39.d47; cch=91120;") or 0) > 400

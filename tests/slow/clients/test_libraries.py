@@ -47,7 +47,7 @@ from tests.support.weather import CITIES, ENOUGH, QUESTION, TIMEOUT_S, Booking, 
 # langchain-openai
 
 
-@tool
+@tool  # type: ignore[untyped-decorator]
 def weather(city: City) -> str:
     """The weather in a city."""
     return f"Rain in {city}"
@@ -144,7 +144,7 @@ async def test_pydantic_ai_makes_structured_output(model: Model, output: Any) ->
 # openai-agents
 
 
-@function_tool(name_override="weather")
+@function_tool(name_override="weather")  # type: ignore[untyped-decorator]
 def agents_weather(city: City) -> str:
     """The weather in a city."""
     return f"Rain in {city}"
