@@ -101,8 +101,8 @@ CLUSTERS = {
         tests=_in("own_cluster", "vllm_cluster models ranks_cluster"),
     ),
     "caches": Part(
-        about="clusters with host memory, pulled blocks, adapters and updated weights",
-        tests=_in("own_cluster", "host_memory pulling_cluster added_adapters updated_weights"),
+        about="clusters with host memory, pulled blocks and adapters",
+        tests=_in("own_cluster", "host_memory pulling_cluster added_adapters"),
     ),
     "attached": Part(
         about="attached servers; models that see, hear or embed",
