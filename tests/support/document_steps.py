@@ -99,7 +99,7 @@ NOT_HERE = {
     "prometheus": PROMETHEUS,
     "export KVROUTE_DASHBOARDS": GRAFANA,
     "grafana": GRAFANA,
-    ".venv/bin/python -m": "checks an example: test_contributing.py does the example and runs it",
+    ".venv/bin/python -m": "checks an example: test_contributing_steps.py runs it",
     "python -m tests.support.traces": "makes a trace of 10 MB: test_traces.py makes it",
 }
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.contributing import (
+    EXAMPLES,
     PAGES,
     apply_example,
     changes,
@@ -21,8 +22,7 @@ OPTIONAL = ["dashboards/cache_hits.py"]  # steps that a page does not require
 # All steps of all pages but the first one of each, which is the change itself.
 STEPS = [
     pytest.param(page, step, id=f"{page.stem}: {step}")
-    for page in PAGES
-    if page != HOOKS
+    for page in EXAMPLES
     for step in (*list(changes(page))[1:], *writing_commands(page))
     if step not in OPTIONAL and "+def test_" not in changes(page).get(step, "")
 ]
@@ -38,6 +38,15 @@ def test_the_hooks_of_an_earlier_version_are_noticed_and_the_page_says_how_to_ad
     apply_example(HOOKS, tmp_path)
     lint(HOOKS, tmp_path)
     checked = check(HOOKS, tmp_path)
+    assert checked.returncode == 0, output(checked)
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=[page.stem for page in EXAMPLES])
+def test_the_example_of_a_page_can_be_done(page: Path, tmp_path: Path) -> None:
+    copy_checkout(tmp_path)
+    apply_example(page, tmp_path)
+    lint(page, tmp_path)
+    checked = check(page, tmp_path)
     assert checked.returncode == 0, output(checked)
 
 
