@@ -17,6 +17,7 @@ from kvroute.local.embedded_redis import embedded_redis
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.connection import connect
+from tests.support import certificate_bundle
 from tests.support.clients import openai_client
 from tests.support.collector import Collector, collecting
 from tests.support.engines import TOOL_PARSER, terse_model
@@ -29,6 +30,7 @@ from tests.support.workloads import TASKS
 # Tests do not judge how fast the machine is, or how fast it makes examples.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
+certificate_bundle.share()
 
 __all__ = ["pytest_runtest_teardown", "pytest_terminal_summary"]  # hooks of pytest
 

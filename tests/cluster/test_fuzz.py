@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 from tests.support.fuzzing import BASES, PATHS, bodies, changed, check, fuzzing, texts
 from tests.support.serving import Cluster
 
-pytestmark = pytest.mark.timeout(1800)
 CLUSTER = os.environ.get("KVROUTE_FUZZ_CLUSTER", "simulated_cluster")  # a fixture's name
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.usefixtures(CLUSTER),  # so that this module's place is among its other tests
+]
 
 
 @pytest.fixture(scope="module")
