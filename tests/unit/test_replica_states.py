@@ -5,8 +5,10 @@ import threading
 from collections.abc import Mapping
 
 import pytest
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
+from ray.serve.schema import DeploymentDetails, DeploymentSchema, ReplicaDetails
 
-from kvroute.router.connections.deployed import Deployed, DeployedReplicas
+from kvroute.router.connections.deployed import Deployed, DeployedReplicas, deployed
 from kvroute.router.connections.replica_states import ReplicaStates, combine
 
 
@@ -14,8 +16,8 @@ def of_two(in_serve: Mapping[str, str] | None, connected: str = "ab", **more: st
     """Return the states of a fleet of a and b; `more` has ids of one letter."""
     names = ("indexed", "running", "known", "trusted", "degraded")
     sets = {name: [*more.get(name, "" if name == "degraded" else connected)] for name in names}
-    deployed = in_serve and Deployed(2, in_serve, frozenset(more.get("ended", "")))
-    return combine(deployed or None, connected=[*connected], **sets)
+    listed = in_serve and Deployed(2, in_serve, frozenset(more.get("ended", "")))
+    return combine(listed or None, connected=[*connected], **sets)
 
 
 RUNNING = {"a": "RUNNING", "b": "RUNNING"}
@@ -72,6 +74,25 @@ def test_the_ranks_of_a_replica_count_as_one() -> None:
     assert (states.ready, states.by_id) == (1, {"a.0": "ready", "a.1": "ready"})
 
 
+def test_what_serve_reports_of_a_deployment_is_understood() -> None:
+    def replica(id_: str, state: ReplicaState) -> ReplicaDetails:
+        return ReplicaDetails(actor_name=id_, replica_id=id_, state=state, start_time_s=1.0)
+
+    details = DeploymentDetails(
+        name="Replica",
+        status=DeploymentStatus.UNHEALTHY,
+        status_trigger=DeploymentStatusTrigger.UNSPECIFIED,
+        message="",
+        deployment_config=DeploymentSchema(name="Replica"),
+        target_num_replicas=2,
+        required_resources={},
+        replicas=[replica("a", ReplicaState.RUNNING), replica("c", ReplicaState.STARTING)],
+        recent_dead_replicas=[replica("b", ReplicaState.STOPPED)],
+    )
+    found = deployed([details.model_dump(exclude_unset=True)])
+    assert found == Deployed(2, {"a": "RUNNING", "c": "STARTING"}, frozenset("b"))
+
+
 async def test_a_controller_that_hangs_is_asked_once_and_delays_only_the_first() -> None:
     goes_on, questions = threading.Event(), list[int]()
 
@@ -80,11 +101,11 @@ async def test_a_controller_that_hangs_is_asked_once_and_delays_only_the_first()
         goes_on.wait()
         return Deployed(2, RUNNING, frozenset())
 
-    deployed = DeployedReplicas(read)
-    assert [await deployed.get() for _ in range(3)] == [None, None, None]
+    replicas = DeployedReplicas(read)
+    assert [await replicas.get() for _ in range(3)] == [None, None, None]
     goes_on.set()
     async with asyncio.timeout(30):
-        while (answer := await deployed.get()) is None:
+        while (answer := await replicas.get()) is None:
             await asyncio.sleep(0.01)
     assert (answer.wanted, len(questions)) == (2, 1)
 
