@@ -15,7 +15,15 @@ from ray import serve
 
 from kvroute.adapters.added import decode_order, encode_files
 from kvroute.contract.audit_report import encode_audit
-from kvroute.contract.generation import NO_TOKENS, Chunk, Emit, EngineDeadError, GenerateRequest
+from kvroute.contract.generation import (
+    NO_TOKENS,
+    Chunk,
+    Emit,
+    EngineDeadError,
+    GenerateRequest,
+    decode_ids,
+    encode_ids,
+)
 from kvroute.contract.http_call import decode_call, encode_part, encode_rendered, joined_parts
 from kvroute.contract.identity import identify
 from kvroute.contract.pull import encode_result, pull_key
@@ -106,6 +114,7 @@ class Replica:
             "pull": self._pull,
             "check_adapter": self._check_adapter,
             "upload": self._upload,
+            "unstarted": self._unstarted,
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
         self._server = Server(
@@ -161,6 +170,16 @@ class Replica:
             An encoded AdapterFiles.
         """
         return encode_files(await self._adapters.check(decode_order(adapter), rank))
+
+    async def _unstarted(self, request_ids: bytes, rank: int) -> bytes:
+        """Return those of these requests that wait in the engine's queue.
+
+        Args:
+            request_ids: Encoded ids of requests.
+            rank: The number of the rank that got them.
+        """
+        waiting = await self._ranks[rank].engine.unstarted(decode_ids(request_ids))
+        return encode_ids(waiting)
 
     def _renew_soon(self) -> None:
         for rank in self._ranks:

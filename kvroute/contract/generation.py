@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
@@ -135,3 +136,13 @@ class CannotRunError(RuntimeError):
 
 class PinRefusedError(ValueError):
     """A pin was refused, since all pins together would exceed their share of the KV cache."""
+
+
+def encode_ids(request_ids: Sequence[str]) -> bytes:
+    """Encode the ids of requests."""
+    return msgspec.msgpack.encode(request_ids)
+
+
+def decode_ids(packed: bytes) -> list[str]:
+    """Decode the ids of requests. Raises one of unreadable.DECODE_ERRORS."""
+    return msgspec.msgpack.decode(packed, type=list[str])

@@ -116,6 +116,18 @@ class Stream:
             self._end = _Done()
             self._link.cancel(self._number)
 
+    def withdraw(self, error: Exception) -> bool:
+        """Cancel the request at the replica, and let `next` raise this error.
+
+        Returns:
+            False, and does nothing, if a chunk has arrived or the stream has ended.
+        """
+        if self._chunks or self._end is not None:
+            return False
+        self._link.cancel(self._number)
+        self.end(error)
+        return True
+
     def push(self, chunk: Chunk) -> None:
         """Add a chunk. If too much waits to be read, cancel the request with SlowReaderError."""
         self.is_preparing = False

@@ -106,6 +106,13 @@ class Engine(Protocol):
 
     def load(self) -> Load: ...
 
+    async def unstarted(self, request_ids: Sequence[str]) -> list[str]:
+        """Return those of these requests that wait in the engine's queue.
+
+        An engine that cannot tell which of its requests wait returns none.
+        """
+        return []
+
     async def check(self) -> None:
         """Raise EngineDeadError if the engine cannot continue."""
         ...

@@ -228,6 +228,10 @@ class SimulatedEngine(Engine):
             pull_bytes_per_s=SPEED.bytes_per_s if self._pulls else 0.0,
         )
 
+    async def unstarted(self, request_ids: Sequence[str]) -> list[str]:
+        waiting = {choice.job.request.request_id for choice in self._scheduler.waiting}
+        return [id_ for id_ in request_ids if id_ in waiting]
+
     async def check(self) -> None:
         has_ended = self._task is not None and self._task.done()
         if self._is_closed or has_ended:

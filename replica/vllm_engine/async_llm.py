@@ -308,6 +308,10 @@ class VllmEngine(Engine):
             pull_bytes_per_s=speed.bytes_per_s,
         )
 
+    async def unstarted(self, request_ids: Sequence[str]) -> list[str]:
+        waiting: list[str] = await self._core.call("kvroute_unstarted", [*request_ids])
+        return waiting
+
     async def check(self) -> None:
         try:
             await self._llm.check_health()

@@ -17,6 +17,9 @@ Reason = Literal["none", "busy", "order", "room", "seat"]
 # waited for as long as its limit. full: too many requests wait. no_replica: no replica runs.
 # no_seat: its session has waited too long for a seat, or would have to.
 Refusal = Literal["forecast", "deadline", "full", "no_replica", "no_seat"]
+# Why a request is taken back from a replica whose engine has not started it: another replica can
+# start it, or it has waited up to its limit.
+TakenBack = Literal["moved", "deadline"]
 
 
 MIN_S = 0.001  # smallest wait limit in seconds; used if a wait for a seat used up the deadline

@@ -93,16 +93,20 @@ class Ticket:
             self._admitted = Admitted(order_s, is_in_lane=is_in_lane)
             self.context = replace(context, is_in_lane=is_in_lane)
 
-    async def running(self, excluded_ids: Collection[str]) -> Sequence[str]:
+    async def running(
+        self, excluded_ids: Collection[str], avoided_ids: Collection[str] = ()
+    ) -> Sequence[str]:
         """Return the ranks that the prompt may be sent to.
 
         Args:
             excluded_ids: replicas that may not get the prompt.
+            avoided_ids: ranks that get the prompt only if there is no other one.
 
         Raises:
             ApiError: no replica was ready in time.
         """
         running = await self._gate.running(excluded_ids, self.context.urgency)
+        running = [id_ for id_ in running if id_ not in avoided_ids] or running
         if self._admitted is None or not self._admitted.allowed_ids:
             return running
         return [id_ for id_ in running if id_ in self._admitted.allowed_ids] or running
@@ -146,6 +150,18 @@ class Ticket:
             keep=self._retention_hint(),
             is_batch=self._admitted.is_in_lane,
         )
+
+    @property
+    def limit_s(self) -> float:
+        """Return the time at which the prompt has waited up to its limit for a replica."""
+        if self.context.is_resumed:
+            return math.inf
+        return self.context.ready_s + self._seat_s + self.context.urgency.max_wait_s
+
+    def overdue(self, now_s: float) -> ApiError:
+        """Return the error for a prompt that no engine has started within its wait limit."""
+        waited_s = now_s - self.context.ready_s - self._seat_s
+        return self._gate.holding.overdue(self.context.urgency, waited_s)
 
     def pause_s(self, error: RefusedError, now_s: float) -> float:
         """Return how long to pause, since all replicas have refused the prompt.

@@ -4,6 +4,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -20,6 +22,7 @@ from kvroute.router.api.errors import ApiError
 from kvroute.router.api.fair_lock import FairLock, run_all
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import HungError
+from kvroute.router.connections.unstarted import TakenBackError, Unstarted
 from kvroute.router.dispatch.admission import Gate, Ticket
 from kvroute.router.dispatch.blamed import REFUSED_S, PoisonList
 from kvroute.router.dispatch.generation import (
@@ -38,7 +41,7 @@ from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.policy import Candidate
 from kvroute.router.queueing.holding import WAITING
-from kvroute.wire.link import RefusedError
+from kvroute.wire.link import RefusedError, Stream
 
 log = logging.getLogger("kvroute.dispatch")
 
@@ -78,6 +81,7 @@ class Dispatcher:
         self.gate = gate
         self._shared_tokens = shared_tokens
         self._blamed = blamed or PoisonList()
+        self.unstarted = Unstarted(links.call, fleet, gate.liveness.trusted)
         self._waiting = 0  # requests that pause because all replicas have refused them
         self._lock = FairLock()
         # Whether a call is a batch request -> limit of its prompts that wait for their first token.
@@ -182,11 +186,12 @@ class Dispatcher:
                 refuses the prompt.
             OverLimitError: the prompt would exceed a limit of its tenant.
         """
+        stalled = set[str]()  # replicas that the request was taken back from
         ticket = Ticket(self.gate, context)
         while True:
             self._blamed.check(request)
             self._check(losses, request)
-            running = await ticket.running(losses.excluded_ids)
+            running = await ticket.running(losses.excluded_ids, stalled)
             now_s = time.monotonic()
             placement = self._fleet.place(
                 request.token_ids,
@@ -201,7 +206,11 @@ class Dispatcher:
                 continue
             try:
                 admitted = ticket.with_admission(request, now_s)
-                return await self._try(admitted, ticket.context, placement, losses)
+                return await self._try(admitted, ticket, placement, losses, stalled)
+            except TakenBackError as error:
+                self._fleet.observer.taken_back("deadline" if error.is_overdue else "moved")
+                if error.is_overdue:
+                    raise ticket.overdue(time.monotonic()) from error
             except RefusedError as error:
                 await self._wait(ticket.pause_s(error, time.monotonic()))
             except LOST:
@@ -239,13 +248,18 @@ class Dispatcher:
     async def _try(
         self,
         request: GenerateRequest,
-        context: RequestContext,
+        ticket: Ticket,
         placement: Placement,
         losses: Losses,
+        stalled: set[str],
     ) -> ReplicaStream:
         """Return a stream from the first replica in the ranking that accepts the request.
 
+        Args:
+            stalled: the replica is added whose engine does not start the request.
+
         Raises:
+            TakenBackError: the replica's engine does not start the request.
             RefusedError: the first TRIES replicas of the ranking refuse it; why the last one does.
             LOST: a replica was lost before it had sent its first chunk.
         """
@@ -257,13 +271,24 @@ class Dispatcher:
                 break
             if full and replica_of(replica_id) in full:
                 continue
-            attempt = self._fleet.sent(placement, replica_id, request.request_id, sent_s, context)
+            attempt = self._fleet.sent(
+                placement, replica_id, request.request_id, sent_s, ticket.context
+            )
+            watching = partial(
+                self.unstarted.watching,
+                attempt=attempt,
+                refused=frozenset(stalled),
+                limit_s=ticket.limit_s,
+            )
             try:
-                return await self._send(request, placement, attempt, losses)
+                return await self._send(request, placement, attempt, losses, watching)
             except RefusedError as error:
                 log.info("replica %s refused a request: %s", replica_id, error)
                 full.add(replica_of(replica_id))
                 reason = str(error)
+            except TakenBackError:
+                stalled.add(replica_id)
+                raise
             except LOST as error:
                 log.info("replica %s was lost before it sent a token: %s", replica_id, error)
                 record_loss(losses, attempt, error)
@@ -271,9 +296,18 @@ class Dispatcher:
         raise RefusedError(reason)
 
     async def _send(
-        self, request: GenerateRequest, placement: Placement, attempt: Attempt, losses: Losses
+        self,
+        request: GenerateRequest,
+        placement: Placement,
+        attempt: Attempt,
+        losses: Losses,
+        watching: Callable[[Stream], AbstractContextManager[None]],
     ) -> ReplicaStream:
-        """Send the request to the attempt's replica; return its stream after the first chunk."""
+        """Send the request to the attempt's replica; return its stream after the first chunk.
+
+        Args:
+            watching: takes the request back if the engine does not start it.
+        """
         expected_tokens = attempt.dispatch.prompt_tokens - attempt.dispatch.new_tokens
         request = replace(
             request,
@@ -288,7 +322,8 @@ class Dispatcher:
             stream = self._links.open(
                 attempt.replica_id, request, max_waiting=_max_waiting(attempt.context)
             )
-            first = await stream.next()
+            with watching(stream):
+                first = await stream.next()
         except BaseException as error:
             attempt.end(outcome_of(error))
             if stream is not None:

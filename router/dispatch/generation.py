@@ -17,6 +17,7 @@ from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, invalid
 from kvroute.router.connections.liveness import HungError
+from kvroute.router.connections.unstarted import TakenBackError
 from kvroute.router.dispatch.losses import Losses, engine_failure, lost
 from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext
 from kvroute.router.placement.receipts import receipt
@@ -246,7 +247,9 @@ def outcome_of(error: BaseException) -> Outcome:
     match error:
         case asyncio.CancelledError():
             return "cancelled"
-        case RefusedError():
+        case TakenBackError(is_overdue=True):
+            return "refused"
+        case RefusedError() | TakenBackError():
             return "moved"
         case ValueError():
             return "refused"

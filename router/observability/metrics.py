@@ -130,8 +130,8 @@ class RequestCounts(RequestObserver):
         outcomes = counter(
             "requests",
             "Requests sent to a replica, by outcome: ok, cancelled, refused, failed (the replica "
-            "was lost; the request is sent again), moved (the replica was full, or lost before the "
-            "request arrived).",
+            "was lost; the request is sent again), moved (the replica was full, was lost before "
+            "the request arrived, or did not start it).",
             "outcome",
         )
         self._refusals = counter(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvroute.contract.priority import PRIORITIES, Priority
 from kvroute.process.exposition import Readings
-from kvroute.router.admission.waits import Refusal, Wait
+from kvroute.router.admission.waits import Refusal, TakenBack, Wait
 from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.queueing.queue import Queue, QueueState
 
@@ -44,6 +44,14 @@ class QueueMetrics(RequestObserver):
             ("priority", "reason"),
             registry=registry,
         )
+        taken_back = Counter(
+            "kvroute_queue_taken_back_requests",
+            "Requests taken back from a replica whose engine had not started them, by reason: "
+            "moved (another replica was able to start them), deadline (they waited up to their "
+            "limit, and are rejected).",
+            ("reason",),
+            registry=registry,
+        )
         self._ratio = Histogram(
             "kvroute_queue_forecast_ratio",
             "Time that requests waited in the router, divided by the wait predicted at arrival.",
@@ -55,6 +63,11 @@ class QueueMetrics(RequestObserver):
         self._refusals = {
             labels: refusals.labels(*labels) for labels in product(PRIORITIES, get_args(Refusal))
         }
+
+        self._taken_back = {why: taken_back.labels(why) for why in get_args(TakenBack)}
+
+    def taken_back(self, why: TakenBack) -> None:
+        self._taken_back[why].inc()
 
     def waited(self, wait: Wait) -> None:
         self._waits[wait.priority].observe(wait.waited_s)

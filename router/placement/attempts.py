@@ -16,7 +16,14 @@ from kvroute.contract.priority import Priority
 from kvroute.contract.pull import PullResult
 from kvroute.router.admission.limits import Entry
 from kvroute.router.admission.seats import Seats
-from kvroute.router.admission.waits import DEFAULT_URGENCY, NO_WAIT, Refusal, Urgency, Wait
+from kvroute.router.admission.waits import (
+    DEFAULT_URGENCY,
+    NO_WAIT,
+    Refusal,
+    TakenBack,
+    Urgency,
+    Wait,
+)
 from kvroute.router.index.boundaries import Boundaries
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.ledger import NOTHING, Ledger, account
@@ -148,7 +155,7 @@ class RequestContext(Struct, frozen=True):
 # cancelled  the client has disconnected, or the request was cancelled otherwise
 # refused    the engine cannot run the request, or all replicas are full
 # failed     the replica was lost; the request is sent to another one if possible
-# moved      the replica was full or had left when the request arrived, and another one got it
+# moved      another replica got it: this one was full, had left, or did not start it
 Outcome = Literal["ok", "cancelled", "refused", "failed", "moved"]
 
 
@@ -166,6 +173,9 @@ class RequestObserver:
 
     def rejected(self, priority: Priority, refusal: Refusal) -> None:
         """Observe that the router refuses a request: its wait is, or will be, too long."""
+
+    def taken_back(self, why: TakenBack) -> None:
+        """Observe that a request is taken back from a replica whose engine has not started it."""
 
     def sent(self, attempt: "Attempt") -> None:
         """Observe that a request is sent to a replica."""
@@ -202,6 +212,10 @@ class RequestObservers(RequestObserver):
     def rejected(self, priority: Priority, refusal: Refusal) -> None:
         for observer in self._observers:
             observer.rejected(priority, refusal)
+
+    def taken_back(self, why: TakenBack) -> None:
+        for observer in self._observers:
+            observer.taken_back(why)
 
     def sent(self, attempt: "Attempt") -> None:
         for observer in self._observers:

@@ -243,7 +243,7 @@ class Fleet:
                     slowness * load.decode_step_s,
                     free_blocks.get(replica_id, 0),
                     load.unanswered,
-                    self._memory_s(load, new_tokens, prompt.tokens, known_block),
+                    self._memory_s(load, new_tokens, prompt.tokens, known_block, now_s),
                     lora_s,
                     reload.parts,
                     reload.wait_s,
@@ -260,21 +260,31 @@ class Fleet:
         return self.replicas.lora_load_s(replica_id)
 
     def _memory_s(
-        self, load: ReplicaLoad, new_tokens: int, tokens: int, known_block: Fingerprint | None
+        self,
+        load: ReplicaLoad,
+        new_tokens: int,
+        tokens: int,
+        known_block: Fingerprint | None,
+        now_s: float,
     ) -> float:
         """Return the seconds until the replica's KV cache has space for a prompt.
 
         This assumes that all tokens that running requests hold are freed at a constant rate within
-        half of the mean answer time.
+        half of the mean answer time. The engine reports the tokens of answers, too. If it does not
+        start the prompts in its queue, this one waits at least as long as they have waited so far.
         """
         if not load.decoding or not load.capacity_tokens:
             return 0.0
         needed = load.kv.needed(
             new_tokens=new_tokens, cached_tokens=tokens - new_tokens, prefix=known_block
         )
-        missing = needed - load.capacity_tokens
-        answer_s = self.loads.scale.answer_s
-        return answer_s * missing / (2.0 * load.kv.tokens) if missing > 0 else 0.0
+        held = max(load.kv.tokens, load.held_tokens)
+        missing = needed - load.kv.tokens + held - load.capacity_tokens
+        scale = self.loads.scale
+        memory_s = scale.answer_s * missing / (2.0 * held) if missing > 0 else 0.0
+        if not load.engine_waiting:
+            return memory_s
+        return max(memory_s, load.stalled_s(now_s, scale.busy_s))
 
     def retention(self, placement: Placement, hints: SessionHints = NO_HINTS) -> Retention:
         """Return the prompt's turn in its session, and how early its blocks may be evicted."""

@@ -125,6 +125,8 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     mean_tokens: float = 0.0  # moving average of the requests' tokens to compute
     reloads: Reloads = field(default_factory=Reloads)  # pending copies from slower tiers
     kv: KvUse = field(default_factory=KvUse)  # KV cache that unanswered requests hold
+    held_tokens: int = 0  # tokens that running requests and pins hold, by the latest report
+    engine_waiting: int = 0  # requests in the engine's queue, by the latest report
     answer_tokens: float = 0.0  # moving average of the length of answers
 
     def computing_s(self, begin: int, end: int) -> float:
@@ -204,6 +206,27 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
             self.reloads.end(request_id)
             self.pending_tokens -= sent.new_tokens
         self._count_decoding(request_id, 0)
+
+    def late_s(self, now_s: float) -> float:
+        """Return how long ago the oldest waiting prompt should have got its first token."""
+        if not self.waiting:
+            return 0.0
+        return max(0.0, now_s - self.busy_since_s - self.speed.slowness * self.head_s)
+
+    def stalled_s(self, now_s: float, busy_s: float) -> float:
+        """Return for how long the engine has started none of the prompts in its queue.
+
+        A queue is the sign that running requests hold the KV cache or all places in the batch: a
+        prompt that is late without a queue is being computed.
+
+        Args:
+            now_s: the current time.
+            busy_s: Scale.busy_s; prompts that are late by less are no sign of anything.
+        """
+        if not self.engine_waiting:
+            return 0.0
+        late_s = self.late_s(now_s)
+        return late_s if late_s > busy_s else 0.0
 
     @property
     def is_busy(self) -> bool:

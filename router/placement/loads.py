@@ -252,6 +252,8 @@ class Loads:
         load.capacity_tokens = self._replicas.kv_tokens(replica_id)
         if record := self._replicas.get(replica_id):
             load.step_tokens = record.facts.step_tokens
+            load.held_tokens = record.load.used_blocks * record.facts.block_size
+            load.engine_waiting = record.load.waiting
             load.report_loras(record.load.loras, record.facts.max_cpu_loras)
 
 

@@ -208,6 +208,17 @@ class Holding:
         if urgency.max_wait_s < math.inf:
             self._check(urgency, self._empty_wait_s(urgency, sharer))
 
+    def overdue(self, urgency: Urgency, waited_s: float) -> ApiError:
+        """Return the error for a request that waited up to its limit in the queue of an engine.
+
+        A request that arrives now is expected to wait as long.
+
+        Args:
+            urgency: its priority and wait limit.
+            waited_s: the seconds that it has waited, in this queue and in the engine's.
+        """
+        return self._refusal(urgency, "deadline", waited_s, waited_s)
+
     async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> Refusal | None:
         """Wait until the request has left the queue; return why it is refused, or None."""
         answer = queued.request

@@ -66,6 +66,7 @@ class Lifecycle:
             "links": parts.links.run(),
             "liveness": parts.liveness.run(),
             "holding": parts.holding.run(),
+            "unstarted": parts.dispatcher.unstarted.run(),
             "hand-over": parts.hand_over.run(),
             "neighbours": parts.neighbours.run(),
             "ended sessions": parts.ended_sessions.run(parts.links),

@@ -33,8 +33,8 @@ class RouterOptions(CommonOptions):
         Field(ge=0, le=1e6),
         Option(
             QUEUE,
-            "Maximum seconds that a request waits in the router's queue. A request that would wait "
-            "longer gets a 429 at once. Batch requests have no limit unless they set one. 0 "
+            "Maximum seconds that a request waits until a replica starts it. A request that would "
+            "wait longer gets a 429 at once. Batch requests have no limit unless they set one. 0 "
             "removes the limit for all requests.",
         ),
     ] = 30.0

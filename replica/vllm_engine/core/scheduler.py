@@ -297,6 +297,20 @@ def kvroute_end_session(core: EngineCore, session: int) -> None:
     core.scheduler.end_session(session)
 
 
+def kvroute_unstarted(core: EngineCore, request_ids: list[str]) -> list[str]:
+    """Return those of these requests that wait in vLLM's queue for blocks or a place in the batch.
+
+    Requests that wait for a grammar or for copies of blocks are not among them. vLLM's ids contain
+    the ids of requests: it adds a suffix, and a prefix for each choice.
+    """
+    waiting = [
+        request.request_id
+        for request in core.scheduler.waiting
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+    ]
+    return [id_ for id_ in request_ids if any(id_ in vllms_id for vllms_id in waiting)]
+
+
 def kvroute_unpin(core: EngineCore, name: str) -> float:
     """Remove a pin; return the share of the engine's blocks that requests and pins still hold."""
     core.scheduler.unpin(name)
@@ -311,5 +325,6 @@ for _method in (
     kvroute_open_tiers,
     kvroute_pinned,
     kvroute_unpin,
+    kvroute_unstarted,
 ):
     setattr(EngineCore, _method.__name__, _method)

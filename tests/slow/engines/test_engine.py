@@ -254,6 +254,17 @@ async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:
     await until(lambda: running.engine.load().running == 0)
 
 
+async def test_an_engine_names_the_requests_that_it_has_not_started(running: Running) -> None:
+    """Two of these prompts fit into the cache with their answers, and the third one waits."""
+    requests = [request_of(prompt_of(900, seed=seed), max_tokens=100) for seed in range(30, 33)]
+    ids = [f"r{running.requests + number}" for number in (1, 2, 3)]
+    asked = [asyncio.create_task(running.run(request)) for request in requests]
+    await until(lambda: running.engine.load().waiting > 0)
+    assert await running.engine.unstarted([*ids, "another"]) == ids[2:]
+    assert [len(ids_of(chunks)) for chunks in await asyncio.gather(*asked)] == [100] * 3
+    assert await running.engine.unstarted(ids) == []
+
+
 async def test_a_stop_string_ends_the_answer_before_itself(running: Running) -> None:
     prompt = prompt_of(60, seed=12)
     whole = text_of(await running.ask(prompt, max_tokens=24))
