@@ -124,7 +124,7 @@ ENGINES = {
         tests=_in(
             "engines",
             "builtin_model chat_templates models_of_today images recordings pooling reasoning"
-            " kv_groups ranks_engine weights_engine",
+            " kv_groups ranks_engine",
         ),
     ),
     "engine-caches": Part(
