@@ -3,6 +3,7 @@
 import json
 import math
 from collections import defaultdict
+from itertools import product
 from typing import Any
 
 import httpx
@@ -26,6 +27,11 @@ RENDERED_BY_REPLICA: dict[str, Body] = {
     "echo alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
 }
 PROMPTS = {"texts": TEXTS, "token ids": IDS, "one": TEXTS[:1], "one of token ids": IDS[:1]}
+# Fields and prompts that are tested together. A list with one prompt is much the same for all.
+CASES = [
+    *product(RENDERED_BY_REPLICA, ("texts", "token ids")),
+    *product(["echo and log-probabilities"], ("one", "one of token ids")),
+]
 
 
 def complete(cluster: Cluster, **own: Any) -> Body:
@@ -49,11 +55,12 @@ def streamed(cluster: Cluster, **own: Any) -> dict[int, str]:
     return dict(texts)
 
 
-@pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("own", RENDERED_BY_REPLICA.values(), ids=RENDERED_BY_REPLICA)
+@pytest.mark.parametrize(("fields", "kind"), CASES)
 def test_each_of_several_prompts_is_answered_as_if_it_came_alone(
-    cluster: Cluster, own: Body, prompts: list[Any]
+    cluster: Cluster, fields: str, kind: str
 ) -> None:
+    own: Body = RENDERED_BY_REPLICA[fields]
+    prompts: Any = PROMPTS[kind]
     alone = [complete(cluster, prompt=prompt, **own) for prompt in prompts]
     whole = complete(cluster, prompt=prompts, **own)
     assert [choice["index"] for choice in whole["choices"]] == [*range(len(whole["choices"]))]
