@@ -360,9 +360,9 @@ class Replica:
         """Refuse requests while the engine is away, so that routers send them elsewhere."""
         engine = self._ranks[0].engine
         while True:
-            self._server.away_reason = await engine.wait_until_away()
+            self._server.set_away(await engine.wait_until_away())
             await engine.wait_until_back()
-            self._server.away_reason = ""
+            self._server.set_away("")
 
     async def _die_with_engine(self) -> None:
         """Exit this process when the engine dies.

@@ -85,13 +85,16 @@ install() {
 }
 
 show_progress() {
-    local verb name count=0
-    while read -r verb name _; do
+    local verb name rest count=0 unpacking=
+    while read -r verb name rest; do
         case $verb in
         Collecting) count=$((count + 1)) && show_package $count "$name" ;;
-        Installing) [ $count -lt $progress_step ] || show_unpacking ;;
+        Installing)
+            [ $count -lt $progress_step ] || { show_unpacking $count & unpacking=$!; }
+            ;;
         esac
     done
+    [ -z "$unpacking" ] || { kill "$unpacking" && wait "$unpacking"; } 2>/dev/null || true
     if [ -t 1 ]; then printf '\r\033[K'; fi
 }
 
@@ -104,8 +107,20 @@ show_package() {
     fi
 }
 
+# pip prints nothing while it unpacks, for minutes; each unpacked package has a folder *.dist-info.
 show_unpacking() {
-    if [ -t 1 ]; then printf '\r\033[K       unpacking'; else echo "setup:     unpacking"; fi
+    local before pause_s=15 text
+    before=$(count_unpacked)
+    if [ -t 1 ]; then pause_s=1; fi
+    while true; do
+        text="unpacking: $(($(count_unpacked) - before)) of $1 packages"
+        if [ -t 1 ]; then printf '\r\033[K       %s' "$text"; else echo "setup:     $text"; fi
+        sleep $pause_s
+    done
+}
+
+count_unpacked() {
+    find .venv/lib -maxdepth 3 -name '*.dist-info' | wc -l
 }
 
 show_errors() {

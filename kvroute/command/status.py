@@ -66,6 +66,8 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
             f"Ray Serve does not run {', '.join(others)} here: of another deployment with the same "
             "--cluster",
         )
+    for lost in _entries(model, cluster, "servers"):
+        yield "LOST", f"your server {lost['problem']}"
     for reason in sorted({replica.get("unfit", "") for replica in replicas} - {""}):
         yield "vLLM", f"kvroute's changes do not fit the installed version: {reason}"
 

@@ -45,6 +45,7 @@ RESTARTED_REDIS = (
     "kvroute serve, which has started this Redis, starts it again: run the doctor again in some "
     "seconds; if Redis stays away, see the output of kvroute serve for the reason"
 )
+STARTED = {"RUNNING", "STARTING"}  # Serve's states of replicas that have started, or will have
 FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
 UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
     "replica": f"restart the replica with the router's version; if it is not yours: {FOREIGN}",
@@ -138,8 +139,25 @@ def blamed(requests: Sequence[Facts]) -> Check:
     return Check("requests", "warning", finding, remedy)
 
 
-def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
-    """Compare the deployments' actual states in Serve with their target states."""
+def servers(lost: Mapping[str, str]) -> Iterator[Check]:
+    """Check that requests can be sent to all attached servers, which the user runs.
+
+    Args:
+        lost: Server -> why no requests can be sent to it, and what to do.
+    """
+    for problem in lost.values():
+        finding, _, remedy = problem.rpartition("; ")
+        yield Check("servers", "wrong", f"your server {finding}", remedy)
+
+
+def deployments(states: Mapping[str, Facts] | None, lost_servers: int = 0) -> Iterator[Check]:
+    """Compare the deployments' actual states in Serve with their target states.
+
+    Args:
+        states: The deployments; None: Serve's controller does not answer.
+        lost_servers: The attached servers to which no requests can be sent. Their replicas may wait
+            in their start, which is no problem of the deployment.
+    """
     if states is None:
         remedy = (
             "requests are served, but failed processes are not replaced; see Serve's log on the "
@@ -151,7 +169,11 @@ def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
         name: f"{kind_of(name)}s{of_model(name)}: {_count(state['replicas'])}"
         for name, state in states.items()
     }
-    unhealthy = {name: state for name, state in states.items() if state["status"] != "HEALTHY"}
+    unhealthy = {
+        name: state
+        for name, state in states.items()
+        if state["status"] != "HEALTHY" and not _only_waits(name, state["replicas"], lost_servers)
+    }
     if not unhealthy:  # the check `cluster` says which replicas are ready
         others = [counts[name] for name in states if not kind_of(name).endswith("replica")]
         yield Check("serve", "ok", "; ".join(["Ray Serve reports no problem", *others]))
@@ -162,6 +184,12 @@ def deployments(states: Mapping[str, Facts] | None) -> Iterator[Check]:
         else:
             said = filter(None, [counts[name], progress_in(state["message"])])
             yield Check("serve", "warning", "; ".join(said), WAIT)
+
+
+def _only_waits(name: str, replicas: Mapping[str, int], lost_servers: int) -> bool:
+    """Return whether all replicas run but those that wait for a lost server."""
+    missing = sum(replicas.values()) - replicas.get("RUNNING", 0)
+    return kind_of(name) == "replica" and replicas.keys() <= STARTED and missing <= lost_servers
 
 
 def redis(facts: Facts) -> Iterator[Check]:

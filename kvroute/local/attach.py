@@ -5,10 +5,16 @@ Some options of `kvroute serve` are completed with what these servers report abo
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
+from redis.exceptions import RedisError
 
 from kvroute.deployments import APPLICATION, deployment
 from kvroute.local.progress import Progress
@@ -18,10 +24,14 @@ from kvroute.replica.attached_engine.server import (
     ServerError,
     ServerFacts,
     authorization,
+    misfit,
     read_facts,
 )
+from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
 from kvroute.settings.server_list import ServerList
+from kvroute.store.attached_servers import AttachedServers
+from kvroute.store.connection import connect
 
 READ_INTERVAL_S = 1.0  # seconds between two reads of the file of --attach-file
 EVENTS_HINT = (
@@ -30,71 +40,184 @@ EVENTS_HINT = (
 )
 
 
-def attached(settings: ServeSettings, progress: Progress) -> ServeSettings:
-    """Return the settings with the model, its name and the block size of the attached servers.
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The settings of a cluster, completed with what its attached servers report."""
 
-    Options that the user has set stay as they are.
+    settings: ServeSettings
+    model: str = ""  # the model's name at the servers; empty: no server is attached
+    # The servers that cannot be used, and why; the terminal shows these lines already.
+    reported: Mapping[str, str] = field(default_factory=dict)
+
+
+def attached(
+    settings: ServeSettings, progress: Progress, sleep: Callable[[float], object], deadline: float
+) -> Attached:
+    """Complete the settings with the model, its name and the block size of the attached servers.
+
+    Options that the user has set stay as they are. Servers that do not answer, or that serve
+    another model than most, are reported; kvroute uses them as soon as they can be used.
 
     Raises:
-        StartError: A server does not answer, or the servers differ.
+        StartError: No server can be used until the deadline.
     """
     if not settings.servers:
-        return settings
+        return Attached(settings)
     count = len(settings.servers)
     asked = (
         "the server which model it serves" if count == 1 else f"{count} servers for their models"
     )
     progress.step(f"asking {asked}")
-    try:
-        servers = asyncio.run(_read(settings))
-    except (ServerError, OSError) as error:
-        raise StartError(f"--attach: {error}") from None
-    _check_equal(settings.servers, servers)
-    for url, server in zip(settings.servers, servers, strict=True):
-        _report(url, server, progress)
-    first = servers[0]
+    found, reported = _first_answers(settings, progress, sleep, deadline)
+    kinds = Counter((server.model, max(server.block_sizes)) for server in found.values())
+    ((model, block_size), _), *_ = kinds.most_common(1)  # of equally many: that of the first server
+    block_size = settings.block_size or block_size
+    fits = partial(misfit, model=model, block_size=block_size, adapters=())
+    usable = {url: server for url, server in found.items() if not fits(url, server)}
+    for url, server in found.items():
+        if problem := fits(url, server):
+            progress.warn(f"your server {problem}")
+            reported[url] = problem
+        else:
+            _report(url, server, progress)
+    if not usable:
+        raise StartError(f"--attach: {fits(*next(iter(found.items())))}, or leave out --block-size")
+    first = next(iter(usable.values()))
     completed: dict[str, Any] = {
-        "served_model_name": settings.served_model_name or first.model,
-        "block_size": settings.block_size or first.ranks[0].block_size,
+        "served_model_name": settings.served_model_name or model,
+        "block_size": block_size,
     }
     if settings.model == BUILTIN_MODEL:
         completed["model"] = first.model_path
     if not settings.lora and not settings.own_replicas:  # own replicas need the files here
-        completed["lora"] = _common_adapters(settings.servers, servers, progress)
-    return load(settings.model_dump() | completed)
+        completed["lora"] = _common_adapters(usable, progress)
+    return Attached(load(settings.model_dump() | completed), model, reported)
 
 
-def _common_adapters(
-    urls: Sequence[str], servers: Sequence[ServerFacts], progress: Progress
-) -> list[str]:
+def _first_answers(
+    settings: ServeSettings, progress: Progress, sleep: Callable[[float], object], deadline: float
+) -> tuple[Mapping[str, ServerFacts], dict[str, str]]:
+    """Ask all servers until one answers.
+
+    Returns:
+        The facts of the servers that answer, in the list's order; and why the others do not.
+    """
+    shown: dict[str, str] = {}
+    with progress.waiting("one of your servers") as update:
+        while True:
+            answers = ask(settings.servers, settings.attach_key_file)
+            problems = {url: str(a) for url, a in answers.items() if isinstance(a, ServerError)}
+            for url, problem in problems.items():
+                if shown.get(url) != problem:
+                    progress.warn(f"your server {problem}")
+            shown |= problems
+            if len(problems) < len(answers):
+                facts = {url: a for url, a in answers.items() if not isinstance(a, ServerError)}
+                return facts, problems
+            if time.monotonic() >= deadline:
+                raise StartError("--attach: none of your servers has answered; see above")
+            update("one of your servers")
+            sleep(READ_INTERVAL_S)
+
+
+def ask(urls: Sequence[str], key_file: Path | None) -> Mapping[str, ServerFacts | ServerError]:
+    """Ask all servers at the same time, and return the facts of each, or why it does not answer.
+
+    Raises:
+        StartError: The file with the servers' API key cannot be read.
+    """
+
+    async def ask_all() -> list[ServerFacts | ServerError]:
+        async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
+            return [*await asyncio.gather(*(_answer(client, url) for url in urls))]
+
+    try:
+        headers = dict(authorization(key_file))
+    except OSError as error:
+        raise StartError(
+            f"--attach-key-file is {str(key_file)!r}, which cannot be read ({error.strerror}); "
+            "give a readable file"
+        ) from None
+    return dict(zip(urls, asyncio.run(ask_all()), strict=True))
+
+
+async def _answer(client: httpx.AsyncClient, url: str) -> ServerFacts | ServerError:
+    try:
+        return await read_facts(client, url)
+    except ServerError as error:
+        return error
+
+
+def _common_adapters(servers: Mapping[str, ServerFacts], progress: Progress) -> list[str]:
     """Return NAME=PATH of the LoRA adapters that all servers have; report those of some servers."""
-    common = set(servers[0].adapters).intersection(*(server.adapters for server in servers))
-    for url, server in zip(urls, servers, strict=True):
-        if others := sorted(set(server.adapters) - common):
+    first, *others = servers.values()
+    common = set(first.adapters).intersection(*(server.adapters for server in others))
+    for url, server in servers.items():
+        if rest := sorted(set(server.adapters) - common):
             progress.say(
-                f"{url} serves the LoRA adapters {', '.join(others)}, and other servers do not; "
+                f"{url} serves the LoRA adapters {', '.join(rest)}, and other servers do not; "
                 "clients cannot use these adapters here"
             )
-    return [f"{name}={path}" for name, path in servers[0].adapters.items() if name in common]
+    return [f"{name}={path}" for name, path in first.adapters.items() if name in common]
 
 
 class AttachedFleet:
-    """Keeps one replica for each server in the file of --attach-file, which may change."""
+    """The attached servers of a running cluster, which come and go."""
 
-    def __init__(self, settings: ServeSettings, progress: Progress) -> None:
+    def __init__(
+        self,
+        settings: ServeSettings,
+        models: Sequence[ModelSettings],
+        progress: Progress,
+        reported: Mapping[str, str],
+    ) -> None:
+        """Create the fleet.
+
+        Args:
+            settings: The cluster's settings.
+            models: The settings of its models.
+            progress: Prints which servers come and go.
+            reported: Servers that cannot be used, as the terminal shows already, and why.
+        """
+        self._reported = {**reported}
         self._servers = ServerList(settings.attach, settings.attach_file)
         self._has_file = settings.attach_file is not None
+        self._models = {  # by the name of the deployment
+            deployment(None if len(models) == 1 else model.served_model_name): model
+            for model in models
+            if model.is_attached
+        }
         self._progress = progress
         self._size = len(settings.servers)
-        self._next_s = 0.0  # when to read the file again, on the monotonic clock
+        # Servers that were reported as lost, and why, for each deployment.
+        self._lost: dict[str, dict[str, str]] = {name: {} for name in self._models}
+        self._next_s = 0.0  # when to look at the servers again, on the monotonic clock
+
+    def lost(self) -> Mapping[str, int]:
+        """Return the number of servers to which no requests can be sent, for each deployment.
+
+        Print which servers are lost or back since the last call.
+        """
+        for name, model in self._models.items():
+            with suppress(RedisError, OSError):  # the routers report that Redis is away
+                lost, before = asyncio.run(_lost_servers(model)), self._lost[name]
+                for url, problem in lost.items():
+                    if self._reported.get(url) != problem:
+                        self._progress.warn(f"your server {problem}")
+                        self._reported[url] = problem
+                self._report_returned(before.keys() - lost.keys(), model)
+                self._lost[name] = lost
+        return {name: len(servers) for name, servers in self._lost.items()}
 
     def follow(self) -> None:
-        """Change the number of replicas if the file lists more or fewer servers now."""
-        if not self._has_file or time.monotonic() < self._next_s:
+        """Print which servers are lost or back; follow the file of --attach-file."""
+        if not self._models or time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + READ_INTERVAL_S
+        self.lost()
         size = len(self._servers.urls())
-        if size in (0, self._size):  # an empty list is a mistake, or a file that is being written
+        # An empty list is a mistake, or a file that is being written.
+        if not self._has_file or size in (0, self._size):
             return
         self._progress.step(f"--attach-file lists {size} servers now; it listed {self._size}")
         self._size = size
@@ -102,25 +225,19 @@ class AttachedFleet:
 
         set_replicas(APPLICATION, deployment(None), size)
 
+    def _report_returned(self, urls: Set[str], model: ModelSettings) -> None:
+        """Print which of these servers, which were lost, answer again."""
+        listed = [url for url in model.server_list.urls() if url in urls]
+        for url, answer in ask(listed, model.attach_key_file).items():
+            if isinstance(answer, ServerFacts):
+                self._reported.pop(url, None)
+                self._progress.step(f"your server {url} answers, and is used again")
 
-async def _read(settings: ServeSettings) -> list[ServerFacts]:
-    headers = dict(authorization(settings.attach_key_file))
-    async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
-        return [*await asyncio.gather(*(read_facts(client, url) for url in settings.servers))]
 
-
-def _check_equal(urls: Sequence[str], servers: Sequence[ServerFacts]) -> None:
-    """Raise StartError if servers serve different models, or have blocks of different sizes."""
-    # For each server: its model, then each block size of its ranks.
-    kinds = [(server.model, *{rank.block_size for rank in server.ranks}) for server in servers]
-    for url, kind in zip(urls, kinds, strict=True):
-        if kind != kinds[0] or len(kind) != 2:
-            (model, *sizes), (first, *first_sizes) = kind, kinds[0]
-            raise StartError(
-                f"--attach: {url} serves {model} in blocks of {sizes} tokens, and {urls[0]} serves "
-                f"{first} in blocks of {first_sizes}; attach servers with the same model and "
-                "--block-size"
-            )
+async def _lost_servers(model: ModelSettings) -> dict[str, str]:
+    async with connect(model.redis_url) as redis:
+        servers = AttachedServers(redis, model.served_model_name, cluster=model.cluster)
+        return await servers.away()
 
 
 def _report(url: str, server: ServerFacts, progress: Progress) -> None:

@@ -50,7 +50,9 @@ PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tri
 
 
 @contextmanager
-def embedded_redis(report: Callable[[str], object] = lambda line: None) -> Iterator[str]:
+def embedded_redis(
+    report: Callable[[str], object] = lambda line: None, *, within: Path | None = None
+) -> Iterator[str]:
     """Yield the URL of a new, empty redis-server on a free loopback port.
 
     The server ends when the `with` block ends, or when the thread that entered the block ends. If
@@ -60,8 +62,10 @@ def embedded_redis(report: Callable[[str], object] = lambda line: None) -> Itera
     Args:
         report: Receives a line when the server has ended, and when it is back. It is called in a
             thread of its own.
+        within: The folder for the server's folder, which has the password; None: that of temporary
+            files.
     """
-    with tempfile.TemporaryDirectory(prefix="kvroute-redis-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvroute-redis-", dir=within) as folder:
         server = _PrivateServer(Path(folder), report)
         try:
             yield server.url

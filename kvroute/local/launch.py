@@ -22,6 +22,7 @@ from kvroute.local.before_start import (
     OF_MACHINE,
     OF_OPTIONS,
     check_engine_args,
+    check_port,
     examine,
     found_model,
     gpus_per_replica,
@@ -36,7 +37,7 @@ from kvroute.local.guard import guarded, ray_processes
 from kvroute.local.haproxy.health import fail_health_checks
 from kvroute.local.kept_logs import cluster_id, keep_logs, kept_logs, logs_in
 from kvroute.local.last_answers import finish_answers
-from kvroute.local.ports import is_local
+from kvroute.local.ports import is_local, reserve
 from kvroute.local.processes import is_alive
 from kvroute.local.progress import Progress
 from kvroute.local.ray_cluster import (
@@ -67,6 +68,9 @@ def run(settings: ServeSettings) -> int:
     finally:
         if keep_logs(logs_in(folder), kept_logs(settings), Progress()):
             shutil.rmtree(private, ignore_errors=True)
+        else:
+            for secret in private.glob("kvroute-redis-*"):  # left by a killed process
+                shutil.rmtree(secret, ignore_errors=True)
 
 
 def _serve(settings: ServeSettings, folder: Path) -> int:
@@ -74,9 +78,8 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
     with ExitStack() as running:
         try:
             lost = LostProcesses(logs_in(folder), progress)
-            _start(settings, folder, signals, progress, lost, running)
+            servers = _start(settings, folder, signals, progress, lost, running)
             needed = {process: process.name() for process in ray_processes()}
-            servers = AttachedFleet(settings, progress)
             while all(map(is_alive, needed)):
                 signals.sleep(POLL_S)
                 servers.follow()
@@ -106,28 +109,45 @@ def _start(
     progress: Progress,
     lost: LostProcesses,
     running: ExitStack,
-) -> None:
-    """Start the cluster, and register in `running` how to stop its parts."""
+) -> AttachedFleet:
+    """Start the cluster, and register in `running` how to stop its parts.
+
+    Returns:
+        The attached servers, which have to be followed from now on.
+    """
     deadline = time.monotonic() + settings.start_timeout_s
     examine(OF_OPTIONS, settings, progress)
-    settings = attached(settings, progress)
+    port = running.enter_context(reserve(settings.host, settings.port))
+    found = attached(settings, progress, signals.sleep, deadline)
+    settings = found.settings
     examine(OF_MACHINE, settings, progress)
-    redis_url = _redis(settings, progress, running)
+    if settings.redis_url:
+        _check_own_redis(settings.redis_url, progress)
     check_engine_args(settings.per_model, progress)
     paths = [_model(options, progress) for options in settings.per_model]
+    redis_url = settings.redis_url or _started_redis(folder.parent, progress, running)
     progress.step("starting Ray")
     with progress.waiting("Ray"):
-        running.enter_context(local_ray(settings, folder, lost))
+        try:
+            running.enter_context(local_ray(settings, folder, lost, before_serve=port.close))
+        except StartError:
+            check_port(settings.host, settings.port)  # another program may have taken it meanwhile
+            raise
     signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
     counts = gpus_per_replica(settings.per_model, gpu_count())
     models = settings.resolve(
-        [Detected(path, count) for path, count in zip(paths, counts, strict=True)],
+        [Detected(path, count, found.model) for path, count in zip(paths, counts, strict=True)],
         redis_url=redis_url,
         cluster=cluster_id(socket.gethostname(), settings.port),
         local_only=is_local_only(settings),
     )
-    deploy(_application(settings, models), progress, signals, deadline, lost)
+    servers = AttachedFleet(settings, models, progress, found.reported)
+    deploy(
+        _application(settings, models),
+        *(progress, signals, deadline, lost),
+        lost_servers=servers.lost,
+    )
     if settings.api_keys is None and not is_local(settings.host):
         progress.say(
             f"INSECURE: without API keys, everyone who can reach {settings.host} has access"
@@ -145,6 +165,7 @@ def _start(
     for line in first_steps(url, models[0].served_model_name, settings):
         progress.say(line)
     progress.say(f"kvroute ready at {url}", style="bold green")
+    return servers
 
 
 def is_local_only(settings: ServeSettings) -> bool:
@@ -153,13 +174,17 @@ def is_local_only(settings: ServeSettings) -> bool:
     return is_local(settings.host) and not has_guard
 
 
-def _redis(settings: ServeSettings, progress: Progress, running: ExitStack) -> str:
-    url = settings.redis_url or running.enter_context(embedded_redis(progress.step))
-    version = check_redis(url)
-    answers = "answers" if settings.redis_url else "started"
-    progress.step(f"Redis {version} {answers} at {without_password(url)}")
-    for warning in redis_warnings(url) if settings.redis_url else ():
+def _check_own_redis(url: str, progress: Progress) -> None:
+    """Check the Redis of the user."""
+    progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
+    for warning in redis_warnings(url):
         progress.warn(warning)
+
+
+def _started_redis(folder: Path, progress: Progress, running: ExitStack) -> str:
+    """Start a Redis whose files are in the folder, and return its URL."""
+    url = running.enter_context(embedded_redis(progress.step, within=folder))
+    progress.step(f"Redis {check_redis(url)} started at {without_password(url)}")
     return url
 
 

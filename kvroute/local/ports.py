@@ -4,6 +4,7 @@ import os
 import random
 import socket
 from collections import deque
+from contextlib import suppress
 from ipaddress import ip_address
 
 # Ports to choose from. They are below Linux's ephemeral ports, which outgoing connections and Ray's
@@ -24,6 +25,15 @@ def free_port() -> int:
         port = random.choice(PORTS)
         if listen_error("", port) is None and _claim(port):
             return port
+
+
+def reserve(host: str, port: int) -> socket.socket:
+    """Keep other programs from listening on a port until the returned socket is closed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = socket.socket(family)
+    with suppress(OSError):  # then the port is not reserved, or taken already
+        holder.bind((host, port))
+    return holder
 
 
 def is_local(host: str) -> bool:

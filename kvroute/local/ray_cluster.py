@@ -12,6 +12,7 @@ from typing import Any
 
 from kvroute.deployments import (
     APPLICATION,
+    ROUTERS,
     ended_pid,
     final_error,
     kind_of,
@@ -129,16 +130,23 @@ def _running(deployment: Mapping[str, Any]) -> set[str]:
 
 
 @contextmanager
-def local_ray(settings: ServeSettings, folder: Path, lost: LostProcesses) -> Iterator[None]:
+def local_ray(
+    settings: ServeSettings,
+    folder: Path,
+    lost: LostProcesses,
+    *,
+    before_serve: Callable[[], object] = lambda: None,
+) -> Iterator[None]:
     """Run Ray and Serve until the block ends. All their files are in the folder.
 
     Args:
         settings: The cluster's settings.
         folder: The folder.
         lost: Receives the problems that Ray reports while it runs.
+        before_serve: Called when Ray runs, just before Serve listens on the cluster's port.
     """
     try:
-        _start(settings, folder, lost)
+        _start(settings, folder, lost, before_serve)
         yield
     finally:
         _stop()
@@ -150,8 +158,19 @@ def deploy(
     signals: StopSignals,
     deadline: float,
     lost: LostProcesses,
+    *,
+    lost_servers: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
     """Deploy the application; print a line for each replica that becomes ready.
+
+    Args:
+        application: Ray Serve's application.
+        progress: Prints the lines.
+        signals: The signals that end the start.
+        deadline: The time at which the start has failed, on the monotonic clock.
+        lost: Prints which processes end.
+        lost_servers: Returns how many attached servers of each deployment cannot be used now. The
+            start does not wait for their replicas.
 
     Raises:
         StartError: A replica cannot start, or not all replicas are ready at the deadline.
@@ -170,7 +189,7 @@ def deploy(
             _raise_final_errors(status.deployments)
             _show(status.deployments, shown, progress)
             lost.follow()
-            if status.status == "RUNNING":
+            if status.status == "RUNNING" or _are_started(status.deployments, lost_servers()):
                 return
             if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise StartError(_reason(status))
@@ -189,7 +208,9 @@ def gpu_count() -> int:
     return int(ray.cluster_resources().get("GPU", 0)) if vllm_build.is_for_gpus() else 0
 
 
-def _start(settings: ServeSettings, folder: Path, lost: LostProcesses) -> None:
+def _start(
+    settings: ServeSettings, folder: Path, lost: LostProcesses, before_serve: Callable[[], object]
+) -> None:
     _prepare_environment(settings, folder)
     tls = {TLS_CERT: settings.tls_cert, TLS_KEY: settings.tls_key}
     os.environ |= {name: str(path) for name, path in tls.items() if path}
@@ -205,6 +226,7 @@ def _start(settings: ServeSettings, folder: Path, lost: LostProcesses) -> None:
         _start_node(folder)
         _keep_token_private()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        before_serve()
         _start_serve(
             proxy_location="HeadOnly",
             http_options={"host": settings.host, "port": settings.port},
@@ -284,6 +306,22 @@ def _raise_final_errors(deployments: Mapping[str, Any]) -> None:
             )
 
 
+def _are_started(deployments: Mapping[str, Any], lost_servers: Mapping[str, int]) -> bool:
+    """Return whether all processes run, except for the replicas of lost attached servers."""
+    if ROUTERS not in deployments or not any(lost_servers.values()):
+        return False
+    for name, status in deployments.items():
+        wanted, running = _counts(status)
+        if not running or wanted - running > lost_servers.get(name, 0):
+            return False
+    return True
+
+
+def _counts(status: Any) -> tuple[int, int]:
+    """Return how many processes a deployment has, and how many of them run."""
+    return sum(status.replica_states.values()), status.replica_states.get("RUNNING", 0)
+
+
 def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -> None:
     """Print the lines that were not printed before, and add them to `shown`."""
     for line in _lines(deployments):
@@ -296,8 +334,8 @@ def _lines(deployments: Mapping[str, Any]) -> Iterator[str]:
     for name, status in deployments.items():
         kind, model = kind_of(name), model_of(name)
         of_model = f" of {model}" if model else ""
-        wanted = sum(status.replica_states.values())
-        for number in range(1, status.replica_states.get("RUNNING", 0) + 1):
+        wanted, running = _counts(status)
+        for number in range(1, running + 1):
             yield f"{kind} {number} of {wanted}{of_model} is ready"
         if "Error:" in status.message:
             yield f"{kind}{of_model} cannot start yet: {last_line(status.message)}"
@@ -308,12 +346,11 @@ def awaited(deployments: Mapping[str, Any]) -> str:
     parts = []
     for name, status in deployments.items():
         kind, model = kind_of(name), model_of(name)
-        wanted = sum(status.replica_states.values())
-        missing = wanted - status.replica_states.get("RUNNING", 0)
-        if missing:
+        wanted, running = _counts(status)
+        if wanted > running:
             of_model = f" of {model}" if model else ""
             loads = ", which load the model" if kind.endswith("replica") else ""
-            parts.append(f"{missing} of {wanted} {kind}s{of_model}{loads}")
+            parts.append(f"{wanted - running} of {wanted} {kind}s{of_model}{loads}")
     return "; ".join(parts) or "Ray Serve"
 
 

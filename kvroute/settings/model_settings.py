@@ -18,6 +18,7 @@ class Detected:
 
     model: str  # what an engine loads: a folder or a hub name
     gpus_per_replica: int
+    server_model: str = ""  # see ReplicaSettings
 
 
 class ModelSettings(ReplicaSettings, RouterSettings, DeploymentOptions):
@@ -68,6 +69,7 @@ def resolve(
     }
     derived = {
         "model": detected.model,
+        "server_model": detected.server_model,
         "served_model_name": options.name,
         "replicas": options.fleet_size,
         "redis_url": redis_url,

@@ -11,6 +11,7 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
 
     tensor_parallel_size: int = 1  # GPUs of one data parallel rank; also 1 on CPUs
     cores: int = 1  # number of CPU cores for a replica's engine if it has no GPU
+    server_model: str = ""  # the model's name at the attached servers; empty: it may be any
     declared: tuple[str, ...] = ()  # ids of the named prefixes that are declared at the start
     lease_s: float = 3.0  # seconds until a replica's record in Redis expires if it is not renewed
 

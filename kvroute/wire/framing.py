@@ -28,6 +28,7 @@ class MessageKind(IntEnum):
     PENDING = 9  # structs.Pending
     TAKEN = 10  # structs.Preparing: the replica begins to prepare a request for its engine
     PREPARED = 11  # structs.Preparing: the replica has prepared the request
+    AWAY = 12  # structs.Away
 
 
 class FramingError(ValueError):

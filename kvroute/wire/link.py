@@ -175,6 +175,7 @@ class Link(Connection):
         self.replica_id = replica_id
         self._on_pending = on_pending
         self.loop = asyncio.get_running_loop()
+        self.away_reason = ""  # why the replica's engine can run no requests now; empty: it can
         self.ready: asyncio.Future[None] = self.loop.create_future()
         self.closed: asyncio.Future[None] = self.loop.create_future()
         self._secret = secret
@@ -192,6 +193,7 @@ class Link(Connection):
             MessageKind.PENDING: self._pending,
             MessageKind.TAKEN: self._taken,
             MessageKind.PREPARED: self._prepared,
+            MessageKind.AWAY: self._away,
         }
 
     def __str__(self) -> str:
@@ -354,6 +356,9 @@ class Link(Connection):
     def _prepared(self, payload: bytes) -> None:
         if stream := self._streams.get(structs.decode_preparing(payload).stream):
             stream.is_preparing = False
+
+    def _away(self, payload: bytes) -> None:
+        self.away_reason = structs.decode_away(payload).reason
 
     def _reply(self, payload: bytes) -> None:
         reply = structs.decode_reply(payload)

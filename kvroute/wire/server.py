@@ -128,6 +128,12 @@ class Server:
             return f"the replica runs {self.running} requests, which is its maximum"
         return ""
 
+    def set_away(self, reason: str) -> None:
+        """Refuse requests for this reason; empty: accept them again. Report it to all routers."""
+        self.away_reason = reason
+        for peer in self.peers:
+            peer.report_away(reason)
+
     def report_pending(self, pending_tokens: Sequence[int]) -> None:
         """Report to all routers how many prompt tokens each rank still has to compute.
 
@@ -255,6 +261,11 @@ class Peer(Connection):
         if self._is_proven and not self._is_paused:
             self.send(MessageKind.PENDING, encode(structs.Pending([*pending_tokens])))
 
+    def report_away(self, reason: str) -> None:
+        """Report to the router why the engine can run no requests; empty: it can."""
+        if self._is_proven:
+            self.send(MessageKind.AWAY, encode(structs.Away(reason)))
+
     def pause_writing(self) -> None:
         self._is_paused = True
 
@@ -284,6 +295,8 @@ class Peer(Connection):
         own_proof = proof(secret, b"replica", received.nonce, self._certificate)
         self.send(MessageKind.WELCOME, encode(structs.Welcome(own_proof)))
         self.report_pending(self._server.reported)
+        if reason := self._server.away_reason:
+            self.report_away(reason)
 
     def _begin(self, payload: bytes) -> None:
         stream, request = structs.decode_begin(payload)

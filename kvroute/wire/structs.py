@@ -97,6 +97,12 @@ class Pending(Struct, array_like=True):
     tokens: list[Count]
 
 
+class Away(Struct, array_like=True):
+    """Why the replica's engine can run no requests now; empty: it can."""
+
+    reason: str
+
+
 class Deltas(Struct, array_like=True):
     """The output of one engine step for all streams of a connection."""
 
@@ -114,6 +120,7 @@ decode_preparing = msgspec.msgpack.Decoder(Preparing).decode
 decode_call = msgspec.msgpack.Decoder(MethodCall).decode
 decode_reply = msgspec.msgpack.Decoder(MethodReply).decode
 decode_pending = msgspec.msgpack.Decoder(Pending).decode
+decode_away = msgspec.msgpack.Decoder(Away).decode
 decode_deltas = msgspec.msgpack.Decoder(Deltas).decode
 
 TOKEN_ID = np.dtype("<u4")

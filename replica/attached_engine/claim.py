@@ -11,6 +11,7 @@ from kvroute.store.attached_servers import AttachedServers
 
 log = logging.getLogger("kvroute.attached")
 
+MAX_REASON = 1000  # longest reported reason in characters, as it has words of the server
 RETRY_S = 0.5  # seconds between two attempts to claim a server
 
 
@@ -33,6 +34,8 @@ class Claim:
             replica_id: The replica that has claimed it.
         """
         self.url = url
+        # Why requests cannot be sent to the server; empty: they can. Each renewal reports it.
+        self.away_reason: Callable[[], str] = str
         self._servers = servers
         self._urls = urls
         self._replica_id = replica_id
@@ -51,6 +54,7 @@ class Claim:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         with contextlib.suppress(RedisError, OSError):
+            await self._servers.report(self.url, "")
             await self._servers.release(self.url, self._replica_id)
 
     async def _keep(self) -> str:
@@ -62,6 +66,7 @@ class Claim:
             try:
                 if not await self._servers.renew(self.url, self._replica_id):
                     return f"another replica serves {self.url}"
+                await self._servers.report(self.url, self.away_reason()[:MAX_REASON])
             except (RedisError, OSError):
                 continue  # the publisher reports that Redis does not answer
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ from kvroute.replica.attached_engine.server import (
     ServerFacts,
     read_facts,
     read_samples,
+    silence,
 )
 
 log = logging.getLogger("kvroute.attached")
@@ -50,20 +51,26 @@ class ServerConnection:
         self._is_away, self._is_back, self._suspicion = (asyncio.Event() for _ in range(3))
         self._is_back.set()
 
-    async def start(self) -> ServerFacts:
-        """Wait until the server answers, and return its facts."""
+    async def start(self, misfit: Callable[[ServerFacts], str] = lambda facts: "") -> ServerFacts:
+        """Wait until the server answers and can be used, and return its facts.
+
+        Args:
+            misfit: Returns why a server with these facts cannot be used; empty: it can.
+        """
         while True:
             try:
-                self.facts = await read_facts(self.client, self.url)
+                facts = await read_facts(self.client, self.url)
                 self.samples = await read_samples(self.client, self.url)
+                reason = misfit(facts)
+                if not reason:
+                    self.facts, self.away_reason = facts, ""
+                    return facts
             except ServerError as error:
-                if self.away_reason != str(error):
-                    self.away_reason = str(error)
-                    log.warning("waiting for a server: %s", error)
-                await asyncio.sleep(CHECK_INTERVAL_S)
-            else:
-                self.away_reason = ""
-                return self.facts
+                reason = str(error)
+            if reason != self.away_reason:
+                log.warning("waiting for a server: %s", reason)
+            self.away_reason = reason
+            await asyncio.sleep(CHECK_INTERVAL_S)
 
     async def watch(self) -> None:
         """Check the server's health and read its load, until cancelled."""
@@ -102,12 +109,13 @@ class ServerConnection:
         try:
             response = await self.client.get(f"{self.url}/health", timeout=HEALTH_S)
             if response.status_code != httpx.codes.OK:
-                return f"/health has answered with status {response.status_code}"
+                status = response.status_code
+                return f"{self.url}/health has answered with status {status}; see the server's log"
             if self.away_reason:
                 self._compare(await read_facts(self.client, self.url))
             self.samples = await read_samples(self.client, self.url)
         except httpx.HTTPError as error:
-            return f"{type(error).__name__} {error}".strip()
+            return silence(self.url, error)
         except ServerError as error:
             return str(error)
         return ""
@@ -116,14 +124,18 @@ class ServerConnection:
         """Record in `changed` how a server that has come back differs from the earlier one."""
         if self.facts is None:
             return
-        before = [(rank.block_size, rank.capacity_blocks) for rank in self.facts.ranks]
-        now = [(rank.block_size, rank.capacity_blocks) for rank in facts.ranks]
-        if (facts.model, now) != (self.facts.model, before):
+        before, now = _kind(self.facts), _kind(facts)
+        if now != before:
             self.changed = (
-                f"{self.url} served {self.facts.model} with {before} (block size, blocks) and now "
-                f"serves {facts.model} with {now}"
+                f"{self.url} served {before} (model, adapters, block size and blocks of each rank) "
+                f"and now serves {now}"
             )
 
     async def close(self) -> None:
         """Close the connections to the server."""
         await self.client.aclose()
+
+
+def _kind(facts: ServerFacts) -> tuple[str, list[str], list[tuple[int, int]]]:
+    ranks = [(rank.block_size, rank.capacity_blocks) for rank in facts.ranks]
+    return facts.model, sorted(facts.adapters), ranks

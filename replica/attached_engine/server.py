@@ -1,7 +1,7 @@
 """Reads what a running vLLM server says about itself over HTTP."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,42 @@ class ServerFacts:
     version: str  # version of vLLM; empty: unknown
     ranks: Sequence[RankFacts]
     adapters: Mapping[str, str] = field(default_factory=dict)  # LoRA adapter -> its folder there
+
+    @property
+    def block_sizes(self) -> Set[int]:
+        """Return the block sizes of the ranks, in tokens."""
+        return {rank.block_size for rank in self.ranks}
+
+
+def misfit(
+    url: str, server: ServerFacts, *, model: str, block_size: int | None, adapters: Iterable[str]
+) -> str:
+    """Return why a server cannot serve the cluster's clients; empty: it can.
+
+    Args:
+        url: The server's address.
+        server: What the server says about itself.
+        model: The name of the cluster's model at its servers; empty: any.
+        block_size: The tokens of a block in the cluster.
+        adapters: The LoRA adapters that clients can use.
+    """
+    if server.model != (model or server.model):
+        return (
+            f"{url} serves {server.model}, and this cluster serves {model}; start the server with "
+            "this model, or remove it from the list"
+        )
+    if server.block_sizes != {block_size}:
+        return (
+            f"{url} has KV cache blocks of {', '.join(map(str, sorted(server.block_sizes)))} "
+            f"tokens, and this cluster has {block_size}; start the server with --block-size "
+            f"{block_size}"
+        )
+    if missing := sorted({*adapters} - server.adapters.keys()):
+        return (
+            f"{url} does not have the LoRA adapters {', '.join(missing)}; load them there, or "
+            "restart kvroute, which then serves the adapters that all servers have"
+        )
+    return ""
 
 
 def authorization(key_file: Path | None) -> Mapping[str, str]:
@@ -206,12 +242,19 @@ async def _json(client: httpx.AsyncClient, url: str, path: str) -> Mapping[str, 
     return body
 
 
+def silence(url: str, error: Exception) -> str:
+    """Return that a server does not answer, and what to do."""
+    reason = str(error) or type(error).__name__
+    if isinstance(error, httpx.TimeoutException):
+        reason = f"nothing in {QUESTION_S:g} s"
+    return f"{url} does not answer ({reason}); start it"
+
+
 async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response:
     try:
         response = await client.get(url + path, timeout=QUESTION_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise ServerError(f"{url}{path} does not answer ({reason}); start the server") from None
+        raise ServerError(silence(url, error)) from None
     if response.status_code != httpx.codes.OK:
         raise ServerError(
             f"{url}{path} has answered with status {response.status_code}; expected a vLLM server, "

@@ -1,17 +1,25 @@
 """Starts the engines of the attached server that a replica has claimed."""
 
 import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+from redis.asyncio import Redis
 
 from kvroute.blocks.chain import Space
-from kvroute.contract.generation import CannotRunError
 from kvroute.contract.identity import chat_template
 from kvroute.contract.records import EngineFacts
 from kvroute.replica.attached_engine.attached import AttachedEngine
 from kvroute.replica.attached_engine.child_server import ChildServer
-from kvroute.replica.attached_engine.claim import claim
+from kvroute.replica.attached_engine.claim import Claim, claim
 from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.content_format import content_format
-from kvroute.replica.attached_engine.server import RankFacts, ServerFacts, authorization
+from kvroute.replica.attached_engine.server import (
+    RankFacts,
+    ServerFacts,
+    authorization,
+    misfit,
+)
 from kvroute.replica.vllm_engine.process.cpu_affinity import claim_cores
 from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.attached_servers import AttachedServers
@@ -23,30 +31,63 @@ UNKNOWN_CONTEXT_TOKENS = 131_072  # context of a server that does not name it
 async def start_attached(
     settings: ReplicaSettings, folder: str, replica_id: str
 ) -> list[AttachedEngine]:
-    """Claim a server, wait until it answers, and return an engine for each of its ranks.
+    """Claim a server, wait until it can be used, and return an engine for each of its ranks.
 
-    Raises:
-        CannotRunError: The server's blocks have another size than the cluster's.
+    If the server is removed from the list meanwhile, another one is claimed.
     """
+    redis = connect(settings.redis_url)
     servers = AttachedServers(
-        connect(settings.redis_url),
+        redis,
         settings.served_model_name,
         cluster=settings.cluster,
         lease_s=settings.lease_s,
     )
-    claimed = await claim(servers, settings.server_list.urls, replica_id)
-    connection = ServerConnection(claimed.url, authorization(settings.attach_key_file))
-    server = await connection.start()
-    sizes = {rank.block_size for rank in server.ranks}
-    if sizes != {settings.block_size}:
-        raise CannotRunError(
-            f"{claimed.url} has KV cache blocks of {', '.join(map(str, sorted(sizes)))} tokens, "
-            f"and the cluster has {settings.block_size}; set --block-size, or start the server "
-            f"with --block-size {settings.block_size}"
-        )
-    engines = await _engines(settings, folder, connection, server)
-    engines[0].own(claimed)
-    return engines
+    while True:
+        claimed = await claim(servers, settings.server_list.urls, replica_id)
+        connection = ServerConnection(claimed.url, authorization(settings.attach_key_file))
+        claimed.away_reason = partial(getattr, connection, "away_reason")
+        if (server := await _usable(connection, claimed, settings)) is not None:
+            engines = await _engines(settings, folder, connection, server)
+            engines[0].own(_OwnedClaim(claimed, redis))
+            return engines
+        await claimed.close()
+        await connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnedClaim:
+    """A claim with its connection to Redis."""
+
+    claim: Claim
+    redis: Redis
+
+    def problem(self) -> str:
+        return self.claim.problem()
+
+    async def close(self) -> None:
+        await self.claim.close()
+        await self.redis.aclose()
+
+
+async def _usable(
+    connection: ServerConnection, claimed: Claim, settings: ReplicaSettings
+) -> ServerFacts | None:
+    """Wait until the server can be used, and return its facts; None: the claim was lost before."""
+    fits = partial(
+        misfit,
+        connection.url,
+        model=settings.server_model,
+        block_size=settings.block_size,
+        adapters=[adapter.name for adapter in settings.adapters],
+    )
+    starting = asyncio.create_task(connection.start(fits))
+    lost = asyncio.create_task(claimed.lost())
+    try:
+        await asyncio.wait([starting, lost], return_when=asyncio.FIRST_COMPLETED)
+        return starting.result() if starting.done() else None
+    finally:
+        starting.cancel()
+        lost.cancel()
 
 
 async def start_unpatched(

@@ -119,6 +119,15 @@ class Links:
             if now_s - since_s >= REPORT_AFTER_S
         }
 
+    def away(self) -> dict[str, str]:
+        """Return the replicas whose engine can run no requests now: id -> reason."""
+        return {id_: link.away_reason for id_, link in self._links.items() if link.away_reason}
+
+    def able(self) -> list[str]:
+        """Return the ranks of all replicas that Serve runs and whose engines are not away."""
+        away = self.away()
+        return [rank_id for rank_id in self.running() if replica_of(rank_id) not in away]
+
     def is_connected(self, replica_id: str) -> bool:
         """Return whether there is an open connection, even if Serve has removed the replica."""
         return self._open(replica_id) is not None

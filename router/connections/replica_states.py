@@ -14,13 +14,14 @@ State = Literal[
     "ready",  # it gets requests
     "degraded",  # it gets requests, but routers ignore its cache
     "silent",  # it is connected, but does not answer
+    "away",  # it is connected, but its engine, an attached server, does not answer
     "starting",  # Ray Serve starts it, or this router has not connected to it yet
     "lost",  # the connection to it has ended, and Ray Serve has not replaced it yet
     "leaving",  # it finishes its requests, and gets no new ones
     "elsewhere",  # it is in the index, but Ray Serve does not run it in this deployment
 ]
 READY: Collection[State] = ("ready", "degraded")
-MISSING: Collection[State] = ("silent", "starting", "lost")  # wanted, but not ready
+MISSING: Collection[State] = ("silent", "away", "starting", "lost")  # wanted, but not ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class StatesReader:
             connected=links.connected(),
             trusted=trusted,
             degraded=self._fleet.replicas.degraded.keys() & {*trusted},
+            away=[id_ for id_ in trusted if replica_of(id_) in links.away()],
         )
 
 
@@ -76,6 +78,7 @@ def combine(
     connected: Collection[str],
     trusted: Collection[str],
     degraded: Collection[str],
+    away: Collection[str] = (),
 ) -> ReplicaStates:
     """Return the state of every replica.
 
@@ -87,6 +90,7 @@ def combine(
         connected: those to which it has one now.
         trusted: those of the connected ones that are not suspected to hang.
         degraded: those of the trusted ones whose cache is ignored.
+        away: those of the trusted ones whose engine does not answer.
     """
     in_serve = dict(deployed.states) if deployed else {}
     # A record stays in the index for some seconds after its replica has ended.
@@ -102,6 +106,7 @@ def combine(
     states |= dict.fromkeys(connected, "silent")
     states |= dict.fromkeys(trusted, "ready")
     states |= dict.fromkeys(degraded, "degraded")
+    states |= dict.fromkeys(away, "away")
     return ReplicaStates(deployed.wanted if deployed else None, states)
 
 

@@ -86,6 +86,7 @@ async def cluster(models: Served) -> Response:
     """
     replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
     healths = await asyncio.gather(*(model.status.health() for model in models.all))
+    servers = await asyncio.gather(*(model.status.lost_servers() for model in models.all))
     return JSONResponse(
         {
             "version": versions()["kvroute"],
@@ -97,6 +98,7 @@ async def cluster(models: Served) -> Response:
                 for model, health in zip(models.all, healths, strict=True)
             ],
             "replicas": label_by_model(models.all, replicas),
+            "servers": label_by_model(models.all, servers),
             "recent": [model.status.recent() for model in models.all],
             "queues": [model.status.queue() for model in models.all],
             "seats": [*chain.from_iterable(model.status.seats() for model in models.all)],

@@ -50,6 +50,7 @@ from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.adapters import Adapters
+from kvroute.store.attached_servers import AttachedServers
 from kvroute.store.clusters import ClusterModel, Clusters
 from kvroute.store.connection import connect
 from kvroute.store.conversations.objects import ConversationStore
@@ -95,6 +96,7 @@ class Parts:
         redis = connect(settings.redis_url)
         model, cluster = settings.served_model_name, settings.cluster
         self.index = Index(redis, model, cluster=cluster, unreadable=self.unreadable)
+        self.attached = AttachedServers(redis, model, cluster=cluster)
         own = _cluster_model(settings)
         origin = f"{own.ray_address}/{own.application}"
         self.neighbours = Neighbours(Clusters(redis, self.unreadable), own)
@@ -199,7 +201,7 @@ class Parts:
             self.index,
             self.fleet,
             canary_sender(self.links),
-            self.links.running,
+            self.links.able,
             block_size=settings.block_size,
         )
 

@@ -45,7 +45,7 @@ class Diagnosis:
             port: the port that received the request.
             keys: the API keys; None: the cluster has no API keys.
         """
-        (redis, leases, clusters), deployments, nodes, host = await asyncio.gather(
+        (redis, leases, clusters, servers), deployments, nodes, host = await asyncio.gather(
             self._index_facts(),
             _with_timeout(_deployments),
             _with_timeout(_nodes),
@@ -58,6 +58,7 @@ class Diagnosis:
             "now_s": time.time(),
             "redis": redis | {"is_own": self._own_redis},
             "clusters": clusters,
+            "servers": servers,
             "unreadable": [entry for model in self._models for entry in model.unreadable()],
             "blamed": [entry for model in self._models for entry in model.blamed()],
             "replicas": {
@@ -102,14 +103,16 @@ class Diagnosis:
 
     async def _index_facts(
         self,
-    ) -> tuple[Facts, dict[str, float] | None, list[Facts] | None]:
-        """Return facts about Redis, the leases, and the clusters that serve the same models."""
+    ) -> tuple[Facts, dict[str, float] | None, list[Facts] | None, dict[str, str]]:
+        """Return facts about Redis, the leases, clusters with the same models, and lost servers."""
         try:
             leases = await asyncio.gather(*(model.leases_s() for model in self._models))
             clusters = await asyncio.gather(*(model.clusters() for model in self._models))
-            return await redis_facts(self._redis), dict(ChainMap(*leases)), clusters
+            servers = await asyncio.gather(*(model.servers() for model in self._models))
+            redis = await redis_facts(self._redis)
+            return redis, dict(ChainMap(*leases)), clusters, dict(ChainMap(*servers))
         except (RedisError, OSError) as error:
-            return {"error": str(error) or type(error).__name__}, None, None
+            return {"error": str(error) or type(error).__name__}, None, None, {}
 
 
 @with_timeout

@@ -51,7 +51,8 @@ class Status:
     @property
     def running(self) -> list[str]:
         """Return the ids of the ranks that can get a request now."""
-        return self._parts.liveness.running()
+        away = self._parts.links.away()
+        return [id_ for id_ in self._parts.liveness.running() if replica_of(id_) not in away]
 
     @property
     def max_model_len(self) -> int | None:
@@ -90,6 +91,15 @@ class Status:
             for record in records
             if (state := states.get(record.id, states.get(replica_of(record.id))))
         ]
+
+    async def lost_servers(self) -> list[dict[str, str]]:
+        """Return the attached servers to which no requests can be sent; none if Redis is away."""
+        try:
+            async with asyncio.timeout(STATUS_S):
+                away = await self._parts.attached.away()
+        except (RedisError, OSError):
+            return []
+        return [{"server": url, "problem": problem} for url, problem in sorted(away.items())]
 
     async def metrics_targets(self) -> list[Target]:
         """Return the addresses from which the metrics of the model's processes can be read.
@@ -154,6 +164,14 @@ class Status:
             RedisError, OSError: Redis cannot be used.
         """
         return await self._parts.index.leases_s()
+
+    async def servers(self) -> dict[str, str]:
+        """Return the attached servers to which no requests can be sent, and why: URL -> reason.
+
+        Raises:
+            RedisError, OSError: Redis cannot be used.
+        """
+        return await self._parts.attached.away()
 
     async def clusters(self) -> dict[str, Any]:
         """Return this cluster and others that serve the model through this Redis.

@@ -16,7 +16,7 @@ const ABOUT = {
   Index: "The routers’ knowledge of the caches’ contents, which they read from Redis.",
 };
 
-const MISSING = ["silent", "starting", "lost"]; // states of replicas that are wanted and not ready
+const MISSING = ["silent", "away", "starting", "lost"]; // states of replicas that are wanted and not ready
 const list = document.getElementById("figures");
 const sum = (counts) => Object.values(counts).reduce((total, n) => total + n, 0);
 

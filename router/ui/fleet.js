@@ -10,6 +10,7 @@ const STATES = {
   ready: "ready",
   degraded: "degraded: it differs from the routers, so its cache is ignored",
   silent: "does not answer, and gets no new requests",
+  away: "its server does not answer",
   starting: "starting",
   lost: "lost: Ray Serve replaces it",
   leaving: "leaving: finishes its requests, and gets no new ones",

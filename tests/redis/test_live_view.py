@@ -77,7 +77,7 @@ class Seen:
         )
         serving: Any = Serving(self.names)
         links: Any = FakeLinks(serving.ids)
-        self.serving = serving
+        self.serving, self.links = serving, links
         self.liveness = Liveness(lambda: serving, links, self.fleet, hang_timeout_s=5.0)
         index = Index(client, "seen")
         self.view = View(
@@ -205,6 +205,8 @@ async def test_a_replica_is_ready_silent_or_elsewhere(client: Any) -> None:
     assert states == {"new": "ready", "r000": "ready", "r001": "silent", "r002": "elsewhere"}
     (router,) = await seen.snapshot("router")
     assert router["wanted"] == 3
+    seen.links.away_reasons = {"new": "its server does not answer"}
+    assert (await seen.snapshot("replica/new"))[0]["state"] == "away"
 
 
 async def test_a_decision_tells_how_long_it_was_held_back(client: Any) -> None:

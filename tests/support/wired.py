@@ -115,6 +115,10 @@ class FakeLinks:
         self.questions = 0  # number of unanswered questions to each replica
         self.lost: list[tuple[str, Exception]] = []
         self.by_replica: dict[str, tuple[str, ...]] = {}
+        self.away_reasons: dict[str, str] = {}  # replica -> why its engine can run no requests
+
+    def away(self) -> dict[str, str]:
+        return self.away_reasons
 
     def busy(self) -> set[str]:
         return self.waiting

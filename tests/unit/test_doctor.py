@@ -253,6 +253,17 @@ def test_missing_replicas_are_counted_and_named() -> None:
     assert checks.cluster({"replicas": 1, "wanted": None}).finding == "1 replica is ready"
 
 
+def test_a_lost_attached_server_is_one_finding_with_its_remedy() -> None:
+    (lost,) = checks.servers({"http://a:1": "http://a:1 does not answer (refused); start it"})
+    assert lost.finding == "your server http://a:1 does not answer (refused)"
+    assert lost.remedy == "start it"
+    state = {"status": "UPDATING", "message": "", "replicas": {"RUNNING": 1, "STARTING": 1}}
+    (waits,) = checks.deployments({"Replica": state}, lost_servers=1)
+    assert waits.grade == "ok"
+    (missing,) = checks.deployments({"Replica": state}, lost_servers=0)
+    assert missing.grade == "warning"
+
+
 def test_a_replica_without_a_connection_is_named_with_the_reason() -> None:
     (well,) = checks.connections({"replicas": 2})
     (wrong,) = checks.connections({"replicas": 2, "unconnected": {"a": "10.0.0.2:20000: refused"}})

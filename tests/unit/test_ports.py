@@ -58,3 +58,12 @@ def elsewhere(choice: range, then: str) -> str:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30
     ).stdout
+
+
+def test_nobody_else_can_listen_on_a_reserved_port_until_it_is_released(three: range) -> None:
+    port = ports.free_port()
+    with ports.reserve("127.0.0.1", port):
+        assert taken(port)
+        with ports.reserve("127.0.0.1", port):
+            pass  # what cannot be reserved again is no error
+    assert not taken(port)

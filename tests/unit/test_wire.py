@@ -138,6 +138,19 @@ def ids(chunks: list[Chunk]) -> list[int]:
     return [id_ for chunk in chunks for id_ in chunk.token_ids]
 
 
+async def test_routers_learn_that_the_engine_is_away_and_back() -> None:
+    async with served(Engine()) as (server, (link,)):
+        server.set_away("its server does not answer")
+        late = await linked(server)
+        await until(lambda: link.away_reason and late.away_reason)
+        assert late.away_reason == "its server does not answer"
+        assert server.refusal()
+        server.set_away("")
+        await until(lambda: not (link.away_reason or late.away_reason))
+        assert not server.refusal()
+        late.lose(LostError("the test is over"))
+
+
 # Frames.
 
 
