@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvroute.keys import key_file
-from kvroute.local.embedded_redis import check_redis, redis_warnings
+from kvroute.local.embedded_redis import NoAnswerError, check_redis, redis_warnings
 from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.ports import free_port, is_local, listen_error
 from kvroute.local.progress import Progress
@@ -220,6 +220,8 @@ def redis_problems(settings: ServeSettings) -> Iterator[Problem]:
     if settings.redis_url:
         try:
             check_redis(settings.redis_url)
+        except NoAnswerError as error:
+            yield Problem(f"{error}; a cluster starts without it, with fewer cache hits")
         except StartError as error:
             yield Problem(str(error), is_final=True)
         else:

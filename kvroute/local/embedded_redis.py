@@ -49,6 +49,10 @@ ABSENCE = (  # what to do about a server that is not started again
 PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tries to write
 
 
+class NoAnswerError(StartError):
+    """A Redis does not answer."""
+
+
 @contextmanager
 def embedded_redis(
     report: Callable[[str], object] = lambda line: None, *, within: Path | None = None
@@ -167,7 +171,8 @@ def check_redis(url: str) -> str:
     """Check that kvroute can use the server, and return the server's version.
 
     Raises:
-        StartError: The server cannot be reached, is too old, or refuses writes from this user.
+        NoAnswerError: The server cannot be reached. A cluster can start without it.
+        StartError: The server is too old, or refuses writes from this user.
     """
     shown = without_password(url)
     try:
@@ -196,7 +201,7 @@ def check_redis(url: str) -> str:
             f"--redis-url is {shown!r}, which refuses a write ({error}); {remedy}"
         ) from None
     except (redis.RedisError, OSError) as error:
-        raise StartError(
+        raise NoAnswerError(
             f"--redis-url is {shown!r}, which does not answer ({error}); {_remedy(url, error)}"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:

@@ -28,6 +28,7 @@ from kvroute.local.before_start import (
     gpus_per_replica,
 )
 from kvroute.local.embedded_redis import (
+    NoAnswerError,
     check_redis,
     embedded_redis,
     redis_warnings,
@@ -175,8 +176,11 @@ def is_local_only(settings: ServeSettings) -> bool:
 
 
 def _check_own_redis(url: str, progress: Progress) -> None:
-    """Check the Redis of the user."""
-    progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
+    """Check the Redis of the user. If it is away, the cluster starts as it would go on."""
+    try:
+        progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
+    except NoAnswerError as error:
+        progress.warn(f"{error}; the cluster starts without it, with fewer cache hits")
     for warning in redis_warnings(url):
         progress.warn(warning)
 

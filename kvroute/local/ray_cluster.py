@@ -29,6 +29,7 @@ from kvroute.local.ports import free_port, is_local
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress
 from kvroute.local.signals import StopSignals
+from kvroute.local.start_losses import StartLosses
 from kvroute.machine.problem import StartError
 from kvroute.process import vllm_build
 from kvroute.process.metrics_port import METRICS_HOST
@@ -57,7 +58,7 @@ class LostProcesses:
     """
 
     def __init__(self, logs: Path, progress: Progress) -> None:
-        self._logs = logs  # folder of Ray's logs
+        self.logs = logs  # folder of Ray's logs
         self._progress = progress
         self._pids: deque[int] = deque(maxlen=MAX_REPORTS)  # ended processes, not reported yet
         self._ended = set[str]()  # ids of ended replicas and routers, until all are replaced
@@ -109,7 +110,7 @@ class LostProcesses:
                 if replica.get("pid") == pid:
                     id_, log = (
                         replica["replica_id"],
-                        f"{self._logs}{replica.get('log_file_path') or '/serve'}",
+                        f"{self.logs}{replica.get('log_file_path') or '/serve'}",
                     )
                     self._progress.step(
                         f"{kind_of(name)} {id_} (process {pid}) has ended unexpectedly; Ray Serve "
@@ -163,6 +164,8 @@ def deploy(
 ) -> None:
     """Deploy the application; print a line for each replica that becomes ready.
 
+    Serve starts a router or replica that ends meanwhile again. The start fails after many.
+
     Args:
         application: Ray Serve's application.
         progress: Prints the lines.
@@ -176,7 +179,11 @@ def deploy(
         StartError: A replica cannot start, or not all replicas are ready at the deadline.
     """
     from ray import serve
+    from ray.exceptions import RayError
 
+    from kvroute.process import ray_internals
+
+    losses = StartLosses(lost.logs)
     serve.run_many(
         [serve.RunTarget(application, name=APPLICATION, external_scaler_enabled=True)],
         wait_for_ingress_deployment_creation=False,
@@ -184,21 +191,24 @@ def deploy(
     )
     shown: set[str] = set()
     with progress.waiting("Ray Serve") as update:
-        while time.monotonic() < deadline:
+        while True:
             status = serve.status().applications[APPLICATION]
             _raise_final_errors(status.deployments)
             _show(status.deployments, shown, progress)
             lost.follow()
             if status.status == "RUNNING" or _are_started(status.deployments, lost_servers()):
                 return
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise StartError(_reason(status))
+            with suppress(RayError, ValueError, KeyError):  # the controller is busy: ask it later
+                losses.update(ray_internals.deployments(APPLICATION))
+            if status.status == "DEPLOY_FAILED":
+                raise StartError("\n".join([_reason(status), *losses.last()]))
+            if time.monotonic() >= deadline:
+                raise StartError(
+                    "the cluster is not ready in time; see below, or raise --start-timeout-s\n"
+                    + "\n".join([_reason(status), *losses.last()])
+                )
             update(awaited(status.deployments))
             signals.sleep(POLL_S)
-    raise StartError(
-        "the cluster is not ready in time; see below, or raise --start-timeout-s\n"
-        f"{_reason(status)}"
-    )
 
 
 def gpu_count() -> int:
