@@ -21,7 +21,7 @@ import httpx
 import typer
 
 from kvroute.local.ports import free_port
-from tests.chaos.client_faults import GRAMMAR_FAULTS
+from tests.chaos.client_faults import GRAMMAR_FAULTS, MEMORY_FAULTS
 from tests.chaos.faults import BREAKING, FAULTS
 from tests.chaos.load import Count, Load
 from tests.chaos.pull_faults import PULL_FAULTS
@@ -66,6 +66,17 @@ PULLING = Setting(
         *("--simulated-prefill-tokens-per-s", "10000", "--host-cache-gb", "8", "--pull", "on"),
     ),
     faults=PULL_FAULTS,
+)
+SMALL = Setting(
+    "simulated replicas with small caches",
+    replicas=2,
+    streams=4,
+    options=(
+        *("--engine", "simulated", "--simulated-decode-ms", "20"),
+        # The long answers need all blocks of both replicas after some seconds.
+        *("--simulated-blocks", "90"),
+    ),
+    faults=MEMORY_FAULTS,
 )
 VLLM = Setting(
     "vLLM replicas of the built-in model",
@@ -269,6 +280,7 @@ def main(
     schedules: dict[Setting, list[tuple[str, ...]]] = {
         SIMULATED: scheduled(seed, pairs),
         PULLING: [(name,) for name in PULL_FAULTS],
+        SMALL: [(name,) for name in MEMORY_FAULTS],
         VLLM: [*((name,) for name in GRAMMAR_FAULTS), (STOPPED,)],
     }
     page = [HEAD.format(held=HELD_S, cores=os.cpu_count(), seed=seed)]

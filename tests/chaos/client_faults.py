@@ -22,6 +22,7 @@ IDLE = 6000  # number of connections that stay open after a request
 SLOW = 100  # number of clients that send their body slowly
 LARGE = 4  # number of large bodies, which are sent at the same time
 HOSTILE = 4  # number of hostile bodies that are sent at the same time
+LONG = 24  # number of long answers at the same time
 TINY = 50  # number of tiny requests that are sent at the same time
 # Timeout of an answer in seconds. It is long because several grammars are compiled on one core, at
 # low priority.
@@ -144,6 +145,18 @@ async def tiny_requests(url: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
+async def long_answers(url: str) -> AsyncIterator[None]:
+    """Clients ask for long answers, which hold all caches, and leave at the end of the fault."""
+    long = {"model": BUILTIN_MODEL, "max_tokens": 2000, "ignore_eos": True}
+    asked = [long | {"prompt": f"story {number}"} for number in range(LONG)]
+    asking = _ask(url, "/v1/completions", asked, among=(200, 429), at_a_time=LONG)
+    task = asyncio.create_task(asking)
+    yield
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@asynccontextmanager
 async def hostile_grammars(url: str) -> AsyncIterator[None]:
     async with _hostile(url, {*SCHEMAS, *GRAMMARS}):
         yield
@@ -197,6 +210,9 @@ CLIENT_FAULTS: dict[str, Fault] = {
     "slow bodies": apart(slow_bodies),
     "large bodies": apart(large_bodies),
     "bursts of tiny requests, and a long one": apart(tiny_requests),
+}
+MEMORY_FAULTS: dict[str, Fault] = {  # for engines with small caches
+    "long answers hold the caches": apart(long_answers),
 }
 GRAMMAR_FAULTS: dict[str, Fault] = {  # for engines that compile grammars
     "hostile schemas and grammars": apart(hostile_grammars),
