@@ -31,8 +31,8 @@ from kvroute.client import (
     no_cluster,
 )
 from kvroute.command.help_page import HelpfulCommand, typer_app
+from kvroute.command.own_cluster import NotStartedError, own_cluster
 from kvroute.contract.priority import Priority
-from kvroute.local.own_cluster import NotStartedError, own_cluster
 from kvroute.wording import plural
 
 MAX_OPEN = 4096  # default upper bound of the open requests

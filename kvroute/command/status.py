@@ -5,7 +5,8 @@ from typing import Any
 
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
-from kvroute.doctor.checks import WITHOUT_REDIS, ready
+from kvroute.doctor.checks import WITHOUT_REDIS
+from kvroute.doctor.fleet_checks import ready
 from kvroute.doctor.seat_checks import recent_sessions, seated
 
 Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it

@@ -14,6 +14,7 @@ from kvroute.doctor import (
     cache_size,
     checks,
     clocks,
+    fleet_checks,
     load_checks,
     metrics_ports,
     seat_checks,
@@ -42,9 +43,9 @@ def collect_checks(url: str, *, audit: bool, step: Step = lambda text: None) -> 
         yield _no_cluster(url, f"{seen}, without the state of a cluster")
         return
     with httpx.Client(base_url=url, timeout=WAIT_S, headers=key_headers()) as client:
-        yield checks.cluster(health)
-        yield from checks.connections(health)
-        yield from checks.handshake(health)
+        yield fleet_checks.cluster(health)
+        yield from fleet_checks.connections(health)
+        yield from fleet_checks.handshake(health)
         yield from _Collection(client, step).run(has_replicas=ready > 0, audit=audit)
 
 
@@ -111,8 +112,10 @@ class _Collection:
         router = offset(diagnosis["now_s"], sent_s=sent_s, received_s=time.time())
         replicas, ours = diagnosis["replicas"], importlib.metadata.version("kvroute")
         lost = diagnosis.get("servers", {})
-        yield from checks.servers(lost)
-        yield from checks.deployments(diagnosis["serve"]["deployments"], lost_servers=len(lost))
+        yield from fleet_checks.servers(lost)
+        yield from fleet_checks.deployments(
+            diagnosis["serve"]["deployments"], lost_servers=len(lost)
+        )
         yield from checks.redis(diagnosis["redis"])
         yield from checks.leases(replicas["running"], replicas["leases_s"])
         yield from checks.clusters(diagnosis["clusters"])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import ray
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from redis.exceptions import RedisError
 
 from kvroute.process import vllm_build
 from kvroute.router.accounting.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model
-from kvroute.router.serving.status import ModelHealth
+from kvroute.router.serving.status import STATUS_S, ModelHealth, Status
 from kvroute.store.accounts import KEPT_DAYS
 
 routes = APIRouter()
@@ -86,7 +88,7 @@ async def cluster(models: Served) -> Response:
     """
     replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
     healths = await asyncio.gather(*(model.status.health() for model in models.all))
-    servers = await asyncio.gather(*(model.status.lost_servers() for model in models.all))
+    servers = await asyncio.gather(*(_lost_servers(model.status) for model in models.all))
     return JSONResponse(
         {
             "version": versions()["kvroute"],
@@ -104,6 +106,15 @@ async def cluster(models: Served) -> Response:
             "seats": [*chain.from_iterable(model.status.seats() for model in models.all)],
         }
     )
+
+
+async def _lost_servers(status: Status) -> list[dict[str, str]]:
+    """Return the attached servers to which no requests can be sent; none if Redis is away."""
+    with suppress(RedisError, OSError):
+        async with asyncio.timeout(STATUS_S):
+            lost = await status.lost_servers()
+        return [{"server": url, "problem": problem} for url, problem in sorted(lost.items())]
+    return []
 
 
 @routes.get("/v1/cluster/audit")

@@ -26,6 +26,7 @@ from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
 from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.audit import Audit
+from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.pull_metrics import PullMetrics
 from kvroute.router.observability.queue_metrics import RATIOS, QueueMetrics, export
 from kvroute.router.observability.request_log import RequestLog
@@ -34,7 +35,6 @@ from kvroute.router.placement.attempts import (
     Outcome,
     Placement,
     RequestObserver,
-    RequestObservers,
 )
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES

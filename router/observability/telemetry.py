@@ -21,6 +21,7 @@ from kvroute.router.index.feed import Feed
 from kvroute.router.observability import pull_metrics, request_spans
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.metrics import RouterMetrics
+from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
 from kvroute.router.observability.tenant_metrics import TenantMetrics
@@ -29,7 +30,7 @@ from kvroute.router.page.recent import Recent
 from kvroute.router.page.recent_answers import RecentAnswers
 from kvroute.router.page.recent_waits import RecentWaits
 from kvroute.router.page.traffic import Traffic
-from kvroute.router.placement.attempts import RequestObserver, RequestObservers
+from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue

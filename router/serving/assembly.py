@@ -35,9 +35,9 @@ from kvroute.router.index.handshake import Handshake
 from kvroute.router.observability.audit import Audit, audit_reader
 from kvroute.router.observability.canary import Canaries, canary_sender
 from kvroute.router.observability.neighbours import Neighbours
+from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.page.recorder import Recorder
-from kvroute.router.placement.attempts import RequestObservers
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.tokenizer import Prompts

@@ -64,7 +64,7 @@ class Diagnosis:
             "replicas": {
                 "running": running,
                 "leases_s": leases,
-                "backlogs_s": dict(ChainMap(*(model.backlogs_s() for model in self._models))),
+                "backlogs_s": dict(ChainMap(*(each["backlogs_s"] for each in speeds))),
                 "slow": dict(ChainMap(*(each["slow"] for each in speeds))),
                 "pulls": dict(ChainMap(*(each["pulls"] for each in speeds))),
                 "wire": dict(ChainMap(*(model.wire() for model in self._models))),
@@ -108,7 +108,7 @@ class Diagnosis:
         try:
             leases = await asyncio.gather(*(model.leases_s() for model in self._models))
             clusters = await asyncio.gather(*(model.clusters() for model in self._models))
-            servers = await asyncio.gather(*(model.servers() for model in self._models))
+            servers = await asyncio.gather(*(model.lost_servers() for model in self._models))
             redis = await redis_facts(self._redis)
             return redis, dict(ChainMap(*leases)), clusters, dict(ChainMap(*servers))
         except (RedisError, OSError) as error:

@@ -92,15 +92,6 @@ class Status:
             if (state := states.get(record.id, states.get(replica_of(record.id))))
         ]
 
-    async def lost_servers(self) -> list[dict[str, str]]:
-        """Return the attached servers to which no requests can be sent; none if Redis is away."""
-        try:
-            async with asyncio.timeout(STATUS_S):
-                away = await self._parts.attached.away()
-        except (RedisError, OSError):
-            return []
-        return [{"server": url, "problem": problem} for url, problem in sorted(away.items())]
-
     async def metrics_targets(self) -> list[Target]:
         """Return the addresses from which the metrics of the model's processes can be read.
 
@@ -165,7 +156,7 @@ class Status:
         """
         return await self._parts.index.leases_s()
 
-    async def servers(self) -> dict[str, str]:
+    async def lost_servers(self) -> dict[str, str]:
         """Return the attached servers to which no requests can be sent, and why: URL -> reason.
 
         Raises:
@@ -214,22 +205,22 @@ class Status:
         """
         return self._parts.links.wire()
 
-    def backlogs_s(self) -> dict[str, float]:
-        """Return the seconds of prefill that are queued or running on each replica."""
-        running = self.running
-        backlogs_s = self._parts.fleet.loads.backlogs_s(running, time.monotonic())
-        return dict(zip(running, backlogs_s, strict=True))
-
     def speeds(self) -> dict[str, dict[str, Any]]:
-        """Return the replicas that are much slower than the others, and the speed of pulls.
+        """Return how busy and how slow replicas are, and the speed of pulls.
 
         Returns:
+            backlogs_s: replica -> the seconds of prefill that are queued or running there.
             slow: replica -> the factor by which it is slower.
             pulls: replica that pulls -> the fields of its PullSpeed (placement/pulls.py).
         """
-        fleet = self._parts.fleet
+        fleet, running = self._parts.fleet, self.running
+        backlogs_s = fleet.loads.backlogs_s(running, time.monotonic())
         pulls = {id_: speed._asdict() for id_, speed in fleet.pulls.speeds().items()}
-        return {"slow": fleet.loads.slow_replicas(self.running), "pulls": pulls}
+        return {
+            "backlogs_s": dict(zip(running, backlogs_s, strict=True)),
+            "slow": fleet.loads.slow_replicas(running),
+            "pulls": pulls,
+        }
 
     def blamed(self) -> list[dict[str, Any]]:
         """Return the requests that stopped a replica and are refused for some minutes."""

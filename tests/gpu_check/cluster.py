@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.local.own_cluster import COMMAND, own_cluster
+from kvroute.command.own_cluster import COMMAND, own_cluster
 
 READY_S = 900.0  # seconds that both replicas have to become ready
 WORDS = ("river", "stone", "light", "seven", "apple", "north", "cloud", "green")

@@ -88,7 +88,7 @@ CLUSTERS = {
         tests=_in(
             "own_cluster",
             "autoscaled_cluster mixed_fleet handed_over_cluster upgrade start_and_stop"
-            " last_answers watched_cluster",
+            " last_answers watched_cluster losses_at_the_start",
         ),
     ),
     "survival": Part(
@@ -98,7 +98,7 @@ CLUSTERS = {
     ),
     "vllm-clusters": Part(
         about="clusters of vLLM engines with several models or ranks",
-        tests=_in("own_cluster", "vllm_cluster models ranks_cluster"),
+        tests=_in("own_cluster", "vllm_cluster models ranks_cluster full_caches"),
     ),
     "caches": Part(
         about="clusters with host memory, pulled blocks and adapters",

@@ -14,6 +14,7 @@ from kvroute.doctor import (
     checks,
     clocks,
     collect,
+    fleet_checks,
     load_checks,
     metrics_ports,
     seat_checks,
@@ -226,17 +227,17 @@ REPLACED = {  # the message is Ray Serve's
 
 def test_a_deployment_that_serve_cannot_start_is_wrong_with_the_error() -> None:
     ill = REPLACED | {"message": "Traceback ...\nValueError: no GPU"}
-    assert [check.grade for check in checks.deployments({"Replica": WELL})] == ["ok"]
-    (check,) = checks.deployments({"Router": WELL, "Replica": ill})
+    assert [check.grade for check in fleet_checks.deployments({"Replica": WELL})] == ["ok"]
+    (check,) = fleet_checks.deployments({"Router": WELL, "Replica": ill})
     assert (check.grade, check.finding) == (
         "wrong",
         "a replica cannot start: ValueError: no GPU",
     )
-    assert [check.grade for check in checks.deployments(None)] == ["wrong"]
+    assert [check.grade for check in fleet_checks.deployments(None)] == ["wrong"]
 
 
 def test_a_replacement_in_progress_is_a_warning_in_our_own_words() -> None:
-    (check,) = checks.deployments({"Router": WELL, "Replica:m": REPLACED})
+    (check,) = fleet_checks.deployments({"Router": WELL, "Replica:m": REPLACED})
     assert (check.grade, check.finding) == (
         "warning",
         "replicas of m: 1 running, 1 starting; Ray Serve replaces one that has ended or hangs",
@@ -245,41 +246,45 @@ def test_a_replacement_in_progress_is_a_warning_in_our_own_words() -> None:
 
 def test_missing_replicas_are_counted_and_named() -> None:
     health = {"replicas": 2, "wanted": 2, "missing": {}}
-    assert checks.cluster(health) == Check("cluster", "ok", "2 of 2 replicas are ready")
+    assert fleet_checks.cluster(health) == Check("cluster", "ok", "2 of 2 replicas are ready")
     one = health | {"replicas": 1, "missing": {"b": "lost"}}
-    assert checks.cluster(one).grade == "warning"
-    assert checks.cluster(one).finding == "1 of 2 replicas are ready; lost: b"
-    assert checks.cluster(one | {"replicas": 0}).grade == "wrong"
-    assert checks.cluster({"replicas": 1, "wanted": None}).finding == "1 replica is ready"
+    assert fleet_checks.cluster(one).grade == "warning"
+    assert fleet_checks.cluster(one).finding == "1 of 2 replicas are ready; lost: b"
+    assert fleet_checks.cluster(one | {"replicas": 0}).grade == "wrong"
+    assert fleet_checks.cluster({"replicas": 1, "wanted": None}).finding == "1 replica is ready"
 
 
 def test_a_lost_attached_server_is_one_finding_with_its_remedy() -> None:
-    (lost,) = checks.servers({"http://a:1": "http://a:1 does not answer (refused); start it"})
+    (lost,) = fleet_checks.servers({"http://a:1": "http://a:1 does not answer (refused); start it"})
     assert lost.finding == "your server http://a:1 does not answer (refused)"
     assert lost.remedy == "start it"
     state = {"status": "UPDATING", "message": "", "replicas": {"RUNNING": 1, "STARTING": 1}}
-    (waits,) = checks.deployments({"Replica": state}, lost_servers=1)
+    (waits,) = fleet_checks.deployments({"Replica": state}, lost_servers=1)
     assert waits.grade == "ok"
-    (missing,) = checks.deployments({"Replica": state}, lost_servers=0)
+    (missing,) = fleet_checks.deployments({"Replica": state}, lost_servers=0)
     assert missing.grade == "warning"
 
 
 def test_a_replica_without_a_connection_is_named_with_the_reason() -> None:
-    (well,) = checks.connections({"replicas": 2})
-    (wrong,) = checks.connections({"replicas": 2, "unconnected": {"a": "10.0.0.2:20000: refused"}})
+    (well,) = fleet_checks.connections({"replicas": 2})
+    (wrong,) = fleet_checks.connections(
+        {"replicas": 2, "unconnected": {"a": "10.0.0.2:20000: refused"}}
+    )
     assert (well.grade, wrong.grade) == ("ok", "wrong")
     assert "replica a: 10.0.0.2:20000: refused" in wrong.finding
     assert "--replica-ports" in wrong.remedy
 
 
 def test_a_replica_with_another_tokenizer_is_wrong() -> None:
-    (well,) = checks.handshake({"replicas": 2})
+    (well,) = fleet_checks.handshake({"replicas": 2})
     blind = {
         "a": f"{UNKNOWN_LAYOUT}kvroute does not know which blocks a hit needs in telepathy layers"
     }
-    (other,) = checks.handshake({"replicas": 2, "degraded": blind})
-    assert (other.grade, other.remedy) == ("wrong", checks.BY_LOAD)
-    (wrong,) = checks.handshake({"replicas": 2, "degraded": {"a": "its tokenizer is another one"}})
+    (other,) = fleet_checks.handshake({"replicas": 2, "degraded": blind})
+    assert (other.grade, other.remedy) == ("wrong", fleet_checks.BY_LOAD)
+    (wrong,) = fleet_checks.handshake(
+        {"replicas": 2, "degraded": {"a": "its tokenizer is another one"}}
+    )
     assert (well.grade, wrong.grade) == ("ok", "wrong")
     assert wrong.finding == "replica a: its tokenizer is another one"
 

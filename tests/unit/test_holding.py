@@ -12,11 +12,11 @@ import pytest
 from kvroute.contract.priority import BATCH_S, Priority
 from kvroute.router.admission.waits import Refusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError, response
+from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.placement.attempts import (
     Attempt,
     RequestContext,
     RequestObserver,
-    RequestObservers,
 )
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing import holding
