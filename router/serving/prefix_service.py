@@ -1,8 +1,4 @@
-"""The named and the hot prefixes of one model in one router.
-
-Clients declare named prefixes. Hot prefixes are those that save the most tokens in this router's
-requests; the router finds them by itself.
-"""
+"""The named prefixes of one model in one router, which clients declare."""
 
 from collections.abc import Coroutine
 from typing import Any
