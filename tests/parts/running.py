@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,7 +57,7 @@ def run(name: str, part: Part) -> Result:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches it from here only
-                preexec_fn=group.join if group else None,
+                preexec_fn=partial(_enter, group),
             )
             exit_code = _follow(process, log.name)
         cpu_s = group.cpu_s() if group else None
@@ -75,6 +76,14 @@ def run(name: str, part: Part) -> Result:
         cpu_s=cpu_s,
         modules=modules,
     )
+
+
+def _enter(group: ControlGroup | None) -> None:
+    """Prepare the process of a part before its command begins."""
+    # A shell lets the programs that it starts in the background ignore Ctrl-C. A part does not.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if group:
+        group.join()
 
 
 def _follow(process: "subprocess.Popen[bytes]", log: str) -> int:

@@ -173,8 +173,9 @@ def test_ctrl_c_ends_the_part_and_what_it_started(folder: Path) -> None:
         f"pathlib.Path({str(waits)!r}).write_text(str(child.pid)); child.wait()"
     )
     runner = (
-        "from pathlib import Path; from tests.parts import results, running;"
+        "import signal; from pathlib import Path; from tests.parts import running;"
         "from tests.parts.all_parts import Part;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # ignored in the background
         f"running.FOLDER = Path({str(folder)!r});"
         f"part = Part(about='waits', command=({sys.executable!r}, '-c', {program!r}));"
         "print(running.run('waits', part).state)"
@@ -182,8 +183,11 @@ def test_ctrl_c_ends_the_part_and_what_it_started(folder: Path) -> None:
     process = subprocess.Popen(
         (sys.executable, "-c", runner), cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
-    wait_until(lambda: waits.exists() and waits.read_text())
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    try:
+        wait_until(lambda: waits.exists() and waits.read_text())
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert "interrupted" in output
     assert not psutil.pid_exists(int(waits.read_text()))
