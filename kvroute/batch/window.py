@@ -16,17 +16,21 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-START = 16  # open requests at the start of the first search, and at least at that of the later ones
-# A doubling was worth it if it has raised the throughput by more than WORTH_IT. Without a queue it
-# doubles the throughput. If it has raised it by less than CLEAR, SURE answers are measured before
-# the decision, since chance changes the time of a few answers by a third.
+# Size of the window at the start of the first search. A later search begins at this size or above.
+START = 16
+# A doubling of the window was worth it if it has multiplied the throughput by more than WORTH_IT.
+# In a cluster without a queue, the throughput doubles with the window. If the throughput was
+# multiplied by less than CLEAR, SURE answers are measured before the decision, since chance changes
+# the time of a few answers by a third.
 WORTH_IT, CLEAR, SURE = 1.125, 1.5, 64
 LONG_WAIT = 2 / 3  # the window is halved if lines spend more than this share of their time waiting
-# A halving makes the batch slower if the throughput falls to less than this share. It falls to 1/2
-# if lines wait for each other, or for many other batches, and not at all if the cluster is busy.
+# A halving of the window has made the batch slower if the throughput falls below this share. The
+# throughput falls to 1/2 if lines wait for each other, or for many other batches. It does not fall
+# if the cluster is busy.
 SLOWER = 0.6
-STAYS = 16  # a size is kept for this many times as many answers as there are open requests
-BACK = 4  # the next search begins at the present size divided by this
+# After a search, the size is kept for this many answers for each open request.
+STAYS = 16
+BACK = 4  # the next search begins at the present size divided by this number
 
 
 class Level(NamedTuple):
@@ -94,7 +98,7 @@ class Window:
 
     def lost(self) -> None:
         """Record that the cluster could not answer a line: it may have lost replicas."""
-        if not self._skipped:  # otherwise, the window is smaller since this line was sent
+        if not self._skipped:  # otherwise, the window was made smaller after this line was sent
             self._search(max(1.0, self._size / 2))
             self._skipped = math.ceil(2 * self._size)
 

@@ -50,7 +50,7 @@ PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tri
 
 
 class NoAnswerError(StartError):
-    """A Redis does not answer."""
+    """The Redis of --redis-url does not answer."""
 
 
 @contextmanager

@@ -176,7 +176,7 @@ def is_local_only(settings: ServeSettings) -> bool:
 
 
 def _check_own_redis(url: str, progress: Progress) -> None:
-    """Check the Redis of the user. If it is away, the cluster starts as it would go on."""
+    """Check the user's Redis, and print a warning if the cluster has to start without it."""
     try:
         progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
     except NoAnswerError as error:

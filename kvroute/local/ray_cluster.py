@@ -164,7 +164,7 @@ def deploy(
 ) -> None:
     """Deploy the application; print a line for each replica that becomes ready.
 
-    Serve starts a router or replica that ends meanwhile again. The start fails after many.
+    If a router or replica ends meanwhile, Serve starts it again. The start fails if too many end.
 
     Args:
         application: Ray Serve's application.

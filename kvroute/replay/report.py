@@ -197,7 +197,8 @@ def ties_shown(
         ties: The result of noise.ties.
 
     Returns:
-        Heading of a column without its unit -> the highest number of its ties.
+        Heading of a column without its unit -> the largest number in its ties: how many times as
+        many requests would show all its differences.
     """
     rows = [summary.row() for summary in summaries if summary.policy != MEASURED]
     shown = {}

@@ -24,7 +24,9 @@ TOKEN_MARKS = {
 }
 ROLE_MARK = b'"delta":{"role":'  # the first event of a chat has no token
 USAGE_MARK = b'"usage":{'
-MAX_TOKENS = 2_000_000  # tokens that a server may report; half of what a router may be slow to read
+# Highest number of tokens that is believed if a server reports it: half of MAX_UNSENT of
+# wire/server.py. An answer of which a router leaves more tokens than that unread ends in an error.
+MAX_TOKENS = 2_000_000
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode

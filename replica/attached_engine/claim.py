@@ -11,7 +11,7 @@ from kvroute.store.attached_servers import AttachedServers
 
 log = logging.getLogger("kvroute.attached")
 
-MAX_REASON = 1000  # longest reported reason in characters, as it has words of the server
+MAX_REASON = 1000  # maximum characters of a reported reason, which contains text of the server
 RETRY_S = 0.5  # seconds between two attempts to claim a server
 
 

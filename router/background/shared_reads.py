@@ -1,4 +1,4 @@
-"""Reads of Redis that many clients wait for at the same time, each of which runs once."""
+"""Lets many clients that need the same value from Redis wait for one read."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
@@ -9,18 +9,18 @@ Result = TypeVar("Result")
 
 
 class SharedReads(Generic[Result]):
-    """Reads that run now, by their names. A second reader waits for the read of the first one.
+    """The reads that run now, by name. A client that needs a value waits for a running read of it.
 
-    A read ends by itself, since each call to Redis has a time limit.
+    Each read ends by itself, since each call to Redis has a time limit.
     """
 
     def __init__(self) -> None:
         self._running: dict[Hashable, asyncio.Future[Result]] = {}
 
     async def result(self, name: Hashable, read: Callable[[], Awaitable[Result]]) -> Result:
-        """Return the result of a read, which begins now unless one with this name runs.
+        """Return the result of the read with this name, which begins now unless it runs already.
 
-        A reader that is cancelled does not end the read, since others may wait for it.
+        If the caller is cancelled, the read goes on, since others may wait for it.
 
         Raises:
             Exception: the read has failed.

@@ -29,8 +29,8 @@ RETRY_S, MAX_RETRY_S = 5.0, 60.0  # pause after a failed run of a batch; it doub
 # A router waits this many seconds longer, for each batch that it runs, before it looks for another
 # batch. So routers with fewer batches take the next one, and batches spread over the routers.
 POLITE_S = 0.5
-# A look takes at most this part of the batches for which a router has places, so that other routers
-# get some, too.
+# At each look, a router takes at most its free places divided by this number, or one batch, so that
+# other routers get some of the batches, too.
 SPREAD = 4
 MAX_RUNS = 16  # the most batches that a router runs at the same time
 MAX_ENDING = 4  # besides MAX_RUNS batches, a router may end this many cancelled or expired ones
@@ -72,8 +72,8 @@ class BatchRunner:
         self._files = files
         self._leases = leases
         self._max_open = max_open
-        # The batches of this router share one window: each for itself would open more and more
-        # requests to get more than the others.
+        # The batches of this router share one window. With a window of its own, each batch would
+        # open more and more requests, to get more answers than the others.
         self._window = Window(lambda: max_open)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.runs: dict[str, BatchRun] = {}

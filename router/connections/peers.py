@@ -142,7 +142,8 @@ class PeerPublisher(RequestObserver):
         """Publish the events in order, within milliseconds, until cancelled.
 
         While there is no other router, publish heartbeats only, so that new routers find this one.
-        A router that was only silent may still count requests of this one, so Restarted follows.
+        A router that was only silent may still count requests of this one. So the next events begin
+        with Restarted.
         """
         due_s = -math.inf  # time of the next heartbeat
         while True:

@@ -56,7 +56,7 @@ class _Sent:
 
     stream: Stream
     attempt: Attempt
-    refused: frozenset[str]  # replicas that have not started it before
+    refused: frozenset[str]  # replicas that it was taken back from earlier
     limit_s: float  # time at which its wait limit ends
 
 
@@ -86,13 +86,14 @@ class Unstarted:
     def watching(
         self, stream: Stream, attempt: Attempt, refused: frozenset[str], limit_s: float
     ) -> Iterator[None]:
-        """Take the request back during the block, if that is better. See the module.
+        """Take the request back during the block if its engine does not start it (see the module).
 
         Args:
-            stream: its stream.
-            attempt: its attempt.
-            refused: replicas that have not started it before. It does not go to them again.
-            limit_s: time at which it has waited up to its limit; infinite: there is none.
+            stream: the request's stream.
+            attempt: the request's attempt.
+            refused: replicas that the request was taken back from earlier. It is not sent to them
+                again.
+            limit_s: time at which the request has waited up to its limit; infinite: it has none.
         """
         sent = _Sent(stream, attempt, refused, limit_s)
         self._sent[sent] = None
@@ -108,7 +109,7 @@ class Unstarted:
             await self.check()
 
     async def check(self) -> None:
-        """Take requests back that no engine starts, if another one can or their limit is over."""
+        """Take back requests that can start elsewhere, or that have waited up to their limit."""
         late, free = defaultdict[str, list[_Sent]](list), self._free()
         for sent in self._sent:
             if self._is_late(sent, free):
@@ -149,7 +150,7 @@ class Unstarted:
         except (UnansweredError, *DECODE_ERRORS) as error:
             log.info("replica %s did not say which requests wait: %s", replica_id, error)
             return
-        free = self._free()  # each gets one request, and then its load is known again
+        free = self._free()  # each gets one request at most, since this changes its load
         for sent in requests:
             if sent.attempt.request_id not in waiting or sent not in self._sent:
                 continue
@@ -162,7 +163,8 @@ class Unstarted:
     def _able(self, sent: _Sent, free: Sequence[str], now_s: float) -> list[str]:
         """Return those of the free replicas that can start the request now.
 
-        They would compute its prompt within the time by which it is late.
+        A replica can if the prompt fits into its cache, and if it computes the prompt sooner than
+        in the time by which the request is late.
         """
         loads, replicas = self._fleet.loads, self._fleet.replicas
         dispatch = sent.attempt.dispatch

@@ -10,8 +10,8 @@ from kvroute.router.api.fair_lock import FairLock
 
 # With more open requests than this, other tasks get more time between the starts of two requests.
 CROWD = 64
-# Forms whose bodies still arrive may be this share of the open requests. A slow client can hold
-# such a request for a long time without any work.
+# Maximum number of forms whose bodies still arrive, as a share of the limit of open requests. A
+# slow client can hold such a request for a long time, while the router has nothing to do for it.
 ARRIVING_SHARE = 0.25
 
 

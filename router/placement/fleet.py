@@ -270,8 +270,9 @@ class Fleet:
         """Return the seconds until the replica's KV cache has space for a prompt.
 
         This assumes that all tokens that running requests hold are freed at a constant rate within
-        half of the mean answer time. The engine reports the tokens of answers, too. If it does not
-        start the prompts in its queue, this one waits at least as long as they have waited so far.
+        half of the mean answer time. They include the tokens of answers, by the engine's report. If
+        the engine does not start the prompts in its queue, the prompt is expected to wait at least
+        for as long as these have waited.
         """
         if not load.decoding or not load.capacity_tokens:
             return 0.0

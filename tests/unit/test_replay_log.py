@@ -56,7 +56,7 @@ def test_a_log_is_replayed_at_its_own_pace_on_its_own_fleet(tmp_path: Path) -> N
     assert "NOTE" not in text
 
 
-def test_options_have_priority_over_the_write_log(tmp_path: Path) -> None:
+def test_options_have_priority_over_the_log(tmp_path: Path) -> None:
     options = ("--replicas", "3", "--kv-tokens", "90000", "--engine", "l4-8b", "--speed", "2")
     text = said(replay(write_log(tmp_path / "log.jsonl"), *options, "--policy", "random"))
     assert "From the request log" not in text
