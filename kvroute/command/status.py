@@ -32,7 +32,7 @@ def _redis_problem(index: Facts | None) -> str:
     """Return what is wrong with Redis, or "" if it is well or unknown."""
     if index is None or (index["reachable"] and index["writable"]):
         return ""
-    what = "refuses writes" if index["reachable"] else f"does not answer, for {index['age_s']} s"
+    what = "refuses writes" if index["reachable"] else f"has not answered for {index['age_s']} s"
     return f"{what}; {WITHOUT_REDIS}; kvroute doctor says what to do"
 
 
@@ -64,8 +64,7 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
     if others := [replica["id"] for replica in replicas if replica.get("state") == "elsewhere"]:
         yield (
             "others",
-            f"Ray Serve does not run {', '.join(others)} here: of another deployment with the same "
-            "--cluster",
+            f"{', '.join(others)}: replicas of another deployment with the same --cluster",
         )
     for lost in _entries(model, cluster, "servers"):
         yield "LOST", f"your server {lost['problem']}"

@@ -92,7 +92,7 @@ def test_status_says_when_redis_is_away_and_which_replicas_are_missing(
     seen = cluster(SHORT) | {"index": away, "fleets": [fleet]}
     monkeypatch.setattr(status, "call", lambda *_: seen)
     text = " ".join(shown("status", "--url", "http://x").split())
-    assert "REDIS does not answer, for 12.0 s; requests are answered meanwhile" in text
+    assert "REDIS has not answered for 12.0 s; requests are answered meanwhile" in text
     assert "replicas 1 of 2 replicas are ready; lost: b" in text
 
 
