@@ -1,6 +1,6 @@
 """Sends the lines of a batch to a cluster and writes the answers.
 
-The number of open requests follows the cluster (window.py).
+The number of open requests follows the speed of the cluster (window.py).
 """
 
 import asyncio
@@ -185,7 +185,7 @@ class Runner:
                 may_retry = response.headers.get("x-should-retry") != "false"
                 may_retry &= response.status_code in TRY_AGAIN and tries != self._max_tries
                 if not may_retry:
-                    if response.is_success:  # a refusal of a bad line says nothing of the cluster
+                    if response.is_success:  # an error in a line says nothing about the cluster
                         now_s, waited_s = time.monotonic(), _queued_s(response)
                         self._window.answered(now_s, took_s=now_s - sent_s, waited_s=waited_s)
                     return response

@@ -13,7 +13,7 @@ from kvroute.router.api.errors import ApiError, invalid
 
 SILENCE_S = 60.0  # longest time between two parts of a body, in seconds
 # After SILENCE_S, a body must have come with at least this many bytes per second on average. Even a
-# telephone line has five times as much; slower clients only hold a place that others could use.
+# modem on a telephone line is five times as fast. Slower clients hold a place that others need.
 LEAST_RATE = 1000
 MAX_FIELD_BYTES = 4096  # longest value of a field, and of the headers of a part
 MAX_FIELDS = 16  # the most fields, including the file
