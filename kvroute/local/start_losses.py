@@ -9,8 +9,8 @@ from kvroute.deployments import kind_of, model_of
 from kvroute.machine.problem import StartError
 from kvroute.wording import plural
 
-# A start has failed when the number of ended processes of a deployment is this many times the number
-# of processes that it should have. Serve makes as many attempts if constructors raise errors.
+# A start has failed when this many times as many processes of a deployment have ended as it should
+# have. Serve makes as many attempts if constructors raise errors.
 ATTEMPTS = 3
 FATAL = "Fatal Python error: "  # line in a process's error output that Python writes at a crash
 
