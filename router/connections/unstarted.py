@@ -81,6 +81,7 @@ class Unstarted:
         self._trusted = trusted
         self._clock = clock
         self._sent = dict[_Sent, None]()  # in the order in which they were sent
+        self._asked = set[str]()  # replicas that have not said yet which requests wait
 
     @contextmanager
     def watching(
@@ -103,17 +104,23 @@ class Unstarted:
             del self._sent[sent]
 
     async def run(self) -> None:
-        """Check all requests again and again, until cancelled."""
-        while True:
-            await asyncio.sleep(CHECK_INTERVAL_S)
-            await self.check()
+        """Check all requests again and again, until cancelled.
+
+        A replica that does not answer delays the checks of its own requests only.
+        """
+        async with asyncio.TaskGroup() as checks:
+            while True:
+                await asyncio.sleep(CHECK_INTERVAL_S)
+                if self._sent:
+                    checks.create_task(self.check(), name="check of unstarted requests")
 
     async def check(self) -> None:
         """Take back requests that can start elsewhere, or that have waited up to their limit."""
         late, free = defaultdict[str, list[_Sent]](list), self._free()
         for sent in self._sent:
-            if self._is_late(sent, free):
-                late[sent.attempt.replica_id].append(sent)
+            replica_id = sent.attempt.replica_id
+            if replica_id not in self._asked and self._is_late(sent, free):
+                late[replica_id].append(sent)
         if late:
             await asyncio.gather(*(self._check(id_, requests) for id_, requests in late.items()))
 
@@ -145,11 +152,14 @@ class Unstarted:
         """Take back those of a replica's requests that wait in its engine."""
         ids = encode_ids([sent.attempt.request_id for sent in requests])
         try:
+            self._asked.add(replica_id)
             packed = await self._call(replica_id, "unstarted", ids, within_s=ANSWER_S)
             waiting = {*decode_ids(packed)}
         except (UnansweredError, *DECODE_ERRORS) as error:
             log.info("replica %s did not say which requests wait: %s", replica_id, error)
             return
+        finally:
+            self._asked.discard(replica_id)
         free = self._free()  # each gets one request at most, since this changes its load
         for sent in requests:
             if sent.attempt.request_id not in waiting or sent not in self._sent:

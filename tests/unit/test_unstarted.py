@@ -6,6 +6,7 @@ Placement avoids such replicas.
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -59,11 +60,14 @@ class Cluster:
         generates = {id_: engine.generate for id_, engine in self.engines.items()}
         self.wired = Wired(generates, {"unstarted": self._unstarted})
         self.dispatcher = dispatcher_of(self.wired, self.fleet)
-        self.questions = 0
+        self.questions = Counter[str]()  # request -> how often its replica was asked for it
+        self.is_first_silent = False  # whether the replica that is asked first never answers
 
     async def _unstarted(self, packed: bytes, rank: int) -> bytes:
-        self.questions += 1
         ids = decode_ids(packed)
+        self.questions.update(ids)
+        if self.is_first_silent and ids[0] == next(iter(self.questions)):
+            await asyncio.Event().wait()
         return encode_ids([id_ for e in self.engines.values() for id_ in await e.unstarted(ids)])
 
     @asynccontextmanager
@@ -160,10 +164,21 @@ async def test_a_request_that_its_engine_computes_is_left_there() -> None:
     config = replace(SMALL, prefill_tokens_per_s=200)
     async with Cluster(2, config).serving() as cluster:
         asked = asyncio.create_task(cluster.start(2, max_wait_s=0.1))
-        await until(lambda: cluster.questions > 5)
+        await until(lambda: cluster.questions.total() > 5)
         generation = await asked
         await read(generation)
         assert cluster.ends.attempts == [(generation.replica_id, "ok")]
+
+
+async def test_a_replica_that_does_not_answer_delays_the_requests_of_no_other() -> None:
+    config = replace(SMALL, prefill_tokens_per_s=200)
+    async with Cluster(2, config).serving() as cluster:
+        cluster.is_first_silent = True
+        asked = [asyncio.create_task(cluster.start(2, n, max_wait_s=0.1)) for n in (0, 1)]
+        await until(lambda: len(cluster.questions) == 2 and max(cluster.questions.values()) > 5)
+        assert cluster.questions[next(iter(cluster.questions))] == 1
+        for task in asked:
+            await read(await task)
 
 
 def test_placement_expects_a_wait_where_answers_hold_the_cache_or_no_prompt_starts() -> None:
