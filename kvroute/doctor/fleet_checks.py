@@ -69,8 +69,8 @@ def servers(lost: Mapping[str, str]) -> Iterator[Check]:
         lost: Server -> why no requests can be sent to it, and what to do.
     """
     for problem in lost.values():
-        finding, _, remedy = problem.rpartition("; ")
-        yield Check("servers", "wrong", f"your server {finding}", remedy)
+        finding, _, remedy = problem.partition("; ")
+        yield Check("servers", "wrong", f"your server {finding}", remedy or "see its log")
 
 
 def deployments(states: Mapping[str, Facts] | None, lost_servers: int = 0) -> Iterator[Check]:

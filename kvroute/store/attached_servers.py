@@ -103,5 +103,5 @@ class AttachedServers:
     @with_timeout
     async def away(self) -> dict[str, str]:
         """Return the servers to which no requests can be sent, and why: URL -> reason."""
-        words = [word.decode() for word in await self._away(keys=[self._away_key])]
+        words = [word.decode(errors="replace") for word in await self._away(keys=[self._away_key])]
         return dict(zip(words[::2], words[1::2], strict=True))

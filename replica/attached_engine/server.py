@@ -14,6 +14,7 @@ from kvroute.contract.records import MAX_COUNT, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
 
 QUESTION_S = 5.0  # timeout in seconds of a question; a generation has none
+OWN_SERVER = "http://replica"  # address of a server that the replica has started itself
 MIN_PREFILL_S = 1.0  # seconds of prefill that a server must have measured for a speed to count
 USUAL_TOKENS_PER_S = 8_000.0  # assumed prefill speed of a server that has measured none yet
 METRICS = (
@@ -108,12 +109,15 @@ def authorization(key_file: Path | None) -> Mapping[str, str]:
 
 Samples = Mapping[str, Mapping[str, tuple[float, Mapping[str, str]]]]
 
+# What reading an answer can raise that no version of vLLM gives.
+_NONSENSE = (*DECODE_ERRORS, LookupError, TypeError, AttributeError, OverflowError)
+
 
 async def read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
     """Return the facts of the server at `url`. Raises ServerError."""
     try:
         return await _read_facts(client, url)
-    except (*DECODE_ERRORS, LookupError, TypeError, AttributeError, OverflowError) as error:
+    except _NONSENSE as error:
         raise ServerError(
             f"{url} has answered in a form that no version of vLLM has ({error!r:.200}); is it a "
             "vLLM server?"
@@ -126,6 +130,9 @@ async def _read_facts(client: httpx.AsyncClient, url: str) -> ServerFacts:
     base = next((model for model in models if not model.get("parent")), None)
     if base is None:
         raise ServerError(f"{url}/v1/models lists no model; is a vLLM server at this address?")
+    # Names are printed on a terminal and written to Redis.
+    if odd := [name for name in (str(base["id"]), *adapters) if not name.isprintable()]:
+        raise ServerError(f"{url} serves the model {odd[0]!a}; give it a name that can be printed")
     samples = await read_samples(client, url)
     caches = samples.get("vllm:cache_config_info", {})
     if not caches:
@@ -158,8 +165,8 @@ async def read_samples(client: httpx.AsyncClient, url: str) -> Samples:
             for sample in family.samples:
                 of_rank = samples.setdefault(sample.name, {})
                 of_rank[sample.labels.get("engine", "0")] = sample.value, sample.labels
-    except (ValueError, LookupError) as error:
-        raise ServerError(f"{url}/metrics cannot be read: {error}") from None
+    except _NONSENSE as error:
+        raise ServerError(f"{url}/metrics cannot be read ({error}); is it a vLLM server?") from None
     return samples
 
 
@@ -247,6 +254,8 @@ def silence(url: str, error: Exception) -> str:
     reason = str(error) or type(error).__name__
     if isinstance(error, httpx.TimeoutException):
         reason = f"nothing in {QUESTION_S:g} s"
+    if url == OWN_SERVER:
+        return f"the replica's vLLM server does not answer ({reason})"
     return f"{url} does not answer ({reason}); start it"
 
 
@@ -255,6 +264,15 @@ async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response
         response = await client.get(url + path, timeout=QUESTION_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(silence(url, error)) from None
+    if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise ServerError(
+            f"{url}{path} has answered with status {response.status_code}; set --attach-key-file "
+            "to a file with the API key of your servers"
+        )
+    if response.is_server_error:
+        raise ServerError(
+            f"{url}{path} has answered with status {response.status_code}; see the server's log"
+        )
     if response.status_code != httpx.codes.OK:
         raise ServerError(
             f"{url}{path} has answered with status {response.status_code}; expected a vLLM server, "

@@ -15,6 +15,7 @@ from kvroute.replica.attached_engine.claim import Claim, claim
 from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.content_format import content_format
 from kvroute.replica.attached_engine.server import (
+    OWN_SERVER,
     RankFacts,
     ServerFacts,
     authorization,
@@ -104,7 +105,7 @@ async def start_unpatched(
         CannotRunError: The server has ended while it started.
     """
     child = ChildServer(settings, folder, claim_cores(settings.cores))
-    connection = ServerConnection("http://replica", {}, socket=child.socket)
+    connection = ServerConnection(OWN_SERVER, {}, socket=child.socket)
     ended = asyncio.create_task(child.watch_start())
     starting = asyncio.create_task(connection.start())
     try:

@@ -258,6 +258,9 @@ def test_a_lost_attached_server_is_one_finding_with_its_remedy() -> None:
     (lost,) = fleet_checks.servers({"http://a:1": "http://a:1 does not answer (refused); start it"})
     assert lost.finding == "your server http://a:1 does not answer (refused)"
     assert lost.remedy == "start it"
+    (cut,) = fleet_checks.servers({"http://a:1": "http://a:1 does not have the LoRA adapters a, b"})
+    assert cut.finding.endswith("does not have the LoRA adapters a, b")
+    assert cut.remedy
     state = {"status": "UPDATING", "message": "", "replicas": {"RUNNING": 1, "STARTING": 1}}
     (waits,) = fleet_checks.deployments({"Replica": state}, lost_servers=1)
     assert waits.grade == "ok"
