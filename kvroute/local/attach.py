@@ -68,6 +68,10 @@ def attached(
         "the server which model it serves" if count == 1 else f"{count} servers for their models"
     )
     progress.step(f"asking {asked}")
+    listed = ServerList(settings.attach, settings.attach_file)
+    listed.urls()
+    if listed.problem:
+        progress.warn(f"--attach-file: {listed.problem}; its other lines are used")
     found, reported = _first_answers(settings, progress, sleep, deadline)
     kinds = Counter((server.model, max(server.block_sizes)) for server in found.values())
     ((model, block_size), _), *_ = kinds.most_common(1)  # of equally many: that of the first server
@@ -81,7 +85,8 @@ def attached(
         else:
             _report(url, server, progress)
     if not usable:
-        raise StartError(f"--attach: {fits(*next(iter(found.items())))}, or leave out --block-size")
+        way_out = ", or leave out --block-size" if settings.block_size else ""
+        raise StartError(f"--attach: {fits(*next(iter(found.items())))}{way_out}")
     first = next(iter(usable.values()))
     completed: dict[str, Any] = {
         "served_model_name": settings.served_model_name or model,
@@ -133,10 +138,10 @@ def ask(urls: Sequence[str], key_file: Path | None) -> Mapping[str, ServerFacts 
 
     try:
         headers = dict(authorization(key_file))
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise StartError(
-            f"--attach-key-file is {str(key_file)!r}, which cannot be read ({error.strerror}); "
-            "give a readable file"
+            f"--attach-key-file is {str(key_file)!r}, which cannot be read ({error}); give a "
+            "readable file"
         ) from None
     return dict(zip(urls, asyncio.run(ask_all()), strict=True))
 
@@ -181,6 +186,8 @@ class AttachedFleet:
         """
         self._reported = {**reported}
         self._servers = ServerList(settings.attach, settings.attach_file)
+        self._servers.urls()
+        self._shown_problem = self._servers.problem  # the start has printed it
         self._has_file = settings.attach_file is not None
         self._models = {  # by the name of the deployment
             deployment(None if len(models) == 1 else model.served_model_name): model
@@ -216,6 +223,7 @@ class AttachedFleet:
         self._next_s = time.monotonic() + READ_INTERVAL_S
         self.lost()
         size = len(self._servers.urls())
+        self._report_problem(self._servers.problem)
         # An empty list is a mistake, or a file that is being written.
         if not self._has_file or size in (0, self._size):
             return
@@ -225,10 +233,25 @@ class AttachedFleet:
 
         set_replicas(APPLICATION, deployment(None), size)
 
+    def _report_problem(self, problem: str) -> None:
+        """Print what is wrong with the file of --attach-file, once."""
+        if problem and problem != self._shown_problem:
+            self._progress.warn(
+                f"--attach-file: {problem}; until this is corrected, the servers stay as they are"
+            )
+        self._shown_problem = problem
+
     def _report_returned(self, urls: Set[str], model: ModelSettings) -> None:
         """Print which of these servers, which were lost, answer again."""
         listed = [url for url in model.server_list.urls() if url in urls]
-        for url, answer in ask(listed, model.attach_key_file).items():
+        if not listed:
+            return
+        try:
+            answers = ask(listed, model.attach_key_file)
+        except StartError as error:  # a running cluster goes on with the key that it has read
+            self._progress.warn(str(error))
+            return
+        for url, answer in answers.items():
             if isinstance(answer, ServerFacts):
                 self._reported.pop(url, None)
                 self._progress.step(f"your server {url} answers, and is used again")

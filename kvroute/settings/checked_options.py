@@ -49,7 +49,7 @@ class CheckedOptions(ModelOptions):
         """
         listed = ServerList(self.attach, self.attach_file)
         urls = tuple(listed.urls())
-        if listed.problem:
+        if listed.problem and not listed.is_usable:
             raise SettingsError(
                 f"--attach-file is {str(self.attach_file)!r}, which cannot be used "
                 f"({listed.problem}); expected a file with one http://HOST:PORT per line"

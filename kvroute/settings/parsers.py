@@ -174,13 +174,20 @@ def checked_urls(values: list[str]) -> list[str]:
     """
     parts = ",".join(values).split(",") if values else []
     urls = [*dict.fromkeys(url.strip().rstrip("/") for url in parts)]
-    for url in urls:
-        address = urlsplit(url)
-        if address.scheme not in ("http", "https") or not address.hostname or address.path:
-            raise PydanticCustomError(
-                "urls", "expected http://HOST:PORT or https://HOST:PORT, without a path"
-            )
+    if not all(map(_is_server, urls)):
+        raise PydanticCustomError(
+            "urls", "expected http://HOST:PORT or https://HOST:PORT, without a path"
+        )
     return urls
+
+
+def _is_server(url: str) -> bool:
+    try:
+        address = urlsplit(url)
+        has_host = bool(address.hostname) and address.port != 0
+    except ValueError:  # a port above 65535, for example
+        return False
+    return has_host and address.scheme in ("http", "https") and not address.path
 
 
 def ports(value: str) -> range:

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic_core import PydanticCustomError
-
 from kvroute.settings import parsers
 
 COMMENT = "#"  # starts a comment in the file
@@ -14,24 +12,40 @@ class ServerList:
     """The URLs of attached servers.
 
     The file may change at any time. If it cannot be read, or has an invalid line, the URLs that
-    were read last stay valid.
+    were read last stay valid. If none were read before, those of the valid lines are taken.
     """
 
     def __init__(self, urls: Sequence[str], file: Path | None) -> None:
         self._from_options = [*urls]
         self._file = file
         self._in_file: list[str] = []  # URLs in the file when it was last read without a problem
-        self.problem = ""  # why the latest attempt to read the file failed; empty: it succeeded
+        self.problem = ""  # what was wrong with the file when it was read last; empty: nothing
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether the file has named a server when it was read."""
+        return bool(self._in_file)
 
     def urls(self) -> list[str]:
         """Read the file again and return all URLs: first those of the options, each once."""
         if self._file is not None:
             try:
-                self._in_file = parsers.checked_urls(_lines(self._file.read_text()))
-                self.problem = ""
-            except (OSError, UnicodeDecodeError, PydanticCustomError) as error:
+                lines = _lines(self._file.read_text())
+            except (OSError, UnicodeDecodeError) as error:
                 self.problem = str(error)
+            else:
+                self._take(lines)
         return [*dict.fromkeys([*self._from_options, *self._in_file])]
+
+    def _take(self, lines: Sequence[str]) -> None:
+        self.problem, urls = "", list[str]()
+        for line in lines:
+            try:
+                urls += parsers.checked_urls([line])
+            except ValueError as error:
+                self.problem = f"the line {line!r} is not used ({error})"
+        if not self.problem or not self._in_file:
+            self._in_file = urls
 
 
 def _lines(text: str) -> list[str]:

@@ -108,6 +108,8 @@ async def test_a_load_that_cannot_be_true_is_none_or_the_highest_count(value: st
         ({"/metrics": "a 1\n"}, "no vllm:cache_config_info"),
         ({"/v1/models": "[" * 100_000}, "is it a vLLM server"),
         ({"/v1/models": {"data": ["m"]}}, "is it a vLLM server"),
+        ({"/v1/models": {"data": [{"id": "\ud800"}]}}, r"ud800'; give it a name"),
+        ({"/v1/models": {"data": [{"id": "\x1b[2J"}]}}, r"x1b\[2J'; give it a name"),
         ({"/metrics": METRICS.replace("num_gpu_blocks", "blocks")}, "is it a vLLM server"),
     ],
 )
@@ -183,6 +185,32 @@ def test_a_file_adds_servers_and_may_change(tmp_path: Path) -> None:
     assert listed.urls() == ["http://a:1", "http://b:1"], "a wrong file counts as unchanged"
     file.unlink()
     assert listed.urls() == ["http://a:1", "http://b:1"]
+
+
+@pytest.mark.parametrize("line", ["nonsense", "http://[::1", "http://c:99999", "http://c:1/v1"])
+def test_an_invalid_line_costs_no_server(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "servers.txt"
+    file.write_text(f"http://a:1\n{line}\n")
+    assert load({"attach_file": file}).servers == ("http://a:1",)
+    listed = ServerList([], file)
+    assert listed.urls() == ["http://a:1"]
+    assert f"the line {line!r} is not used (expected http://HOST:PORT" in listed.problem
+    file.write_text("http://a:1\nhttp://b:1\n")
+    assert listed.urls() == ["http://a:1", "http://b:1"]
+    file.write_text(f"http://a:1\n{line}\n")
+    assert listed.urls() == ["http://a:1", "http://b:1"], "an edited line may be of either server"
+    file.write_text(f"{line}\n")
+    with pytest.raises(SettingsError, match=r"--attach-file is .*cannot be used \(the line"):
+        load({"attach_file": file})
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"), [(401, "set --attach-key-file"), (500, "see the server's log")]
+)
+async def test_a_status_has_its_own_remedy(status: int, remedy: str) -> None:
+    refusing = httpx.MockTransport(lambda request: httpx.Response(status))
+    with pytest.raises(ServerError, match=f"status {status}; {remedy}"):
+        await read_facts(httpx.AsyncClient(transport=refusing), URL)
 
 
 def test_each_server_has_a_replica(tmp_path: Path) -> None:
