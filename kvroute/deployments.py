@@ -73,6 +73,11 @@ def ended_pid(message: str) -> int | None:
     return int(pid[1]) if pid else None
 
 
+def is_retry(message: str) -> bool:
+    """Return whether Ray says in a message that it repeats a call, which nobody has to know."""
+    return "so the task will be retried" in message
+
+
 def start_error(message: str) -> str:
     """Return the error in Ray Serve's message about a deployment, or "" if it has none."""
     return last_line(message) if "Error:" in message else ""
@@ -81,6 +86,11 @@ def start_error(message: str) -> str:
 def progress_in(message: str) -> str:
     """Return in kvroute's words what Ray Serve's message says about processes that start."""
     return next((said for part, said in PROGRESS.items() if part in message), "")
+
+
+def traceback_in(message: str) -> str:
+    """Return the traceback of a process that cannot start, without Ray Serve's words before it."""
+    return re.sub(r".*?\bError:\s*\n", "", plain(message), count=1, flags=re.DOTALL).strip()
 
 
 def last_line(message: str) -> str:

@@ -15,12 +15,15 @@ from kvroute.deployments import (
     ROUTERS,
     ended_pid,
     final_error,
+    is_retry,
     kind_of,
-    last_line,
     model_of,
     of_model,
     plain,
+    progress_in,
     short,
+    start_error,
+    traceback_in,
 )
 from kvroute.local.embedded_redis import REDIS_SERVER
 from kvroute.local.haproxy.health import ADMIN_SOCKET
@@ -29,7 +32,7 @@ from kvroute.local.ports import free_port, is_local
 from kvroute.local.processes import kill_descendants
 from kvroute.local.progress import Progress
 from kvroute.local.signals import StopSignals
-from kvroute.local.start_losses import StartLosses
+from kvroute.local.start_losses import StartLosses, log_of, role_of
 from kvroute.machine.problem import StartError
 from kvroute.process import vllm_build
 from kvroute.process.metrics_port import METRICS_HOST
@@ -69,10 +72,10 @@ class LostProcesses:
     def receive(self, message: str) -> None:
         """Take a message that Ray would print."""
         pid = ended_pid(message)
-        if pid is None:
-            self._progress.step(short(message))
-        else:
+        if pid is not None:
             self._pids.append(pid)
+        elif not is_retry(message):
+            self._progress.step(short(message))
 
     def follow(self) -> None:
         """Print what has happened since the last call, if a process has ended."""
@@ -108,18 +111,18 @@ class LostProcesses:
         for name, deployment in details.items():
             for replica in (*deployment["replicas"], *deployment.get("recent_dead_replicas", ())):
                 if replica.get("pid") == pid:
-                    id_, log = (
-                        replica["replica_id"],
-                        f"{self.logs}{replica.get('log_file_path') or '/serve'}",
-                    )
+                    id_ = replica["replica_id"]
                     self._progress.step(
                         f"{kind_of(name)} {id_} (process {pid}) has ended unexpectedly; Ray Serve "
-                        f"starts another one; its log is {log}"
+                        f"starts another one; its log is {log_of(replica, self.logs)}"
                     )
                     self._ended.add(id_)
                     self._seen.setdefault(name, _running(deployment))
                     return
-        self._progress.step(f"process {pid} of Ray has ended unexpectedly; Ray replaces it")
+        self._progress.step(
+            f"{role_of(pid, self.logs)} (process {pid}) has ended unexpectedly; Ray replaces it; "
+            f"its output is in {self.logs}"
+        )
 
 
 def _running(deployment: Mapping[str, Any]) -> set[str]:
@@ -201,11 +204,11 @@ def deploy(
             with suppress(RayError, ValueError, KeyError):  # the controller is busy: ask it later
                 losses.update(ray_internals.deployments(APPLICATION))
             if status.status == "DEPLOY_FAILED":
-                raise StartError("\n".join([_reason(status), *losses.last()]))
+                raise StartError("\n".join([start_problem(status), *losses.last()]))
             if time.monotonic() >= deadline:
                 raise StartError(
                     "the cluster is not ready in time; see below, or raise --start-timeout-s\n"
-                    + "\n".join([_reason(status), *losses.last()])
+                    + "\n".join([start_problem(status), *losses.last()])
                 )
             update(awaited(status.deployments))
             signals.sleep(POLL_S)
@@ -342,33 +345,36 @@ def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -
 
 def _lines(deployments: Mapping[str, Any]) -> Iterator[str]:
     for name, status in deployments.items():
-        kind, model = kind_of(name), model_of(name)
-        of_model = f" of {model}" if model else ""
-        wanted, running = _counts(status)
+        kind, wanted, running = kind_of(name), *_counts(status)
         for number in range(1, running + 1):
-            yield f"{kind} {number} of {wanted}{of_model} is ready"
-        if "Error:" in status.message:
-            yield f"{kind}{of_model} cannot start yet: {last_line(status.message)}"
+            yield f"{kind} {number} of {wanted}{of_model(name)} is ready"
+        if error := start_error(status.message):
+            yield f"{kind}{of_model(name)} cannot start yet: {error}"
 
 
 def awaited(deployments: Mapping[str, Any]) -> str:
     """Return a text that says which processes are not ready yet."""
     parts = []
     for name, status in deployments.items():
-        kind, model = kind_of(name), model_of(name)
-        wanted, running = _counts(status)
+        kind, wanted, running = kind_of(name), *_counts(status)
         if wanted > running:
-            of_model = f" of {model}" if model else ""
             loads = ", which load the model" if kind.endswith("replica") else ""
-            parts.append(f"{wanted - running} of {wanted} {kind}s{of_model}{loads}")
+            parts.append(f"{wanted - running} of {wanted} {kind}s{of_model(name)}{loads}")
     return "; ".join(parts) or "Ray Serve"
 
 
-def _reason(status: Any) -> str:
-    """Return the messages of the deployments, or the application's message if there are none."""
-    deployments = status.deployments.values()
-    messages = [deployment.message for deployment in deployments if deployment.message]
-    return plain("\n".join(messages or [status.message]))[-SHOWN_CHARS:]
+def start_problem(status: Any) -> str:
+    """Return what is not ready and why, with the traceback of a process that cannot start."""
+    if not status.deployments:
+        return plain(status.message)[-SHOWN_CHARS:]
+    lines = [f"not ready: {awaited(status.deployments)}"]
+    for name, deployment in status.deployments.items():
+        kind, message = f"{kind_of(name)}s{of_model(name)}", deployment.message
+        if start_error(message):
+            lines.append(f"{kind} cannot start:\n{traceback_in(message)[-SHOWN_CHARS:]}")
+        elif said := progress_in(message):
+            lines.append(f"{kind}: {said}")
+    return "\n".join(lines)
 
 
 def _prepare_environment(settings: ServeSettings, folder: Path) -> None:

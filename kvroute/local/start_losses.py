@@ -1,11 +1,13 @@
-"""Counts the routers and replicas that end during a start, which fails after too many."""
+"""Counts the routers and replicas that end during a start, and says what an ended process was."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvroute.deployments import kind_of, model_of
+from kvroute.deployments import APPLICATION, kind_of, of_model
 from kvroute.machine.problem import StartError
 from kvroute.wording import plural
 
@@ -13,6 +15,13 @@ from kvroute.wording import plural
 # have. Serve makes as many attempts if constructors raise errors.
 ATTEMPTS = 3
 FATAL = "Fatal Python error: "  # line in a process's error output that Python writes at a crash
+FIRST_LINES = 10  # Ray writes what a process runs in one of the first lines of its output
+ACTOR = ":actor_name:"  # begins the line in which Ray writes what a process runs
+SERVE_PARTS = {  # what a process of Ray Serve runs -> what it is
+    "ServeController": "Ray Serve's controller",
+    "ProxyActor": "Ray Serve's proxy",
+    "HAProxyManager": "Ray Serve's manager of HAProxy",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +70,10 @@ class StartLosses:
         return (str(lost[-1]) for lost in self._lost.values() if lost)
 
     def _describe(self, name: str, replica: Mapping[str, Any]) -> Lost:
-        model, pid = model_of(name), replica.get("pid")
-        of_model = f" of {model}" if model else ""
-        log = self._logs / str(replica.get("log_file_path") or "serve").lstrip("/")
+        pid = replica.get("pid")
         return Lost(
-            f"{kind_of(name)} {replica['replica_id']}{of_model} (process {pid})",
-            log,
+            f"{kind_of(name)} {replica['replica_id']}{of_model(name)} (process {pid})",
+            log_of(replica, self._logs),
             self._crash(pid),
         )
 
@@ -78,3 +85,30 @@ class StartLosses:
             if crashes:
                 return crashes[-1]
         return ""
+
+
+def log_of(replica: Mapping[str, Any], logs: Path) -> Path:
+    """Return the log of a router or replica.
+
+    Args:
+        replica: Serve's details of the router or replica.
+        logs: The folder of Ray's logs.
+    """
+    return logs / str(replica.get("log_file_path") or "serve").lstrip("/")
+
+
+def role_of(pid: int, logs: Path) -> str:
+    """Return what a process of Ray does, such as "replica", from its output in the logs."""
+    for file in logs.glob(f"worker-*-{pid}.err"):
+        with suppress(OSError), file.open(errors="replace") as lines:
+            for line in islice(lines, FIRST_LINES):
+                if line.startswith(ACTOR):
+                    return _role(line.removeprefix(ACTOR).strip())
+    return "process"
+
+
+def _role(actor: str) -> str:
+    _, is_ours, deployment = actor.partition(f"ServeReplica:{APPLICATION}:")
+    if is_ours:
+        return f"{kind_of(deployment)}{of_model(deployment)}"
+    return SERVE_PARTS.get(actor, "process")

@@ -4,6 +4,7 @@ import importlib.util
 import io
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from kvroute.local.before_start import (
 )
 from kvroute.local.ports import free_port
 from kvroute.local.progress import Progress
-from kvroute.local.ray_cluster import LostProcesses
+from kvroute.local.ray_cluster import LostProcesses, start_problem
 from kvroute.machine.problem import StartError
 from kvroute.process.hub import check_on_hub
 from kvroute.settings.owned_engine_args import options_for
@@ -184,6 +185,55 @@ def test_a_replica_that_ends_is_named_and_so_is_the_one_in_its_place_when_it_is_
     later = output.getvalue().removeprefix(ended)
     assert later.endswith("replica c is ready; 2 of 2 replicas are ready\n")
     assert later.count("is ready;") == 1
+
+
+@pytest.mark.parametrize(
+    ("actor", "name"),
+    [
+        ("ServeController", "Ray Serve's controller"),
+        ("ServeReplica:kvroute:Replica:m=2Fa", "replica of m/a"),
+        ("Unknown", "process"),
+    ],
+)
+def test_an_ended_process_that_serve_does_not_know_is_named_by_its_output(
+    tmp_path: Path, actor: str, name: str
+) -> None:
+    (tmp_path / "worker-ab-01-417.err").write_text(f":job_id:01\n:actor_name:{actor}\nx\n")
+    output = io.StringIO()
+    lost = LostProcesses(tmp_path, Progress(Console(file=output, soft_wrap=True)))
+    lost.receive(KILLED)
+    lost.report(replicas())
+    assert f"{name} (process 417) has ended unexpectedly; Ray replaces it" in output.getvalue()
+
+
+def test_ray_need_not_say_that_it_repeats_a_call() -> None:
+    output = io.StringIO()
+    lost = LostProcesses(Path("/logs"), Progress(Console(file=output)))
+    lost.receive(
+        "Task ServeController.listen_for_change failed. There are infinite retries remaining, so "
+        "the task will be retried. Error: The actor is temporarily unavailable."
+    )
+    assert output.getvalue() == ""
+
+
+def test_the_end_of_a_start_says_in_kvroutes_words_what_is_not_ready() -> None:
+    waits = "Deployment 'Replica' in application 'kvroute' has 1 replicas that have taken more"
+    fails = "The deployment failed to start 3 times in a row. See controller logs. Error:\n"
+    states = {"STARTING": 1}
+    status = SimpleNamespace(
+        deployments={
+            "Replica": SimpleNamespace(message=f"{waits} to be scheduled.", replica_states=states),
+            "Router": SimpleNamespace(
+                message=f"{fails}\x1b[36mTraceback:\n  at x\nValueError: no\x1b[39m",
+                replica_states=states,
+            ),
+        }
+    )
+    assert start_problem(status) == (
+        "not ready: 1 of 1 replicas, which load the model; 1 of 1 routers\n"
+        "replicas: no machine has enough free GPUs or CPUs for all of them\n"
+        "routers cannot start:\nTraceback:\n  at x\nValueError: no"
+    )
 
 
 def test_a_message_of_ray_becomes_one_line() -> None:
