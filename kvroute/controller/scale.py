@@ -119,9 +119,9 @@ def _wait(replicas: int, name: str, progress: Progress) -> None:
 
 
 def _deployed(name: str) -> Deployed:
-    from kvroute.process.ray_internals import deployment_details
+    from kvroute.process.ray_internals import deployments
 
-    details = deployment_details(APPLICATION, name)
+    details = deployments(APPLICATION)[name]
     limits = details["deployment_config"].get("autoscaling_config")
     return Deployed(
         target=details["target_num_replicas"],

@@ -36,12 +36,6 @@ async def routing_stats(replica: RunningReplica) -> Any:
     return await actor_of(replica).record_routing_stats.remote()
 
 
-def deployment_details(application: str, deployment: str) -> dict[str, Any]:
-    """Return the details of a deployment, from Serve's controller."""
-    details: dict[str, Any] = deployments(application)[deployment]
-    return details
-
-
 def deployments(application: str) -> dict[str, Any]:
     """Return the details of all deployments of an application, from Serve's controller."""
     instance = _controller("get_serve_instance_details")

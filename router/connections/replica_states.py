@@ -56,7 +56,7 @@ class StatesReader:
     async def read(self) -> ReplicaStates:
         """Return the state of every replica that Serve runs or that is in the index."""
         deployed, links = await self._deployed.get(), self._links
-        running, trusted = links.running(), self._liveness.trusted()
+        running, trusted, away = links.running(), self._liveness.trusted(), links.away()
         return combine(
             deployed,
             indexed=[record.id for record in self._fleet.replicas.records],
@@ -65,7 +65,7 @@ class StatesReader:
             connected=links.connected(),
             trusted=trusted,
             degraded=self._fleet.replicas.degraded.keys() & {*trusted},
-            away=[id_ for id_ in trusted if replica_of(id_) in links.away()],
+            away=[id_ for id_ in trusted if replica_of(id_) in away],
         )
 
 

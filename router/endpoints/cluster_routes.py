@@ -86,9 +86,11 @@ async def cluster(models: Served) -> Response:
     If Redis does not answer in time, the response has the replicas that were read last. The queues
     of other routers come from their latest reports.
     """
-    replicas = await asyncio.gather(*(model.status.replicas() for model in models.all))
-    healths = await asyncio.gather(*(model.status.health() for model in models.all))
-    servers = await asyncio.gather(*(_lost_servers(model.status) for model in models.all))
+    replicas, healths, servers = await asyncio.gather(  # side by side, since Redis can be slow
+        asyncio.gather(*(model.status.replicas() for model in models.all)),
+        asyncio.gather(*(model.status.health() for model in models.all)),
+        asyncio.gather(*(_lost_servers(model.status) for model in models.all)),
+    )
     return JSONResponse(
         {
             "version": versions()["kvroute"],
