@@ -5,9 +5,9 @@ from typing import Any
 
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
-from kvroute.doctor.checks import WITHOUT_REDIS
 from kvroute.doctor.fleet_checks import ready
 from kvroute.doctor.seat_checks import recent_sessions, seated
+from kvroute.store.connection import WITHOUT_REDIS
 
 Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from kvroute.contract.ranks import replicas_of
 from kvroute.local.ports import is_local
 from kvroute.process import vllm_build
-from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY
+from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY, WITHOUT_REDIS
 
 Grade = Literal["ok", "warning", "wrong"]
 Facts = Mapping[str, Any]  # a part of the router's diagnosis, as JSON
@@ -31,7 +31,6 @@ CANARY_REMEDIES = {  # why a canary, a small test request, was lost -> remedy
     "not in the mirror": "see the router's log and kvroute_index_age_seconds; give the router more "
     "CPU",
 }
-WITHOUT_REDIS = "requests are answered meanwhile, with fewer cache hits"
 USERS_REDIS = "start Redis, open its port to the routers, or correct the error"
 RESTARTED_REDIS = (
     "kvroute serve, which has started this Redis, starts it again: run the doctor again in some "

@@ -31,6 +31,7 @@ from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.encryption import tls_of
 from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.serve import ServeSettings
+from kvroute.store.connection import WITHOUT_REDIS
 from kvroute.wire.tls import TlsError, check_files
 from kvroute.wording import plural
 
@@ -221,7 +222,7 @@ def redis_problems(settings: ServeSettings) -> Iterator[Problem]:
         try:
             check_redis(settings.redis_url)
         except NoAnswerError as error:
-            yield Problem(f"{error}; a cluster starts without it, with fewer cache hits")
+            yield Problem(f"{error}; a cluster starts without it; {WITHOUT_REDIS}")
         except StartError as error:
             yield Problem(str(error), is_final=True)
         else:

@@ -18,7 +18,7 @@ from kvroute.local.ports import free_port
 from kvroute.local.processes import die_with_parent
 from kvroute.machine.problem import StartError
 from kvroute.process.clock_offset import AGREED_S, offset
-from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY
+from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY, WITHOUT_REDIS
 
 START_S = 10.0  # seconds that a private server has to start, that is, to answer a PING
 # Seconds before each restart of a private server that has ended. A server that ends again soon
@@ -37,14 +37,13 @@ NEEDED = (  # remedy for a Redis that refuses writes
     "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
     "and can save"
 )
-MEANWHILE = "requests are answered meanwhile, with fewer cache hits"
 AFTERWARDS = (  # what a server that starts again empty means
     "replicas write the index of cached blocks again, and routers the named prefixes and adapters; "
     "stored responses and the usage of tenants are lost"
 )
 ABSENCE = (  # what to do about a server that is not started again
-    "requests are answered, with fewer cache hits; restart kvroute serve, or run a Redis of your "
-    "own and name it with --redis-url"
+    f"{WITHOUT_REDIS}; restart kvroute serve, or run a Redis of your own and name it with "
+    "--redis-url"
 )
 PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tries to write
 
@@ -91,10 +90,10 @@ class _PrivateServer:
         self._watcher = threading.Thread(target=self._watch, name="watch Redis", daemon=True)
         try:
             _wait_for_ping(self.url, self._process, folder)
+            self._watcher.start()
         except BaseException:
             self.stop()
             raise
-        self._watcher.start()
 
     def stop(self) -> None:
         """Kill the server, whose data need not be saved, and end the thread."""
@@ -121,7 +120,7 @@ class _PrivateServer:
                     f"its log is {self._folder / LOG}; {ABSENCE}"
                 )
                 return
-            self._report(f"{ended}; kvroute starts it again; {MEANWHILE}")
+            self._report(f"{ended}; kvroute starts it again; {WITHOUT_REDIS}")
             ended_s = time.monotonic()
             if not self._restart(PAUSES_S[attempts]):
                 return
@@ -142,7 +141,7 @@ class _PrivateServer:
         """Wait until the server answers, and report it; kill a server that does not."""
         try:
             _wait_for_ping(self.url, self._process, self._folder)
-        except StartError as error:
+        except (StartError, OSError) as error:  # OSError: its log cannot be read
             self._process.kill()
             if not self._is_stopping.is_set():
                 self._report(str(error))

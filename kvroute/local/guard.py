@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 
 import psutil
@@ -46,10 +47,14 @@ def guarded(work: Callable[[], int]) -> int:
     return exit_code if exit_code >= 0 else 1
 
 
-def ray_processes() -> list[psutil.Process]:
-    """Return the children of this process without which Ray cannot run."""
-    children = psutil.Process().children()
-    return [child for child in children if child.name() in (HEAD_SERVICE, DAEMON)]
+def ray_processes() -> dict[psutil.Process, str]:
+    """Return the children of this process without which Ray cannot run, and their names."""
+    found = {}
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # another child, which has just ended
+            if (name := child.name()) in (HEAD_SERVICE, DAEMON):
+                found[child] = name
+    return found
 
 
 def _run(work: Callable[[], int]) -> int:

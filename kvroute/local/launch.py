@@ -55,6 +55,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, is_converted
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.model_settings import Detected, ModelSettings
 from kvroute.settings.serve import ServeSettings
+from kvroute.store.connection import WITHOUT_REDIS
 
 POLL_S = 0.2  # seconds between two checks of Ray's processes, or of /health
 
@@ -80,7 +81,7 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
         try:
             lost = LostProcesses(logs_in(folder), progress)
             servers = _start(settings, folder, signals, progress, lost, running)
-            needed = {process: process.name() for process in ray_processes()}
+            needed = ray_processes()
             while all(map(is_alive, needed)):
                 signals.sleep(POLL_S)
                 servers.follow()
@@ -146,7 +147,10 @@ def _start(
     servers = AttachedFleet(settings, models, progress, found.reported)
     deploy(
         _application(settings, models),
-        *(progress, signals, deadline, lost),
+        progress,
+        signals,
+        deadline,
+        lost,
         lost_servers=servers.lost,
     )
     if settings.api_keys is None and not is_local(settings.host):
@@ -180,7 +184,8 @@ def _check_own_redis(url: str, progress: Progress) -> None:
     try:
         progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
     except NoAnswerError as error:
-        progress.warn(f"{error}; the cluster starts without it, with fewer cache hits")
+        progress.warn(f"{error}; the cluster starts without it; {WITHOUT_REDIS}")
+        return
     for warning in redis_warnings(url):
         progress.warn(warning)
 

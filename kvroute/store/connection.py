@@ -14,6 +14,8 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 OLDEST_REDIS = (6, 2)  # oldest version of Redis with all commands that kvroute's scripts use
 SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
 TIMEOUT_S = 5.0  # timeout of one call to Redis, in seconds
+# What users are told about a cluster whose Redis is away.
+WITHOUT_REDIS = "requests are answered meanwhile, with fewer cache hits"
 
 
 def connect(url: str) -> "redis.Redis":
