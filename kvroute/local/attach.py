@@ -227,11 +227,14 @@ class AttachedFleet:
         # An empty list is a mistake, or a file that is being written.
         if not self._has_file or size in (0, self._size):
             return
-        self._progress.step(f"--attach-file lists {size} servers now; it listed {self._size}")
-        self._size = size
+        from ray.exceptions import RayError
+
         from kvroute.process.ray_internals import set_replicas
 
-        set_replicas(APPLICATION, deployment(None), size)
+        with suppress(RayError, ValueError):  # the controller is away: ask it a second later
+            set_replicas(APPLICATION, deployment(None), size)
+            self._progress.step(f"--attach-file lists {size} servers now; it listed {self._size}")
+            self._size = size
 
     def _report_problem(self, problem: str) -> None:
         """Print what is wrong with the file of --attach-file, once."""

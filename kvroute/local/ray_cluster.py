@@ -195,7 +195,12 @@ def deploy(
     shown: set[str] = set()
     with progress.waiting("Ray Serve") as update:
         while True:
-            status = serve.status().applications[APPLICATION]
+            if (status := _status()) is None:
+                if time.monotonic() >= deadline:
+                    raise StartError(f"Ray Serve's controller is away; its logs are in {lost.logs}")
+                lost.follow()
+                signals.sleep(POLL_S)
+                continue
             _raise_final_errors(status.deployments)
             _show(status.deployments, shown, progress)
             lost.follow()
@@ -212,6 +217,16 @@ def deploy(
                 )
             update(awaited(status.deployments))
             signals.sleep(POLL_S)
+
+
+def _status() -> Any:
+    """Return the application's state in Serve; None while Ray replaces Serve's controller."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    with suppress(RayError, KeyError):
+        return serve.status().applications[APPLICATION]
+    return None
 
 
 def gpu_count() -> int:

@@ -158,7 +158,7 @@ async def _with_timeout(call: Callable[[], Facts | list[str] | str]) -> Any:
     try:
         async with asyncio.timeout(CALL_S):
             return await asyncio.to_thread(call)
-    except (RayError, RayServeException, TimeoutError):
+    except (RayError, RayServeException, TimeoutError, KeyError, ValueError):  # no controller
         return None
 
 

@@ -3,13 +3,16 @@
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from kvroute.local.attach import Attached, attached
+from kvroute.local import attach
+from kvroute.local.attach import Attached, AttachedFleet, attached
 from kvroute.local.progress import Progress
 from kvroute.machine.problem import StartError
+from kvroute.process import ray_internals
 from kvroute.replica.attached_engine import server as server_module
 from kvroute.settings.serve import load
 from tests.support.fake_vllm import BLOCK_SIZE, NAME, FakeServer, fake_servers
@@ -95,3 +98,28 @@ def test_a_block_size_that_no_server_has_is_refused(
     servers[0].start()
     with pytest.raises(StartError, match=r"this cluster has 16; .* or leave out --block-size"):
         start(servers, output, block_size=16)
+
+
+def test_a_changed_list_and_an_unreadable_one_do_not_end_a_running_cluster(
+    tmp_path: Path, output: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve's controller is away at first, and Redis all the time."""
+    file, sizes = tmp_path / "servers.txt", list[int]()
+
+    def set_replicas(application: str, deployment: str, size: int) -> None:
+        sizes.append(size)
+        if len(sizes) == 1:
+            raise ValueError("there is no controller")
+
+    monkeypatch.setattr(ray_internals, "set_replicas", set_replicas)
+    monkeypatch.setattr(attach, "READ_INTERVAL_S", 0.0)
+    file.write_text("http://a:1\n")
+    settings = load({"attach_file": file})
+    models = settings.resolve(redis_url="redis://127.0.0.1:1")
+    fleet = AttachedFleet(settings, models, Progress(Console(file=output, soft_wrap=True)), {})
+    for text in ("http://a:1\nhttp://b:1\n", "http://[::1\n", "http://a:1\nhttp://b:1\n"):
+        file.write_text(text)
+        for _ in range(2):
+            fleet.follow()
+    assert sizes == [2, 2]
+    assert output.getvalue().count("the servers stay as they are") == 1
