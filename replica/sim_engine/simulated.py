@@ -229,7 +229,11 @@ class SimulatedEngine(Engine):
         )
 
     async def unstarted(self, request_ids: Sequence[str]) -> list[str]:
-        waiting = {choice.job.request.request_id for choice in self._scheduler.waiting}
+        waiting = {
+            choice.job.request.request_id
+            for choice in self._scheduler.waiting
+            if choice.index == 0 and choice.generated == choice.job.request.answered
+        }
         return [id_ for id_ in request_ids if id_ in waiting]
 
     async def check(self) -> None:

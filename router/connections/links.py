@@ -39,6 +39,10 @@ _CONNECT_ERRORS = (
 )
 
 
+class HungError(Exception):
+    """The replica was declared dead (liveness.py) while a request waited for it."""
+
+
 class UnansweredError(Exception):
     """The replica did not answer a call. The message says why."""
 
@@ -48,6 +52,10 @@ class LateError(UnansweredError):
 
     If a replica hangs, liveness.py closes its connection, and calls raise UnansweredError instead.
     """
+
+
+# Why a call has no answer.
+_CALL_ERRORS = (LostError, HungError, RefusedError, FailedError, EngineDeadError, ValueError)
 
 
 class Links:
@@ -178,7 +186,7 @@ class Links:
                 return await link.call(method, body, rank)
         except TimeoutError:
             raise LateError(f"no answer within {within_s:g} s") from None
-        except (LostError, RefusedError, FailedError, EngineDeadError, ValueError) as error:
+        except _CALL_ERRORS as error:
             raise UnansweredError(str(error)) from error
 
     def lose(self, replica_id: str, error: Exception) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ray.exceptions import RayError
 
 from kvroute.contract.ranks import replica_of
-from kvroute.router.connections.links import Links
+from kvroute.router.connections.links import HungError, Links
 from kvroute.router.connections.replicas import ServeReplicas
 from kvroute.router.placement.fleet import Fleet
 
@@ -23,10 +23,6 @@ CHECK_INTERVAL_S = 0.25  # seconds between two checks of all replicas
 PROBE_CHECKS = 6  # number of checks without a sign of life after which a replica is probed
 # Number of checks without a sign of life after which a replica gets no new requests.
 SUSPECT_CHECKS = 8
-
-
-class HungError(Exception):
-    """The replica was declared dead while a request waited for it."""
 
 
 class Liveness:

@@ -20,8 +20,7 @@ from kvroute.contract.pull import Pull
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.fair_lock import FairLock, run_all
-from kvroute.router.connections.links import Links
-from kvroute.router.connections.liveness import HungError
+from kvroute.router.connections.links import HungError, Links
 from kvroute.router.connections.unstarted import TakenBackError, Unstarted
 from kvroute.router.dispatch.admission import Gate, Ticket
 from kvroute.router.dispatch.blamed import REFUSED_S, PoisonList

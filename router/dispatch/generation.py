@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvroute.contract.generation import Chunk, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
 from kvroute.router.api.errors import ApiError, invalid
-from kvroute.router.connections.liveness import HungError
+from kvroute.router.connections.links import HungError
 from kvroute.router.connections.unstarted import TakenBackError
 from kvroute.router.dispatch.losses import Losses, engine_failure, lost
 from kvroute.router.placement.attempts import Attempt, Outcome, Placement, RequestContext

@@ -2,7 +2,7 @@
 
 from kvroute.contract.generation import EngineDeadError
 from kvroute.contract.http_call import BodyPart, encode_body_part
-from kvroute.router.connections.links import Links, UnansweredError
+from kvroute.router.connections.links import HungError, Links, UnansweredError
 from kvroute.router.placement.attempts import Body
 from kvroute.wire.link import LostError, RefusedError
 
@@ -14,7 +14,7 @@ async def upload(body: Body, links: Links, rank_id: str) -> None:
     """Send a body to a rank. The next part is sent when the replica has stored the one before.
 
     Raises:
-        LostError, EngineDeadError: the replica was lost.
+        LostError, HungError, EngineDeadError: the replica was lost.
         RefusedError: the replica has no space for the body, or is too busy.
     """
     offset = 0
@@ -23,7 +23,7 @@ async def upload(body: Body, links: Links, rank_id: str) -> None:
         try:
             refusal = await links.call(rank_id, METHOD, part, within_s=TIMEOUT_S)
         except UnansweredError as error:
-            if isinstance(error.__cause__, LostError | EngineDeadError):
+            if isinstance(error.__cause__, LostError | HungError | EngineDeadError):
                 raise error.__cause__ from error
             raise RefusedError(f"it has not stored a part of the body: {error}") from error
         if refusal:

@@ -12,7 +12,7 @@ from kvroute.contract.messages import decode, encode
 from kvroute.contract.preparation import prepared
 from kvroute.doctor.checks import blamed as doctors_view
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.connections.liveness import HungError
+from kvroute.router.connections.links import HungError
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.dispatch.blamed import MAX_REQUESTS, REFUSED_S, PoisonList
 from kvroute.router.placement.attempts import RequestContext

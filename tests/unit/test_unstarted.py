@@ -14,12 +14,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvroute.contract.generation import Chunk, decode_ids, encode_ids
+from kvroute.contract.generation import Chunk, GenerateRequest, decode_ids, encode_ids
 from kvroute.contract.records import Load, ReplicaRecord
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
+from kvroute.router.connections.links import HungError, UnansweredError
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.placement.fleet import Fleet
@@ -179,6 +180,29 @@ async def test_a_replica_that_does_not_answer_delays_the_requests_of_no_other() 
         assert cluster.questions[next(iter(cluster.questions))] == 1
         for task in asked:
             await read(await task)
+
+
+async def test_a_request_is_started_when_the_engine_has_started_one_of_its_choices() -> None:
+    engine, chunks = SimulatedEngine(SMALL), list[Chunk]()
+    call = completion(max_tokens=150, n=2, temperature=1.0)
+    request = GenerateRequest("first", PROMPT, call=call)
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(engine.generate(request, chunks.append))
+        await until(lambda: engine.load().waiting == 1)  # the cache has no space for both
+        assert await engine.unstarted(["first"]) == []
+        running.cancel()
+    await engine.close()
+
+
+async def test_a_call_to_a_replica_that_hangs_has_no_answer() -> None:
+    async with Cluster(1).serving() as cluster:
+        cluster.is_first_silent = True
+        call = cluster.wired.links.call("r0", "unstarted", encode_ids(["1"]), within_s=60.0)
+        asking = asyncio.create_task(call)
+        await until(lambda: bool(cluster.questions))
+        cluster.wired.links.lose("r0", HungError("replica r0 does not answer"))
+        with pytest.raises(UnansweredError, match="does not answer"):
+            await asking
 
 
 def test_placement_expects_a_wait_where_answers_hold_the_cache_or_no_prompt_starts() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvroute.router.connections.liveness import HungError, Liveness
+from kvroute.router.connections.links import HungError
+from kvroute.router.connections.liveness import Liveness
 from kvroute.router.placement.fleet import Fleet
 from tests.support.records import record
 from tests.support.wired import FakeLinks

@@ -300,15 +300,20 @@ def kvroute_end_session(core: EngineCore, session: int) -> None:
 def kvroute_unstarted(core: EngineCore, request_ids: list[str]) -> list[str]:
     """Return those of these requests that wait in vLLM's queue for blocks or a place in the batch.
 
-    Requests that wait for a grammar or for copies of blocks are not among them. vLLM's ids contain
-    the ids of requests: it adds a suffix, and a prefix for each choice.
+    Requests that wait for a grammar or for copies of blocks are not among them, and neither are
+    those of which vLLM computes one of several choices. vLLM's ids contain the ids of requests: it
+    adds a suffix, and a prefix for each choice.
     """
-    waiting = [
-        request.request_id
-        for request in core.scheduler.waiting
-        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-    ]
-    return [id_ for id_ in request_ids if any(id_ in vllms_id for vllms_id in waiting)]
+    waiting, begun = list[str](), list[str]()
+    for request in core.scheduler.requests.values():
+        is_waiting = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        is_unstarted = is_waiting and not request.num_output_tokens
+        (waiting if is_unstarted else begun).append(request.request_id)
+
+    def is_in(ids: list[str], id_: str) -> bool:
+        return any(id_ in vllms_id for vllms_id in ids)
+
+    return [id_ for id_ in request_ids if is_in(waiting, id_) and not is_in(begun, id_)]
 
 
 def kvroute_unpin(core: EngineCore, name: str) -> float:
