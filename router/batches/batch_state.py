@@ -134,8 +134,9 @@ class BatchState:
         return run if await self._store.create(name, encode(run)) else None
 
     async def end_unstarted(self, router: str, status: FinalStatus) -> None:
-        """End a batch of which no run has begun; do nothing if one begins at the same moment."""
-        if run := await self.claim(router):
+        """End a batch of which no run has begun; do nothing if one has begun meanwhile."""
+        run = Run(1, router)
+        if await self._store.create(self.name("run-1.json"), encode(run)):
             await self.finish(run, status)
 
     async def start(self, total: int) -> None:

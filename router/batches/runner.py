@@ -162,10 +162,13 @@ class BatchRunner:
         """Return the batches that have not ended; end those that have expired before any run."""
         now_s = time.time()
         found = [snapshot for snapshot in await self._batches.listed(None) if not snapshot.end]
-        expired = [each for each in found if each.run is None and each.record.expires_at <= now_s]
-        for snapshot in expired:
-            await self._batches.end_expired(snapshot)
-        return [snapshot for snapshot in found if snapshot not in expired] if expired else found
+        unfinished = list[Snapshot]()
+        for snapshot in found:
+            if snapshot.run is None and snapshot.record.expires_at <= now_s:
+                await self._batches.end_expired(snapshot)
+            else:
+                unfinished.append(snapshot)
+        return unfinished
 
     async def _own(self, record: BatchRecord) -> None:
         """Run a batch for as long as this router has its lease."""

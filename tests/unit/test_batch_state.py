@@ -247,6 +247,15 @@ async def test_a_cancelled_caller_does_not_stop_a_write(
     assert [result["custom_id"] for result in await place.results("output")] == ["1"]
 
 
+async def test_a_batch_is_not_ended_as_unstarted_once_a_run_has_begun(tmp_path: Path) -> None:
+    place = await created(tmp_path)
+    await place.begin()
+    await place.state.end_unstarted("", "cancelled")
+    snapshot = await place.state.snapshot()
+    assert snapshot is not None
+    assert (snapshot.end, snapshot.run and snapshot.run.number) == (None, 1)
+
+
 async def test_a_batch_that_has_ended_is_not_run_again(tmp_path: Path) -> None:
     place = await created(tmp_path)
     router = await place.begin()
