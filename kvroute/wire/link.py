@@ -141,7 +141,7 @@ class Stream:
             self.end(
                 SlowReaderError(
                     f"the client has not read {self._waiting} tokens; read faster, "
-                    "or request fewer choices or logprobs"
+                    "or request fewer prompts, choices or logprobs"
                 )
             )
         self._wake()

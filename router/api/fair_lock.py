@@ -55,6 +55,8 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Res
     try:
         async for coroutine in one_by_one(coroutines):
             tasks.append(asyncio.create_task(coroutine))
+        if not tasks:
+            return []
         # Unlike gather, wait does not cancel all tasks at once when it is cancelled.
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         for task in ended:

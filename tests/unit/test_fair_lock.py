@@ -63,6 +63,10 @@ async def test_coroutines_start_and_are_cancelled_one_by_one() -> None:
     assert most_in_a_round(work.ended) <= 2
 
 
+async def test_no_coroutines_have_no_results() -> None:
+    assert await run_all([]) == []
+
+
 async def test_coroutines_are_cancelled_one_by_one_when_their_caller_is() -> None:
     work = Work()
     running = asyncio.create_task(run_all(work.run(number) for number in range(TASKS)))
