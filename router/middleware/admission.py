@@ -44,16 +44,20 @@ class Admission:
         if self._open >= self._limit:
             await self._refusal(scope["path"], self._open, "requests")(scope, receive, send)
             return
-        app = self._upload if _is_form(scope) else self._app
+        app = self._upload if _is_form(scope) else self._start
         if app == self._upload and self._arriving >= max(1, ARRIVING_SHARE * self._limit):
             await self._refusal(scope["path"], self._arriving, "uploads")(scope, receive, send)
             return
         self._open += 1
         try:
-            await self._lock.wait(is_crowd=self._open > CROWD)
             await app(scope, receive, send)
         finally:
             self._open -= 1
+
+    async def _start(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request, after other tasks have run."""
+        await self._lock.wait(is_crowd=self._open > CROWD)
+        await self._app(scope, receive, send)
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a form, and count it as arriving until its body is complete."""
@@ -72,7 +76,7 @@ class Admission:
 
         self._arriving += 1
         try:
-            await self._app(scope, counted, send)
+            await self._start(scope, counted, send)
         finally:
             arrived()
 

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from kvroute.router.api.errors import ApiError
 from kvroute.router.middleware.admission import Admission
+from tests.support.waiting import until
 
 
 class Router:
@@ -85,3 +86,23 @@ async def test_uploads_leave_most_places_to_other_requests() -> None:
         await asyncio.sleep(0.05)
         router.go_on.set()
         assert {answer.status_code for answer in await asyncio.gather(*tasks)} == {200}
+
+
+async def test_uploads_that_arrive_at_the_same_time_leave_these_places_too() -> None:
+    transport, is_complete = httpx.ASGITransport(Router(limit=8).app), asyncio.Event()
+
+    async def slow_body() -> AsyncIterator[bytes]:
+        yield b"--x"
+        await is_complete.wait()
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        headers = {"content-type": "multipart/form-data; boundary=x"}
+        uploads = [
+            asyncio.create_task(client.post("/", content=slow_body(), headers=headers))
+            for _ in range(6)
+        ]
+        await until(lambda: sum(upload.done() for upload in uploads) == 4)
+        assert {upload.result().status_code for upload in uploads if upload.done()} == {429}
+        for upload in uploads:
+            upload.cancel()
+        await asyncio.wait(uploads)
