@@ -74,7 +74,8 @@ def attached(
         progress.warn(f"--attach-file: {listed.problem}; its other lines are used")
     found, reported = _first_answers(settings, progress, sleep, deadline)
     kinds = Counter((server.model, max(server.block_sizes)) for server in found.values())
-    ((model, block_size), _), *_ = kinds.most_common(1)  # of equally many: that of the first server
+    # If several kinds are equally frequent, this is the kind of the first server.
+    ((model, block_size), _), *_ = kinds.most_common(1)
     block_size = settings.block_size or block_size
     fits = partial(misfit, model=model, block_size=block_size, adapters=())
     usable = {url: server for url, server in found.items() if not fits(url, server)}

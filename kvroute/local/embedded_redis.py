@@ -37,11 +37,11 @@ NEEDED = (  # remedy for a Redis that refuses writes
     "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
     "and can save"
 )
-AFTERWARDS = (  # what a server that starts again empty means
+AFTERWARDS = (  # what is lost, and what is written again, when the server starts again empty
     "replicas write the index of cached blocks again, and routers the named prefixes and adapters; "
     "stored responses and the usage of tenants are lost"
 )
-ABSENCE = (  # what to do about a server that is not started again
+ABSENCE = (  # the remedy for a server that kvroute does not start again
     f"{WITHOUT_REDIS}; restart kvroute serve, or run a Redis of your own and name it with "
     "--redis-url"
 )

@@ -17,7 +17,7 @@ ATTEMPTS = 3
 FATAL = "Fatal Python error: "  # line in a process's error output that Python writes at a crash
 FIRST_LINES = 10  # Ray writes what a process runs in one of the first lines of its output
 ACTOR = ":actor_name:"  # begins the line in which Ray writes what a process runs
-SERVE_PARTS = {  # what a process of Ray Serve runs -> what it is
+SERVE_PARTS = {  # class of a process of Ray Serve -> its name for users
     "ServeController": "Ray Serve's controller",
     "ProxyActor": "Ray Serve's proxy",
     "HAProxyManager": "Ray Serve's manager of HAProxy",

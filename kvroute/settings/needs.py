@@ -14,7 +14,7 @@ class Need:
 
     options: Collection[str]  # names of these options
     is_met: Callable[[ModelOptions], bool]
-    text: str  # what they need, and how to set it
+    text: str  # the message: which option is missing, and how to set it
 
 
 def _has_host_cache(options: ModelOptions) -> bool:

@@ -19,7 +19,7 @@ class ServerList:
         self._from_options = [*urls]
         self._file = file
         self._in_file: list[str] = []  # URLs in the file when it was last read without a problem
-        self.problem = ""  # what was wrong with the file when it was read last; empty: nothing
+        self.problem = ""  # the error in the file when it was last read; empty: none
 
     @property
     def is_usable(self) -> bool:

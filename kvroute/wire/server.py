@@ -77,7 +77,7 @@ class Server:
         self.running = 0  # number of running requests and method calls
         self.refusals = 0  # number of refused requests since the start
         self.peers = set["Peer"]()  # the open connections
-        self.unproven = Strangers["Peer"](MAX_UNPROVEN)  # those of `peers` without a proof
+        self.unproven = Strangers["Peer"](MAX_UNPROVEN)  # connections without a proof
         self._max_requests = max_requests
         self._idle_reports = 0  # number of latest reports in a row that had no pending tokens
         self.reported: list[int] = []  # the latest report: pending prompt tokens of each rank

@@ -55,7 +55,7 @@ class Request:
     is_end: bool = False  # whether the client sent the hint that the session ends
     is_batch: bool = False  # whether the request gives way to others: its class is `batch`
     own_blocks: int = 0  # number of blocks at the prompt's end for which the trace has no ids
-    measured: Measured | None = None  # what a cluster has measured; None: this is no request log
+    measured: Measured | None = None  # times that a cluster measured; None: no request log
 
     @property
     def reusable(self) -> tuple[Fingerprint, ...]:
