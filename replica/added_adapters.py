@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from redis.exceptions import RedisError
@@ -21,6 +21,7 @@ from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import GenerateRequest
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.adapters import Adapters
+from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.replica")
 
@@ -47,16 +48,13 @@ class AddedAdapters:
             on_change: Called when the list of loaded adapters has changed.
         """
         self._engines = engines
-        self._store = store
+        self._added = Follower(store, restores=False)
         self._root = root
         self._on_change = on_change
         self._admitting = asyncio.Lock()
         # Keys of the admitted adapters -> time of the latest use on the monotonic clock.
         self._used_s: dict[str, float] = {}
         self._uses = Uses()
-        self._revision = 0  # revision of the adapters that were read last
-        self._added: list[AddedAdapter] = []  # all adapters, from the last read of Redis
-        self._read_s = 0.0  # time at which the last complete read began
         self._warmed: set[str] = set()  # keys of the adapters that were loaded in advance
         self._checks = 0  # number of checks so far
 
@@ -100,7 +98,8 @@ class AddedAdapters:
     async def run(self) -> None:
         """Warm and drop adapters as they are added and removed, until cancelled."""
         while True:
-            await self._read()
+            with suppress(RedisError, OSError):  # the publisher logs the outage
+                await self._added.refresh()
             await self._drop_removed()
             await self._warm()
             await asyncio.sleep(POLL_S)
@@ -144,27 +143,14 @@ class AddedAdapters:
             raise ValueError("no adapters can be added; start the cluster with --lora-root FOLDER")
         return path_in(self._root, path)
 
-    async def _read(self) -> None:
-        began_s = time.monotonic()
-        try:
-            revision = await self._store.revision()
-            if not revision:  # Redis lost its data; a router restores it
-                return
-            if revision != self._revision:
-                self._added = await self._store.all()
-                self._revision = revision
-        except (RedisError, OSError):
-            return  # the publisher logs the outage
-        self._read_s = began_s
-
     async def _drop_removed(self) -> None:
         """Unload the adapters that were removed, once no request of this replica uses them.
 
         An adapter that was used after the last read began may have been added since then.
         """
-        added = {adapter.key for adapter in self._added}
+        added = {adapter.key for adapter in self._added.values}
         for key, used_s in list(self._used_s.items()):
-            if key in added or self._uses.of(key) or used_s >= self._read_s:
+            if key in added or self._uses.of(key) or used_s >= self._added.complete_s:
                 continue
             async with self._admitting:
                 if self._uses.of(key):
@@ -176,7 +162,7 @@ class AddedAdapters:
 
     async def _warm(self) -> None:
         """Load each adapter that is to be warm once; the latest ones if memory is too small."""
-        warm = [each for each in self._added if each.is_warm and not each.is_leaving]
+        warm = [each for each in self._added.values if each.is_warm and not each.is_leaving]
         self._warmed &= {adapter.key for adapter in warm}
         for adapter in warm[-self._engines[0].facts.max_cpu_loras :]:
             if adapter.key not in self._warmed:

@@ -22,10 +22,10 @@ from redis.exceptions import RedisError
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import Comparison, ReplicaAudit
 from kvroute.contract.records import Description, Load, Pins
-from kvroute.process.outage import Outage
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent
 from kvroute.replica.engine.protocol import Engine
+from kvroute.store.connection import Outage
 from kvroute.store.index import BATCH_BLOCKS, FencedError, Index
 from kvroute.store.index_values import WriterState
 

@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.store.index import Index
 from kvroute.store.named_prefix import Prefix, assigned, shared_tokens
 from kvroute.store.prefixes import Prefixes
+from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.warmer")
 
@@ -66,12 +68,10 @@ class Warmer:
         on_change: Callable[[], None],
     ) -> None:
         self._engine = engine
-        self._prefixes = prefixes
         self._index = index
         self._replica_id = replica_id
         self._on_change = on_change
-        self._revision = 0  # revision of the declarations that were read last
-        self._declared: list[Prefix] = []  # all declared prefixes, from the last read of Redis
+        self._declared = Follower(prefixes, restores=False)
         self._records: list[ReplicaRecord] = []
         self._cached: dict[str, _CachedPrefix] = {}
         self._rejected: set[str] = set()  # names that the engine rejected
@@ -92,7 +92,7 @@ class Warmer:
         """
         await self._read()
         ends_at_s = time.monotonic() + MAX_DECLARATION_WAIT_S
-        while missing := set(declared) - {prefix.id for prefix in self._declared}:
+        while missing := set(declared) - {prefix.id for prefix in self._declared.values}:
             if time.monotonic() >= ends_at_s:
                 log.warning(
                     "starting without the prefixes %s: they are not declared in Redis; they are "
@@ -115,15 +115,10 @@ class Warmer:
             await self._warm(self._assigned())
 
     async def _read(self) -> None:
-        try:
-            revision = await self._prefixes.revision()
-            if revision not in (0, self._revision):  # 0: Redis lost its data; a router restores it
-                self._declared = await self._prefixes.all()
-                self._revision = revision
-            if any(prefix.replicas is not None for prefix in self._declared):
+        with suppress(RedisError, OSError):  # the publisher logs the outage
+            await self._declared.refresh()
+            if any(prefix.replicas is not None for prefix in self._declared.values):
                 self._records = await self._index.records()
-        except (RedisError, OSError):
-            return  # the publisher logs the outage
 
     def _assigned(self) -> list[Prefix]:
         """Return the prefixes assigned to this replica, the oldest first."""
@@ -131,12 +126,12 @@ class Warmer:
         now_s = time.time()
         return [
             prefix
-            for prefix in self._declared
+            for prefix in self._declared.values
             if not prefix.is_expired(now_s) and self._replica_id in assigned(prefix, ids)
         ]
 
     async def _release(self) -> None:
-        declared = {prefix.name: prefix for prefix in self._declared}
+        declared = {prefix.name: prefix for prefix in self._declared.values}
         assigned_names = {prefix.name for prefix in self._assigned()}
         self._rejected &= declared.keys()
         for name, cached in list(self._cached.items()):
@@ -273,7 +268,7 @@ class Warmer:
     def _shared_tokens(self, prefix: Prefix) -> int:
         if not prefix.namespace:
             return 0
-        shared = [declared for declared in self._declared if declared.is_shared]
+        shared = [declared for declared in self._declared.values if declared.is_shared]
         return shared_tokens(prefix.token_ids, shared, self._engine.facts.block_size)
 
     async def _drop(self, name: str) -> None:

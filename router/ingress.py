@@ -90,7 +90,8 @@ class Router:
         self._models = Models(id_, self._all)
         self._file_api = await asyncio.to_thread(batch_service, id_, settings[0], self._keys)
         self._batches = self._file_api if isinstance(self._file_api, BatchService) else None
-        self._background = background_responses(id_, settings[0], self._keys)
+        unreadable = self._models.first.unreadable
+        self._background = background_responses(id_, settings[0], self._keys, unreadable)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
         self._recordings = Recordings(limit_mb=self._models.settings.max_audio_mb)
         self._watching = asyncio.create_task(self._keys.run()) if self._keys else None

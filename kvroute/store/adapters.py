@@ -28,7 +28,7 @@ class NameTakenError(Exception):
         self.by = by
 
 
-class Adapters(RevisedStore[Sequence[AddedAdapter]]):
+class Adapters(RevisedStore[AddedAdapter]):
     """The added adapters of one model of one cluster.
 
     All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does

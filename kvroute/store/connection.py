@@ -1,7 +1,9 @@
-"""The connection to Redis, the timeout of each call, and the base of the stores of a model."""
+"""The connection to Redis, the timeout of each call, outages, and the base of a model's stores."""
 
 import asyncio
 import functools
+import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -30,6 +32,31 @@ def connect(url: str) -> "redis.Redis":
     )
 
 
+class Outage:
+    """The outages of Redis that one component observes. Each is logged at its begin and its end."""
+
+    def __init__(self, log: logging.Logger, effect: str) -> None:
+        self._log = log
+        self._effect = effect  # what the component does during the outage; part of the log line
+        self._began_s: float | None = None  # start of the outage on the monotonic clock
+
+    @property
+    def is_on(self) -> bool:
+        return self._began_s is not None
+
+    def begin(self, error: Exception) -> None:
+        """Record a failed call to Redis."""
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+            self._log.warning("Redis is away (%r); %s", error, self._effect)
+
+    def end(self) -> None:
+        """Record a successful call to Redis."""
+        if self._began_s is not None:
+            self._log.warning("Redis is back after %.1f s", time.monotonic() - self._began_s)
+            self._began_s = None
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -50,7 +77,7 @@ class ModelStore:
     """A part of what one model of one cluster has in Redis; the base of the classes that use it."""
 
     client: "redis.Redis"
-    model: str
+    model: str = ""  # empty: the values belong to the whole cluster
     _: KW_ONLY
     cluster: str = DEFAULT_CLUSTER
     unreadable: Unreadable = field(default_factory=Unreadable)  # counts unreadable data in Redis

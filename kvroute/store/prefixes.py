@@ -42,7 +42,7 @@ class OtherTenantError(Exception):
     """The id belongs to another tenant, which declared it first."""
 
 
-class Prefixes(RevisedStore[Sequence[Prefix]]):
+class Prefixes(RevisedStore[Prefix]):
     """The named prefixes of one model of one cluster.
 
     All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does

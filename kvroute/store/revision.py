@@ -1,12 +1,21 @@
-"""Values in Redis with a revision: a number that is new after each change of them."""
+"""Values in Redis with a revision: a number that is new after each change of them.
 
+A process that uses the values all the time follows them: it has a copy in memory.
+"""
+
+import asyncio
+import math
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
-from kvroute.store.connection import ModelStore, with_timeout
+from redis.exceptions import RedisError
 
+from kvroute.store.connection import ModelStore, Outage, with_timeout
+
+POLL_S = 0.25  # seconds between two reads of the revision
+RETRY_S = 0.5  # seconds between two attempts to reach Redis during an outage
 NUMBER_DIGITS = 18  # maximum number of digits in a number; longer numbers are unreadable
 
 T = TypeVar("T")
@@ -27,8 +36,12 @@ class RevisedStore(ModelStore, Generic[T]):
         """Return a number that is new after each change; 0: there never was one, or it is lost."""
         return number(await self._redis.get(self._revision))
 
+    @abstractmethod
+    def all(self) -> Awaitable[Sequence[T]]:
+        """Return all values, the oldest first."""
+
     @with_timeout
-    async def restore(self, values: T) -> None:
+    async def restore(self, values: Sequence[T]) -> None:
         """Write the values again if Redis has lost its data, that is, if it has no revision."""
 
         async def change(pipe: Any) -> None:
@@ -38,7 +51,7 @@ class RevisedStore(ModelStore, Generic[T]):
         await self._transaction(change)
 
     @abstractmethod
-    async def _write(self, pipe: Any, values: T) -> None:
+    async def _write(self, pipe: Any, values: Sequence[T]) -> None:
         """Queue the writes of values and of the next revision in the transaction."""
 
     async def _transaction(self, change: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -54,6 +67,79 @@ class RevisedStore(ModelStore, Generic[T]):
         # The first revision is the current time, so that it is new even after Redis lost its data.
         revision = number(await pipe.get(self._revision))
         return revision + 1 if revision else time.time_ns() // 1000
+
+
+class Follower(Generic[T]):
+    """A copy in memory of all values of a store.
+
+    Args:
+        store: the values in Redis.
+        restores: what to do when Redis has lost the values. True: write them again, from the copy.
+            False: keep the copy until another process has written them.
+        on_change: called with the values, the oldest first, when they have changed.
+    """
+
+    def __init__(
+        self,
+        store: RevisedStore[T],
+        *,
+        restores: bool,
+        on_change: Callable[[Sequence[T]], None] = lambda _: None,
+    ) -> None:
+        self._store = store
+        self._restores = restores
+        self._on_change = on_change
+        self.values: Sequence[T] = ()  # as of the last read, the oldest first
+        self.revision: int | None = None  # revision of these values; None: they were never read
+        # Start of the latest read after which the copy had all values of Redis.
+        self.complete_s = -math.inf
+        self._reading = asyncio.Lock()
+        self._began_s = -math.inf  # start of the latest attempt to read
+        self._error: Exception | None = None  # why that attempt failed
+
+    async def run(self, work: Callable[[], Awaitable[None]], outage: Outage) -> None:
+        """Refresh the copy and then call `work`, again and again until cancelled."""
+        while True:
+            try:
+                await self.refresh()
+                await work()
+                outage.end()
+                await asyncio.sleep(POLL_S)
+            except (RedisError, OSError) as error:
+                outage.begin(error)
+                await asyncio.sleep(RETRY_S)
+
+    async def refresh(self) -> None:
+        """Read the values if they have changed. Calls at the same time share one read.
+
+        Raises:
+            RedisError, OSError: Redis cannot be used. The copy stays as it is.
+        """
+        asked_s = time.monotonic()
+        async with self._reading:
+            if self._began_s < asked_s:
+                self._error, began_s = None, time.monotonic()
+                try:
+                    await self._read(began_s)
+                except (RedisError, OSError) as error:
+                    self._error = error
+                self._began_s = began_s
+            if self._error is not None:
+                raise self._error
+
+    async def _read(self, began_s: float) -> None:
+        revision = await self._store.revision()
+        if not revision and self.values:
+            if not self._restores:
+                return
+            await self._store.restore(self.values)
+            revision = await self._store.revision()
+        if revision != self.revision:
+            self.values = await self._store.all()
+            self.revision = revision
+            self._on_change(self.values)
+        if revision:
+            self.complete_s = began_s
 
 
 def number(packed: bytes | None) -> int:

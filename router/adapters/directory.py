@@ -6,22 +6,18 @@ When all running routers have done so, the record is removed, and the replicas u
 Every router does its part of every removal, so a removal goes on if the router that began it dies.
 """
 
-import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Collection
 
 from redis.exceptions import RedisError
 
 from kvroute.adapters.added import AddedAdapter, own_name
 from kvroute.adapters.uses import Uses
-from kvroute.process.outage import Outage
 from kvroute.store.adapters import Adapters
+from kvroute.store.connection import Outage
+from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.adapters")
-
-POLL_S = 0.25  # seconds between two checks of Redis for changes
-RETRY_S = 0.5  # seconds between two attempts to reach Redis
 
 
 class AdapterDirectory:
@@ -43,32 +39,17 @@ class AdapterDirectory:
         self._by_id: dict[str, AddedAdapter] = {}  # without those that are leaving
         self.uses = Uses()  # this router's requests; an adapter that has some is not removed
         self._reported: set[str] = set()  # keys of leaving adapters that were reported as unused
-        self._revision: int | None = None  # revision of the adapters in memory; None: not read yet
-        self._read_s = -1.0  # time at which the last read began
-        self._reading = asyncio.Lock()
-        self._outage = Outage(log, "the added LoRA adapters stay as they are")
+        self._copy = Follower(store, restores=True, on_change=self._learn)
 
     async def run(self) -> None:
         """Follow Redis until cancelled."""
-        while True:
-            try:
-                await self.refresh()
-                await self._remove_unused()
-                self._outage.end()
-                await asyncio.sleep(POLL_S)
-            except (RedisError, OSError) as error:
-                self._outage.begin(error)
-                await asyncio.sleep(RETRY_S)
+        outage = Outage(log, "the added LoRA adapters stay as they are")
+        await self._copy.run(self._remove_unused, outage)
 
     @property
     def all(self) -> Collection[AddedAdapter]:
         """Return all adapters, the oldest first, with those that are being removed."""
         return self._by_key.values()
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the adapters were read from Redis, which has had some since its start."""
-        return bool(self._revision)
 
     def find(self, name: str, tenant: str = "") -> AddedAdapter | None:
         """Return the adapter that requests of a tenant get by this name.
@@ -91,25 +72,8 @@ class AdapterDirectory:
         return self._by_key.get(key)
 
     async def refresh(self) -> None:
-        """Read the adapters if they have changed since this call.
-
-        Calls at the same time share one read.
-
-        Raises:
-            RedisError, OSError: Redis cannot be used.
-        """
-        asked_s = time.monotonic()
-        async with self._reading:
-            if self._read_s >= asked_s:
-                return
-            self._read_s = time.monotonic()
-            revision = await self.store.revision()
-            if not revision and self._by_key:
-                await self.store.restore([*self._by_key.values()])
-                revision = await self.store.revision()
-            if revision != self._revision:
-                self._learn(await self.store.all())
-                self._revision = revision
+        """Read the adapters if they have changed. Raises RedisError or OSError."""
+        await self._copy.refresh()
 
     async def refresh_if_possible(self) -> None:
         """Read the adapters if they have changed. If Redis is away, they stay as they are."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
-from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
 from kvroute.keys.keyring import Caller, tenant_of
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process.exposition import Readings
@@ -179,7 +179,7 @@ class BackgroundResponses:
             ApiError: it cannot be read.
         """
         try:
-            response = members(record.body(self._store.max_bytes).response)
+            response = members(record.body(self._store.max_part_bytes).response)
         except (*DECODE_ERRORS, TooLongError):
             raise ApiError(404, "the response cannot be read", code="not_found") from None
         shown: dict[str, Any] = {"status": record.head.status}
@@ -261,7 +261,7 @@ class BackgroundResponses:
     async def _claim(self, record: Record) -> None:
         """Run a response if no other router begins to."""
         try:
-            body = record.body(self._store.max_bytes)
+            body = record.body(self._store.max_part_bytes)
         except (*DECODE_ERRORS, TooLongError):
             await self._store.forget(record.key)
             return
@@ -305,14 +305,15 @@ class BackgroundResponses:
 
 
 def background_responses(
-    router_id: str, settings: RouterSettings, keys: WatchedKeys | None
+    router_id: str, settings: RouterSettings, keys: WatchedKeys | None, unreadable: Unreadable
 ) -> BackgroundResponses | None:
     """Return the service of a router; None if the cluster does not store responses."""
     if not settings.response_store_mb:
         return None
     store = BackgroundStore(
         connect(settings.redis_url),
-        settings.cluster,
+        cluster=settings.cluster,
+        unreadable=unreadable,
         limit_bytes=settings.response_store_mb << 20,
         ttl_s=settings.response_ttl_s,
         max_bytes=settings.max_body_mb << 20,

@@ -38,12 +38,12 @@ from kvroute.contract.messages import (
 )
 from kvroute.contract.records import VERSION
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.process.outage import Outage
 from kvroute.router.admission.limits import Limits
 from kvroute.router.admission.seats import Seats
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
+from kvroute.store.connection import Outage
 from kvroute.store.index import Index
 
 log = logging.getLogger("kvroute.peers")

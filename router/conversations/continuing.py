@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.process.outage import Outage
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
 from kvroute.router.api.calls import BACKGROUND, RESPONSES, Call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
@@ -32,6 +31,7 @@ from kvroute.router.api.response_object import (
 )
 from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.router.placement.receipts import RECEIPTS
+from kvroute.store.connection import Outage
 from kvroute.store.conversations.leased_values import TooLongError
 from kvroute.store.conversations.responses import MAX_LINKS, Responses, StoredTurn, joined
 from kvroute.store.named_prefix import Prefix

@@ -23,8 +23,8 @@ from redis.exceptions import RedisError
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
-from kvroute.process.outage import Outage
 from kvroute.router.index.mirror import Mirror
+from kvroute.store.connection import Outage
 from kvroute.store.index import READ_CHANGES, FencedError, Index
 from kvroute.store.index_values import END, START, Change, Position, Snapshot
 

@@ -5,7 +5,6 @@ to some replicas or to all. They keep it warm, that is, in their caches. A chang
 id is a new version.
 """
 
-import asyncio
 import logging
 import time
 from collections import Counter
@@ -20,21 +19,20 @@ from kvroute.contract.generation import TokenIds
 from kvroute.contract.prefix_id import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller
-from kvroute.process.outage import Outage
 from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.settings.multi_task import Task
+from kvroute.store.connection import Outage
 from kvroute.store.named_prefix import Prefix, assigned, own_id, shared_tokens
 from kvroute.store.prefixes import Prefixes
+from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.prefixes")
 
-POLL_S = 0.25  # seconds between two checks of Redis for new declarations
 COUNT_S = 1.0  # seconds between two writes of the counts of uses to Redis
 # Seconds for which a version must be warm on all its replicas before older versions are removed.
 RETIRE_S = 5.0
-RETRY_S = 0.5  # seconds between two attempts to reach Redis
 # The most names that an unknown name is compared with, to suggest similar names. One comparison
 # takes up to 1 ms.
 COMPARED = 50
@@ -67,28 +65,29 @@ class Catalogue:
         self.block_size = block_size
         self._versions: dict[str, list[Prefix]] = {}  # id -> versions, oldest first
         self._shared: list[Prefix] = []  # all versions of the prefixes that all namespaces share
-        self._revision: int | None = None  # revision of the declarations; None: not read yet
-        self._reading = asyncio.Lock()
-        self._outage = Outage(log, "named prefixes stay as they are")
+        self._copy = Follower(store, restores=True, on_change=self.learn)
         # Prefix.name of a version that replaces older versions -> time since which all its replicas
         # keep it warm.
         self._settled_s: dict[str, float] = {}
         # Id -> number of prompts with a hit, and tokens that they saved, to be written to Redis.
         self._uses: dict[str, tuple[int, int]] = {}
+        self._flush_due_s = 0.0  # time of the next write of these counts
         self._saved = Counter[str]()  # id -> all tokens that it saved in this router's requests
 
     async def run(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
         """Declare the tasks of --multi-task-prompt, then follow Redis until cancelled."""
-        while True:
-            try:
-                await self.refresh()
-                self._outage.end()
+
+        async def work() -> None:
+            nonlocal tasks
+            if tasks:
                 await self._declare(tasks, composer)
                 tasks = ()
-                await self._follow()
-            except (RedisError, OSError) as error:
-                self._outage.begin(error)
-                await asyncio.sleep(RETRY_S)
+            await self._retire()
+            if time.monotonic() >= self._flush_due_s:
+                await self.flush()
+                self._flush_due_s = time.monotonic() + COUNT_S
+
+        await self._copy.run(work, Outage(log, "named prefixes stay as they are"))
 
     async def named(self, param: str, name: str, caller: Caller | None = None) -> Prefix:
         """Return the prefix with this name, in the version that requests should use (see `get`).
@@ -211,14 +210,7 @@ class Catalogue:
         Raises:
             RedisError, OSError: Redis cannot be used.
         """
-        async with self._reading:
-            revision = await self.store.revision()
-            if not revision and self._versions:
-                await self.store.restore(self.all())
-                revision = await self.store.revision()
-            if revision != self._revision:
-                self.learn(await self.store.all())
-                self._revision = revision
+        await self._copy.refresh()
 
     async def flush(self) -> None:
         """Write the counts of uses to Redis.
@@ -236,17 +228,6 @@ class Catalogue:
                 more = self._uses.get(id_, (0, 0))
                 self._uses[id_] = (hits + more[0], saved + more[1])
             raise
-
-    async def _follow(self) -> None:
-        """Read declarations and write counts until Redis fails."""
-        count_due_s = 0.0
-        while True:
-            await self.refresh()
-            await self._retire()
-            if time.monotonic() >= count_due_s:
-                await self.flush()
-                count_due_s = time.monotonic() + COUNT_S
-            await asyncio.sleep(POLL_S)
 
     async def _declare(self, tasks: Sequence[Task], composer: PrefixComposer) -> None:
         """Declare each task as a prefix, unless a client has declared a prefix with its name."""
@@ -290,7 +271,7 @@ class Catalogue:
         try:
             await self.refresh()
         except (RedisError, OSError) as error:
-            if self._revision is None:
+            if self._copy.revision is None:
                 raise redis_away(error, param) from None
 
     def _unexpired(self, id_: str) -> list[Prefix]:

@@ -242,7 +242,7 @@ def _conversation_objects(
     return ConversationObjects(
         ConversationStore(
             redis,
-            settings.cluster,
+            cluster=settings.cluster,
             limit_bytes=settings.response_store_mb << 20,
             ttl_s=settings.response_ttl_s,
             max_bytes=settings.max_body_mb << 20,

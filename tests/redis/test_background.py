@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from starlette.types import Receive, Scope, Send
 
+from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import RESPONSES, Call, parse_call
 from kvroute.router.api.errors import ApiError
@@ -22,6 +23,8 @@ from kvroute.router.background import run, service
 from kvroute.router.background.events import Events, after
 from kvroute.router.background.service import BackgroundResponses
 from kvroute.store.conversations.background import BackgroundStore, Record
+from kvroute.store.conversations.leased_values import key
+from kvroute.store.keys import key_prefix
 from tests.support.waiting import until
 
 MB = 1 << 20
@@ -76,7 +79,9 @@ class Router:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[bytes, bytes]] = []
         self.left = 0  # requests that were ended before their answer
-        self.store = BackgroundStore(client, "default", limit_bytes=mb * MB, ttl_s=60, max_bytes=MB)
+        self.store = BackgroundStore(
+            client, unreadable=Unreadable(), limit_bytes=mb * MB, ttl_s=60, max_bytes=MB
+        )
         self.service = BackgroundResponses(name, self.store, keys=None, ttl_s=60)
         self.service.application = self._application
         self._answer = answer
@@ -455,6 +460,15 @@ async def test_a_full_redis_loses_no_answer_and_says_so(empty_redis: Redis) -> N
         finally:
             await empty_redis.config_set("maxmemory", "0")
         assert (await one.ended(id_))["output"] == ["".join(TEXT)]
+
+
+async def test_one_that_cannot_be_read_is_counted(empty_redis: Redis) -> None:
+    router = Router(empty_redis, "r", whole)
+    id_ = await router.create()
+    await empty_redis.hset(f"{key_prefix('default', '')}:background", key(id_, ""), b"x")
+    assert await router.service.find(id_, "") is None
+    assert router.store.unreadable.counts["response"] == 1
+    await router.service.stop()
 
 
 async def test_it_is_found_by_its_owner_only(empty_redis: Redis) -> None:

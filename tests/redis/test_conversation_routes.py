@@ -19,6 +19,7 @@ from openai import AsyncOpenAI
 from redis.asyncio import Redis
 from starlette.responses import Response
 
+from kvroute.contract.unreadable import Unreadable
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
@@ -40,7 +41,9 @@ ANSWER = {
 
 
 def model_of(client: Redis, **limits: int) -> Conversations:
-    responses = Responses(client, "m", limit_bytes=16 * MB, ttl_s=60, max_bytes=MB)
+    responses = Responses(
+        client, "m", unreadable=Unreadable(), limit_bytes=16 * MB, ttl_s=60, max_bytes=MB
+    )
     return stored_conversations(client, responses, **limits)
 
 

@@ -10,6 +10,7 @@ from fastapi.responses import StreamingResponse
 from redis.asyncio import Redis
 from starlette.types import Message
 
+from kvroute.contract.unreadable import Unreadable
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_VALUES
 from kvroute.router.api.calls import CHAT_COMPLETIONS, RESPONSES, parse_call
 from kvroute.router.api.errors import ApiError
@@ -31,7 +32,9 @@ def message(text: str) -> dict[str, Any]:
 
 
 def responses(client: Redis, *, max_bytes: int = MB) -> Responses:
-    return Responses(client, "m", limit_bytes=16 * MB, ttl_s=60, max_bytes=max_bytes)
+    return Responses(
+        client, "m", unreadable=Unreadable(), limit_bytes=16 * MB, ttl_s=60, max_bytes=max_bytes
+    )
 
 
 @pytest.fixture

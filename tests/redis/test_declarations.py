@@ -281,7 +281,8 @@ async def test_a_prefix_longer_than_the_context_is_refused(declarations: Declara
 
 
 async def test_without_redis_nothing_is_declared(catalogue: Catalogue, prompts: Prompts) -> None:
-    catalogue.store = Prefixes(connect("redis://127.0.0.1:1"), "m")
+    away = Prefixes(connect("redis://127.0.0.1:1"), "m")
+    catalogue = Catalogue(away, catalogue._fleet, block_size=BLOCK)
     declarations = make(catalogue, prompts)
     assert await declarations.list() == []
     for attempt in (declare(declarations, "law", 1), declarations.drop("law")):

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from starlette.responses import Response
 
+from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.key_file import new_file, new_key
 from kvroute.keys.keyring import Keyring
 from kvroute.router.api.calls import RESPONSES, parse_call
@@ -29,7 +30,9 @@ MB = 1 << 20
 
 
 def conversations(client: Redis, model: str) -> Conversations:
-    store = Responses(client, model, limit_bytes=16 * MB, ttl_s=60, max_bytes=MB)
+    store = Responses(
+        client, model, unreadable=Unreadable(), limit_bytes=16 * MB, ttl_s=60, max_bytes=MB
+    )
     return stored_conversations(client, store)
 
 

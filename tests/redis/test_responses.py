@@ -34,8 +34,8 @@ WAYS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 
 
 def store(client: Redis, **changes: Any) -> Responses:
-    given = {"limit_bytes": MB, "ttl_s": 60.0, "max_bytes": MB, **changes}
-    return Responses(client, "m", **given)
+    given: dict[str, Any] = {"model": "m", "unreadable": Unreadable(), "ttl_s": 60.0}
+    return Responses(client, **{**given, "limit_bytes": MB, "max_bytes": MB, **changes})
 
 
 def turn(*items: object) -> StoredTurn:
@@ -105,7 +105,7 @@ async def test_another_salt_finds_nothing(empty_redis: Redis) -> None:
 async def test_another_model_or_cluster_finds_nothing(empty_redis: Redis) -> None:
     await put(store(empty_redis), "a")
     assert await said(store(empty_redis, cluster="other"), "a") == []
-    other = Responses(empty_redis, "n", limit_bytes=MB, ttl_s=60, max_bytes=MB)
+    other = store(empty_redis, model="n")
     assert await other.get("a", "") is None
 
 

@@ -288,8 +288,8 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvroute.router.index.feed.RETRY_S", 0.02)
     monkeypatch.setattr("kvroute.router.index.feed.LINGER_S", 0.2)
     monkeypatch.setattr("kvroute.replica.publisher.RETRY_S", 0.02)
-    monkeypatch.setattr("kvroute.router.prefixes.catalogue.POLL_S", 0.02)
-    monkeypatch.setattr("kvroute.router.prefixes.catalogue.RETRY_S", 0.02)
+    monkeypatch.setattr("kvroute.store.revision.POLL_S", 0.02)
+    monkeypatch.setattr("kvroute.store.revision.RETRY_S", 0.02)
 
 
 KEYS = ("replicas", "replica:a", "changes")

@@ -5,6 +5,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
@@ -86,11 +87,12 @@ def router() -> CollectorRegistry:
     pull_metrics.export(HandOver(fleet, links, list, within_s=1.0), metrics.readings)
     metrics.export_blamed(PoisonList())
     metrics.export_seats(Seats[None](lambda: 0))
-    responses = Responses(connect(NOWHERE), "m", limit_bytes=0, ttl_s=1, max_bytes=0)
+    nothing: Any = {"unreadable": Unreadable(), "limit_bytes": 0, "ttl_s": 1, "max_bytes": 0}
+    responses = Responses(connect(NOWHERE), "m", **nothing)
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
     report.export(_batch_runner(), metrics.readings)
-    store = BackgroundStore(connect(NOWHERE), "c", limit_bytes=0, ttl_s=1, max_bytes=0)
+    store = BackgroundStore(connect(NOWHERE), **nothing)
     BackgroundResponses("r", store, keys=None, ttl_s=1).export(metrics.readings)
     Recordings(limit_mb=1).export(metrics.readings)
     registry.register(TenantMetrics(_accounts()))

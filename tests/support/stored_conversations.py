@@ -2,6 +2,7 @@
 
 from redis.asyncio import Redis
 
+from kvroute.contract.unreadable import Unreadable
 from kvroute.router.conversations.continuing import Conversations
 from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.store.conversations.objects import ConversationStore
@@ -15,7 +16,11 @@ def conversation_objects(
 ) -> ConversationObjects:
     """Return the conversations that clients create."""
     store = ConversationStore(
-        client, "default", limit_bytes=limit_bytes, ttl_s=60, max_bytes=max_bytes
+        client,
+        unreadable=Unreadable(),
+        limit_bytes=limit_bytes,
+        ttl_s=60,
+        max_bytes=max_bytes,
     )
     return ConversationObjects(store)
 

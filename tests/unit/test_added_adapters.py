@@ -268,7 +268,7 @@ async def test_an_adapter_with_a_running_request_is_not_unloaded(
     await replica.ask(sql)
     with replica.adapters._in_use(sql.key):
         replica.store.set()
-        await until(lambda: replica.adapters._revision == replica.store.number)
+        await until(lambda: replica.adapters._added.revision == replica.store.number)
         assert replica.loaded == ["sql"]
     await until(lambda: replica.loaded == [])
 
@@ -279,9 +279,9 @@ async def test_nothing_is_unloaded_while_redis_has_lost_its_data(
     sql = added("sql", write_adapter(tmp_path / "sql", seed=1))
     replica.store.number = 0
     await replica.ask(sql)
-    before_s = replica.adapters._read_s
+    before_s = replica.adapters._added.complete_s
     await asyncio.sleep(0)
-    assert replica.adapters._read_s == before_s
+    assert replica.adapters._added.complete_s == before_s
     assert replica.loaded == ["sql"]
 
 

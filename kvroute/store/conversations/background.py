@@ -12,22 +12,19 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 import msgspec
-import redis.asyncio as redis
 
 from kvroute.contract.priority import Priority
 from kvroute.contract.records import VERSION, Count, Name, Versioned, check_version, encode
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
+from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.store.connection import with_timeout
 from kvroute.store.conversations.leased_values import (
     KEY_BYTES,
-    LeasedValues,
+    LeasedStore,
     TooLongError,
     Written,
     decompressed,
     packed,
 )
-from kvroute.store.conversations.objects import NO_MODEL
-from kvroute.store.keys import key_prefix
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 OPEN: tuple[Status, ...] = ("queued", "in_progress")  # statuses that are not final
@@ -82,50 +79,33 @@ _bodies = msgspec.json.Decoder(Body)
 _versions = msgspec.json.Decoder(Versioned)
 
 
-class BackgroundStore:
-    """The background responses of one cluster. Its methods raise RedisError or OSError."""
+class BackgroundStore(LeasedStore):
+    """The background responses of one cluster, and their events.
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        cluster: str,
-        *,
-        limit_bytes: int,
-        ttl_s: float,
-        max_bytes: int,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        """Create the store's client.
+    Here, `max_bytes` is the most bytes of a request's body.
+    """
 
-        Args:
-            client: the client for Redis.
-            cluster: the cluster's id.
-            limit_bytes: limit of the size of all responses and their events.
-            ttl_s: seconds until a response expires, after its last use.
-            max_bytes: the most bytes of a request's body.
-            unreadable: counts unreadable responses.
-        """
-        self.max_bytes = LARGEST * max_bytes
-        self._client = client
-        self._unreadable = unreadable or Unreadable()
-        prefix = f"{key_prefix(cluster, NO_MODEL)}:background"
-        self._open = f"{prefix}:open"
-        self._values = LeasedValues(client, prefix, limit_bytes=limit_bytes, ttl_s=ttl_s)
+    NAME = "background"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.max_part_bytes = LARGEST * self.max_bytes
+        self._open = f"{self._prefix}:{self.NAME}:open"
 
     @with_timeout
     async def create(self, key: bytes, head: Head, body: Body) -> Record | Written:
         """Store a new response, and list it among those that have not ended."""
         record = Record(key, head, await _packed(head), await packed(encode(body)))
-        written = await self._values.put(key, record.first, record.second)
+        written = await self.values.put(key, record.first, record.second)
         if written != "stored":
             return written
-        await self._client.hset(self._open, key.hex(), body.tenant)
+        await self._redis.hset(self._open, key.hex(), body.tenant)
         return record
 
     @with_timeout
     async def read(self, key: bytes) -> Record | None:
         """Return a response; None if it is missing, expired or unreadable."""
-        if not (parts := await self._values.get(key)):
+        if not (parts := await self.values.get(key)):
             return None
         head = self._head(key, parts[0])
         return None if head is None else Record(key, head, *parts)
@@ -133,16 +113,16 @@ class BackgroundStore:
     @with_timeout
     async def head(self, key: bytes) -> Head | None:
         """Return the state of a response without its body; None as from `read`."""
-        first = await self._values.first(key)
+        first = await self.values.first(key)
         return None if first is None else self._head(key, first)
 
     def _head(self, key: bytes, first: bytes) -> Head | None:
         try:
-            data = decompressed(first, self.max_bytes)
+            data = decompressed(first, self.max_part_bytes)
             check_version(_versions, data)
             return _heads.decode(data)
         except (*DECODE_ERRORS, TooLongError) as error:
-            self._unreadable.add("response", key.hex(), error)
+            self.unreadable.add("response", key.hex(), error)
             return None
 
     @with_timeout
@@ -162,20 +142,20 @@ class BackgroundStore:
         """
         second = old.second if body is None else await packed(encode(body))
         new = Record(old.key, head, await _packed(head), second)
-        written = await self._values.put(old.key, new.first, second, replaced=old.first)
+        written = await self.values.put(old.key, new.first, second, replaced=old.first)
         if written == "too_large":
             raise TooLongError
         if written != "stored":
             return None
         if not head.is_open:
-            await self._client.hdel(self._open, old.key.hex())
+            await self._redis.hdel(self._open, old.key.hex())
         return new
 
     @with_timeout
     async def delete(self, key: bytes) -> bool:
         """Delete a response; return whether there was one. Its events expire."""
-        await self._client.hdel(self._open, key.hex())
-        return await self._values.delete(key)
+        await self._redis.hdel(self._open, key.hex())
+        return await self.values.delete(key)
 
     @with_timeout
     async def put_events(self, key: bytes, number: int, events: bytes) -> bool:
@@ -187,22 +167,24 @@ class BackgroundStore:
             events: the events, as a stream has them.
         """
         place, second = _chunk_key(key, number), await packed(events)
-        return await self._values.put(place, b"", second) != "too_large"
+        return await self.values.put(place, b"", second) != "too_large"
 
     @with_timeout
     async def events(self, key: bytes, number: int) -> bytes | None:
         """Return the events of a response that were stored with this number, if they are there."""
-        packed_events = await self._values.second(_chunk_key(key, number))
+        packed_events = await self.values.second(_chunk_key(key, number))
         try:
-            return None if packed_events is None else decompressed(packed_events, self.max_bytes)
+            return (
+                None if packed_events is None else decompressed(packed_events, self.max_part_bytes)
+            )
         except (*DECODE_ERRORS, TooLongError) as error:
-            self._unreadable.add("response", key.hex(), error)
+            self.unreadable.add("response", key.hex(), error)
             return None
 
     @with_timeout
     async def open(self) -> dict[bytes, str]:
         """Return the keys of all responses that have not ended, and the tenant of each."""
-        found: Any = await self._client.hgetall(self._open)
+        found: Any = await self._redis.hgetall(self._open)
         return {
             bytes.fromhex(name.decode()): tenant.decode(errors="replace")
             for name, tenant in found.items()
@@ -212,7 +194,7 @@ class BackgroundStore:
     @with_timeout
     async def forget(self, key: bytes) -> None:
         """Take a response that has expired or ended off the list of those that have not ended."""
-        await self._client.hdel(self._open, key.hex())
+        await self._redis.hdel(self._open, key.hex())
 
 
 async def _packed(head: Head) -> bytes:

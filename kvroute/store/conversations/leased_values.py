@@ -14,12 +14,14 @@ not in Redis.
 import asyncio
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import redis.asyncio as redis
 
-from kvroute.contract.unreadable import UnreadableError
+from kvroute.contract.unreadable import Unreadable, UnreadableError
+from kvroute.store.connection import ModelStore
 from kvroute.store.conversations.leased_scripts import DELETE, GET, PUT
 
 KEY_BYTES = 16  # size of a KEY
@@ -116,6 +118,29 @@ class LeasedValues:
         args = [key, self._ttl_ms, OVERHEAD, *more]
         async with self._connections:
             return await script(keys=self._keys, args=args)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class LeasedStore(ModelStore):
+    """Values of one kind; the base of the stores that give the two parts a meaning.
+
+    All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis is
+    counted, and does not make them raise an error.
+    """
+
+    NAME: ClassVar[str]  # name of the values in their key
+
+    unreadable: Unreadable
+    limit_bytes: int  # limit of the size of all values in Redis
+    ttl_s: float  # seconds until a value expires, after its last use
+    max_bytes: int  # limit of the size of what one value holds, as JSON
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prefix = f"{self._prefix}:{self.NAME}"
+        self.values = LeasedValues(
+            self.client, prefix, limit_bytes=self.limit_bytes, ttl_s=self.ttl_s
+        )
 
 
 def key(id_: str, salt: str) -> bytes:

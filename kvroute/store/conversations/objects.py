@@ -8,13 +8,12 @@ and the second part its items. Both are JSON, compressed with zlib.
 from collections.abc import Sequence
 
 import msgspec
-import redis.asyncio as redis
 
 from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
 from kvroute.store.connection import with_timeout
 from kvroute.store.conversations.leased_values import (
-    LeasedValues,
+    LeasedStore,
     TooLongError,
     Written,
     decompressed,
@@ -22,9 +21,6 @@ from kvroute.store.conversations.leased_values import (
     packed,
     unpacked,
 )
-from kvroute.store.keys import key_prefix
-
-NO_MODEL = ""  # stands for the model in the keys of values that belong to a whole cluster
 
 
 class StoredConversation(msgspec.Struct, frozen=True):
@@ -51,36 +47,10 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 _versions = msgspec.json.Decoder(Versioned)
 
 
-class ConversationStore:
-    """The stored conversations of one cluster.
+class ConversationStore(LeasedStore):
+    """The stored conversations of one cluster."""
 
-    All methods raise RedisError or OSError if Redis is unreachable.
-    """
-
-    def __init__(
-        self,
-        client: "redis.Redis",
-        cluster: str,
-        *,
-        limit_bytes: int,
-        ttl_s: float,
-        max_bytes: int,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        """Create the store's client.
-
-        Args:
-            client: the client for Redis.
-            cluster: the cluster's id.
-            limit_bytes: limit of the size of all conversations in Redis.
-            ttl_s: seconds until a conversation expires, after its last use.
-            max_bytes: limit of the size of one conversation, as JSON.
-            unreadable: counts unreadable conversations.
-        """
-        self._max_bytes = max_bytes
-        self._unreadable = unreadable or Unreadable()
-        prefix = f"{key_prefix(cluster, NO_MODEL)}:conversations"
-        self._values = LeasedValues(client, prefix, limit_bytes=limit_bytes, ttl_s=ttl_s)
+    NAME = "conversations"
 
     @with_timeout
     async def get(self, id: str, salt: str) -> Found | None:  # noqa: A002
@@ -92,12 +62,12 @@ class ConversationStore:
             id: the conversation's id.
             salt: the salt of its owner.
         """
-        if not (parts := await self._values.get(key(id, salt))):
+        if not (parts := await self.values.get(key(id, salt))):
             return None
         try:
-            conversation, items = await unpacked(_unpack, parts, self._max_bytes)
+            conversation, items = await unpacked(_unpack, parts, self.max_bytes)
         except (*DECODE_ERRORS, TooLongError) as error:
-            self._unreadable.add("conversation", id, error)
+            self.unreadable.add("conversation", id, error)
             return None
         return Found(conversation, items, parts[0])
 
@@ -123,16 +93,16 @@ class ConversationStore:
             replaced: the conversation that it replaces; None: it is a new one. The result is
                 "known" if another request has changed it since it was read.
         """
-        if len(items) > self._max_bytes:
+        if len(items) > self.max_bytes:
             return "too_large"
         first, second = await packed(encode(conversation)), await packed(items)
         old = b"" if replaced is None else replaced.first
-        return await self._values.put(key(id, salt), first, second, replaced=old)
+        return await self.values.put(key(id, salt), first, second, replaced=old)
 
     @with_timeout
     async def delete(self, id: str, salt: str) -> bool:  # noqa: A002
         """Delete a conversation; return whether there was one."""
-        return await self._values.delete(key(id, salt))
+        return await self.values.delete(key(id, salt))
 
 
 def _unpack(parts: Sequence[bytes], max_bytes: int) -> tuple[StoredConversation, bytes]:

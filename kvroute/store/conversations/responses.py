@@ -13,22 +13,20 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import msgspec
-import redis.asyncio as redis
 
 from kvroute.contract.records import VERSION, Count, Versioned, check_version, encode
-from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable, UnreadableError
+from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
 from kvroute.store.connection import with_timeout
 from kvroute.store.conversations.leased_scripts import READ
 from kvroute.store.conversations.leased_values import (
     KEY_BYTES,
-    LeasedValues,
+    LeasedStore,
     TooLongError,
     decompressed,
     key,
     packed,
     unpacked,
 )
-from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
 ROOT = bytes(KEY_BYTES)  # stands for the previous KEY in a conversation's first response
 MAX_LINKS = 1000  # maximum number of responses in one conversation
@@ -55,40 +53,14 @@ _objects = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _versions = msgspec.json.Decoder(Versioned)
 
 
-class Responses:
-    """The stored responses of one model of one cluster.
+class Responses(LeasedStore):
+    """The stored responses of one model of one cluster."""
 
-    All methods raise RedisError or OSError if Redis is unreachable. Unreadable data in Redis does
-    not make them raise an error.
-    """
+    NAME = "responses"
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        model: str,
-        *,
-        limit_bytes: int,
-        ttl_s: float,
-        max_bytes: int,
-        cluster: str = DEFAULT_CLUSTER,
-        unreadable: Unreadable | None = None,
-    ) -> None:
-        """Create the store's client.
-
-        Args:
-            client: the client for Redis.
-            model: the model's name.
-            limit_bytes: limit of the size of all responses in Redis.
-            ttl_s: seconds until a response expires, after its last use.
-            max_bytes: limit of the size of one conversation, as JSON.
-            cluster: the cluster's id.
-            unreadable: counts unreadable responses.
-        """
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.counts = Counter[str](dict.fromkeys(get_args(Outcome), 0))
-        self._max_bytes = max_bytes
-        self._unreadable = unreadable or Unreadable()
-        prefix = f"{key_prefix(cluster, model)}:responses"
-        self.values = LeasedValues(client, prefix, limit_bytes=limit_bytes, ttl_s=ttl_s)
         self._read = self.values.script(READ)
 
     @with_timeout
@@ -125,13 +97,13 @@ class Responses:
         The list is empty if a turn is missing, expired or unreadable. The lease of all these
         responses is extended to `ttl_s` from now. Raises TooLongError.
         """
-        values = await self.values.run(self._read, key(id, salt), MAX_LINKS, self._max_bytes)
+        values = await self.values.run(self._read, key(id, salt), MAX_LINKS, self.max_bytes)
         if values == b"long":
             raise TooLongError
         try:
-            return (await unpacked(_unpack_turns, values, self._max_bytes))[::-1]
+            return (await unpacked(_unpack_turns, values, self.max_bytes))[::-1]
         except DECODE_ERRORS as error:
-            self._unreadable.add("response", id, error)
+            self.unreadable.add("response", id, error)
             return []
 
     @with_timeout
@@ -143,9 +115,9 @@ class Responses:
         if not (packed_response := await self.values.second(key(id, salt))):
             return None
         try:
-            return await unpacked(_unpack_response, [packed_response], self._max_bytes)
+            return await unpacked(_unpack_response, [packed_response], self.max_bytes)
         except (*DECODE_ERRORS, TooLongError) as error:
-            self._unreadable.add("response", id, error)
+            self.unreadable.add("response", id, error)
             return None
 
     @with_timeout
