@@ -1,60 +1,69 @@
 """Forwards what happens to a request to several observers."""
 
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Iterator
 
 from kvroute.contract.priority import Priority
 from kvroute.router.admission.waits import Refusal, TakenBack, Wait
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
+from kvroute.router.placement.own_methods import own_methods
 
 
 class RequestObservers(RequestObserver):
-    """Forwards each event to several observers."""
+    """Forwards each event to the observers that do not ignore it. Most ignore most events."""
 
     def __init__(self, *observers: RequestObserver) -> None:
-        self._observers = observers
-        self._chunk_observers = [*chain.from_iterable(map(_chunk_observers, observers))]
+        self._observers = [*_flat(observers)]
+        self._placed = own_methods(self._observers, RequestObserver.placed)
+        self._waited = own_methods(self._observers, RequestObserver.waited)
+        self._seated = own_methods(self._observers, RequestObserver.seated)
+        self._rejected = own_methods(self._observers, RequestObserver.rejected)
+        self._taken_back = own_methods(self._observers, RequestObserver.taken_back)
+        self._sent = own_methods(self._observers, RequestObserver.sent)
+        self._first_token = own_methods(self._observers, RequestObserver.first_token)
+        self._next_chunk = own_methods(self._observers, RequestObserver.next_chunk)
+        self._ended = own_methods(self._observers, RequestObserver.ended)
 
     def placed(self, placement: Placement, decision_s: float) -> None:
-        for observer in self._observers:
-            observer.placed(placement, decision_s)
+        for observe in self._placed:
+            observe(placement, decision_s)
 
     def waited(self, wait: Wait) -> None:
-        for observer in self._observers:
-            observer.waited(wait)
+        for observe in self._waited:
+            observe(wait)
 
     def seated(self, waited_s: float) -> None:
-        for observer in self._observers:
-            observer.seated(waited_s)
+        for observe in self._seated:
+            observe(waited_s)
 
     def rejected(self, priority: Priority, refusal: Refusal) -> None:
-        for observer in self._observers:
-            observer.rejected(priority, refusal)
+        for observe in self._rejected:
+            observe(priority, refusal)
 
     def taken_back(self, why: TakenBack) -> None:
-        for observer in self._observers:
-            observer.taken_back(why)
+        for observe in self._taken_back:
+            observe(why)
 
     def sent(self, attempt: Attempt) -> None:
-        for observer in self._observers:
-            observer.sent(attempt)
+        for observe in self._sent:
+            observe(attempt)
 
     def first_token(self, attempt: Attempt) -> None:
-        for observer in self._observers:
-            observer.first_token(attempt)
+        for observe in self._first_token:
+            observe(attempt)
 
     def next_chunk(self, attempt: Attempt, gap_s: float) -> None:
-        for observe in self._chunk_observers:
+        for observe in self._next_chunk:
             observe(attempt, gap_s)
 
     def ended(self, attempt: Attempt) -> None:
-        for observer in self._observers:
-            observer.ended(attempt)
+        for observe in self._ended:
+            observe(attempt)
 
 
-def _chunk_observers(observer: RequestObserver) -> list[Callable[[Attempt, float], None]]:
-    """Return the observer's methods to call for each chunk. Most observers ignore chunks."""
-    if isinstance(observer, RequestObservers):
-        return observer._chunk_observers
-    is_own = type(observer).next_chunk is not RequestObserver.next_chunk
-    return [observer.next_chunk] if is_own else []
+def _flat(observers: tuple[RequestObserver, ...]) -> Iterator[RequestObserver]:
+    """Yield the observers, and in place of each group of observers its members."""
+    for observer in observers:
+        if isinstance(observer, RequestObservers):
+            yield from observer._observers
+        else:
+            yield observer
