@@ -48,6 +48,7 @@ from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models
+from kvroute.router.serving.router_base import router_base
 from kvroute.settings.router import RouterSettings
 
 log = logging.getLogger("kvroute.ingress")
@@ -189,7 +190,7 @@ async def _model_router(
     folder = await asyncio.to_thread(resolve, settings.model)
     load = partial(Prompts, escapes=settings.escapes_special_tokens)
     tokenizer = await asyncio.to_thread(load, folder, settings.revision, settings.engine_args)
-    return ModelRouter(Parts(id_, settings, replicas, tokenizer, limits))
+    return ModelRouter(Parts(router_base(id_, settings, tokenizer), replicas, limits))
 
 
 def application(

@@ -4,13 +4,9 @@ import random
 from collections.abc import Sequence
 from functools import partial
 
-import ray
-from ray import serve
 from ray.serve.handle import DeploymentHandle
-from redis.asyncio import Redis
 
 from kvroute.contract.identity import identify
-from kvroute.contract.unreadable import Unreadable
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.adapters.operations import AdapterOperations
@@ -40,22 +36,20 @@ from kvroute.router.observability.telemetry import Telemetry
 from kvroute.router.page.recorder import Recorder
 from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.queueing.holding import Answer, Holding
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.queueing.seating import Answer as Seat
 from kvroute.router.queueing.seating import Seating
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.prefix_service import PrefixService
+from kvroute.router.serving.router_base import RouterBase
 from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.adapters import Adapters
 from kvroute.store.attached_servers import AttachedServers
-from kvroute.store.clusters import ClusterModel, Clusters
-from kvroute.store.connection import connect
+from kvroute.store.clusters import Clusters
 from kvroute.store.conversations.objects import ConversationStore
 from kvroute.store.conversations.responses import Responses
-from kvroute.store.index import Index
 from kvroute.store.prefixes import Prefixes
 
 # Limit of prompt and response together in tokens, until a replica has reported its limit.
@@ -67,19 +61,15 @@ class Parts:
 
     def __init__(
         self,
-        router_id: str,
-        settings: RouterSettings,
+        base: RouterBase,
         replicas: Sequence[DeploymentHandle],
-        tokenizer: Prompts,
         limits: Limits | None = None,
     ) -> None:
         """Build all parts.
 
         Args:
-            router_id: id of this router.
-            settings: the settings for this model.
+            base: what the parts are built on.
             replicas: the handle of each deployment of the model's replicas.
-            tokenizer: the model's tokenizer and template.
             limits: the tenants' limits. This model's publisher sends their counts to other
                 routers. None: there are no limits, or another model's publisher sends the counts.
         """
@@ -88,24 +78,20 @@ class Parts:
         deployments = tuple(handle.deployment_name for handle in replicas)
         running = partial(serve_replicas.running_replicas, deployments)
         replica_set = partial(serve_replicas.replicas, deployments)
-        self.settings = settings
-        self.tokenizer = tokenizer
-        self.unreadable = Unreadable()
+        settings, redis, router_id = base.settings, base.redis, base.router_id
+        model, cluster = base.model, base.cluster
+        self.settings, self.tokenizer = settings, base.tokenizer
+        self.unreadable, self.index = base.unreadable, base.index
 
         # The stores in Redis.
-        redis = connect(settings.redis_url)
-        model, cluster = settings.served_model_name, settings.cluster
-        self.index = Index(redis, model, cluster=cluster, unreadable=self.unreadable)
         self.attached = AttachedServers(redis, model, cluster=cluster)
-        own = _cluster_model(settings)
-        origin = f"{own.ray_address}/{own.application}"
-        self.neighbours = Neighbours(Clusters(redis, self.unreadable), own)
-        self.accounts = _accounts(settings, redis, self.unreadable, router_id)
-        self.responses = _responses(settings, redis, self.unreadable)
+        self.neighbours = Neighbours(Clusters(redis, self.unreadable), base.own)
+        self.accounts = _accounts(base)
+        self.responses = _responses(base)
         self.conversations = (
             Conversations(
                 self.responses,
-                _conversation_objects(settings, redis, self.unreadable),
+                _conversation_objects(base),
                 max_bytes=settings.max_body_mb << 20,
             )
             if self.responses
@@ -123,7 +109,7 @@ class Parts:
             queue=self.queue,
             seats=self.seats,
             scale=lambda: self.fleet.loads.scale.share(),
-            origin=origin,
+            origin=base.origin,
         )
         self.blamed = PoisonList(self.publisher.blamed)
 
@@ -140,7 +126,7 @@ class Parts:
             revision=settings.revision,
             block_size=settings.block_size,
             rng=random.Random(),
-            handshake=_handshake(settings, tokenizer),
+            handshake=_handshake(base),
             observer=self.telemetry.observer,
             ranking=RANKINGS[settings.policy](),
             running=running,
@@ -150,7 +136,7 @@ class Parts:
         self.subscriber = PeerSubscriber(
             self.fleet,
             own=router_id,
-            origin=origin,
+            origin=base.origin,
             limits=limits,
             queue=self.queue,
             blamed=self.blamed.receive,
@@ -162,7 +148,7 @@ class Parts:
             replica_set, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
         )
         store = Prefixes(redis, model, cluster=cluster, unreadable=self.unreadable)
-        self.prefixes = PrefixService(settings, store, self.index, self.fleet, tokenizer)
+        self.prefixes = PrefixService(settings, store, self.index, self.fleet, self.tokenizer)
         self.holding = Holding(
             self.queue,
             self.fleet,
@@ -210,63 +196,50 @@ class Parts:
         return self.fleet.replicas.max_model_len or UNKNOWN_CONTEXT
 
 
-def _cluster_model(settings: RouterSettings) -> ClusterModel:
-    """Return the entry that tells other clusters which model this cluster serves."""
-    return ClusterModel(
-        settings.cluster,
-        settings.served_model_name,
-        ray.get_runtime_context().gcs_address,
-        serve.get_replica_context().app_name,
-    )
-
-
-def _responses(settings: RouterSettings, redis: Redis, unreadable: Unreadable) -> Responses | None:
+def _responses(base: RouterBase) -> Responses | None:
     """Return the store of responses; None if responses are not stored."""
+    settings = base.settings
     if not settings.response_store_mb:
         return None
     return Responses(
-        redis,
-        settings.served_model_name,
+        base.redis,
+        base.model,
         limit_bytes=settings.response_store_mb << 20,
         ttl_s=settings.response_ttl_s,
         max_bytes=settings.max_body_mb << 20,
-        cluster=settings.cluster,
-        unreadable=unreadable,
+        cluster=base.cluster,
+        unreadable=base.unreadable,
     )
 
 
-def _conversation_objects(
-    settings: RouterSettings, redis: Redis, unreadable: Unreadable
-) -> ConversationObjects:
+def _conversation_objects(base: RouterBase) -> ConversationObjects:
     """Return the conversations that clients have created."""
+    settings = base.settings
     return ConversationObjects(
         ConversationStore(
-            redis,
-            cluster=settings.cluster,
+            base.redis,
+            cluster=base.cluster,
             limit_bytes=settings.response_store_mb << 20,
             ttl_s=settings.response_ttl_s,
             max_bytes=settings.max_body_mb << 20,
-            unreadable=unreadable,
+            unreadable=base.unreadable,
         )
     )
 
 
-def _accounts(
-    settings: RouterSettings, redis: Redis, unreadable: Unreadable, router_id: str
-) -> LastingAccounts | None:
+def _accounts(base: RouterBase) -> LastingAccounts | None:
     """Return the accounts of tenants; None if the cluster has no API keys."""
-    if settings.api_keys is None:
+    if base.settings.api_keys is None:
         return None
-    store = DailyAccounts(
-        redis, settings.served_model_name, cluster=settings.cluster, unreadable=unreadable
-    )
-    return LastingAccounts(store, router_id)
+    store = DailyAccounts(base.redis, base.model, cluster=base.cluster, unreadable=base.unreadable)
+    return LastingAccounts(store, base.router_id)
 
 
-def _handshake(settings: RouterSettings, tokenizer: Prompts) -> Handshake:
+def _handshake(base: RouterBase) -> Handshake:
+    settings = base.settings
     return Handshake(
         identify(
-            tokenizer.model,
+            base.tokenizer.model,
             revision=settings.revision,
             block_size=settings.block_size,
             adapters=settings.adapters,

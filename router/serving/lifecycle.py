@@ -38,7 +38,7 @@ class Lifecycle:
             queue=parts.queue,
             seats=parts.seats,
         )
-        coroutines = self._coroutines() | parts.prefixes.tasks() | parts.telemetry.tasks()
+        coroutines = self.coroutines() | parts.telemetry.tasks()
         self._tasks = [asyncio.create_task(task, name=name) for name, task in coroutines.items()]
         await parts.feed.wait_until_loaded(timeout_s=LOADED_S)
 
@@ -56,7 +56,7 @@ class Lifecycle:
         await self._parts.neighbours.leave()
         await self._parts.telemetry.close()
 
-    def _coroutines(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def coroutines(self) -> dict[str, Coroutine[Any, Any, None]]:
         """Return the background tasks of the parts, by name."""
         parts = self._parts
         coroutines = {
@@ -77,4 +77,4 @@ class Lifecycle:
             coroutines["recorder"] = parts.recorder.run()
         if parts.seating is not None:
             coroutines["seating"] = parts.seating.run()
-        return coroutines
+        return coroutines | parts.prefixes.tasks()

@@ -1,0 +1,62 @@
+"""What the router of a model has before anything is built on it: the first step of its assembly."""
+
+from dataclasses import dataclass
+
+import ray
+from ray import serve
+from redis.asyncio import Redis
+
+from kvroute.contract.unreadable import Unreadable
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.settings.router import RouterSettings
+from kvroute.store.clusters import ClusterModel
+from kvroute.store.connection import connect
+from kvroute.store.index import Index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterBase:
+    """The router of one model without its parts. All of it can be used at once."""
+
+    router_id: str
+    settings: RouterSettings  # for this model
+    tokenizer: Prompts  # the model's tokenizer and template
+    redis: Redis
+    unreadable: Unreadable  # counts what this router cannot read in Redis
+    index: Index
+    own: ClusterModel  # the entry that tells other clusters which model this cluster serves
+
+    @property
+    def model(self) -> str:
+        """Return the model name that clients send."""
+        return self.settings.served_model_name
+
+    @property
+    def cluster(self) -> str:
+        """Return the cluster's id."""
+        return self.settings.cluster
+
+    @property
+    def origin(self) -> str:
+        """Return a name of this router's Ray cluster and application, for other routers."""
+        return f"{self.own.ray_address}/{self.own.application}"
+
+
+def router_base(router_id: str, settings: RouterSettings, tokenizer: Prompts) -> RouterBase:
+    """Return the base of a router in this process, which Ray Serve has started."""
+    redis, unreadable = connect(settings.redis_url), Unreadable()
+    model, cluster = settings.served_model_name, settings.cluster
+    return RouterBase(
+        router_id,
+        settings,
+        tokenizer,
+        redis,
+        unreadable,
+        Index(redis, model, cluster=cluster, unreadable=unreadable),
+        ClusterModel(
+            cluster,
+            model,
+            ray.get_runtime_context().gcs_address,
+            serve.get_replica_context().app_name,
+        ),
+    )

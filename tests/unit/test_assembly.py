@@ -1,0 +1,48 @@
+"""All parts of a model's router can be built in a process without Ray, Redis and replicas."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvroute.router.admission.limits import Limits
+from kvroute.router.prompts.tokenizer import Prompts
+from kvroute.router.serving.lifecycle import Lifecycle
+from kvroute.router.serving.model_router import ModelRouter
+from tests.support.router_parts import builtin_prompts, fake_parts
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Iterator[Prompts]:
+    prompts = builtin_prompts()
+    yield prompts
+    prompts.close()
+
+
+OPTIONS = {
+    "defaults": {},
+    "everything on": {
+        "api_keys": Path("/keys.json"),
+        "lora_root": Path("/adapters"),
+        "max_sessions": 3,
+        "request_log": Path("/requests"),
+        "response_store_mb": 1,
+    },
+    "everything off": {"max_sessions": "off", "metrics": False, "ui": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+async def test_the_parts_of_a_router_are_built_in_an_order_that_works(
+    tokenizer: Prompts, options: dict[str, Any]
+) -> None:
+    parts = fake_parts(tokenizer, Limits(lambda tenant: None), **options)
+    router = ModelRouter(parts)
+    for coroutine in Lifecycle(parts).coroutines().values():
+        coroutine.close()
+    assert router.status.queue()["all_routers"]["requests"] == 0
+    assert [each["is_limited"] for each in router.status.seats()] == (
+        [] if options.get("max_sessions") == "off" else ["max_sessions" in options]
+    )
+    assert (router.live is None) == (options.get("ui") is False)
