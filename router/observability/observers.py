@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from kvroute.contract.priority import Priority
+from kvroute.features.own_methods import own_methods
 from kvroute.router.admission.waits import Refusal, TakenBack, Wait
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
-from kvroute.router.placement.own_methods import own_methods
 
 
 class RequestObservers(RequestObserver):

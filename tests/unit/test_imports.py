@@ -9,6 +9,7 @@ from tests.support.repository import LINKED, ROOT, product_modules
 # The packages and single modules of kvroute, from the lowest to the highest, as in ARCHITECTURE.md.
 ORDER = (
     "kvroute.wording",
+    "kvroute.features",
     "kvroute.blocks",
     "kvroute.prefill",
     "kvroute.contract",

@@ -1,7 +1,7 @@
 """A hook that nobody overrides is not called."""
 
+from kvroute.features.own_methods import own_methods
 from kvroute.router.placement.attempts import Attempt, RequestObserver
-from kvroute.router.placement.own_methods import own_methods
 
 
 class Ends(RequestObserver):
