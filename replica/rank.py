@@ -22,8 +22,7 @@ from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.kv_events import KVEvent, Transfers
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
-from kvroute.replica.ghosts import make_ghosts
-from kvroute.replica.missed_share import MissedShare
+from kvroute.replica.ghosts import MissedShare, make_ghosts
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index

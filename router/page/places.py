@@ -1,12 +1,11 @@
 """Where chats' prompts changed in the last five minutes, and how many cached tokens that lost."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvroute.router.page.recent import BUCKET_S, WINDOW_S
+from kvroute.router.page.rolling_window import RollingWindow
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.sessions.breaks import Break
 
@@ -37,8 +36,7 @@ class Places(RequestObserver):
     """Lost tokens by place, over the last WINDOW_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._buckets: deque[tuple[int, dict[Key, Place]]] = deque()  # oldest first
+        self._window = RollingWindow[dict[Key, Place]](clock, dict)
 
     def ended(self, attempt: Attempt) -> None:
         broken = attempt.context.broken
@@ -47,21 +45,18 @@ class Places(RequestObserver):
 
     def add(self, broken: Break, tokens: int) -> None:
         """Add a request whose changed prompt lost this many cached tokens."""
-        now = self._roll()
-        if not self._buckets or self._buckets[-1][0] != now:
-            self._buckets.append((now, {}))
-        places, token = self._buckets[-1][1], broken.difference.token
+        places, token = self._window.current(), broken.difference.token
         if place := _place(places, broken.role, token):
             place.add(token, tokens, 1)
             place.kind = broken.kind or place.kind
 
     def worst(self) -> list[dict[str, Any]]:
         """Return the places with the most lost tokens, as JSON."""
-        self._roll()
         sums: dict[Key, Place] = {}
-        for _, places in self._buckets:
+        parts = self._window.parts()
+        for places in parts:
             for part in places.values():
-                if place := _place(sums, part.role, part.token, limit=KEPT * len(self._buckets)):
+                if place := _place(sums, part.role, part.token, limit=KEPT * len(parts)):
                     place.add(part.token, part.tokens, part.requests)
                     place.kind = part.kind or place.kind
         worst = sorted(sums.values(), key=lambda place: -place.tokens)[:WORST]
@@ -75,13 +70,6 @@ class Places(RequestObserver):
             }
             for place in worst
         ]
-
-    def _roll(self) -> int:
-        """Drop buckets that are too old, and return the number of the current bucket."""
-        now = int(self._clock() // BUCKET_S)
-        while self._buckets and self._buckets[0][0] <= now - WINDOW_S // BUCKET_S:
-            self._buckets.popleft()
-        return now
 
 
 def _place(places: dict[Key, Place], role: str, token: int, *, limit: int = KEPT) -> Place | None:

@@ -12,13 +12,12 @@ from typing import Any
 
 import msgspec
 
+from kvroute.router.page.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.ledger import CAUSES, Ledger
 from kvroute.router.sessions.returns import EVICTION_REASONS, EvictionReason
 
 DECISIONS = 50  # decisions in memory
-WINDOW_S = 300.0  # time over which tokens and requests are summed
-BUCKET_S = 5.0  # length of the window's parts; the oldest part is dropped as a whole
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -42,11 +41,9 @@ class Window:
     """Sums over the last WINDOW_S by replica. Replicas without requests in that time are absent."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._buckets: deque[tuple[int, dict[str, list[int]]]] = deque()  # oldest first
-        # By replica, over all buckets: answered requests, tokens by cause, evicted tokens by
-        # reason.
-        self._totals: dict[str, list[int]] = {}
+        # By replica: answered requests, tokens by cause, evicted tokens by reason.
+        self._window = RollingWindow[dict[str, list[int]]](clock, dict, self._subtract)
+        self._totals: dict[str, list[int]] = {}  # the sums of all parts of the window
 
     def add(
         self,
@@ -65,29 +62,22 @@ class Window:
             is_answered: False if the replica was lost during the answer. If another replica
                 continues it, the request is counted there.
         """
-        now = self._roll()
-        if not self._buckets or self._buckets[-1][0] != now:
-            self._buckets.append((now, {}))
         evicted = (ledger.evicted * (why == evicted_why) for why in EVICTION_REASONS)
         counts = (int(is_answered), *msgspec.structs.astuple(ledger), *evicted)
-        for sums in (self._buckets[-1][1], self._totals):
+        for sums in (self._window.current(), self._totals):
             sums[replica_id] = list(map(add, sums.get(replica_id) or NOTHING, counts))
 
     def sums(self) -> dict[str, Sums]:
-        self._roll()
+        self._window.parts()  # drops the parts that are too old
         return {replica_id: _sums(*counts) for replica_id, counts in self._totals.items()}
 
-    def _roll(self) -> int:
-        """Drop buckets that are too old, and return the number of the current bucket."""
-        now = int(self._clock() // BUCKET_S)
-        while self._buckets and self._buckets[0][0] <= now - WINDOW_S // BUCKET_S:
-            for replica_id, counts in self._buckets.popleft()[1].items():
-                rest = list(map(sub, self._totals[replica_id], counts))
-                if any(rest):
-                    self._totals[replica_id] = rest
-                else:
-                    del self._totals[replica_id]
-        return now
+    def _subtract(self, part: dict[str, list[int]]) -> None:
+        for replica_id, counts in part.items():
+            rest = list(map(sub, self._totals[replica_id], counts))
+            if any(rest):
+                self._totals[replica_id] = rest
+            else:
+                del self._totals[replica_id]
 
 
 def _sums(requests: int, *tokens: int) -> Sums:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvroute.router.page.recent import WINDOW_S
+from kvroute.router.page.rolling_window import WINDOW_S
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 
 # Times to first token in memory. If WINDOW_S has more requests, only the latest ones are kept, and

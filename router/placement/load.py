@@ -6,6 +6,7 @@ correction is called slowness: the measured prefill time divided by the predicte
 This module has no clock: the caller passes the time, in seconds of any monotonic clock.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -15,7 +16,6 @@ from kvroute.contract.adapters import AdapterCache
 from kvroute.prefill.queue import PrefillQueue
 from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.kv_use import KvUse
-from kvroute.router.placement.reloads import Reloads
 
 # A replica counts as normal if its slowness differs from the median of all replicas by at most this
 # share of the median.
@@ -29,6 +29,33 @@ UNLIMITED = 1 << 30  # assumed capacity for LoRA adapters until a replica has re
 # H200, a token of context adds 3e-4 to 13e-4 times the prefill time of a token.
 DECODE_REQUEST = 6e-5  # each decoding request adds this share of the prefill time of a full step
 DECODE_TOKEN = 7e-4  # each token of its context adds this share of the prefill time of one token
+
+
+@dataclass(slots=True)
+class Reloads:
+    """Pending copies from slower tiers, such as host memory, to the replica's GPU memory.
+
+    They are made for this router's requests. A copy delays its own request and the copies after it.
+    It takes no compute time of the GPU.
+    """
+
+    _waiting: set[str] = field(default_factory=set)  # ids of the requests that wait for a copy
+    _end_s: float = -math.inf  # predicted end of the last copy
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds until all pending copies should be done."""
+        return max(0.0, self._end_s - now_s)
+
+    def begin(self, request_id: str, end_s: float) -> None:
+        """Add a copy for a request, which is predicted to end at `end_s`."""
+        self._end_s = max(self._end_s, end_s)
+        self._waiting.add(request_id)
+
+    def end(self, request_id: str) -> None:
+        """Remove the copy of a request that has got its first token or has failed."""
+        self._waiting.discard(request_id)
+        if not self._waiting:
+            self._end_s = -math.inf
 
 
 @dataclass(slots=True)

@@ -31,8 +31,7 @@ from kvroute.controller.scale import Deployed, ScaleError, check_not_autoscaling
 from kvroute.replica.backlog import STEP_S, Backlog, occupancy
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored
 from kvroute.replica.engine_metrics import ReplicaMetrics
-from kvroute.replica.ghosts import Ghosts
-from kvroute.replica.missed_share import HALF_LIFE_S, MissedShare
+from kvroute.replica.ghosts import HALF_LIFE_S, Ghosts, MissedShare
 from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine

@@ -10,7 +10,8 @@ import pytest
 
 from kvroute.router.api.errors import ApiError
 from kvroute.router.page.live import LISTENERS, Live, State
-from kvroute.router.page.recent import BUCKET_S, WINDOW_S, Window, summed
+from kvroute.router.page.recent import Window, summed
+from kvroute.router.page.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.placement.ledger import Ledger, account
 from kvroute.router.sessions.returns import EvictionReason
 from tests.support.waiting import until
@@ -53,7 +54,7 @@ def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
     assert (window.sums()["gone"].hit_tokens, window.sums()["gone"].prompt_tokens) == (4, 10)
     clock.now_s += WINDOW_S
     assert window.sums() == {}
-    assert not window._buckets
+    assert not window._window.parts()
 
 
 def test_an_answer_that_two_replicas_gave_is_one_answered_request() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.router.page.places import KEPT, WORST, Places
-from kvroute.router.page.recent import BUCKET_S, WINDOW_S
+from kvroute.router.page.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.sessions.breaks import Break, Difference, Span
 from kvroute.router.sessions.chats import PLACES
 
@@ -72,6 +72,6 @@ def test_the_numbers_of_kept_and_shown_places_are_limited(
         clock.now_s += moved_s
         places.add(at(token, role), 1)
     assert len(worst(places)) <= WORST
-    assert all(len(kept) <= KEPT for _, kept in places._buckets)
-    assert len(places._buckets) <= WINDOW_S / BUCKET_S
+    assert all(len(kept) <= KEPT for kept in places._window.parts())
+    assert len(places._window.parts()) <= WINDOW_S / BUCKET_S
     assert sum(tokens for _, _, tokens, _ in worst(places)) <= len(changes)

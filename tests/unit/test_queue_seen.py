@@ -16,8 +16,8 @@ from kvroute.router.admission.waits import Refusal, Wait
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.page import waiting
-from kvroute.router.page.recent import WINDOW_S
 from kvroute.router.page.recent_waits import RecentWaits
+from kvroute.router.page.rolling_window import WINDOW_S
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from tests.support.placements import anywhere
 

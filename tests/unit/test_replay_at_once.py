@@ -13,7 +13,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
 from kvroute.replay.compare import PolicyRun, compare
 from kvroute.replay.hardware.model import EngineModel
-from kvroute.replay.session_times import SessionTimes, session_times
+from kvroute.replay.report import SessionTimes, session_times
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.closed_loop import (
     ClosedLoopSession,
