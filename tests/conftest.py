@@ -133,6 +133,5 @@ def vllm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         *("--max-compile-s", "2", "--response-store-mb", "16"),
         *("--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
         env={"MULTI_TASK_PROMPT_STR": json.dumps(TASKS)},
-        deadline_s=400,
         command=("nice", "-n", "10", *COMMAND),
     )

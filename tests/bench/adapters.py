@@ -50,7 +50,7 @@ def main(
         model = str(shallow_model(Path(folder) / "model"))
         options = ("--model", model, "--served-model-name", BUILTIN_MODEL, "--replicas", "2")
         small = ("--kv-cache-memory-mb", "64", "--max-model-len", "1024")
-        with start_cluster(*options, *small, "--lora-root", str(root), deadline_s=400) as cluster:
+        with start_cluster(*options, *small, "--lora-root", str(root)) as cluster:
             print(measured(cluster, adapters, hot).markdown(), flush=True)
 
 

@@ -158,7 +158,6 @@ def serve(
             *("--model", model, "--served-model-name", SERVED),
             *("--policy", policy, "--replicas", "2", "--request-log", folder),
             *("--max-model-len", "2048", "--kv-cache-memory-mb", str(CACHE_MB)),
-            deadline_s=600,
         ) as cluster:
             answers = asyncio.run(talk(f"{cluster.url}/v1", asked))
         text = "".join(file.read_text() for file in Path(folder).iterdir())

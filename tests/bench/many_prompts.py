@@ -58,7 +58,7 @@ class Others:
 
 def many_prompts(options: Sequence[str] = OPTIONS) -> Section:
     """Measure the pauses that each of CALLS causes in a cluster with these options."""
-    with start_cluster(*options, deadline_s=600) as cluster:
+    with start_cluster(*options) as cluster:
         rows = asyncio.run(_measure(cluster.url))
     return Section("Longest pauses of other clients during one body", rows)
 

@@ -59,7 +59,7 @@ def main() -> None:
         tasks = [{"task_id": name, "prompt": text} for name, text in TASKS.items()]
         file.write_text(json.dumps(tasks))
         arguments = (*OPTIONS, "--multi-task-prompt", str(file))
-        with start_cluster(*arguments, deadline_s=600) as cluster:
+        with start_cluster(*arguments) as cluster:
             asyncio.run(measure(f"{cluster.url}/v1"))
 
 

@@ -106,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.json"
         keys = [add_key(path, tenant) for tenant in "ab"]
-        with start_cluster(*OPTIONS, "--api-keys", str(path), deadline_s=400) as cluster:
+        with start_cluster(*OPTIONS, "--api-keys", str(path)) as cluster:
             report(measure(cluster.url, keys, rounds))
 
 

@@ -171,7 +171,7 @@ def victim(seed: int, setting: Setting) -> Iterator[Victim]:
         options = ("--replicas", f"{setting.replicas}", "--routers", "2", "--redis-url", wire.url)
         logged = ("--request-log", "/tmp/requests")
         cluster = stack.enter_context(
-            start_cluster(*setting.options, *options, *logged, command=command, deadline_s=400)
+            start_cluster(*setting.options, *options, *logged, command=command)
         )
         wired = Wired(cluster, wire, server, port, folder)
         yield Victim(wired, setting.replicas, random.Random(seed))
@@ -220,10 +220,11 @@ async def stop(victim: Victim, load: Load, held_s: float) -> Row:
     load.count, memory_bytes = count, victim.memory_bytes()
     cluster.process.send_signal(signal.SIGTERM)
     statuses = set[int]()
-    with suppress(httpx.TransportError):  # it has ended
-        async with httpx.AsyncClient(base_url=victim.url, timeout=20) as client:
-            while 503 not in statuses:
+    async with httpx.AsyncClient(base_url=victim.url, timeout=20) as client:
+        while 503 not in statuses and cluster.process.poll() is None:
+            with suppress(httpx.TransportError):  # too busy to answer, or its port is closed
                 statuses.add((await client.get("/health")).status_code)
+            await asyncio.sleep(0.02)
     assert 503 in statuses, statuses
     await asyncio.to_thread(cluster.process.wait, WHOLE_S)
     return Row((STOPPED,), before, count, 0.0, time.monotonic() - began_s, memory_bytes)

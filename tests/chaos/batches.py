@@ -23,7 +23,6 @@ LINES = 300
 BATCHES = 3  # batches that run at the same time
 LONGEST_S = 6.0  # longest time between two blows
 STOPPED_S = 10.0  # longest time for which a router is stopped
-START_S = 200.0  # seconds that a cluster may take to start
 STILL_S = 240.0  # seconds without a new result after which the run has failed
 OPTIONS = (
     *("--engine", "simulated", "--replicas", "2", "--routers", "3", "--cluster", "chaos"),
@@ -49,7 +48,7 @@ class Run:
         while sum(self.counts.values()) < self.kills or self.open:
             options = (*OPTIONS, "--files-dir", str(self.folder))
             with launched(*options) as cluster, openai_client(cluster) as client:
-                cluster.wait_for(READY, deadline_s=START_S)
+                cluster.wait_for(READY)
                 self._strike(cluster, client)
                 self.stopped.clear()
 

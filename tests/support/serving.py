@@ -25,6 +25,7 @@ KVROUTE = (sys.executable, "-c", "from kvroute.cli import main; main()")
 COMMAND = (*KVROUTE, "serve")
 READY = "kvroute ready at "
 MARK = "KVROUTE_TEST_MARK"  # inherited by every process that the command starts
+START_S = 500.0  # seconds that a start may take on a busy machine; a test may take 600
 STOP_S = 40.0  # seconds that the command has to stop
 
 
@@ -61,7 +62,7 @@ class Cluster:
     def routers(self) -> list[psutil.Process]:
         return [process for process in self.processes() if "kvroute:Router" in _title_of(process)]
 
-    def wait_for(self, text: str, *, deadline_s: float) -> None:
+    def wait_for(self, text: str, *, deadline_s: float = START_S) -> None:
         """Wait until the command prints this text. Fails with the output after `deadline_s`."""
         deadline = time.monotonic() + deadline_s
         while text not in self.output():
@@ -81,7 +82,6 @@ class Cluster:
 def start_cluster(
     *args: str,
     env: Mapping[str, str] | None = None,
-    deadline_s: float = 200.0,
     command: Sequence[str] = COMMAND,
 ) -> Iterator[Cluster]:
     """Run `kvroute serve` with these options on a free port; the context begins when it is ready.
@@ -89,7 +89,7 @@ def start_cluster(
     It is stopped with Ctrl-C at the end.
     """
     with launched(*args, env=env, command=command) as cluster:
-        cluster.wait_for(READY, deadline_s=deadline_s)
+        cluster.wait_for(READY)
         yield cluster
         exit_code = cluster.stop()
         assert exit_code == 0, f"exit code {exit_code}:\n{cluster.output()}"

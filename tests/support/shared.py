@@ -16,12 +16,11 @@ def shared_cluster(
     name: str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    deadline_s: float = 200.0,
     command: Sequence[str] = COMMAND,
 ) -> Iterator[Cluster]:
     """Start the shared cluster of this name. A session-scoped fixture yields from this."""
     with stacks[name] as stack:
-        cluster = start_cluster(*args, env=env, deadline_s=deadline_s, command=command)
+        cluster = start_cluster(*args, env=env, command=command)
         yield stack.enter_context(cluster)
 
 

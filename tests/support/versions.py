@@ -23,7 +23,7 @@ class Version:
     def start(self, *options: str) -> AbstractContextManager[Cluster]:
         """Run this version's `kvroute serve`, as `start_cluster` does."""
         command = (*self._here(), *COMMAND)
-        return start_cluster(*options, command=command, env=self._variables(), deadline_s=400)
+        return start_cluster(*options, command=command, env=self._variables())
 
     def run(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run a command of this version."""

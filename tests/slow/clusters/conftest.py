@@ -27,7 +27,7 @@ def _start_to_lose(name: str, *args: str, **env: str) -> Iterator[Cluster]:
     """Start a cluster that its last test may stop or kill."""
     with stacks[name] as stack:
         cluster = stack.enter_context(launched("--engine", "simulated", *args, env=env))
-        cluster.wait_for(READY, deadline_s=120)
+        cluster.wait_for(READY)
         yield cluster
 
 

@@ -51,7 +51,7 @@ def vllm(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clust
     options = ("--model", model, "--served-model-name", BUILTIN_MODEL, "--replicas", "2")
     exact = ("--dtype", "float32", "--kv-cache-memory-mb", "64", "--max-model-len", "1024")
     memory = ("--max-loras", "1", "--max-cpu-loras", "2", "--lora-root", str(root))
-    with start_cluster(*options, *exact, *memory, deadline_s=400) as cluster:
+    with start_cluster(*options, *exact, *memory) as cluster:
         yield cluster
 
 

@@ -33,7 +33,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Attachabl
 @pytest.fixture(scope="module")
 def cluster(servers: list[AttachableServer]) -> Iterator[Cluster]:
     options = [option for server in servers for option in ("--attach", server.url)]
-    with start_cluster(*options, deadline_s=200) as running:
+    with start_cluster(*options) as running:
         yield running
 
 

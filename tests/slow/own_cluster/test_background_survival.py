@@ -25,7 +25,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         *("--model", model, "--served-model-name", BUILTIN_MODEL, "--routers", "2"),
         *("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", "4096"),
         *("--response-store-mb", "64"),
-        deadline_s=400,
     ) as cluster:
         yield cluster
 

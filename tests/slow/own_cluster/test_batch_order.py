@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("files")
     options = ("--replicas", "2", "--max-model-len", "1024", "--files-dir", str(folder))
     blocks = ("--engine-arg", f"num_gpu_blocks_override={BLOCKS}")
-    with start_cluster(*options, *blocks, deadline_s=400.0) as cluster:
+    with start_cluster(*options, *blocks) as cluster:
         yield cluster
 
 

@@ -15,7 +15,6 @@ from tests.support.serving import READY, Cluster, kill_at_once, launched, redis_
 from tests.support.waiting import wait_until
 
 LINES = 400
-START_S = 200.0  # seconds that a cluster may take to start
 OPTIONS = (
     *("--engine", "simulated", "--replicas", "2", "--routers", "2", "--cluster", "batches"),
     *("--simulated-prefill-tokens-per-s", "20000", "--simulated-decode-ms", "1"),
@@ -69,7 +68,7 @@ def go_on(processes: list[psutil.Process]) -> None:
 def test_a_batch_goes_on_after_the_whole_cluster_was_killed(tmp_path: Path) -> None:
     options = (*OPTIONS, "--files-dir", str(tmp_path))
     with launched(*options) as cluster, openai_client(cluster) as client:
-        cluster.wait_for(READY, deadline_s=START_S)
+        cluster.wait_for(READY)
         batch = new_batch(client)
         wait_until(lambda: completed(client, batch) >= LINES // 3)
         kill_at_once(cluster.processes())

@@ -82,7 +82,7 @@ def changed(
     path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     options = ("--model", BUILTIN_MODEL, "--replicas", "1", "--max-model-len", "2048")
     memory = ("--host-cache-gb", "0.5")
-    with start_cluster(*options, *memory, env={"PYTHONPATH": path}, deadline_s=300) as running:
+    with start_cluster(*options, *memory, env={"PYTHONPATH": path}) as running:
         yield Changed(running, findings)
 
 

@@ -26,7 +26,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with start_cluster(
         *("--model", model, "--served-model-name", BUILTIN_MODEL, "--max-model-len", "2048"),
         *("--engine-arg", "num_gpu_blocks_override=90", "--max-wait-s", str(MAX_WAIT_S)),
-        deadline_s=400,
         command=("nice", "-n", "10", *COMMAND),
     ) as cluster:
         yield cluster

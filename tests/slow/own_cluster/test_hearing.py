@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         },
     ]
     options = ("--models", json.dumps(models), "--max-audio-mb", str(LIMIT_MB))
-    with start_cluster(*options, deadline_s=300) as cluster:
+    with start_cluster(*options) as cluster:
         yield cluster
 
 

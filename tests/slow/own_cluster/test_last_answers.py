@@ -32,7 +32,7 @@ SCALE_ROUTERS = """
 def serving(*options: str) -> Iterator[Cluster]:
     simulated = ("--engine", "simulated", "--replicas", "2", "--routers", "2")
     with launched(*simulated, *options) as cluster:
-        cluster.wait_for(READY, deadline_s=120)
+        cluster.wait_for(READY)
         yield cluster
 
 

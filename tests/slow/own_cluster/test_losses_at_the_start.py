@@ -23,7 +23,7 @@ def test_a_cluster_starts_without_the_servers_that_are_lost_and_takes_them_later
         silent.freeze()
         servers = [option for server in (up, silent, down) for option in ("--attach", server.url)]
         with launched(*servers) as cluster:
-            cluster.wait_for(READY, deadline_s=300)
+            cluster.wait_for(READY)
             for lost in (silent, down):
                 assert f"your server {lost.url} does not answer" in cluster.output()
             assert ready(cluster) == 1
@@ -33,8 +33,8 @@ def test_a_cluster_starts_without_the_servers_that_are_lost_and_takes_them_later
             silent.start("other")
             down.start()
             wait_until(lambda: ready(cluster) == 2)
-            cluster.wait_for(f"your server {down.url} answers", deadline_s=60)
-            cluster.wait_for(f"your server {silent.url} serves other", deadline_s=60)
+            cluster.wait_for(f"your server {down.url} answers")
+            cluster.wait_for(f"your server {silent.url} serves other")
             up.kill()
             wait_until(lambda: ready(cluster) == 1)
             body = {"model": NAME, "prompt": "Hello", "max_tokens": 1}
@@ -55,15 +55,15 @@ def test_a_router_and_a_replica_that_die_during_the_start_are_started_again() ->
     with fake_servers(1) as (server,):
         server.start()
         with launched("--attach", server.url) as cluster:
-            cluster.wait_for("starting Ray", deadline_s=120)
+            cluster.wait_for("starting Ray")
             server.kill()  # so the replica waits, and the start lasts until the server is back
-            cluster.wait_for("router 1 of 1 is ready", deadline_s=300)
+            cluster.wait_for("router 1 of 1 is ready")
             for kind in ("kvroute:Router", "kvroute:Replica"):
                 (killed,) = cluster.titled(kind)
                 killed.kill()
                 wait_until(partial(is_replaced, cluster, kind, killed))
             server.start()
-            cluster.wait_for(READY, deadline_s=300)
+            cluster.wait_for(READY)
             assert cluster.stop() == 0
 
 
@@ -75,7 +75,7 @@ def test_a_cluster_starts_without_its_redis_and_uses_it_when_it_answers(tmp_path
     port = free_port()
     options = ["--engine", "simulated", "--replicas", "1"]
     with launched(*options, "--redis-url", f"redis://127.0.0.1:{port}") as cluster:
-        cluster.wait_for(READY, deadline_s=300)
+        cluster.wait_for(READY)
         assert "WARNING: --redis-url is" in cluster.output()
         with redis_server(port, tmp_path):
             wait_until(lambda: health(cluster)["index"]["reachable"])
@@ -84,7 +84,7 @@ def test_a_cluster_starts_without_its_redis_and_uses_it_when_it_answers(tmp_path
 
 def test_a_start_that_is_killed_by_two_signals_leaves_no_folder_with_a_password() -> None:
     with launched("--engine", "simulated") as cluster:
-        cluster.wait_for("starting Ray", deadline_s=120)
+        cluster.wait_for("starting Ray")
         (redis,) = cluster.named(REDIS_SERVER)
         folder = Path(redis.cwd())
         for _ in range(2):

@@ -29,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with attachable_servers(model, folder, count=1, options=lora) as (server,):
         options = ["--attach", server.url, "--own-replicas", "1", "--lora", adapter]
         options += ["--dtype", "float32", "--max-model-len", "2048", "--block-size", str(BLOCK)]
-        with start_cluster(*options, deadline_s=300) as running:
+        with start_cluster(*options) as running:
             yield running
 
 

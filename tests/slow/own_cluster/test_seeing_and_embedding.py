@@ -52,7 +52,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             "engine_args": {"runner": "pooling", "convert": "embed"},
         },
     ]
-    with start_cluster("--models", json.dumps(models), deadline_s=300) as cluster:
+    with start_cluster("--models", json.dumps(models)) as cluster:
         yield cluster
 
 

@@ -27,14 +27,14 @@ def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_start_leaves_no_process(number: signal.Signals) -> None:
     with launched("--engine", "simulated") as cluster:
-        cluster.wait_for("starting Ray", deadline_s=60)
+        cluster.wait_for("starting Ray")
         assert cluster.stop(number) == 0
 
 
 @pytest.mark.parametrize("needed", [HEAD_SERVICE, DAEMON])
 def test_a_cluster_without_ray_says_so_and_ends_all_that_it_started(needed: str) -> None:
     with launched("--engine", "simulated", "--replicas", "1") as cluster:
-        cluster.wait_for(READY, deadline_s=120)
+        cluster.wait_for(READY)
         (process,) = (process for process in cluster.processes() if name_of(process) == needed)
         process.kill()
         assert cluster.process.wait(60) == 1

@@ -71,7 +71,7 @@ def cluster(collector: Collector) -> Iterator[Cluster]:
     # Its engines take all cores that they get: the tests beside these come first.
     command = ("nice", "-n", "10", *COMMAND)
     options = ("--max-model-len", "4096", *EXACT)
-    with start_cluster(*options, env=env, deadline_s=400, command=command) as cluster:
+    with start_cluster(*options, env=env, command=command) as cluster:
         yield cluster
 
 

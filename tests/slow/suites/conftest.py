@@ -34,7 +34,6 @@ def suite_cluster(suite_model: Path) -> Iterator[Cluster]:
         *("--dtype", "float32", "--kv-cache-memory-mb", "256", "--max-model-len", MAX_MODEL_LEN),
         *("--response-store-mb", "16", "--engine-arg", f"tool_call_parser={TOOL_PARSER}"),
         *("--engine-arg", f"override_generation_config={MAX_TOKENS}"),
-        deadline_s=400,
     )
 
 
