@@ -63,10 +63,10 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Res
             task.result()
         return [task.result() for task in tasks]
     finally:
-        await _cancel(tasks)
+        await cancel_all(tasks)
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[Any]]) -> None:
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancel the tasks that have not ended, one by one, and wait until they have ended."""
     unfinished = deque(task for task in tasks if not task.done())
     try:

@@ -5,7 +5,8 @@ prompt, choice c of prompt p has the index p * n + c in this response.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -14,16 +15,18 @@ from fastapi.responses import StreamingResponse
 from msgspec import Raw
 from starlette.types import Receive, Scope, Send
 
-from kvroute.router.api.errors import DONE, EVENTS, JSON, ApiError
-from kvroute.router.api.fair_lock import one_by_one, run_all
+from kvroute.router.api.errors import DONE, EVENTS, JSON, ApiError, event
+from kvroute.router.api.fair_lock import cancel_all, one_by_one
 from kvroute.router.api.response_object import Members, members
-from kvroute.router.dispatch.generation import Generation, close_all
-from kvroute.router.dispatch.relay import Answer, Ending, Failed, Refused
+from kvroute.router.dispatch.generation import Generation, StartPrompt
+from kvroute.router.dispatch.relay import Answer, Ending, placement_headers
+from kvroute.router.dispatch.replica_errors import error_event, replica_error
 from kvroute.router.placement.receipts import RECEIPTS
 
 EVENT = b"data: "  # beginning of a server-sent event
-# Number of items of all prompts' streams that are buffered. While the buffer is full, the streams
-# are not read, and join the items that wait in them.
+# Number of items of all prompts' streams that are buffered, in addition to the first item and the
+# end of each stream. While the buffer is full, the streams are not read, and join the items that
+# wait in them.
 WAITING_ITEMS = 64
 CHOICES = "choices"  # the field of a response that has the choices of its prompts
 
@@ -34,43 +37,95 @@ decode = msgspec.json.decode
 
 
 async def batch_response(
-    generations: Sequence[Generation],
-    headers: Mapping[str, str],
-    *,
-    n: int,
-    ending: Ending,
-    failed: Failed,
-    refused: Refused,
+    starts: Iterable[StartPrompt], *, prompts: int, n: int, path: str, ending: Ending
 ) -> Response:
-    """Return the response to a call with several prompts.
+    """Start all prompts of a call, and return the response.
+
+    The answers are read while further prompts start. If the prompts cannot all start at once, a
+    streamed response begins before the last ones have started.
 
     Args:
-        headers: headers to add to the response.
+        starts: each starts one prompt.
+        prompts: number of prompts.
         n: number of choices for each prompt.
+        path: the call's route.
         ending: changes the last bytes of the response.
-        failed: makes the last event of a stream that ends with an error.
-        refused: makes the body of an error.
 
     Raises:
-        ApiError: no replica can continue the response to one of the prompts.
+        ApiError: a prompt cannot run, or no replica can continue the response to it.
+        OverLimitError: a prompt would exceed a limit of its tenant.
     """
-    answers = [Answer(generation) for generation in generations]
+    answers = _Answers(starts, prompts)
     is_streamed = False
     try:
-        await run_all(answer.wait_for_status() for answer in answers)
-        for answer in answers:
-            if answer.status != 200:  # the calls differ only in their prompts: one error is enough
-                refusal = refused(await answer.read_all(), answer.status)
-                return Response(refusal, answer.status, headers, media_type=JSON)
-        is_streamed = answers[0].is_stream
+        await answers.merged.begin()
+        is_streamed = answers.are_streams
         if is_streamed:
-            return _BatchEvents(answers, headers, n=n, ending=ending, failed=failed)
-        bodies = await run_all(answer.read_all() for answer in answers)
+            return _BatchEvents(answers, n=n, path=path, ending=ending)
+        bodies = dict([item async for item in answers.items()])
+    except _RefusedError as refusal:
+        data = replica_error(refusal.body, refusal.status, path=path)
+        return Response(data, refusal.status, answers.headers(), media_type=JSON)
     finally:
         if not is_streamed:
-            await close_all(generations)
-    body = encode(await merge_bodies(bodies, n=n))
-    return Response(await ending(body), headers=headers, media_type=JSON)
+            await answers.merged.close()
+    body = encode(await merge_bodies([bodies[prompt] for prompt in range(prompts)], n=n))
+    data = await ending(answers.generations(), body)
+    return Response(data, headers=answers.headers(), media_type=JSON)
+
+
+class _RefusedError(Exception):
+    """A replica's HTTP application has refused a prompt."""
+
+    def __init__(self, body: bytes, status: int) -> None:
+        super().__init__(status)
+        self.body = body
+        self.status = status
+
+
+class _Answers:
+    """The answers to a call's prompts.
+
+    Attributes:
+        merged: the bytes of all answers. An answer that is not a stream is one item.
+        are_streams: whether they are streams of events; known when the first item has arrived.
+    """
+
+    def __init__(self, starts: Iterable[StartPrompt], prompts: int) -> None:
+        streams = (self._read(prompt, start) for prompt, start in enumerate(starts))
+        self.merged = MergedStreams(streams, prompts)
+        self.are_streams = False
+        self._generations: dict[int, Generation] = {}  # index of a prompt that has started -> it
+
+    def generations(self) -> list[Generation]:
+        """Return the generations of the prompts that have started, in the order of the prompts."""
+        return [self._generations[prompt] for prompt in sorted(self._generations)]
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that describe where the prompts that have started were placed."""
+        return placement_headers(self.generations())
+
+    async def items(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield the index of a prompt and the next bytes of its answer."""
+        while (item := await self.merged.next()) is not None:
+            yield item
+
+    async def _read(self, prompt: int, start: StartPrompt) -> AsyncGenerator[bytes, None]:
+        generation = await start()
+        self._generations[prompt] = generation
+        answer = Answer(generation)
+        try:
+            await answer.wait_for_status()
+            if answer.status != 200:
+                raise _RefusedError(await answer.read_all(), answer.status)
+            self.are_streams = answer.is_stream
+            if not answer.is_stream:
+                yield await answer.read_all()
+                return
+            while (data := await answer.next()) is not None:
+                yield data
+        finally:
+            generation.close()
 
 
 async def merge_bodies(bodies: Sequence[bytes], *, n: int) -> Members:
@@ -97,20 +152,39 @@ async def merge_bodies(bodies: Sequence[bytes], *, n: int) -> Members:
 class MergedStreams(Generic[Item]):
     """The items of several streams, in the order in which they arrive.
 
-    When a stream fails, `next` raises its error.
+    The streams start one by one. The owner must call `close`.
 
     Args:
-        streams: each of these functions returns the next item of a stream, or None after the last
-            item.
+        streams: each is created when it starts, and closed when it has ended.
+        total: number of streams.
     """
 
-    def __init__(self, streams: Sequence[Callable[[], Awaitable[Item | None]]]) -> None:
+    def __init__(self, streams: Iterable[AsyncGenerator[Item, None]], total: int) -> None:
         self._streams = streams
+        self._total = total
         self._queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(
-            WAITING_ITEMS
+            WAITING_ITEMS + 2 * total
         )
-        self._tasks: list[asyncio.Task[None]] | None = None  # None: no item was requested yet
-        self._unfinished = len(streams)
+        self._starting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # each reads one stream
+        self._unfinished = total
+        self._begun = set[int]()  # streams that have had an item or have ended
+        self._has_begun = asyncio.Event()
+        self._error: Exception | None = None  # the error of the first stream that failed
+
+    async def begin(self) -> None:
+        """Start all streams, and wait until each has had an item or the buffer is full.
+
+        The buffer becomes full if some streams run on while others cannot start yet. Then these
+        start while the caller reads the first items.
+
+        Raises:
+            Exception: a stream has raised it.
+        """
+        self._starting = asyncio.create_task(self._start())
+        await self._has_begun.wait()
+        if self._error is not None:
+            raise self._error
 
     async def next(self) -> tuple[int, Item] | None:
         """Return the index of a stream and its next item; None when all streams have ended.
@@ -118,14 +192,6 @@ class MergedStreams(Generic[Item]):
         Raises:
             Exception: a stream has raised it.
         """
-        if len(self._streams) == 1:
-            item = await self._streams[0]()
-            return None if item is None else (0, item)
-        if self._tasks is None:
-            self._tasks = [
-                asyncio.create_task(self._drain(index, stream))
-                for index, stream in enumerate(self._streams)
-            ]
         while self._unfinished:
             queued = await self._queue.get()
             if isinstance(queued, Exception):
@@ -136,38 +202,51 @@ class MergedStreams(Generic[Item]):
         return None
 
     async def close(self) -> None:
-        """Stop reading the streams."""
-        for task in self._tasks or ():
-            task.cancel()
-        await asyncio.gather(*(self._tasks or ()), return_exceptions=True)
+        """Stop reading the streams, one by one."""
+        if self._starting is not None:
+            await cancel_all([self._starting])
+        await cancel_all(self._tasks)
 
-    async def _drain(self, index: int, stream: Callable[[], Awaitable[Item | None]]) -> None:
+    async def _start(self) -> None:
         try:
-            while (item := await stream()) is not None:
-                await self._queue.put((index, item))
+            async for index, stream in one_by_one(enumerate(self._streams)):
+                self._tasks.append(asyncio.create_task(self._read(index, stream)))
+        except Exception as error:  # any error in making a stream; `next` raises it
+            await self._fail(error)
+
+    async def _read(self, index: int, stream: AsyncGenerator[Item, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    self._note(index)
+                    await self._queue.put((index, item))
         except Exception as error:  # any error; `next` raises it
-            await self._queue.put(error)
+            await self._fail(error)
             return
+        self._note(index)
         await self._queue.put(None)
+
+    def _note(self, index: int) -> None:
+        """Record that a stream has an item or has ended."""
+        self._begun.add(index)
+        if len(self._begun) == self._total or self._queue.full():
+            self._has_begun.set()
+
+    async def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._has_begun.set()
+        await self._queue.put(error)
 
 
 class _BatchEvents(StreamingResponse):
     """A stream of the events of all prompts, in the order of their arrival."""
 
-    def __init__(
-        self,
-        answers: Sequence[Answer],
-        headers: Mapping[str, str],
-        *,
-        n: int,
-        ending: Ending,
-        failed: Failed,
-    ) -> None:
-        super().__init__((), headers=headers, media_type=EVENTS)
+    def __init__(self, answers: _Answers, *, n: int, path: str, ending: Ending) -> None:
+        super().__init__((), headers=answers.headers(), media_type=EVENTS)
         self._answers = answers
         self._n = n
+        self._path = path
         self._ending = ending
-        self._failed = failed
         self._usage: Any = None  # added up over the prompts so far
         self._last: Members | None = None  # the last event of the response, with that usage
 
@@ -175,22 +254,21 @@ class _BatchEvents(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await close_all(answer.generation for answer in self._answers)
+            await self._answers.merged.close()
 
     async def stream_response(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        merged = MergedStreams([answer.next for answer in self._answers])
         try:
-            async for prompt, data in _items(merged):
+            async for prompt, data in self._answers.items():
                 if body := b"".join(self._events(prompt, data)):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             last = EVENT + encode(self._last) + b"\n\n" if self._last else b""
-            data = await self._ending(last + DONE)
+            data = await self._ending(self._answers.generations(), last + DONE)
         except ApiError as error:
-            data = self._failed(error, b"")
-        finally:
-            await merged.close()
+            data = event(error, b"", path=self._path)
+        except _RefusedError as refusal:
+            data = error_event(refusal.body, refusal.status, path=self._path)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
     def _events(self, prompt: int, data: bytes) -> Iterator[bytes]:
@@ -201,10 +279,10 @@ class _BatchEvents(StreamingResponse):
         Args:
             prompt: index of the prompt in the call.
         """
-        for event in data.split(b"\n\n"):
-            if not event.startswith(EVENT) or event == DONE.strip():
+        for item in data.split(b"\n\n"):
+            if not item.startswith(EVENT) or item == DONE.strip():
                 continue
-            body = members(event.removeprefix(EVENT))
+            body = members(item.removeprefix(EVENT))
             if choices := decode(body.get(CHOICES, b"[]"), type=list[Raw]):
                 shifted = [_shifted(choice, prompt * self._n) for choice in choices]
                 yield EVENT + encode({**body, CHOICES: shifted}) + b"\n\n"
@@ -212,12 +290,7 @@ class _BatchEvents(StreamingResponse):
                 self._usage = _sum(self._usage, decode(body["usage"]))
                 self._last = {**body, "usage": Raw(encode(self._usage))}
             else:
-                yield event + b"\n\n"  # an error
-
-
-async def _items(merged: MergedStreams[bytes]) -> AsyncIterator[tuple[int, bytes]]:
-    while (item := await merged.next()) is not None:
-        yield item
+                yield item + b"\n\n"  # an error
 
 
 def _shifted(choice: Raw, by: int) -> Raw:

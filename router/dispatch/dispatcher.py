@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -19,7 +19,7 @@ from kvroute.contract.http_call import HttpCall
 from kvroute.contract.pull import Pull
 from kvroute.contract.ranks import replica_of
 from kvroute.router.api.errors import ApiError
-from kvroute.router.api.fair_lock import FairLock, run_all
+from kvroute.router.api.fair_lock import FairLock
 from kvroute.router.connections.links import HungError, Links
 from kvroute.router.connections.unstarted import TakenBackError, Unstarted
 from kvroute.router.dispatch.admission import Gate, Ticket
@@ -28,7 +28,7 @@ from kvroute.router.dispatch.generation import (
     LOST,
     Generation,
     ReplicaStream,
-    close_all,
+    StartPrompt,
     final_error,
     is_refused,
     outcome_of,
@@ -86,35 +86,13 @@ class Dispatcher:
         # Whether a call is a batch request -> limit of its prompts that wait for their first token.
         self._starting = {is_batch: asyncio.Semaphore(MAX_STARTING) for is_batch in (False, True)}
 
-    async def generate_all(
+    def starts(
         self, prompts: Iterable[tuple[TokenIds, HttpCall]], context: RequestContext
-    ) -> list[Generation]:
-        """Start all prompts of a call, and return when each of them has its first chunk.
-
-        If one prompt fails, the others are cancelled.
-
-        Args:
-            prompts: context.prompts of them.
-
-        Raises:
-            ApiError: a prompt cannot run.
-            OverLimitError: a prompt would exceed a limit of its tenant.
-        """
-        if context.prompts == 1:
-            return [await self.generate(*prompt, context) for prompt in prompts]
-        started: list[Generation] = []
-
-        async def start(number: int, token_ids: TokenIds, call: HttpCall) -> Generation:
+    ) -> Iterator[StartPrompt]:
+        """Yield for each prompt of a call the function that starts it: see `generate`."""
+        for number, (token_ids, call) in enumerate(prompts):
             generate = self.generate_further if number else self.generate
-            generation = await generate(token_ids, call, context)
-            started.append(generation)
-            return generation
-
-        try:
-            return await run_all(start(number, *prompt) for number, prompt in enumerate(prompts))
-        except BaseException:  # a prompt cannot run, or the client has disconnected
-            await close_all(started)
-            raise
+            yield partial(generate, token_ids, call, context)
 
     async def generate(
         self,

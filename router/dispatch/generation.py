@@ -6,8 +6,7 @@ If the replica that generates it is lost, another replica continues.
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,16 +212,7 @@ class Generation:
         return replace(self._request.after(self._emitted), call=call)
 
 
-async def close_all(generations: Iterable[Generation]) -> None:
-    """End the requests that have not ended. The event loop runs other tasks between two of them."""
-    running = deque(generation for generation in generations if not generation.has_ended)
-    try:
-        while running:
-            running.popleft().close()
-            await asyncio.sleep(0)
-    finally:  # the client has disconnected
-        for generation in running:
-            generation.close()
+StartPrompt = Callable[[], Awaitable[Generation]]  # starts a prompt; returns at its first chunk
 
 
 def is_refused(first: Chunk) -> bool:

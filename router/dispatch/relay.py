@@ -1,6 +1,6 @@
 """Makes the response to the client from the chunks that a replica's HTTP application writes."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import islice
 from operator import attrgetter
 
@@ -9,19 +9,15 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvroute.contract.http_call import HttpPart
-from kvroute.router.api.errors import EVENTS, JSON, ApiError
+from kvroute.router.api.errors import EVENTS, JSON, ApiError, event
 from kvroute.router.dispatch.generation import Generation
 from kvroute.router.dispatch.replica_errors import failure_event, replica_error
 
 ERROR = b'data: {"error"'  # beginning of an event of vLLM that ends a stream with an error
 SHOWN_REPLICAS = 32  # the most replica ids in a header
 
-Ending = Callable[[bytes], Awaitable[bytes]]  # changes the last bytes of a response
-# Returns the last event of a stream that ends with an error. Arguments: the error, and the bytes
-# that were sent last.
-Failed = Callable[[ApiError, bytes], bytes]
-# Returns the body of an error for the client. Arguments: the body and status of a replica's error.
-Refused = Callable[[bytes, int], bytes]
+# Changes the last bytes of the response to some prompts.
+Ending = Callable[[Sequence[Generation], bytes], Awaitable[bytes]]
 
 
 class Answer:
@@ -89,13 +85,12 @@ class Answer:
 class Relay(StreamingResponse):
     """A stream of server-sent events, forwarded as the replica writes them."""
 
-    def __init__(
-        self, answer: Answer, headers: Mapping[str, str], *, ending: Ending, failed: Failed
-    ) -> None:
+    def __init__(self, answer: Answer, *, path: str, ending: Ending) -> None:
+        headers = placement_headers([answer.generation])
         super().__init__((), answer.status, headers, media_type=EVENTS)
         self._answer = answer
+        self._path = path
         self._ending = ending
-        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -113,9 +108,9 @@ class Relay(StreamingResponse):
                 if data:
                     last = data
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            data = await self._ending(data or b"")
+            data = await self._ending([answer.generation], data or b"")
         except ApiError as error:
-            data = self._failed(error, last)
+            data = event(error, last, path=self._path)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
 
@@ -136,21 +131,12 @@ def placement_headers(generations: Sequence[Generation]) -> dict[str, str]:
     }
 
 
-async def relay_response(
-    generation: Generation,
-    headers: Mapping[str, str],
-    *,
-    ending: Ending,
-    failed: Failed,
-    refused: Refused,
-) -> Response:
+async def relay_response(generation: Generation, *, path: str, ending: Ending) -> Response:
     """Return the response to a call with one prompt.
 
     Args:
-        headers: headers to add to the response.
+        path: the call's route.
         ending: changes the last bytes of the response.
-        failed: makes the last event of a stream that ends with an error.
-        refused: makes the body of an error.
 
     Raises:
         ApiError: no replica can continue the response.
@@ -161,14 +147,17 @@ async def relay_response(
         await answer.wait_for_status()
         is_stream = answer.is_stream
         if is_stream:
-            return Relay(answer, headers, ending=ending, failed=failed)
+            return Relay(answer, path=path, ending=ending)
         data = await answer.read_all()
     finally:
         if not is_stream:  # complete, or the client has disconnected
             generation.close()
+    headers = placement_headers([generation])
     if answer.status != 200:
-        return Response(refused(data, answer.status), answer.status, headers, media_type=JSON)
-    return Response(await ending(data), 200, headers, media_type=answer.content_type)
+        data = replica_error(data, answer.status, path=path)
+        return Response(data, answer.status, headers, media_type=JSON)
+    data = await ending([generation], data)
+    return Response(data, 200, headers, media_type=answer.content_type)
 
 
 def complete_response(part: HttpPart, *, path: str) -> Response:

@@ -12,8 +12,9 @@ respond    serving/responding         writes the response to the client
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace as replace_fields
+from functools import partial
 from typing import Any
 
 from fastapi import Response
@@ -25,7 +26,7 @@ from kvroute.router.api.fair_lock import one_by_one
 from kvroute.router.api.scoring import Scoring, completion
 from kvroute.router.conversations.continuing import Expanded
 from kvroute.router.dispatch.ended_sessions import end_session
-from kvroute.router.dispatch.generation import Generation
+from kvroute.router.dispatch.generation import Generation, StartPrompt
 from kvroute.router.dispatch.relay import complete_response
 from kvroute.router.observability import request_spans
 from kvroute.router.placement.attempts import RequestContext
@@ -92,9 +93,11 @@ class RequestHandler:
         if context.entry is not None:
             context.entry.add_prompt_tokens(rendered.tokens)
         context = self._with_prompts(context, expanded, rendered)
-        generations = await parts.dispatcher.generate_all(rendered.prompts(), context)
-        await self._count(generations, context, expanded, rendered)
-        return await respond(expanded, generations, policy=self._policy)
+        starts = (
+            partial(self._start, start, context, expanded, rendered)
+            for start in parts.dispatcher.starts(rendered.prompts(), context)
+        )
+        return await respond(expanded, starts, prompts=context.prompts, policy=self._policy)
 
     async def explain(self, call: Call, context: RequestContext) -> list[dict[str, Any]]:
         """Return where each prompt of a call would be sent now, and why. Nothing is generated.
@@ -205,21 +208,22 @@ class RequestHandler:
             broken = replace_fields(broken, kind=kind_of(text))
         return broken
 
-    async def _count(
+    async def _start(
         self,
-        generations: Sequence[Generation],
+        start: StartPrompt,
         context: RequestContext,
         expanded: Expanded,
         rendered: RenderedCall,
-    ) -> None:
-        """Update prefixes, tenant limits and images when each prompt has its first token."""
-        async for generation in one_by_one(generations):
-            if generation.is_refused:
-                continue
-            self._parts.prefixes.count(generation, expanded.prefix)
-            self._parts.hand_over.remember(generation)
-            if context.entry is not None:
-                new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
-                context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
+    ) -> Generation:
+        """Start a prompt. At its first token, update prefixes, tenant limits and images."""
+        generation = await start()
         if rendered.image is not None:
-            self._image_affinity.record(rendered.image, generations[0].replica_id)
+            self._image_affinity.record(rendered.image, generation.replica_id)
+        if generation.is_refused:
+            return generation
+        self._parts.prefixes.count(generation, expanded.prefix)
+        self._parts.hand_over.remember(generation)
+        if context.entry is not None:
+            new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)
+            context.entry.charge_computed(generation.request_id, new_tokens, time.monotonic())
+        return generation

@@ -38,7 +38,6 @@ async def transcribe(call: Call, context: RequestContext, parts: Parts) -> Respo
     if context.entry is not None:
         context.entry.add_prompt_tokens(seconds)
     http = replace(http_call(call, call.raw), upload=recording.upload)
-    generation = await parts.dispatcher.generate(
-        np.zeros(seconds, np.uint32), http, replace(context, ready_s=time.monotonic())
-    )
-    return await written(call, [generation], policy=parts.settings.policy)
+    prompt = np.zeros(seconds, np.uint32)
+    starts = parts.dispatcher.starts([(prompt, http)], replace(context, ready_s=time.monotonic()))
+    return await written(call, starts, prompts=1, policy=parts.settings.policy)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import ClientDisconnect
 
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.generation import Chunk, EngineDeadError, Generate, GenerateRequest, TokenIds
@@ -19,9 +20,9 @@ from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.admission.waits import Refusal, Urgency
+from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
-from kvroute.router.dispatch.generation import close_all
 from kvroute.router.dispatch.losses import (
     CAUSED,
     DEAD_BEFORE_S,
@@ -33,6 +34,7 @@ from kvroute.router.dispatch.questions import MAX_EXTRA_CALLS
 from kvroute.router.dispatch.relay import placement_headers
 from kvroute.router.placement.attempts import Attempt, RequestContext, RequestObserver
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.serving.responding import written
 from tests.support.answers import (
     COMPLETIONS,
     completion,
@@ -51,6 +53,8 @@ from tests.support.wired import Wired, dispatcher_of, questions_of
 PROMPT = np.arange(100, dtype=np.uint32)
 IMMORTAL = -1
 MANY = 30  # prompts of one call
+CALL = Call(COMPLETIONS, b"", {})
+SCOPE = {"type": "http", "asgi": {"spec_version": "2.4"}}
 GONE = -2  # a replica whose connection ends when the request arrives
 INSTANT = SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0, decode_per_seq_s=0)
 
@@ -261,11 +265,13 @@ async def test_a_lost_replica_has_no_load_left() -> None:
 
 async def test_a_client_that_disconnects_early_leaves_no_load() -> None:
     client = Client(IMMORTAL, IMMORTAL)
-    client.engines.all["r1"] = SimulatedEngine(replace(INSTANT, decode_step_s=1000))
-    prompts = [(PROMPT, completion(max_tokens=12)), (PROMPT + 1, completion(max_tokens=12))]
+    for id_, step_s in (("r0", 0.1), ("r1", 1000)):
+        client.engines.all[id_] = SimulatedEngine(replace(INSTANT, decode_step_s=step_s))
+    prompts = [(PROMPT + n, completion(max_tokens=8000)) for n in range(2)]
     async with client.serving():
         context = RequestContext(time.monotonic(), prompts=len(prompts))
-        asking = asyncio.create_task(client.dispatcher.generate_all(prompts, context))
+        starts = client.dispatcher.starts(prompts, context)
+        asking = asyncio.create_task(written(CALL, starts, prompts=2, policy=""))
         await until(lambda: any(load.decoding for load in client.fleet.loads.by_id().values()))
         asking.cancel()
         await asyncio.wait([asking])
@@ -273,8 +279,12 @@ async def test_a_client_that_disconnects_early_leaves_no_load() -> None:
         await until(lambda: not any(server.running for server in client.wired.servers.values()))
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-async def test_the_prompts_of_a_call_begin_and_end_one_by_one(leaves: bool) -> None:
+async def left(*_: object) -> Any:
+    raise OSError("the client has disconnected")
+
+
+@pytest.mark.parametrize("leaves_early", [False, True])
+async def test_the_prompts_of_a_call_begin_and_end_one_by_one(leaves_early: bool) -> None:
     """However many prompts one client sends, others wait for no more than one of them."""
     client, prompts = Client(*[IMMORTAL] * MANY), [(PROMPT + n, completion()) for n in range(MANY)]
     begun, ended = list[int](), list[int]()
@@ -286,13 +296,15 @@ async def test_the_prompts_of_a_call_begin_and_end_one_by_one(leaves: bool) -> N
         )
         client.diary.ended = lambda attempt: ended.append(rounds.count)  # type: ignore[method-assign]
         context = RequestContext(time.monotonic(), prompts=MANY)
-        asking = asyncio.create_task(client.dispatcher.generate_all(prompts, context))
-        if leaves:
+        starts = client.dispatcher.starts(prompts, context)
+        asking = asyncio.create_task(written(CALL, starts, prompts=MANY, policy=""))
+        if leaves_early:
             await until(lambda: len(begun) == MANY)
             asking.cancel()
             await asyncio.wait([asking])
         else:
-            await close_all(await asking)
+            with pytest.raises(ClientDisconnect):
+                await (await asking)(SCOPE, left, left)
     assert len(begun) == len(ended) == MANY
     assert most_in_a_round(begun) <= 2
     assert most_in_a_round(ended) <= 2

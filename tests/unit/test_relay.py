@@ -1,5 +1,6 @@
 """A call's response is forwarded as replicas write it, even if replicas are lost."""
 
+import asyncio
 import json
 import random
 import time
@@ -14,13 +15,15 @@ from starlette.types import Message
 
 from kvroute.contract.generation import Chunk, Emit, EngineDeadError, GenerateRequest
 from kvroute.contract.http_call import HttpCall, HttpPart
+from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, event
-from kvroute.router.dispatch.batch import batch_response, merge_bodies
-from kvroute.router.dispatch.generation import Generation
-from kvroute.router.dispatch.relay import relay_response
+from kvroute.router.dispatch import dispatcher
+from kvroute.router.dispatch.batch import merge_bodies
+from kvroute.router.dispatch.generation import Generation, StartPrompt
 from kvroute.router.dispatch.replica_errors import failure_event, replica_error
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
+from kvroute.router.serving.responding import written
 from tests.support.wired import Wired, dispatcher_of
 
 TOKENS = 12
@@ -39,11 +42,14 @@ class Applications:
         can_continue: bool = True,
         status: int = 200,
         death: Exception = DEAD,
+        tokens: int = TOKENS,
     ) -> None:
         self.requests: list[GenerateRequest] = []
+        self.tokens = tokens
+        self.status = status
+        self.ended = asyncio.Event()  # one of them has answered
         self._lives = lives
         self._can_continue = can_continue
-        self._status = status
         self._death = death
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
@@ -51,20 +57,21 @@ class Applications:
         call, life = request.call, self._lives[len(self.requests) - 1]
         assert call is not None
         assert sum(call.deltas) == request.answered
-        status, stream = self._status, json.loads(call.body)["stream"]
+        status, stream = self.status, json.loads(call.body)["stream"]
         kind = "text/event-stream" if stream else "application/json"
         if status != 200:
             part = HttpPart(b'{"error": "no"}', status, "application/json")
             emit(Chunk((), 0, is_last=True, http=part))
             return
-        for number in range(request.answered, TOKENS):
+        for number in range(request.answered, self.tokens):
+            await asyncio.sleep(0)
             if life == 0:
                 raise self._death
             life -= 1
-            is_last = number == TOKENS - 1
+            is_last = number == self.tokens - 1
             data = event_of(number) if stream else b""
             if is_last:
-                data = data + usage() + DONE if stream else whole()
+                data = data + usage(self.tokens) + DONE if stream else whole(self.tokens)
             has_head = number == 0 if stream else is_last
             part = HttpPart(
                 data,
@@ -74,6 +81,12 @@ class Applications:
                 can_continue=self._can_continue,
             )
             emit(Chunk((number,), 7, is_last, part))
+        self.ended.set()
+
+    async def start_after_an_answer(self, start: StartPrompt) -> Generation:
+        """Start a prompt when another one's answer is complete, as if there was one place."""
+        await self.ended.wait()
+        return await start()
 
 
 def event_of(number: int, index: int = 0) -> bytes:
@@ -86,44 +99,33 @@ def usage(tokens: int = TOKENS) -> bytes:
     return b"data: " + json.dumps(counts, separators=(",", ":")).encode() + b"\n\n"
 
 
-def whole() -> bytes:
-    text = "".join(f" {number}" for number in range(TOKENS))
+def whole(tokens: int = TOKENS) -> bytes:
+    text = "".join(f" {number}" for number in range(tokens))
     choices = [{"index": 0, "text": text}]
-    return json.dumps({"choices": choices, "usage": {"completion_tokens": TOKENS}}).encode()
+    return json.dumps({"choices": choices, "usage": {"completion_tokens": tokens}}).encode()
 
 
 STREAM = b"".join(map(event_of, range(TOKENS))) + usage() + DONE
+COMPLETION = Call("/v1/completions", b"", {})
+LONG = 1000  # tokens of an answer that is longer than what may wait for a client
 
 
-async def ask(apps: Applications, *, stream: bool = True, prompts: int = 1) -> Response:
+async def ask(
+    apps: Applications, *, stream: bool = True, prompts: int = 1, has_one_place: bool = False
+) -> Response:
     """Send a call through a dispatcher, and read the response to its end."""
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     wired = Wired({f"r{number}": apps.generate for number in range(len(apps._lives))})
-    dispatcher = dispatcher_of(wired, fleet)
     call = HttpCall("/v1/completions", json.dumps({"stream": stream}).encode(), 1.0)
     context = RequestContext(time.monotonic(), "id", prompts=prompts)
     asked = [(np.arange(9, dtype=np.uint32) + n, call) for n in range(prompts)]
+    starts = [*dispatcher_of(wired, fleet).starts(asked, context)]
+    if has_one_place:
+        starts[1:] = [partial(apps.start_after_an_answer, start) for start in starts[1:]]
     async with wired:
-        generations = await dispatcher.generate_all(asked, context)
-        response = await _response(generations)
+        response = await written(COMPLETION, starts, prompts=prompts, policy="")
         await _read(response)
     return response
-
-
-async def _response(generations: list[Generation]) -> Response:
-    failed = partial(event, path="/v1/completions")
-    refused = partial(replica_error, path="/v1/completions")
-    if len(generations) == 1:
-        return await relay_response(
-            generations[0], {}, ending=unchanged, failed=failed, refused=refused
-        )
-    return await batch_response(
-        generations, {}, n=1, ending=unchanged, failed=failed, refused=refused
-    )
-
-
-async def unchanged(data: bytes) -> bytes:
-    return data
 
 
 def message_of(response: Response) -> object:
@@ -185,12 +187,11 @@ async def test_a_refusal_of_a_replica_keeps_its_status() -> None:
 
 async def test_a_replica_that_fails_during_a_stream_ends_it_with_an_error() -> None:
     """The request may fail on every replica, so no other replica continues it."""
-    for prompts in (1, 2):
-        apps = Applications(*[3] * prompts, death=RuntimeError("a bug"))
-        *_, last, done, end = bytes((await ask(apps, prompts=prompts)).body).split(b"\n\n")
-        error = json.loads(last.removeprefix(b"data: "))["error"]
-        assert (error["type"], done, end) == ("server_error", DONE.strip(), b"")
-        assert "a bug" not in error["message"]
+    apps = Applications(3, death=RuntimeError("a bug"))
+    *_, last, done, end = bytes((await ask(apps)).body).split(b"\n\n")
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert (error["type"], done, end) == ("server_error", DONE.strip(), b"")
+    assert "a bug" not in error["message"]
 
 
 async def test_several_prompts_make_one_stream() -> None:
@@ -218,6 +219,33 @@ async def test_the_refusal_of_one_prompt_is_the_response_to_all() -> None:
 async def test_a_call_with_several_prompts_survives_a_lost_replica() -> None:
     response = await ask(Applications(4, *[IMMORTAL] * 3), stream=False, prompts=3)
     assert json.loads(bytes(response.body))["usage"] == {"completion_tokens": 3 * TOKENS}
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_answers_are_read_while_further_prompts_of_their_call_wait(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("MIN_TOKENS", "WAITING_TOKENS"):
+        monkeypatch.setattr(dispatcher, limit, LONG // 4)
+    apps = Applications(*[IMMORTAL] * 3, tokens=LONG)
+    response = await ask(apps, stream=stream, prompts=3, has_one_place=True)
+    body = bytes(response.body)
+    assert json.dumps({"completion_tokens": 3 * LONG}).encode() in body.replace(b":", b": ")
+    assert b"error" not in body
+
+
+@pytest.mark.parametrize(("status", "message"), [(400, "no"), (200, "a replica failed")])
+async def test_a_prompt_that_fails_after_the_stream_has_begun_ends_it_with_an_error(
+    status: int, message: str
+) -> None:
+    apps = Applications(IMMORTAL, 0, tokens=LONG, death=RuntimeError("a bug"))
+    asking = asyncio.create_task(ask(apps, prompts=2, has_one_place=True))
+    await apps.ended.wait()
+    apps.status = status
+    *events, last, done, end = bytes((await asking).body).split(b"\n\n")
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert (len(events), done, end) == (LONG, DONE.strip(), b"")
+    assert error["message"].startswith(message)
 
 
 async def test_choices_of_several_prompts_have_consecutive_indexes() -> None:
