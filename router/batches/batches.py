@@ -3,6 +3,8 @@
 import asyncio
 import re
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -32,6 +34,9 @@ RESULTS_TTL_S = 30 * 86_400  # seconds until results expire, as in OpenAI's API
 # The record of a batch is kept for this many seconds after the batch's end. By default, its results
 # are deleted earlier.
 FORGOTTEN_S = 60 * 86_400
+# The most batches that have ended and have no results, of all tenants. Each router looks through
+# the list of all batches every second; for this many, this takes about a twentieth of a second.
+MAX_ENDED = 10_000
 MAX_WINDOW_S = 30 * 86_400  # longest completion window
 # The most batches that have not ended, of all tenants. Each router reads the state of all of them
 # every second; for this many, this takes about a tenth of a second.
@@ -92,6 +97,7 @@ class Batches:
                 f"{PURPOSE}",
             )
         await self._check_open(tenant, limits)
+        await self.delete_old()
         await self._files.check_room(tenant, limits)
         expires = body.output_expires_after
         record = BatchRecord(
@@ -173,13 +179,12 @@ class Batches:
         }
 
     async def delete_old(self) -> None:
-        """Delete batches that ended long ago and have no results any more. Raises OSError."""
-        limit = time.time() - FORGOTTEN_S
+        """Delete ended batches without results, if they are too old or too many. Raises OSError."""
+        ended = [snapshot for snapshot in await self.listed(None) if snapshot.end]
         kept = {record.batch for record in await self._files.all()}
-        for snapshot in await self.listed(None):
-            if snapshot.end and snapshot.end.at < limit and snapshot.id not in kept:
-                await BatchState(self._store, snapshot.id).delete()
-                self._known.pop(snapshot.id, None)
+        for id_ in _forgotten([snapshot for snapshot in ended if snapshot.id not in kept]):
+            await BatchState(self._store, id_).delete()
+            self._known.pop(id_, None)
 
     async def register_results(self, record: BatchRecord, kind: Kind) -> None:
         """Register the file with a batch's results, so that clients can read it. Raises OSError."""
@@ -199,7 +204,10 @@ class Batches:
     async def _found(self, id_: str, tenant: str) -> Snapshot:
         snapshot = await self._snapshot(id_) if BATCH_ID.match(id_) else None
         if snapshot is None or snapshot.record.tenant != tenant:
-            message = f"No batch found with id '{id_[:80]}'; GET /v1/batches lists yours"
+            message = (
+                f"No batch found with id '{id_[:80]}'; GET /v1/batches lists yours. If it had no "
+                "results, it may have been deleted after its end"
+            )
             raise ApiError(404, message, "id", code="not_found")
         return snapshot
 
@@ -295,6 +303,31 @@ def as_object(snapshot: Snapshot) -> dict[str, Any]:
         },
         "metadata": record.metadata,
     }
+
+
+def _forgotten(ended: Sequence[Snapshot]) -> set[str]:
+    """Return the ids of batches that are deleted, given the ended ones without results.
+
+    If they are too many, the oldest ones of the tenants that have the most of them are deleted.
+    """
+    ended = sorted(ended, key=lambda snapshot: -_ended_at(snapshot))
+    newer = Counter[str]()  # number of newer batches, by tenant
+    ranked = list[tuple[int, Snapshot]]()
+    for snapshot in ended:
+        ranked.append((newer[snapshot.record.tenant], snapshot))
+        newer[snapshot.record.tenant] += 1
+    ranked.sort(key=lambda item: item[0])
+    limit = time.time() - FORGOTTEN_S
+    return {
+        snapshot.id
+        for number, (_, snapshot) in enumerate(ranked)
+        if number >= MAX_ENDED or _ended_at(snapshot) < limit
+    }
+
+
+def _ended_at(snapshot: Snapshot) -> int:
+    assert snapshot.end is not None
+    return snapshot.end.at
 
 
 def _window_s(text: str) -> int:

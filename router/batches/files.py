@@ -22,6 +22,7 @@ FOLDER = "files"
 READ_AT_ONCE = 32  # records that are read from the store at the same time
 # The most files of all tenants, results included. Each upload reads the list of their names.
 MAX_FILES = 50_000
+RESULTS = 2  # files with the results of a batch: its answers, and its errors
 SPARE_SHARE = 0.05  # share of the quota that no upload may use: it is left for results
 
 
@@ -111,10 +112,11 @@ class Files:
         """Check that the results of another batch may be stored.
 
         Raises:
-            ApiError: the files of this tenant, or of all tenants, take all the space that they may.
+            ApiError: the files of this tenant, or of all tenants, take all the space that they may,
+                or are as many as they may be.
             OSError: the store cannot be used.
         """
-        (await self._bounded(_nothing(), tenant, limits)).check()
+        (await self._bounded(_nothing(), tenant, limits, new_files=RESULTS)).check()
 
     async def used_bytes(self) -> int:
         """Return the size of all files. Raises OSError."""
@@ -275,7 +277,7 @@ class Files:
         tenant: str,
         limits: TenantLimits | None,
         *,
-        new_files: int = 0,
+        new_files: int,
     ) -> "_Bounded":
         """Return the content of an upload with its limits.
 
@@ -285,7 +287,7 @@ class Files:
         """
         records = await self.sized(await self.all())
         own = [record for record in records if record.tenant == tenant]
-        if new_files and len(records) + new_files > MAX_FILES:
+        if len(records) + new_files > MAX_FILES:
             raise ApiError(
                 507,
                 f"the files of all tenants would be more than {MAX_FILES}, which is the limit of a "
@@ -293,7 +295,7 @@ class Files:
                 "file",
             )
         files = len(own) + new_files
-        if new_files and limits and limits.max_files is not None and files > limits.max_files:
+        if limits and limits.max_files is not None and files > limits.max_files:
             raise _over("max_files", f"{files} files", f"{limits.max_files}")
         return _Bounded(
             parts,

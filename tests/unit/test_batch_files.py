@@ -242,6 +242,30 @@ async def test_batches_without_results_are_forgotten_after_a_long_time(
     assert {batch.id for batch in await batches.listed("")} == {created[0].id, created[2].id}
 
 
+async def test_the_oldest_ended_batches_of_the_largest_tenant_are_deleted_if_they_are_too_many(
+    files: Files, batches: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_module, "MAX_ENDED", 3)
+    ids = dict[str, list[str]]()
+    for tenant, count in (("small", 1), ("large", 5)):
+        caller = Caller(tenant, frozenset({"use"}), "salt")
+        file = await add(files, tenant=tenant)
+        body = BatchBody(input_file_id=file.id, endpoint=CHAT)
+        for number in range(count):
+            monkeypatch.setattr(time, "time", lambda now=1e9 + number: now)
+            batch = await batches.create(body, caller, None)
+            ids.setdefault(tenant, []).append(batch.id)
+            if number == 0:
+                await batches.register_results(batch.record, "output")
+            await batches.cancel(batch.id, tenant)
+    await batches.delete_old()
+    assert [batch.id for batch in await batches.listed("small")] == ids["small"]
+    kept = {batch.id for batch in await batches.listed("large")}
+    assert kept == {ids["large"][0], *ids["large"][2:]}
+    with pytest.raises(ApiError, match="may have been deleted after its end"):
+        await batches.get(ids["large"][1], "large")
+
+
 @pytest.mark.parametrize(("window", "seconds"), [("24h", 86_400), ("90m", 5400), ("7d", 604_800)])
 async def test_a_batch_has_a_window(
     files: Files, batches: Batches, window: str, seconds: int
@@ -310,10 +334,14 @@ async def test_the_number_of_files_of_the_cluster_is_limited(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of 0 bytes would have no other limit."""
-    monkeypatch.setattr(files_module, "MAX_FILES", 2)
+    monkeypatch.setattr(files_module, "MAX_FILES", 3)
     first = await add(files, 0)
+    await files.check_room("", None)  # the results of a batch are two files
     await add(files, 0, "acme")
-    with pytest.raises(ApiError, match="more than 2") as refused:
+    with pytest.raises(ApiError, match="more than 3"):
+        await files.check_room("", None)
+    await add(files, 0)
+    with pytest.raises(ApiError, match="more than 3") as refused:
         await add(files, 0)
     assert refused.value.status == 507
     await files.delete(first)
