@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvroute.keys import key_file
-from kvroute.local.embedded_redis import NoAnswerError, check_redis, redis_warnings
+from kvroute.local.embedded_redis import RedisAwayError, check_redis, redis_warnings
 from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.ports import free_port, is_local, listen_error
 from kvroute.local.progress import Progress
@@ -221,7 +221,7 @@ def redis_problems(settings: ServeSettings) -> Iterator[Problem]:
     if settings.redis_url:
         try:
             check_redis(settings.redis_url)
-        except NoAnswerError as error:
+        except RedisAwayError as error:
             yield Problem(f"{error}; a cluster starts without it; {WITHOUT_REDIS}")
         except StartError as error:
             yield Problem(str(error), is_final=True)

@@ -18,7 +18,7 @@ from kvroute.local.ports import free_port
 from kvroute.local.processes import die_with_parent
 from kvroute.machine.problem import StartError
 from kvroute.process.clock_offset import AGREED_S, offset
-from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY, WITHOUT_REDIS
+from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY, WITHOUT_REDIS, refusal
 
 START_S = 10.0  # seconds that a private server has to start, that is, to answer a PING
 # Seconds before each restart of a private server that has ended. A server that ends again soon
@@ -33,10 +33,6 @@ MODES = {  # mode of a server that kvroute cannot use -> remedy
     "cluster": "set --redis-url to a Redis without cluster mode, since kvroute's scripts change "
     "many keys at once",
 }
-NEEDED = (  # remedy for a Redis that refuses writes
-    "kvroute needs a user who may write to the keys kvroute:*, and a Redis that has free memory "
-    "and can save"
-)
 AFTERWARDS = (  # what is lost, and what is written again, when the server starts again empty
     "replicas write the index of cached blocks again, and routers the named prefixes and adapters; "
     "stored responses and the usage of tenants are lost"
@@ -48,8 +44,8 @@ ABSENCE = (  # the remedy for a server that kvroute does not start again
 PROBE = "return redis.call('SET', KEYS[1], 1, 'PX', 10000)"  # a script that tries to write
 
 
-class NoAnswerError(StartError):
-    """The Redis of --redis-url does not answer."""
+class RedisAwayError(StartError):
+    """The Redis of --redis-url does not answer, or refuses writes for now."""
 
 
 @contextmanager
@@ -170,7 +166,8 @@ def check_redis(url: str) -> str:
     """Check that kvroute can use the server, and return the server's version.
 
     Raises:
-        NoAnswerError: The server cannot be reached. A cluster can start without it.
+        RedisAwayError: The server cannot be reached, or refuses writes for now, for example because
+            it is full. A cluster can start without it.
         StartError: The server is too old, or refuses writes from this user.
     """
     shown = without_password(url)
@@ -195,12 +192,17 @@ def check_redis(url: str) -> str:
             "redis://:PASSWORD@HOST:PORT, or redis://USER:PASSWORD@HOST:PORT"
         ) from None
     except redis.ResponseError as error:
-        remedy = "set --redis-url to its primary" if "READONLY" in str(error) else NEEDED
+        if refused := refusal(error):
+            state, remedy = refused
+            raise RedisAwayError(
+                f"--redis-url is {shown!r}, which {state} and refuses writes; {remedy}"
+            ) from None
         raise StartError(
-            f"--redis-url is {shown!r}, which refuses a write ({error}); {remedy}"
+            f"--redis-url is {shown!r}, which refuses a write ({error}); kvroute needs a user who "
+            "may write to the keys kvroute:*"
         ) from None
     except (redis.RedisError, OSError) as error:
-        raise NoAnswerError(
+        raise RedisAwayError(
             f"--redis-url is {shown!r}, which does not answer ({error}); {_remedy(url, error)}"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:

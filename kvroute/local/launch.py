@@ -28,7 +28,7 @@ from kvroute.local.before_start import (
     gpus_per_replica,
 )
 from kvroute.local.embedded_redis import (
-    NoAnswerError,
+    RedisAwayError,
     check_redis,
     embedded_redis,
     redis_warnings,
@@ -183,7 +183,7 @@ def _check_own_redis(url: str, progress: Progress) -> None:
     """Check the user's Redis, and print a warning if the cluster has to start without it."""
     try:
         progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
-    except NoAnswerError as error:
+    except RedisAwayError as error:
         progress.warn(f"{error}; the cluster starts without it; {WITHOUT_REDIS}")
         return
     for warning in redis_warnings(url):

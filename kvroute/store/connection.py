@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import redis.asyncio as redis
+from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
@@ -18,6 +19,32 @@ SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps t
 TIMEOUT_S = 5.0  # timeout of one call to Redis, in seconds
 # What users are told about a cluster whose Redis is away.
 WITHOUT_REDIS = "requests are answered meanwhile, with fewer cache hits"
+
+# A Redis that answers, but refuses writes for now: name of its error -> its state, and the remedy.
+REFUSALS = {
+    "OOM": ("is full", "raise the maxmemory of Redis"),
+    "MISCONF": ("cannot save to its disk", "free the disk of Redis; its log has the reason"),
+    "READONLY": ("is a replica", "set --redis-url to its primary"),
+    "MASTERDOWN": ("has lost its primary", "set --redis-url to its primary"),
+    "NOREPLICAS": ("has too few replicas", "start the replicas of Redis"),
+}
+# redis-py has classes for some of these errors, whose messages do not begin with the name. Errors
+# of scripts have the name in their message.
+REFUSED: dict[type[Exception], str] = {
+    OutOfMemoryError: "OOM",
+    ReadOnlyError: "READONLY",
+    MasterDownError: "MASTERDOWN",
+}
+
+
+def refusal(error: Exception) -> tuple[str, str] | None:
+    """Return the state of a Redis that refuses writes for now, and the remedy.
+
+    Returns:
+        None if the error has another cause.
+    """
+    name = REFUSED.get(type(error)) or next((n for n in REFUSALS if f"{n} " in str(error)), None)
+    return REFUSALS[name] if name else None
 
 
 def connect(url: str) -> "redis.Redis":

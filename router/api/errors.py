@@ -11,6 +11,7 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from kvroute.contract.error_codes import Code, anthropic_type_of, code_of, type_of
+from kvroute.store.connection import refusal
 
 ANTHROPIC = "/v1/messages"  # route whose errors have Anthropic's format
 EVENTS = "text/event-stream"  # content type of streams
@@ -117,10 +118,11 @@ def context_length_exceeded(param: str, message: str) -> ApiError:
 
 
 def redis_away(error: Exception, param: str | None = None) -> ApiError:
-    """Return an error 503 for a request that needs Redis while Redis is away, or is full."""
+    """Return an error 503 for a request that needs Redis while it is away, or refuses writes."""
     message = f"Redis is away ({error}); try again"
-    if "OOM " in str(error):  # Redis has this word in the errors of commands and of scripts
-        message = "Redis is full, so nothing more can be stored; raise the maxmemory of Redis"
+    if refused := refusal(error):
+        state, remedy = refused
+        message = f"Redis {state}, so nothing more can be stored; {remedy}"
     return ApiError(503, message, param=param)
 
 

@@ -14,6 +14,7 @@ import pytest
 import redis
 
 from kvroute.local.embedded_redis import (
+    RedisAwayError,
     _executable,
     check_redis,
     embedded_redis,
@@ -22,6 +23,7 @@ from kvroute.local.embedded_redis import (
 )
 from kvroute.local.ports import free_port
 from kvroute.machine.problem import StartError
+from kvroute.store.connection import refusal
 from tests.support.waiting import wait_until
 
 PARENT = """
@@ -109,26 +111,33 @@ def test_it_dies_with_a_killed_parent() -> None:
     assert not answers(url)
 
 
+@pytest.mark.parametrize("rights", ["~* +@all -@write", "resetkeys ~other:* +@all"])
+def test_a_redis_that_refuses_writes_of_its_user_is_refused(rights: str) -> None:
+    with embedded_redis() as url, redis.Redis.from_url(url) as client:
+        client.execute_command(*f"ACL SETUSER default on nopass {rights}".split())
+        with pytest.raises(StartError, match=r"refuses a write .* user who may write") as failed:
+            check_redis(url)
+        assert not isinstance(failed.value, RedisAwayError)
+
+
 @pytest.mark.parametrize(
     ("refusing", "said"),
     [
-        ("REPLICAOF 127.0.0.1 1", "refuses a write .*; set --redis-url to its primary"),
-        ("CONFIG SET maxmemory 1", "refuses a write .* has free memory"),
-        (
-            "ACL SETUSER default on nopass ~* +@all -@write",
-            "refuses a write .* has free memory",
-        ),
-        (
-            "ACL SETUSER default on nopass resetkeys ~other:* +@all",
-            "refuses a write .* has free memory",
-        ),
+        ("REPLICAOF 127.0.0.1 1", "is a replica .*; set --redis-url to its primary"),
+        ("CONFIG SET maxmemory 1", "is full .*; raise the maxmemory"),
+        ("CONFIG SET min-replicas-to-write 1", "has too few replicas .*; start the replicas"),
     ],
 )
-def test_a_redis_that_refuses_writes_is_refused(refusing: str, said: str) -> None:
+def test_a_cluster_can_start_while_its_redis_refuses_writes_for_now(
+    refusing: str, said: str
+) -> None:
     with embedded_redis() as url, redis.Redis.from_url(url) as client:
         client.execute_command(*refusing.split())
-        with pytest.raises(StartError, match=said):
+        with pytest.raises(RedisAwayError, match=said):
             check_redis(url)
+        with pytest.raises(redis.ResponseError) as refused:
+            client.set("kvroute:key", 1)
+        assert refusal(refused.value)
 
 
 @pytest.mark.parametrize(
