@@ -60,22 +60,34 @@ def event(error: ApiError, before: bytes, *, path: str = "") -> bytes:
     if path == ANTHROPIC:
         return b"event: error\ndata: " + _anthropic(error) + b"\n\n"
     if path == RESPONSES:
-        return b"event: error\ndata: " + _responses_event(error, before) + b"\n\n"
+        return responses_event(error, last_number(before, otherwise=-1) + 1)
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def _responses_event(error: ApiError, before: bytes) -> bytes:
-    """Return the JSON of an error event of the Responses API."""
-    numbers = _NUMBER.findall(before)
-    return msgspec.json.encode(
-        {
-            "type": "error",
-            "code": error.code,
-            "message": error.message,
-            "param": error.param,
-            "sequence_number": int(numbers[-1]) + 1 if numbers else 0,
-        }
-    )
+def responses_event(error: ApiError, number: int) -> bytes:
+    """Return the event that reports an error in a stream of the Responses API.
+
+    Args:
+        number: the event's sequence number.
+    """
+    told = {
+        "type": "error",
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+        "sequence_number": number,
+    }
+    return b"event: error\ndata: " + msgspec.json.encode(told) + b"\n\n"
+
+
+def last_number(data: bytes, *, otherwise: int) -> int:
+    """Return the last sequence number in some events of the Responses API.
+
+    Args:
+        otherwise: returned if there is none.
+    """
+    numbers = _NUMBER.findall(data)
+    return int(numbers[-1]) if numbers else otherwise
 
 
 def response(error: ApiError, *, path: str = "") -> Response:

@@ -1,7 +1,6 @@
 """What the routes of the Responses API do with responses that run in the background."""
 
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from typing import Annotated
 
 from fastapi import Depends, Request, Response
@@ -9,7 +8,15 @@ from fastapi.responses import StreamingResponse
 from redis.exceptions import RedisError
 
 from kvroute.router.api.calls import BACKGROUND, Call
-from kvroute.router.api.errors import invalid, shown, unsupported
+from kvroute.router.api.errors import (
+    ApiError,
+    invalid,
+    last_number,
+    redis_away,
+    responses_event,
+    shown,
+    unsupported,
+)
 from kvroute.router.api.response_object import encode
 from kvroute.router.background.service import BackgroundResponses
 from kvroute.router.conversations.continuing import OPTION
@@ -47,7 +54,7 @@ def as_response(service: BackgroundResponses, record: Record) -> Response:
 
 def events_of(service: BackgroundResponses, record: Record, number: int) -> Response:
     """Return the events of a background response with a higher number, as a stream."""
-    events = _until_redis_fails(service.stream(record, number))
+    events = _with_error(service.stream(record, number), number)
     return StreamingResponse(events, media_type="text/event-stream")
 
 
@@ -67,10 +74,26 @@ def starting_after(text: str | None) -> int:
     return int(text)
 
 
-async def _until_redis_fails(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    with suppress(RedisError, OSError):
+async def _with_error(events: AsyncIterator[bytes], number: int) -> AsyncIterator[bytes]:
+    """Yield events. If they end too early, yield an event with the cause.
+
+    This event has the number of the event before it, so that a client that asks for the events
+    after it gets all that it does not have.
+
+    Args:
+        number: the number of the last event that the client has.
+    """
+    try:
         async for event in events:
+            number = last_number(event, otherwise=number)
             yield event
+    except (RedisError, OSError) as failure:
+        error = redis_away(failure)
+    except ApiError as failure:
+        error = failure
+    else:
+        return
+    yield responses_event(error, max(0, number))
 
 
 async def _service(request: Request) -> BackgroundResponses | None:

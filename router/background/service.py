@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -31,6 +31,8 @@ from kvroute.store.conversations.leased_values import TooLongError, key
 
 log = logging.getLogger("kvroute.background")
 
+T = TypeVar("T")
+
 WATCH_S = 2.0  # a router looks for responses that nobody runs once per this many seconds
 LEASE_S = 10.0  # a response whose state has not changed for so long is run by another router
 STOP_S = 2.0  # the most seconds that stopping waits until other routers may run the responses
@@ -40,6 +42,7 @@ MAX_OPEN_OF_TENANT = 256  # the most open responses of one tenant, if there are 
 MAX_ATTEMPTS = 5  # a response that so many routers have begun to run fails
 GIVEN_UP = f"{MAX_ATTEMPTS} routers have begun to run the response, and none has ended it"
 NULL = b"null"
+FAILED = b"event: response.failed\n"  # beginning of the last event of a response that has failed
 # Headers that are not kept with a request: they concern the connection, or another request.
 OWN_HEADERS = ("x-request-id", "x-api-key", "x-forwarded-for", "x-forwarded-proto", "x-real-ip")
 
@@ -210,20 +213,24 @@ class BackgroundResponses:
     async def stream(self, record: Record, number: int) -> AsyncIterator[bytes]:
         """Yield the events of a response with a higher number than this, until the response ends.
 
-        A Redis that cannot be used ends the stream; the client can ask for the rest later.
+        Raises:
+            ApiError: the response was lost or deleted, or was given up.
+            RedisError, OSError: Redis cannot be used; the client can ask for the rest later.
         """
-        chunk = 0
-        head: Head | None = record.head
-        while head is not None:
+        head, chunk, events = record.head, 0, b""
+        while True:
             while chunk < head.chunks:
                 read = partial(self._store.events, record.key, chunk)
-                events = await self._events.result((record.key, chunk), read)
-                for event in after(events or b"", number):
+                events = _there(await self._events.result((record.key, chunk), read))
+                for event in after(events, number):
                     yield event
                 chunk += 1
             if not head.is_open:
-                return
-            head = await self._heads.result(record.key, partial(self._later, record.key))
+                break
+            later = partial(self._later, record.key)
+            head = _there(await self._heads.result(record.key, later))
+        if head.status == "failed" and FAILED not in events:
+            raise ApiError(500, GIVEN_UP)
 
     async def _later(self, found: bytes) -> Head | None:
         """Return the state of a response after a pause."""
@@ -319,6 +326,18 @@ def background_responses(
         max_bytes=settings.max_body_mb << 20,
     )
     return BackgroundResponses(router_id, store, keys=keys, ttl_s=settings.response_ttl_s)
+
+
+def _there(found: T | None) -> T:
+    """Return what was found of a response; raise ApiError if it is not in Redis any more."""
+    if found is None:
+        raise ApiError(
+            404,
+            "the response or some of its events are not in Redis any more: the response was "
+            "deleted or evicted, or Redis has lost its data; send the request again",
+            code="not_found",
+        )
+    return found
 
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:

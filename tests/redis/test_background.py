@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from fastapi.responses import StreamingResponse
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.calls import RESPONSES, Call, parse_call
 from kvroute.router.api.errors import ApiError
-from kvroute.router.background import run, service
+from kvroute.router.background import responding, run, service
 from kvroute.router.background.events import Events, after
 from kvroute.router.background.service import BackgroundResponses
 from kvroute.store.conversations.background import BackgroundStore, Record
@@ -79,6 +80,7 @@ class Router:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[bytes, bytes]] = []
         self.left = 0  # requests that were ended before their answer
+        self.streams = 0  # streams that have begun
         self.store = BackgroundStore(
             client, unreadable=Unreadable(), limit_bytes=mb * MB, ttl_s=60, max_bytes=MB
         )
@@ -117,8 +119,11 @@ class Router:
         return {name: json.loads(bytes(raw)) for name, raw in shown.items()}
 
     async def streamed(self, id_: str, number: int = -1) -> list[dict[str, Any]]:
-        data = [event async for event in self.service.stream(await self.found(id_), number)]
-        return [json.loads(event.partition(b"data: ")[2]) for event in data]
+        response = responding.events_of(self.service, await self.found(id_), number)
+        self.streams += 1
+        assert isinstance(response, StreamingResponse)
+        data = [bytes(event).partition(b"data: ")[2] async for event in response.body_iterator]  # type: ignore[arg-type]
+        return list(map(json.loads, data))
 
 
 def asked(**body: Any) -> Call:
@@ -206,7 +211,7 @@ async def test_many_clients_that_stream_it_ask_redis_like_one(
     id_ = await one.create()
     clients = [asyncio.create_task(one.streamed(id_)) for _ in range(100)]
     await until(lambda: reads)
-    await until(lambda: len(asyncio.all_tasks()) > len(clients))
+    await until(lambda: one.streams == len(clients))
     for _ in range(100):  # all clients have their turns, and ask for the state of the response
         await asyncio.sleep(0)
     assert reads == ["head"]
@@ -355,6 +360,34 @@ async def test_one_that_no_router_survives_is_given_up(empty_redis: Redis) -> No
         shown = await other.ended(id_)
         assert (shown["status"], shown["error"]["code"]) == ("failed", "server_error")
         assert other.requests == []
+        (told,) = await other.streamed(id_)
+        assert (told["type"], told["message"]) == ("error", service.GIVEN_UP)
+
+
+@pytest.mark.parametrize(
+    ("is_flushed", "said"), [(True, "Redis has lost its data"), (False, "Redis is away (gone)")]
+)
+async def test_a_stream_that_ends_too_early_ends_with_the_cause(
+    empty_redis: Redis, monkeypatch: pytest.MonkeyPatch, is_flushed: bool, said: str
+) -> None:
+    async def away(*_: object) -> None:
+        raise RedisConnectionError("gone")
+
+    one, other = Router(empty_redis, "one", endless), Router(empty_redis, "other", whole)
+    async with running(one):
+        id_ = await one.create()
+        await when(lambda: _has_events(one, id_))
+        streaming = asyncio.create_task(other.streamed(id_))
+        await until(lambda: other.service._heads._running)
+        if is_flushed:
+            await empty_redis.flushall()
+        else:
+            monkeypatch.setattr(other.store, "head", away)
+        *events, last = await streaming
+        assert [each["sequence_number"] for each in events] == list(range(11))
+        # A client that asks for the events after this one gets all that it does not have.
+        assert (last["type"], last["sequence_number"]) == ("error", 10)
+        assert said in last["message"]
 
 
 async def slowly(body: dict[str, Any], send: Send) -> None:
