@@ -84,6 +84,10 @@ def blamed(requests: Sequence[Facts]) -> Check:
 
 def redis(facts: Facts) -> Iterator[Check]:
     """Check that Redis can be used, and that it is fast and has memory."""
+    if refused := facts.get("refusal"):
+        state, remedy = refused
+        yield Check("redis", "wrong", f"Redis {state} and refuses writes; {WITHOUT_REDIS}", remedy)
+        return
     if "error" in facts:
         finding = f"Redis is away or refuses writes: {facts['error']}; {WITHOUT_REDIS}"
         remedy = RESTARTED_REDIS if facts.get("is_own") else USERS_REDIS

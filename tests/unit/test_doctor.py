@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import OutOfMemoryError
 
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.unreadable import KINDS
@@ -28,6 +29,7 @@ from kvroute.local.ports import free_port
 from kvroute.process.clock_offset import Offset
 from kvroute.process.metrics_port import Exposition
 from kvroute.router.placement.ledger import CAUSES
+from kvroute.store.connection import refusal
 from tests.support import metrics_table
 
 REDIS = {
@@ -85,6 +87,13 @@ def test_a_redis_that_is_too_old_or_away_is_wrong() -> None:
     assert away.grade == "wrong"
     assert "Connection refused; requests are answered meanwhile" in away.finding
     assert away.remedy.startswith("start Redis")
+
+
+def test_a_redis_that_refuses_writes_for_now_is_wrong_with_the_remedy_for_its_state() -> None:
+    facts = {"error": "not allowed", "refusal": refusal(OutOfMemoryError("not allowed"))}
+    (full,) = checks.redis(facts)
+    assert full.finding.startswith("Redis is full and refuses writes")
+    assert full.remedy == "raise the maxmemory of Redis"
 
 
 def test_a_user_need_not_start_the_redis_that_kvroute_serve_runs() -> None:
