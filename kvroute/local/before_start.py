@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvroute.deployments import OWN_REPLICAS, REPLICAS
 from kvroute.keys import key_file
 from kvroute.local.embedded_redis import RedisAwayError, check_redis, redis_warnings
 from kvroute.local.haproxy.wrapper import check_pair
@@ -246,7 +247,7 @@ def gpu_problems(settings: ServeSettings) -> Iterator[Problem]:
         yield gpus.no_gpu(str(error))
         return
     if driver is not None:  # else the driver cannot be asked, and Ray counts the GPUs
-        yield from final(lambda _: gpus_per_replica(models, available))(settings)
+        yield from too_few_gpus(models, available)
         yield from fleet.gpu_problems(models, driver)
 
 
@@ -257,30 +258,61 @@ def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[i
     a machine without GPUs.
 
     Raises:
-        StartError: All replicas together need more GPUs than are available.
+        StartError: Too few GPUs are available: see `too_few_gpus`.
     """
-    default = min(1, available)
-    counts = [_gpus_wanted(model, default) for model in models]
+    for problem in too_few_gpus(models, available):
+        if problem.is_final:
+            raise StartError(problem.text)
+    return _gpus_wanted(models, available)
+
+
+def too_few_gpus(models: Sequence[CheckedOptions], available: int) -> Iterator[Problem]:
+    """Yield a problem if all replicas together need more GPUs than are available.
+
+    It is final if no replica can start. It is final with several models, too, since Ray decides
+    which of them gets the GPUs, and one of them may get none.
+    """
+    counts = _gpus_wanted(models, available)
     sizes = [model.own_fleet_size for model in models]
     needed = sum(size * count for size, count in zip(sizes, counts, strict=True))
-    if needed > available:
-        replicas = " and ".join(
-            f"{plural(size, 'replica')} of {plural(count, 'GPU')}"
-            for size, count in zip(sizes, counts, strict=True)
-        )
-        option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
-        raise StartError(
-            f"the fleet needs {plural(needed, 'GPU')} for {replicas}, and this machine has "
-            f"{available} that can be used; lower {option} or --gpus-per-replica (0: run on CPUs)"
-        )
-    return counts
+    if needed <= available:
+        return
+    replicas = " and ".join(
+        f"{plural(size, 'replica')} of {plural(count, 'GPU')}"
+        for size, count in zip(sizes, counts, strict=True)
+    )
+    finding = (
+        f"the fleet needs {plural(needed, 'GPU')} for {replicas}, and this machine has {available} "
+        "that can be used"
+    )
+    option = "--max-replicas" if any(model.max_replicas for model in models) else "--replicas"
+    remedy = f"lower {option} or --gpus-per-replica (0: run on CPUs)"
+    if len(models) == 1 and (fitting := available // counts[0]):
+        finding += f"; at most {plural(fitting, 'replica')} can run at the same time"
+        yield Problem(f"{finding}; {remedy}")
+    else:
+        yield Problem(f"{finding}; {remedy}", is_final=True)
 
 
-def _gpus_wanted(settings: CheckedOptions, default: int) -> int:
-    if settings.engine == "simulated" or not settings.starts_engines:
+def waiting_for_gpus(models: Sequence[CheckedOptions], available: int) -> dict[str, int]:
+    """Return how many replicas of each deployment have no GPUs when the cluster starts."""
+    if len(models) > 1:
+        return {}
+    (model,), (count,) = models, _gpus_wanted(models, available)
+    size = model.own_replicas if model.servers else model.fleet_size
+    missing = size - available // count if count else 0
+    return {OWN_REPLICAS if model.servers else REPLICAS: missing} if missing > 0 else {}
+
+
+def _gpus_wanted(models: Sequence[CheckedOptions], available: int) -> list[int]:
+    return [_gpus_of(model, min(1, available)) for model in models]
+
+
+def _gpus_of(model: CheckedOptions, default: int) -> int:
+    if model.engine == "simulated" or not model.starts_engines:
         return 0
-    ranks = settings.data_parallel_size
-    return ranks * default if settings.gpus_per_replica is None else settings.gpus_per_replica
+    ranks = model.data_parallel_size
+    return ranks * default if model.gpus_per_replica is None else model.gpus_per_replica
 
 
 def check_models(settings: ServeSettings) -> None:

@@ -26,6 +26,7 @@ from kvroute.local.before_start import (
     examine,
     found_model,
     gpus_per_replica,
+    waiting_for_gpus,
 )
 from kvroute.local.embedded_redis import (
     RedisAwayError,
@@ -137,7 +138,9 @@ def _start(
             raise
     signals.install()  # again, because Ray has replaced a handler
     progress.step("Ray is up")
-    counts = gpus_per_replica(settings.per_model, gpu_count())
+    gpus = gpu_count()
+    counts = gpus_per_replica(settings.per_model, gpus)
+    waiting = waiting_for_gpus(settings.per_model, gpus)
     models = settings.resolve(
         [Detected(path, count, found.model) for path, count in zip(paths, counts, strict=True)],
         redis_url=redis_url,
@@ -151,8 +154,11 @@ def _start(
         signals,
         deadline,
         lost,
-        lost_servers=servers.lost,
+        not_awaited=lambda: {**servers.lost(), **waiting},
     )
+    if waiting:
+        wanted = settings.per_model[0].fleet_size
+        progress.warn(f"{sum(waiting.values())} of {wanted} replicas wait until GPUs are free")
     if settings.api_keys is None and not is_local(settings.host):
         progress.say(
             f"INSECURE: without API keys, everyone who can reach {settings.host} has access"

@@ -163,7 +163,7 @@ def deploy(
     deadline: float,
     lost: LostProcesses,
     *,
-    lost_servers: Callable[[], Mapping[str, int]] = dict,
+    not_awaited: Callable[[], Mapping[str, int]] = dict,
 ) -> None:
     """Deploy the application; print a line for each replica that becomes ready.
 
@@ -175,8 +175,8 @@ def deploy(
         signals: The signals that end the start.
         deadline: The time at which the start has failed, on the monotonic clock.
         lost: Prints which processes end.
-        lost_servers: Returns how many attached servers of each deployment cannot be used now. The
-            start does not wait for their replicas.
+        not_awaited: Returns how many replicas of each deployment the start does not wait for: those
+            of attached servers that cannot be used now, and those that have no GPU.
 
     Raises:
         StartError: A replica cannot start, or not all replicas are ready at the deadline.
@@ -204,7 +204,7 @@ def deploy(
             _raise_final_errors(status.deployments)
             _show(status.deployments, shown, progress)
             lost.follow()
-            if status.status == "RUNNING" or _are_started(status.deployments, lost_servers()):
+            if status.status == "RUNNING" or _are_started(status.deployments, not_awaited()):
                 return
             with suppress(RayError, ValueError, KeyError):  # the controller is busy: ask it later
                 losses.update(ray_internals.deployments(APPLICATION))
@@ -334,13 +334,13 @@ def _raise_final_errors(deployments: Mapping[str, Any]) -> None:
             )
 
 
-def _are_started(deployments: Mapping[str, Any], lost_servers: Mapping[str, int]) -> bool:
-    """Return whether all processes run, except for the replicas of lost attached servers."""
-    if ROUTERS not in deployments or not any(lost_servers.values()):
+def _are_started(deployments: Mapping[str, Any], not_awaited: Mapping[str, int]) -> bool:
+    """Return whether all processes run that the start waits for."""
+    if ROUTERS not in deployments or not any(not_awaited.values()):
         return False
     for name, status in deployments.items():
         wanted, running = _counts(status)
-        if not running or wanted - running > lost_servers.get(name, 0):
+        if not running or wanted - running > not_awaited.get(name, 0):
             return False
     return True
 

@@ -40,7 +40,7 @@ def deploy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deploy:
         ray_cluster.deploy(
             *(None, progress, signals, time.monotonic() + within_s),
             ray_cluster.LostProcesses(tmp_path, progress),
-            lost_servers=lambda: lost or {},
+            not_awaited=lambda: lost or {},
         )
 
     return run

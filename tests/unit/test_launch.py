@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ray.serve._private.common import ReplicaState
 from rich.console import Console
 
-from kvroute.deployments import final_error, short
+from kvroute.deployments import REPLICAS, final_error, short
 from kvroute.keys.key_file import new_file, new_key, write
 from kvroute.local.before_start import (
     check_access,
@@ -22,6 +22,8 @@ from kvroute.local.before_start import (
     check_port,
     check_tls,
     gpus_per_replica,
+    too_few_gpus,
+    waiting_for_gpus,
 )
 from kvroute.local.ports import free_port
 from kvroute.local.progress import Progress
@@ -90,8 +92,6 @@ def test_each_rank_gets_a_gpu_if_there_is_one() -> None:
     ranks = load({"data_parallel_size": 4})
     assert gpus_per_replica([ranks], available=8) == [4]
     assert gpus_per_replica([ranks], available=0) == [0]
-    with pytest.raises(StartError, match=r"8 GPUs for 2 replicas of 4 GPUs, .* has 7"):
-        gpus_per_replica([ranks], available=7)
 
 
 def test_an_error_that_every_start_would_repeat_is_final() -> None:
@@ -102,9 +102,19 @@ def test_an_error_that_every_start_would_repeat_is_final() -> None:
     assert options_for("the model is too large") == ""
 
 
-def test_more_gpus_than_available_are_refused() -> None:
-    with pytest.raises(StartError, match=r"8 GPUs for 2 replicas of 4 GPUs, .* has 7"):
-        gpus_per_replica([load({"gpus_per_replica": 4})], available=7)
+def test_a_cluster_starts_with_the_replicas_that_have_gpus() -> None:
+    models = [load({"gpus_per_replica": 4, "replicas": 3})]
+    assert gpus_per_replica(models, available=11) == [4]
+    (problem,) = too_few_gpus(models, available=11)
+    assert problem.text.startswith("the fleet needs 12 GPUs for 3 replicas of 4 GPUs, and")
+    assert "has 11 that can be used; at most 2 replicas can run" in problem.text
+    assert waiting_for_gpus(models, available=11) == {REPLICAS: 1}
+    assert waiting_for_gpus(models, available=12) == {}
+
+
+def test_a_cluster_without_gpus_for_one_replica_is_refused() -> None:
+    with pytest.raises(StartError, match=r"8 GPUs for 2 replicas of 4 GPUs, .* has 3"):
+        gpus_per_replica([load({"gpus_per_replica": 4})], available=3)
 
 
 def test_all_models_together_may_not_need_more_gpus_than_available() -> None:
@@ -114,11 +124,12 @@ def test_all_models_together_may_not_need_more_gpus_than_available() -> None:
         gpus_per_replica([large, small], available=6)
 
 
-def test_there_must_be_gpus_for_the_largest_number_of_replicas() -> None:
-    with pytest.raises(
-        StartError, match=r"4 GPUs for 4 replicas of 1 GPU, .* has 2 .* --max-replicas"
-    ):
-        gpus_per_replica([load({"replicas": 2, "max_replicas": 4})], available=2)
+def test_too_few_gpus_for_the_largest_number_of_replicas_are_a_warning() -> None:
+    models = [load({"replicas": 2, "max_replicas": 4})]
+    (problem,) = too_few_gpus(models, available=2)
+    assert "4 GPUs for 4 replicas of 1 GPU" in problem.text
+    assert "lower --max-replicas" in problem.text
+    assert waiting_for_gpus(models, available=2) == {}
 
 
 def test_a_cluster_of_vllm_engines_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
