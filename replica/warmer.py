@@ -72,6 +72,7 @@ class Warmer:
         self._replica_id = replica_id
         self._on_change = on_change
         self._declared = Follower(prefixes, restores=False)
+        self._clock = prefixes.clock
         self._records: list[ReplicaRecord] = []
         self._cached: dict[str, _CachedPrefix] = {}
         self._rejected: set[str] = set()  # names that the engine rejected
@@ -123,7 +124,7 @@ class Warmer:
     def _assigned(self) -> list[Prefix]:
         """Return the prefixes assigned to this replica, the oldest first."""
         ids = {record.id for record in self._records} | {self._replica_id}
-        now_s = time.time()
+        now_s = self._clock.now_s()
         return [
             prefix
             for prefix in self._declared.values
@@ -158,7 +159,7 @@ class Warmer:
 
     def _is_missing_at_another_replica(self, prefix: Prefix) -> bool:
         """Return whether some replica that the prefix is assigned to has not computed it yet."""
-        if prefix.is_expired(time.time()):
+        if prefix.is_expired(self._clock.now_s()):
             return False
         records = {record.id: record for record in self._records}
         return any(prefix.name not in records[id_].pins for id_ in assigned(prefix, records))
@@ -269,7 +270,8 @@ class Warmer:
         if not prefix.namespace:
             return 0
         shared = [declared for declared in self._declared.values if declared.is_shared]
-        return shared_tokens(prefix.token_ids, shared, self._engine.facts.block_size)
+        block_size = self._engine.facts.block_size
+        return shared_tokens(prefix.token_ids, shared, block_size, self._clock.now_s())
 
     async def _drop(self, name: str) -> None:
         await self._engine.unpin(name)

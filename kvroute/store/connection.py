@@ -17,6 +17,9 @@ from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 OLDEST_REDIS = (6, 2)  # oldest version of Redis with all commands that kvroute's scripts use
 SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
 TIMEOUT_S = 5.0  # timeout of one call to Redis, in seconds
+# A clock has jumped if a reading differs by so many seconds from the expected one. A call to Redis
+# cannot take so long.
+JUMP_S = 2 * TIMEOUT_S
 # What users are told about a cluster whose Redis is away.
 WITHOUT_REDIS = "requests are answered meanwhile, with fewer cache hits"
 
@@ -82,6 +85,37 @@ class Outage:
         if self._began_s is not None:
             self._log.warning("Redis is back after %.1f s", time.monotonic() - self._began_s)
             self._began_s = None
+
+
+class SharedClock:
+    """The time that all processes of a cluster share: the clock of Redis.
+
+    Between two readings it goes on with the monotonic clock. Before the first one it is the clock
+    of this machine. If the clock of one machine jumps, the shared time does not: a reading of Redis
+    counts only if it agrees with the earlier readings or with the clock of this machine.
+    """
+
+    def __init__(self) -> None:
+        # Seconds by which the shared time is ahead of the monotonic clock; None: never read.
+        self._ahead_s: float | None = None
+
+    def now_s(self) -> float:
+        """Return the shared Unix time."""
+        return time.time() if self._ahead_s is None else time.monotonic() + self._ahead_s
+
+    def update(self, reading: tuple[int, int] | Exception) -> None:
+        """Take over a reading of Redis.
+
+        Args:
+            reading: Seconds and microseconds, as the command TIME returns; or its error, since some
+                services forbid the command.
+        """
+        if isinstance(reading, Exception):
+            return
+        redis_s = reading[0] + reading[1] / 1e6
+        known = (self.now_s(), time.time())
+        if self._ahead_s is None or any(abs(redis_s - each) < JUMP_S for each in known):
+            self._ahead_s = redis_s - time.monotonic()
 
 
 P = ParamSpec("P")

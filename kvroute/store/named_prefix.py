@@ -4,7 +4,6 @@ This module has its declaration, its format in Redis, and the choice of the repl
 warm, that is, in their caches.
 """
 
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple
@@ -117,12 +116,14 @@ def own_id(tenant: str, name: str) -> str:
     return f"{tenant}{TENANT_SEPARATOR}{name}"
 
 
-def shared_tokens(token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int) -> int:
+def shared_tokens(
+    token_ids: NDArray[np.uint32], shared: Iterable[Prefix], block_size: int, now_s: float
+) -> int:
     """Return the length of the longest shared prefix with which the prompt begins, in tokens.
 
-    Only the full blocks of a prefix are compared and counted.
+    Only the full blocks of a prefix are compared and counted, and only of one that has not expired.
     """
-    longest, now_s = 0, time.time()
+    longest = 0
     for prefix in shared:
         full = prefix.full_tokens(block_size)
         is_longer = longest < full <= len(token_ids) and not prefix.is_expired(now_s)

@@ -14,7 +14,6 @@ Every change is one transaction, which starts again if another process changes t
 meanwhile. Unreadable entries are skipped and counted.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -115,7 +114,7 @@ class Prefixes(RevisedStore[Prefix]):
         prefixes = [
             self._build(name, terms, tokens.get(name)) for _, name, terms in sorted(decoded)
         ]
-        readable, now_s = [prefix for prefix in prefixes if prefix is not None], time.time()
+        readable, now_s = [prefix for prefix in prefixes if prefix is not None], self.clock.now_s()
         if any(prefix.is_expired(now_s) for prefix in readable):
             await self._remove(lambda _, terms: terms is not None and _is_expired(terms, now_s))
         return [prefix for prefix in readable if not prefix.is_expired(now_s)]

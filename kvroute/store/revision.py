@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from redis.exceptions import RedisError
 
-from kvroute.store.connection import ModelStore, Outage, with_timeout
+from kvroute.store.connection import ModelStore, Outage, SharedClock, with_timeout
 
 POLL_S = 0.25  # seconds between two reads of the revision
 RETRY_S = 0.5  # seconds between two attempts to reach Redis during an outage
@@ -30,11 +30,19 @@ class RevisedStore(ModelStore, Generic[T]):
         super().__post_init__()
         self._values = f"{self._prefix}:{self.NAME}"  # the key of the values
         self._revision = f"{self._values}:revision"
+        self.clock = SharedClock()  # updated with each read of the revision
 
     @with_timeout
     async def revision(self) -> int:
         """Return a number that is new after each change; 0: there never was one, or it is lost."""
-        return number(await self._redis.get(self._revision))
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.get(self._revision)
+        pipeline.time()
+        revision, reading = await pipeline.execute(raise_on_error=False)
+        if isinstance(revision, Exception):
+            raise revision
+        self.clock.update(reading)
+        return number(revision)
 
     @abstractmethod
     def all(self) -> Awaitable[Sequence[T]]:

@@ -241,7 +241,7 @@ class BatchRun:
         """
         try:
             while True:
-                if time.time() >= self.record.expires_at:
+                if self._environment.files.clock.now_s() >= self.record.expires_at:
                     return "expired"
                 if await self._state.is_cancelled():
                     return "cancelled"
@@ -288,7 +288,7 @@ class BatchRun:
         Lines have the priority class `batch`. In a late batch, they have the class `default`, or
         the class of the batch's API key if that is less urgent.
         """
-        left_s = self.record.expires_at - time.time()
+        left_s = self.record.expires_at - self._environment.files.clock.now_s()
         is_late = self.needed_s > LATE * left_s
         priority = less_urgent(self.record.priority, "default") if is_late else "batch"
         return {PRIORITY: priority, "content-type": "application/json"}

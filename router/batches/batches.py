@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -83,7 +82,7 @@ class Batches:
             ApiError: the body cannot be used, or the tenant has too many open batches.
             OSError: the store cannot be used.
         """
-        tenant, now = tenant_of(caller), int(time.time())
+        tenant, now = tenant_of(caller), int(self._files.clock.now_s())
         if body.endpoint not in PATHS:
             raise invalid(
                 "endpoint", f"endpoint is {shown(body.endpoint)}; expected {', '.join(PATHS)}"
@@ -182,7 +181,8 @@ class Batches:
         """Delete ended batches without results, if they are too old or too many. Raises OSError."""
         ended = [snapshot for snapshot in await self.listed(None) if snapshot.end]
         kept = {record.batch for record in await self._files.all()}
-        for id_ in _forgotten([snapshot for snapshot in ended if snapshot.id not in kept]):
+        without_results = [snapshot for snapshot in ended if snapshot.id not in kept]
+        for id_ in _forgotten(without_results, self._files.clock.now_s()):
             await BatchState(self._store, id_).delete()
             self._known.pop(id_, None)
 
@@ -305,7 +305,7 @@ def as_object(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
-def _forgotten(ended: Sequence[Snapshot]) -> set[str]:
+def _forgotten(ended: Sequence[Snapshot], now_s: float) -> set[str]:
     """Return the ids of batches that are deleted, given the ended ones without results.
 
     If they are too many, the oldest ones of the tenants that have the most of them are deleted.
@@ -317,7 +317,7 @@ def _forgotten(ended: Sequence[Snapshot]) -> set[str]:
         ranked.append((newer[snapshot.record.tenant], snapshot))
         newer[snapshot.record.tenant] += 1
     ranked.sort(key=lambda item: item[0])
-    limit = time.time() - FORGOTTEN_S
+    limit = now_s - FORGOTTEN_S
     return {
         snapshot.id
         for number, (_, snapshot) in enumerate(ranked)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
 from kvroute.router.batches.batch_state import BatchState, read_record
 from kvroute.router.batches.records import FILE_ID, FileRecord, Segment, new_file_id
+from kvroute.store.connection import SharedClock
 
 log = logging.getLogger("kvroute.batches")
 
@@ -44,9 +44,18 @@ class Files:
         store: where the files are.
         max_file_bytes: limit of one file.
         quota_bytes: limit of all files together.
+        clock: tells when files and batches expire.
     """
 
-    def __init__(self, store: FileStore, *, max_file_bytes: int, quota_bytes: int) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        *,
+        max_file_bytes: int,
+        quota_bytes: int,
+        clock: SharedClock | None = None,
+    ) -> None:
+        self.clock = clock or SharedClock()
         self._store = store
         self._max_file_bytes = max_file_bytes
         self._quota_bytes = quota_bytes
@@ -76,7 +85,7 @@ class Files:
             ApiError: the file is too large, or a quota is exceeded.
             OSError: the store cannot be used.
         """
-        id_, now = new_file_id(), int(time.time())
+        id_, now = new_file_id(), int(self.clock.now_s())
         bounded = await self._bounded(parts, tenant, limits, new_files=1)
         try:
             try:
@@ -130,7 +139,7 @@ class Files:
             OSError: the store cannot be used.
         """
         record = await self.find(id_, tenant, param=param)
-        if is_expired(record):
+        if self._is_expired(record):
             raise _missing(id_, param)
         return await self._sized(record)
 
@@ -151,7 +160,7 @@ class Files:
         records = [
             record
             for record in await self.all()
-            if record.tenant == tenant and not is_expired(record)
+            if record.tenant == tenant and not self._is_expired(record)
         ]
         records.sort(key=lambda record: (record.created_at, record.id))
         return records
@@ -225,7 +234,7 @@ class Files:
     async def delete_expired(self, needed: Collection[str] = ()) -> None:
         """Delete the files that have expired, except those that batches need. Raises OSError."""
         for record in await self.all():
-            if is_expired(record) and record.id not in needed:
+            if self._is_expired(record) and record.id not in needed:
                 try:
                     await self.delete(record)
                 except ApiError:  # its batch still runs
@@ -244,6 +253,9 @@ class Files:
         for name in unrecorded & self._unrecorded:
             await self._store.delete(f"{FOLDER}/{name}")
         self._unrecorded = unrecorded
+
+    def _is_expired(self, record: FileRecord) -> bool:
+        return record.expires_at is not None and record.expires_at <= self.clock.now_s()
 
     async def _read(self, id_: str) -> FileRecord | None:
         record = await read_record(self._store, f"{FOLDER}/{id_}.json", FileRecord)
@@ -359,10 +371,6 @@ async def _nothing() -> AsyncIterator[bytes]:
 
 def _bytes(records: Iterable[FileRecord]) -> int:
     return sum(record.bytes for record in records)
-
-
-def is_expired(record: FileRecord) -> bool:
-    return record.expires_at is not None and record.expires_at <= time.time()
 
 
 def _missing(id_: str, param: str) -> ApiError:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -132,7 +131,7 @@ class BatchRunner:
             return
         if len(self._tasks) >= MAX_RUNS:
             # Take only cancelled and expired batches, which do not wait until other batches end.
-            now_s, most = time.time(), MAX_RUNS + MAX_ENDING
+            now_s, most = self._files.clock.now_s(), MAX_RUNS + MAX_ENDING
             waiting = [
                 found
                 for found in waiting
@@ -160,7 +159,7 @@ class BatchRunner:
 
     async def _unfinished(self) -> list[Snapshot]:
         """Return the batches that have not ended; end those that have expired before any run."""
-        now_s = time.time()
+        now_s = self._files.clock.now_s()
         found = [snapshot for snapshot in await self._batches.listed(None) if not snapshot.end]
         unfinished = list[Snapshot]()
         for snapshot in found:

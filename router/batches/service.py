@@ -74,7 +74,10 @@ class BatchService:
         self._is_default = settings.files_dir is None  # nobody has chosen the place
         self.quota_bytes = quota_bytes
         self.files = Files(
-            store, max_file_bytes=settings.max_file_mb << 20, quota_bytes=quota_bytes
+            store,
+            max_file_bytes=settings.max_file_mb << 20,
+            quota_bytes=quota_bytes,
+            clock=self._places.clock,
         )
         self.batches = Batches(store, self.files)
         self.runner = BatchRunner(

@@ -155,7 +155,9 @@ class Catalogue:
 
     def shared_tokens(self, token_ids: TokenIds) -> int:
         """Return how many leading tokens are full blocks of a prefix that all namespaces share."""
-        return shared_tokens(token_ids, self._shared, self.block_size) if self._shared else 0
+        if not self._shared:
+            return 0
+        return shared_tokens(token_ids, self._shared, self.block_size, self.store.clock.now_s())
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Return whether the prefix was warm on all its replicas at the last poll."""
@@ -275,6 +277,6 @@ class Catalogue:
                 raise redis_away(error, param) from None
 
     def _unexpired(self, id_: str) -> list[Prefix]:
-        now_s = time.time()
+        now_s = self.store.clock.now_s()
         versions = self._versions.get(id_, ())
         return [version for version in versions if not version.is_expired(now_s)]

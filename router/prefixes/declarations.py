@@ -1,7 +1,6 @@
 """Declares, lists and drops the named prefixes of a model."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from heapq import nlargest
@@ -84,7 +83,7 @@ class Declarations:
             source,
             None if declaration.replicas == "all" else declaration.replicas,
             declaration.pinned is not False,
-            declaration.ttl_s and time.time() + declaration.ttl_s,
+            declaration.ttl_s and self._catalogue.store.clock.now_s() + declaration.ttl_s,
             tenant=tenant,
             namespace=caller.salt if caller and is_own else "",
             is_shared=declaration.shared,

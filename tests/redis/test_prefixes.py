@@ -109,6 +109,16 @@ async def test_what_expired_is_gone(prefixes: Prefixes) -> None:
     assert not await prefixes.drop("a")
 
 
+async def test_a_clock_that_jumps_removes_nothing(
+    prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+    await declare(prefixes, "b", expires_at_s=now_s + 60)
+    await prefixes.revision()
+    monkeypatch.setattr(time, "time", lambda: now_s + 86_400)
+    assert await names(prefixes) == ["b@1"]
+
+
 async def test_every_change_is_another_revision(prefixes: Prefixes) -> None:
     revisions = [await prefixes.revision()]
     assert revisions == [0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,7 +57,7 @@ class Cluster:
         async def content() -> AsyncIterator[bytes]:
             yield json.dumps(LINE).encode()
 
-        upload = Upload("in.jsonl", "batch", ttl_s=None)
+        upload = Upload("in.jsonl", "batch", ttl_s=30 * 86_400)
         file = await self.files.add(content(), lambda: upload, "", None)
         body = BatchBody(input_file_id=file.id, endpoint=CHAT, completion_window=window)
         return (await self.batches.create(body, None, None)).id
@@ -108,6 +109,18 @@ async def test_a_batch_that_expires_before_it_has_begun_ends_while_others_wait_f
         await asyncio.sleep(0.01)
     assert await cluster.status(waiting) == "validating"
     running.cancel()
+
+
+async def test_a_router_whose_clock_jumps_ends_no_batch_and_deletes_no_file(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    id_, now_s = await cluster.create(), time.time()
+    cluster.files.clock.update((int(now_s), 0))
+    monkeypatch.setattr(time, "time", lambda: now_s + 90 * 86_400)
+    (found,) = await cluster.runner._unfinished()
+    assert found.id == id_
+    await cluster.files.delete_expired()
+    await cluster.files.get(found.record.input_file_id, "")
 
 
 async def test_a_router_takes_several_batches_at_a_time_if_many_wait(
