@@ -121,7 +121,7 @@ class Run:
             )
             if self._status == 200:
                 return self._answered()
-            is_late = time.time() > body.created_at + environment.ttl_s
+            is_late = self._store.clock.now_s() > body.created_at + environment.ttl_s
             if self._status not in BUSY or is_late:
                 return self._failed(_error(self._refusal))
             await asyncio.sleep(_seconds(self._headers.get("retry-after"), pause_s))

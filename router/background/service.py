@@ -143,7 +143,7 @@ class BackgroundResponses:
                 "have ended, or cancel them",
                 code="overloaded",
             )
-        id_, created_at = f"resp_{uuid.uuid4().hex}", int(time.time())
+        id_, created_at = f"resp_{uuid.uuid4().hex}", int(self._store.clock.now_s())
         body = Body(
             id_,
             tenant,

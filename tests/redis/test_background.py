@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -316,6 +317,23 @@ async def test_a_busy_cluster_is_asked_again(empty_redis: Redis) -> None:
     async with running(one):
         assert (await one.ended(await one.create()))["status"] == "completed"
         assert len(one.requests) == 3
+
+
+async def test_a_clock_that_jumps_fails_none_that_waits(
+    empty_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = time.time()
+
+    async def first_busy(body: dict[str, Any], send: Send) -> None:
+        if len(one.requests) < 2:
+            monkeypatch.setattr(time, "time", lambda: now_s + 86_400)
+            await refused(send, 503, "busy", retry_after="0")
+        else:
+            await whole(body, send)
+
+    one = Router(empty_redis, "one", first_busy)
+    async with running(one):
+        assert (await one.ended(await one.create()))["status"] == "completed"
 
 
 async def test_one_that_is_refused_fails_with_the_reason(empty_redis: Redis) -> None:

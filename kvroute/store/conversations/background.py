@@ -9,14 +9,14 @@ more values, each with some events in its second part.
 
 import re
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from kvroute.contract.priority import Priority
 from kvroute.contract.records import VERSION, Count, Name, Versioned, check_version, encode
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.store.connection import with_timeout
+from kvroute.store.connection import SharedClock, with_timeout
 from kvroute.store.conversations.leased_values import (
     KEY_BYTES,
     LeasedStore,
@@ -91,6 +91,7 @@ class BackgroundStore(LeasedStore):
         super().__post_init__()
         self.max_part_bytes = LARGEST * self.max_bytes
         self._open = f"{self._prefix}:{self.NAME}:open"
+        self.clock = SharedClock()  # updated with each read of the open responses
 
     @with_timeout
     async def create(self, key: bytes, head: Head, body: Body) -> Record | Written:
@@ -184,7 +185,11 @@ class BackgroundStore(LeasedStore):
     @with_timeout
     async def open(self) -> dict[bytes, str]:
         """Return the keys of all responses that have not ended, and the tenant of each."""
-        found: Any = await self._redis.hgetall(self._open)
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.hgetall(self._open)
+        pipeline.time()
+        found, reading = await pipeline.execute()
+        self.clock.update(reading)
         return {
             bytes.fromhex(name.decode()): tenant.decode(errors="replace")
             for name, tenant in found.items()
