@@ -14,6 +14,8 @@ READY := .venv/ready-$(PROFILE)
 DEV := .venv/ready-dev
 LOCKS := $(wildcard $(addprefix requirements/,$(PROFILE).lock build.lock torch-$(PROFILE).txt))
 
+# The tests of the core, which `make test FEATURE=NAME` runs with those of one feature.
+CORE_TESTS := tests/unit tests/redis tests/cluster tests/vllm
 # Two processes, each with one folder or module of tests at a time: see tests/support/order.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
@@ -32,11 +34,11 @@ check: $(DEV) ## Unit tests, formatting, lint and types; takes two minutes
 	@$(MAKE) -j2 --output-sync=target unit lint
 
 unit: $(DEV)
-	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/unit $(ARGS)
+	@$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/unit tests/features $(ARGS)
 
-test: $(DEV) ## Lint, types, and the tests of every main promise; takes ten minutes. ARGS="-k mirror"
+test: $(DEV) ## Lint, types, and the tests of every main promise; takes ten minutes. ARGS="-k mirror", FEATURE=seats
 	@$(MAKE) lint
-	@exec $(PYTEST) $(ARGS)
+	@exec $(PYTEST) $(if $(FEATURE),$(CORE_TESTS) tests/features/$(FEATURE)) $(ARGS)
 
 test-all: $(DEV) ## All tests, in parts; goes on where it stopped; takes hours. PART=clients, AGAIN=1, ARGS=--list
 	@exec $(BIN)/python -W ignore -m tests.parts $(PART) $(if $(AGAIN),--again) $(ARGS)

@@ -6,7 +6,7 @@ from typing import Any
 from kvroute.client import FIND, Url, call
 from kvroute.command.tables import Column, number, plain_console, print_lines, print_table, seconds
 from kvroute.doctor.fleet_checks import ready
-from kvroute.doctor.seat_checks import recent_sessions, seated
+from kvroute.features import FEATURES
 from kvroute.store.connection import WITHOUT_REDIS
 
 Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it
@@ -47,12 +47,9 @@ def _lines(model: str, cluster: Facts) -> Iterator[tuple[str, str]]:
         yield from _recent(recent)
     for queue in _entries(model, cluster, "queues"):
         yield "queue", queued(queue)
-    for seats in _entries(model, cluster, "seats"):
-        limited = seats["is_limited"]
-        yield (
-            "seats",
-            seated(seats) if limited else f"no limit; {recent_sessions(seats)}",
-        )
+    for feature in FEATURES:
+        for state in _entries(model, cluster, feature.name):
+            yield from feature.lines(state)
     for fleet in _entries(model, cluster, "fleets"):
         yield "replicas", ready(fleet)
     replicas = _entries(model, cluster, "replicas")

@@ -101,19 +101,15 @@ class Waiting(Struct, array_like=True):
             raise ValueError("the lists that describe a router's queue have different lengths")
 
 
-class WaitingSessions(Struct, array_like=True, frozen=True):
-    """The requests that wait in a router until their session gets a seat: the right to send."""
-
-    requests: Count = 0
-    oldest_s: Seconds = 0.0  # seconds that the oldest of these requests has waited
-
-
 class LearnedScale(Struct, array_like=True, frozen=True):
     """A router's mean prefill time per request, for routers that have just started."""
 
     prefill_s: Seconds  # mean prefill time of its latest requests
     square_s2: Annotated[float, Meta(ge=0, le=1e18)]  # mean of the squares of these times
     requests: Count  # number of requests in these means
+
+
+NOTHING = msgspec.Raw(msgspec.msgpack.encode([0, 0.0]))  # the feature shares nothing
 
 
 class RouterMessage(Struct, array_like=True):
@@ -125,11 +121,17 @@ class RouterMessage(Struct, array_like=True):
     tenants: list[TenantCounts] = []  # usage of the tenants whose counts have changed
     is_complete: bool = False  # True: tenants that are not listed have no usage at this router
     waiting: Waiting | None = None  # None: the queue has not changed
-    sessions: WaitingSessions = WaitingSessions()
+    seats: msgspec.Raw = NOTHING  # what the feature of this name shares, which only it can read
     scale: LearnedScale | None = None  # only heartbeats have it
     # The router's Ray cluster and application. Routers of other ones have other replicas. Empty:
     # unknown, because the router has an older version.
     origin: Name = ""
+
+    @property
+    def shared(self) -> dict[str, bytes]:
+        """Return what the router's features share, by their names."""
+        data = bytes(self.seats)
+        return {} if data == bytes(NOTHING) else {"seats": data}
 
 
 class _Versioned(Struct, array_like=True):

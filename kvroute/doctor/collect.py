@@ -17,10 +17,10 @@ from kvroute.doctor import (
     fleet_checks,
     load_checks,
     metrics_ports,
-    seat_checks,
     wire_checks,
 )
 from kvroute.doctor.checks import Check
+from kvroute.features import FEATURES
 from kvroute.local.running import URL
 from kvroute.process.clock_offset import Offset, offset
 
@@ -129,7 +129,8 @@ class _Collection:
         yield from load_checks.speeds(replicas.get("slow", {}))
         yield from load_checks.pulls(replicas.get("pulls", {}))
         yield from load_checks.queues(diagnosis.get("queues", ()))
-        yield from seat_checks.seats(diagnosis.get("seats", ()))
+        for feature in FEATURES:
+            yield from feature.checks(diagnosis.get(feature.name, ()))
         yield from batch_checks.batches(diagnosis.get("batches"))
         yield checks.haproxy(diagnosis["serve"])
         yield checks.access(diagnosis["access"])

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
+from kvroute.features import REFUSALS as FEATURE_REFUSALS
 from kvroute.wording import plural
 
 # A warning if a replica has more than this many seconds of prefill queued, or if requests have
@@ -17,7 +18,7 @@ REFUSALS = {  # reason of a refusal -> its description, which follows the number
     "deadline": "had waited too long",
     "full": "found the queue full",
     "no_replica": "found no replica",
-    "no_seat": "waited too long for a seat of their session",
+    **{reason: text.finding for reason, text in FEATURE_REFUSALS.items()},
 }
 BIGGER = "add replicas, or set a larger --max-replicas"
 
@@ -249,8 +250,12 @@ def _refused(queue: Facts) -> Iterator[Check]:
     reasons = ", ".join(f"{n:,} {REFUSALS.get(reason, reason)}" for reason, n in refused.items())
     finding = f"{plural(sum(refused.values()), 'request')} for {queue['model']} refused in "
     finding += f"{_minutes(queue['recent'])}: {reasons}"
-    options = "--max-seat-wait-s" if refused.keys() == {"no_seat"} else "--max-wait-s"
-    yield Check("queue", "warning", finding, f"{BIGGER}; or set a larger {options}")
+    options = {
+        text.option if (text := FEATURE_REFUSALS.get(reason)) else "--max-wait-s"
+        for reason in refused
+    }
+    option = options.pop() if len(options) == 1 else "--max-wait-s"
+    yield Check("queue", "warning", finding, f"{BIGGER}; or set a larger {option}")
 
 
 def _have_waited(queue: Facts) -> Check:

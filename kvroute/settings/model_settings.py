@@ -5,6 +5,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
+from kvroute.features import FEATURES
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.options.common import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE
 from kvroute.settings.options.deployment import DeploymentOptions
@@ -84,5 +85,15 @@ def resolve(
         "adapters": options.adapters,
         "tasks": options.tasks,
         "declared": tuple(task.task_id for task in options.tasks),
+        "features": _features(options),
     }
     return ModelSettings(**chosen | derived)
+
+
+def _features(options: CheckedOptions) -> dict[str, dict[str, Any]]:
+    """Return the options of each feature that has some, by its name."""
+    return {
+        feature.name: {name: getattr(options, name) for name in kind.model_fields}
+        for feature in FEATURES
+        if (kind := feature.router_options())
+    }

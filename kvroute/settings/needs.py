@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
+from kvroute.features import FEATURES
 from kvroute.settings import parsers
 from kvroute.settings.help import SettingsError, flags
 from kvroute.settings.options.model import ModelOptions
@@ -13,7 +16,7 @@ class Need:
     """What some options need."""
 
     options: Collection[str]  # names of these options
-    is_met: Callable[[ModelOptions], bool]
+    is_met: Callable[[Any], bool]  # gets the options of a model (ModelOptions)
     text: str  # the message: which option is missing, and how to set it
 
 
@@ -87,11 +90,6 @@ NEEDS = (
         "files: set --files-dir to a folder",
     ),
     Need(
-        ("max_seat_wait_s",),
-        lambda options: options.max_sessions != "off",
-        "a limit of sessions: set --max-sessions to auto or to a number",
-    ),
-    Need(
         ("metrics_port_range", "metrics_token_file"),
         lambda options: options.metrics,
         "metrics: leave out --no-metrics",
@@ -126,7 +124,7 @@ def refuse_unmet(models: Sequence[ModelOptions], names: Container[str]) -> None:
     """
     lines = [
         f"{_flag(name)} is {str(value)!r}, which needs {need.text}; or leave {_flag(name)} out"
-        for need in NEEDS
+        for need in (*NEEDS, *chain.from_iterable(feature.needs() for feature in FEATURES))
         for name in need.options
         if name in names and not any(need.is_met(model) for model in models)
         for value in _set_values(models, name)

@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 from pydantic_core import PydanticCustomError
 
 BUCKETS = ("s3://", "s3a://", "gs://", "az://")  # beginnings of the URLs of buckets
-MAX_SESSIONS = 1_000_000  # highest number that --max-sessions accepts
 CLUSTER = re.compile(r"[\w.-]{1,100}")  # the form of a cluster's id
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # the form of a browser's Origin header
 
@@ -142,18 +141,6 @@ def size_bytes(value: str, *, of_bytes: int) -> int:
     if not 0 <= number <= (100 if percent else 1e6):
         raise ValueError(value)
     return int(number / 100 * of_bytes) if percent else int(number * 1e9)
-
-
-def session_limit(value: object) -> object:
-    """Parse "auto", "off", or a number of sessions from 1 to MAX_SESSIONS."""
-    if value in ("auto", "off"):
-        return value
-    text = str(value)
-    if text.isdecimal() and 1 <= int(text[:10]) <= MAX_SESSIONS:
-        return int(text)
-    raise PydanticCustomError(
-        "sessions", f"expected auto, off, or a number of sessions from 1 to {MAX_SESSIONS:,}"
-    )
 
 
 def checked_ports(value: str) -> str:

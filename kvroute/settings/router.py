@@ -1,8 +1,14 @@
 """The settings that each router receives at its start, for each model."""
 
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
 from kvroute.settings.common import CommonSettings
 from kvroute.settings.multi_task import Task
 from kvroute.settings.options.router import RouterOptions
+
+T = TypeVar("T", bound=BaseModel)
 
 
 class RouterSettings(CommonSettings, RouterOptions):
@@ -12,7 +18,12 @@ class RouterSettings(CommonSettings, RouterOptions):
     drain_timeout_s: float = 600.0  # seconds that a removed replica has to finish its requests
     tasks: tuple[Task, ...] = ()  # named prefixes to declare at the start
     own_redis: bool = False  # True: kvroute serve has started Redis, and starts it again
+    features: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # name of a feature -> its options
     local_only: bool = False  # True: only this machine can reach the cluster, and there are no keys
+
+    def of(self, feature: str, kind: type[T]) -> T:
+        """Return the options of a feature, as an instance of the feature's own class."""
+        return kind.model_validate(self.features.get(feature, {}))
 
     @property
     def escapes_special_tokens(self) -> bool:

@@ -1,1 +1,1 @@
-"""Admission control: the limits of tenants, the seats of sessions, and the waits of requests."""
+"""Admission control: the limits of tenants, and the waits of requests."""

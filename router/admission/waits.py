@@ -8,21 +8,21 @@ from msgspec.structs import replace
 
 from kvroute.contract.priority import Priority
 
-# Reason of a wait. none: there was no wait. busy: every replica had a backlog. order: other
-# requests came first. room: no replica had room for a further batch request. seat: the request's
-# session had no seat (seats.py).
-Reason = Literal["none", "busy", "order", "room", "seat"]
+# Reason of a wait in the queue. none: there was no wait. busy: every replica had a backlog. order:
+# other requests came first. room: no replica had room for a further batch request. Waits for
+# features have reasons of their own (kvroute/features/line.py).
+QueueReason = Literal["none", "busy", "order", "room"]
 
-# Reason of a refusal. forecast: the request's expected wait exceeds its limit. deadline: it has
-# waited for as long as its limit. full: too many requests wait. no_replica: no replica runs.
-# no_seat: its session has waited too long for a seat, or would have to.
-Refusal = Literal["forecast", "deadline", "full", "no_replica", "no_seat"]
+# Reason of a refusal by the queue. forecast: the request's expected wait exceeds its limit.
+# deadline: it has waited for as long as its limit. full: too many requests wait. no_replica: no
+# replica runs. Features have reasons of their own (Feature.refusals).
+QueueRefusal = Literal["forecast", "deadline", "full", "no_replica"]
 # Why a request is taken back from a replica whose engine has not started it: another replica can
 # start it, or it has waited up to its limit.
 TakenBack = Literal["moved", "deadline"]
 
 
-MIN_S = 0.001  # smallest wait limit in seconds; used if a wait for a seat used up the deadline
+MIN_S = 0.001  # smallest wait limit in seconds; used if an earlier wait used up the deadline
 
 
 class Urgency(Struct, frozen=True):
@@ -33,7 +33,7 @@ class Urgency(Struct, frozen=True):
     delay_s: float = 0.0
     max_wait_s: float = math.inf  # longest wait in the queue, in seconds
     requested_wait_s: float | None = None  # max_wait_s; None if the request has not set it itself
-    # The client's limit in seconds for both waits, for a seat and in the queue; inf: none.
+    # The client's limit in seconds for all waits, for features and in the queue; inf: none.
     deadline_s: float = math.inf
 
     @property
@@ -50,12 +50,12 @@ class Urgency(Struct, frozen=True):
         return replace(self, max_wait_s=math.inf, requested_wait_s=None)
 
     def after_waiting(self, waited_s: float) -> "Urgency":
-        """Return the urgency in the queue for a request that has waited for a seat.
+        """Return the urgency for the rest of the way of a request that has waited for a feature.
 
-        The wait in the queue is limited to what the wait for the seat has left of the deadline.
+        The wait in the queue is limited to what this wait has left of the deadline.
 
         Args:
-            waited_s: seconds that the request has waited for a seat.
+            waited_s: seconds that the request has waited for the feature.
         """
         left_s = self.deadline_s - waited_s
         if left_s >= self.max_wait_s:
@@ -71,16 +71,16 @@ class Wait(Struct, frozen=True):
     """The wait of one request in the router."""
 
     priority: Priority = "default"
-    reason: Reason = "none"
+    reason: str = "none"  # a QueueReason, or the reason of a feature's line
     waited_s: float = 0.0  # seconds from its arrival until it was sent to a replica
     forecast_s: float = 0.0  # wait in seconds that was forecast when the request arrived
-    seat_s: float = 0.0  # the part of waited_s during which it waited for a seat
+    held_s: float = 0.0  # the part of waited_s during which it waited for features
 
-    def after_seat(self, seat_s: float) -> "Wait":
-        """Return this wait together with an earlier wait for a seat."""
-        if not seat_s:
+    def after_line(self, reason: str, held_s: float) -> "Wait":
+        """Return this wait together with an earlier wait for a feature, for this reason."""
+        if not held_s:
             return self
-        return replace(self, reason="seat", waited_s=self.waited_s + seat_s, seat_s=seat_s)
+        return replace(self, reason=reason, waited_s=self.waited_s + held_s, held_s=held_s)
 
 
 NO_WAIT = Wait()

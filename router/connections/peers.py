@@ -20,9 +20,11 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from msgspec import Raw
 from redis.exceptions import RedisError
 
 from kvroute.contract.messages import (
+    NOTHING,
     Dispatch,
     Event,
     FirstToken,
@@ -32,14 +34,13 @@ from kvroute.contract.messages import (
     Restarted,
     RouterMessage,
     SessionEnded,
-    WaitingSessions,
     decode,
     encode,
 )
 from kvroute.contract.records import VERSION
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.placing_feature import NO_FEATURES, PlacingFeatures
 from kvroute.router.admission.limits import Limits
-from kvroute.router.admission.seats import Seats
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
@@ -69,12 +70,12 @@ class PeerPublisher(RequestObserver):
         *,
         limits: Limits | None = None,
         queue: Queue[Any] | None = None,
-        seats: Seats[Any] | None = None,
+        features: PlacingFeatures = NO_FEATURES,
         scale: Callable[[], LearnedScale | None] = lambda: None,
         origin: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Create the publisher, and publish changes of limits, queue and seats from now on.
+        """Create the publisher, and publish changes of limits, queue and features from now on.
 
         Args:
             router: id of this router; random by default.
@@ -89,7 +90,7 @@ class PeerPublisher(RequestObserver):
         self._origin = origin
         self._limits = limits
         self._queue = queue
-        self._seats = seats
+        self._features = features
         self._clock = clock
         self._events: list[Event] = [Restarted()]
         self._has_events = asyncio.Event()
@@ -97,8 +98,8 @@ class PeerPublisher(RequestObserver):
             limits.on_change = self._has_events.set
         if queue is not None:
             queue.on_change = self._has_events.set
-        if seats is not None:
-            seats.on_change = self._has_events.set
+        for feature in features.sharing:
+            feature.on_change = self._has_events.set
 
     def sent(self, attempt: Attempt) -> None:
         self._emit(attempt.dispatch)
@@ -122,7 +123,7 @@ class PeerPublisher(RequestObserver):
         now_s = self._clock()
         tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
         waiting = None if self._queue is None else self._queue.report(now_s)
-        sessions = WaitingSessions() if self._seats is None else self._seats.report(now_s)
+        shared = self._features.share(now_s)
         scale = self._scale() if now_s >= self._scale_sent_s + ALIVE_S else None
         if scale is not None:
             self._scale_sent_s = now_s
@@ -133,7 +134,7 @@ class PeerPublisher(RequestObserver):
             tenants=tenants,
             is_complete=is_complete,
             waiting=waiting,
-            sessions=sessions,
+            seats=Raw(data) if (data := shared.get("seats")) else NOTHING,
             scale=scale,
             origin=self._origin,
         )
@@ -266,8 +267,7 @@ class PeerSubscriber:
         """Count the requests of another router that has the same replicas."""
         if self._queue is not None and message.waiting is not None:
             self._queue.receive(message.router, message.waiting, now_s)
-        if self._fleet.seats is not None:
-            self._fleet.seats.receive(message.router, message.sessions, now_s)
+        self._fleet.features.receive(message.router, message.shared, now_s)
         if message.scale is not None:
             self._fleet.loads.scale.adopt(message.scale)
         attempts = self._attempts.setdefault(message.router, {})
@@ -327,8 +327,7 @@ class PeerSubscriber:
             self._limits.forget(router)
         if self._queue is not None:
             self._queue.forget(router)
-        if self._fleet.seats is not None:
-            self._fleet.seats.forget(router)
+        self._fleet.features.forget(router)
         _end(self._attempts.pop(router, {}))
 
 

@@ -1,9 +1,9 @@
 """Admission: decides when a prompt may be sent to a replica.
 
-A prompt must be within the limits of its tenant, its session must have a seat, and the queue must
-release it. Each prompt has a Ticket. If the prompt had to wait, the caches of the replicas have
-changed in the meantime. So the ticket does not admit it yet: the dispatcher places the prompt
-again, and asks for admission again.
+A prompt must be within the limits of its tenant, the features with a line must let it go, and the
+queue must release it. Each prompt has a Ticket. If the prompt had to wait, the caches of the
+replicas have changed in the meantime. So the ticket does not admit it yet: the dispatcher places
+the prompt again, and asks for admission again.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from kvroute.router.placement.attempts import Placement, RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.holding import MAX_REFUSED_S, RECOVERY_S, Admitted, Holding
 from kvroute.router.queueing.refusals import no_replica
-from kvroute.router.queueing.seating import Seating
+from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.wire.link import RefusedError
 
 POLL_S = 0.1  # seconds between two checks for a running replica, while no replica runs
@@ -38,16 +38,20 @@ class Gate:
     """The parts that decide when prompts for one model may be sent, in one router.
 
     Args:
-        seating: gives seats to sessions; None: sessions need no seats.
+        rooms: where prompts wait for features, in this order.
     """
 
     def __init__(
-        self, fleet: Fleet, liveness: Liveness, holding: Holding, seating: Seating | None = None
+        self,
+        fleet: Fleet,
+        liveness: Liveness,
+        holding: Holding,
+        rooms: Sequence[WaitingRoom] = (),
     ) -> None:
         self.fleet = fleet
         self.liveness = liveness
         self.holding = holding
-        self.seating = seating
+        self.rooms = rooms
 
     async def running(
         self, excluded_ids: Collection[str], urgency: Urgency = DEFAULT_URGENCY
@@ -70,7 +74,7 @@ class Gate:
 
 
 class Ticket:
-    """One prompt's progress through the limits, the seats and the queue.
+    """One prompt's progress through the limits, the features' lines and the queue.
 
     Attributes:
         context: the request's context. The ticket sets `wait`, `urgency` and `retention`.
@@ -79,8 +83,9 @@ class Ticket:
     def __init__(self, gate: Gate, context: RequestContext) -> None:
         self.context = context
         self._gate = gate
-        self._seating = None if context.is_resumed else gate.seating
-        self._seat_s = 0.0  # seconds that the prompt has waited for a seat
+        self._rooms = [] if context.is_resumed else [*gate.rooms]  # which the prompt has to leave
+        self._held_s = 0.0  # seconds that the prompt has waited in them
+        self._held_for = ""  # the reason of the latest of these waits
         self._refused_s = (
             math.inf
         )  # time at which all replicas refused the prompt for the first time
@@ -132,7 +137,7 @@ class Ticket:
         if retention is None:
             retention = self._gate.fleet.retention(placement, self.context.hints)
         self.context = replace(self.context, retention=retention)
-        return await self._get_seat(placement) and await self._leave_queue(placement)
+        return await self._leave_rooms(placement) and await self._leave_queue(placement)
 
     def with_admission(self, request: GenerateRequest, now_s: float) -> GenerateRequest:
         """Return the request with the values that follow from its admission.
@@ -146,7 +151,7 @@ class Ticket:
         return replace(
             request,
             order_s=self._admitted.order_s - now_s,
-            waited_s=max(self._admitted.missed_s, min(self._seat_s, MAX_REFUSED_S)),
+            waited_s=max(self._admitted.missed_s, min(self._held_s, MAX_REFUSED_S)),
             keep=self._retention_hint(),
             is_batch=self._admitted.is_in_lane,
         )
@@ -156,11 +161,11 @@ class Ticket:
         """Return the time at which the prompt has waited up to its limit for a replica."""
         if self.context.is_resumed:
             return math.inf
-        return self.context.ready_s + self._seat_s + self.context.urgency.max_wait_s
+        return self.context.ready_s + self._held_s + self.context.urgency.max_wait_s
 
     def overdue(self, now_s: float) -> ApiError:
         """Return the error for a prompt that no engine has started within its wait limit."""
-        waited_s = now_s - self.context.ready_s - self._seat_s
+        waited_s = now_s - self.context.ready_s - self._held_s
         return self._gate.holding.overdue(self.context.urgency, waited_s)
 
     def pause_s(self, error: RefusedError, now_s: float) -> float:
@@ -188,17 +193,16 @@ class Ticket:
             return retention and retention.keep
         return batch_hint(retention.keep, is_named=retention.turn.is_named)
 
-    async def _get_seat(self, placement: Placement) -> bool:
-        """Wait for a seat if the session needs one; return False if the prompt had to wait."""
-        if self._seating is None:
-            return True
-        seating, self._seating = self._seating, None
-        self._seat_s = await seating.seat(placement, self.context)
-        if not self._seat_s:
-            return True
-        urgency = self.context.urgency.after_waiting(self._seat_s)
-        self.context = replace(self.context, urgency=urgency)
-        return False
+    async def _leave_rooms(self, placement: Placement) -> bool:
+        """Wait until all features let the prompt go; return False if the prompt had to wait."""
+        while self._rooms:
+            room = self._rooms.pop(0)
+            if waited_s := await room.leave(placement, self.context):
+                self._held_s, self._held_for = self._held_s + waited_s, room.line.reason
+                urgency = self.context.urgency.after_waiting(waited_s)
+                self.context = replace(self.context, urgency=urgency)
+                return False
+        return True
 
     async def _leave_queue(self, placement: Placement) -> bool:
         """Wait in the queue if replicas are busy; return False if the prompt had to wait."""
@@ -208,7 +212,7 @@ class Ticket:
         wait = self._admitted.wait
         self.context = replace(
             self.context,
-            wait=wait.after_seat(self._seat_s),
+            wait=wait.after_line(self._held_for, self._held_s),
             is_in_lane=self._admitted.is_in_lane,
         )
         # The queue has chosen the replica of a batch request, perhaps not the first of `placement`.

@@ -117,7 +117,7 @@ class Generation:
             "cached_tokens": self.cached_tokens,
             "queued_s": round(self.wait.waited_s, 3),
             "queued_for": self.wait.reason,
-            "seat_s": round(self.wait.seat_s, 3),
+            "seat_s": round(self.wait.held_s, 3),
         }
 
     async def next(self) -> Chunk | None:

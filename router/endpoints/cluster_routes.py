@@ -17,7 +17,7 @@ from kvroute.router.accounting.days import days_between
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model
-from kvroute.router.serving.status import STATUS_S, ModelHealth, Status
+from kvroute.router.serving.status import STATUS_S, ModelHealth, Status, feature_states
 from kvroute.store.accounts import KEPT_DAYS
 
 routes = APIRouter()
@@ -81,7 +81,7 @@ async def version() -> Response:
 
 @routes.get("/v1/cluster")
 async def cluster(models: Served) -> Response:
-    """Return the replicas in the index, and this router's recent requests, queues and seats.
+    """Return the replicas in the index, and this router's recent requests, queues and features.
 
     If Redis does not answer in time, the response has the replicas that were read last. The queues
     of other routers come from their latest reports.
@@ -105,7 +105,7 @@ async def cluster(models: Served) -> Response:
             "servers": label_by_model(models.all, servers),
             "recent": [model.status.recent() for model in models.all],
             "queues": [model.status.queue() for model in models.all],
-            "seats": [*chain.from_iterable(model.status.seats() for model in models.all)],
+            **feature_states(model.status for model in models.all),
         }
     )
 

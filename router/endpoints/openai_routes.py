@@ -48,7 +48,7 @@ from kvroute.router.endpoints.limited import (
     leaving,
     limits_of,
 )
-from kvroute.router.endpoints.seat_notices import SeatNotices
+from kvroute.router.endpoints.wait_notices import WaitNotices
 from kvroute.router.forms.recordings import Recording, Recordings
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.middleware.request_id import request_id
@@ -75,7 +75,7 @@ class Answers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self  # tracing names the request's span after the path of this object
-        request, notices = Request(scope, receive), SeatNotices(send)
+        request, notices = Request(scope, receive), WaitNotices(send)
         entry = entered(request)
         try:
             # The stack keeps the request's LoRA adapters and its recording until it has ended.
@@ -173,7 +173,7 @@ def _prefix_name(request: Request) -> str:
 
 
 async def _respond(
-    path: str, request: Request, entry: Entry | None, notices: SeatNotices
+    path: str, request: Request, entry: Entry | None, notices: WaitNotices
 ) -> Response:
     """Read the body, and return the response to it."""
     models: Models = request.app.state.models
@@ -235,7 +235,7 @@ async def _answer(
     *,
     id_: str,
     is_first: bool = True,
-    notices: SeatNotices | None = None,
+    notices: WaitNotices | None = None,
     recording: Recording | None = None,
 ) -> Response:
     """Return the response to one call.
@@ -244,8 +244,8 @@ async def _answer(
         entry: counts the request in its tenant's limits; None: no limits.
         id_: the request's id.
         is_first: whether it is the first call of its body. Later calls have no wait limit.
-        notices: sends notices to the client while the request waits for a seat. If it is None, no
-            notices are sent.
+        notices: sends notices to the client while the request waits for a feature. If it is
+            None, no notices are sent.
         recording: the body, if the route is one of AUDIO_ROUTES.
     """
     models: Models = request.app.state.models

@@ -19,12 +19,10 @@ from kvroute.contract.unreadable import Unreadable
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.accounting.accounts import MAX_NAMES, name_of
-from kvroute.router.admission.seats import Seats
 from kvroute.router.api.errors import ApiError
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.index.feed import Feed
-from kvroute.router.observability import seat_metrics
 from kvroute.router.observability.audit import Audit
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.pull_metrics import PullMetrics
@@ -250,9 +248,7 @@ class RouterMetrics(RequestObservers):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = RequestCounts(registry)
-        super().__init__(
-            Waits(registry), counts, QueueMetrics(registry), seat_metrics.SeatMetrics(registry)
-        )
+        super().__init__(Waits(registry), counts, QueueMetrics(registry))
         self.refused = counts.refused
         self.refused_by_engine = counts.refused_by_engine
         self.over_limit = OverLimit(registry).count
@@ -312,10 +308,6 @@ class RouterMetrics(RequestObservers):
     def export_queue(self, queue: Queue[Any]) -> None:
         """Export the current state of the queue."""
         export(queue, self._readings, time.monotonic)
-
-    def export_seats(self, seats: Seats[Any]) -> None:
-        """Export how many sessions hold a seat or wait for one."""
-        seat_metrics.export(seats, self._readings, time.monotonic)
 
     @property
     def readings(self) -> Readings:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvroute.contract.priority import Priority
 from kvroute.features.own_methods import own_methods
-from kvroute.router.admission.waits import Refusal, TakenBack, Wait
+from kvroute.router.admission.waits import TakenBack, Wait
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 
 
@@ -15,7 +15,6 @@ class RequestObservers(RequestObserver):
         self._observers = [*_flat(observers)]
         self._placed = own_methods(self._observers, RequestObserver.placed)
         self._waited = own_methods(self._observers, RequestObserver.waited)
-        self._seated = own_methods(self._observers, RequestObserver.seated)
         self._rejected = own_methods(self._observers, RequestObserver.rejected)
         self._taken_back = own_methods(self._observers, RequestObserver.taken_back)
         self._sent = own_methods(self._observers, RequestObserver.sent)
@@ -31,11 +30,7 @@ class RequestObservers(RequestObserver):
         for observe in self._waited:
             observe(wait)
 
-    def seated(self, waited_s: float) -> None:
-        for observe in self._seated:
-            observe(waited_s)
-
-    def rejected(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: str) -> None:
         for observe in self._rejected:
             observe(priority, refusal)
 

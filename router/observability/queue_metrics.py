@@ -11,8 +11,9 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvroute.contract.priority import PRIORITIES, Priority
+from kvroute.features import REFUSALS
 from kvroute.process.exposition import Readings
-from kvroute.router.admission.waits import Refusal, TakenBack, Wait
+from kvroute.router.admission.waits import QueueRefusal, TakenBack, Wait
 from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.queueing.queue import Queue, QueueState
 
@@ -39,8 +40,9 @@ class QueueMetrics(RequestObserver):
             "kvroute_queue_refused_requests",
             "Requests that the queue rejected, by reason: forecast (the predicted wait was above "
             "their limit), deadline (they waited up to their limit), full (too many requests "
-            "waited), no_replica (no replica was ready), no_seat (the wait of their session for a "
-            "seat was above the limit, or predicted to be).",
+            "waited), no_replica (no replica was ready)"
+            + "".join(f", {reason} ({text.metric})" for reason, text in REFUSALS.items())
+            + ".",
             ("priority", "reason"),
             registry=registry,
         )
@@ -61,9 +63,9 @@ class QueueMetrics(RequestObserver):
         # All series start at 0, so that Prometheus's rate() includes the first event.
         self._waits = {priority: waits.labels(priority) for priority in PRIORITIES}
         self._refusals = {
-            labels: refusals.labels(*labels) for labels in product(PRIORITIES, get_args(Refusal))
+            labels: refusals.labels(*labels)
+            for labels in product(PRIORITIES, [*get_args(QueueRefusal), *REFUSALS])
         }
-
         self._taken_back = {why: taken_back.labels(why) for why in get_args(TakenBack)}
 
     def taken_back(self, why: TakenBack) -> None:
@@ -74,7 +76,7 @@ class QueueMetrics(RequestObserver):
         if MIN_WAIT_S < max(wait.forecast_s, wait.waited_s) < math.inf:
             self._ratio.observe(wait.waited_s / max(wait.forecast_s, MIN_WAIT_S))
 
-    def rejected(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: str) -> None:
         self._refusals[priority, refusal].inc()
 
 

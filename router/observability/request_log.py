@@ -66,7 +66,7 @@ class Line(msgspec.Struct):
     host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens reloaded from host memory
     evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # reason for the ledger's evicted tokens
     queued_s: float | msgspec.UnsetType = msgspec.UNSET  # wait before it was sent, if any
-    seat_s: float | msgspec.UnsetType = msgspec.UNSET  # part of queued_s spent waiting for a seat
+    seat_s: float | msgspec.UnsetType = msgspec.UNSET  # part of queued_s spent in features' lines
     priority: str | msgspec.UnsetType = msgspec.UNSET  # priority, if it is not `default`
     session: int | msgspec.UnsetType = msgspec.UNSET  # hash of the client's session id
     session_end: bool | msgspec.UnsetType = msgspec.UNSET  # True for a session's last request
@@ -142,7 +142,7 @@ class RequestLog(RequestObserver):
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),
             evicted_why=attempt.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
-            seat_s=attempt.context.wait.seat_s or msgspec.UNSET,
+            seat_s=attempt.context.wait.held_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),
             session=attempt.context.hints.session & ID_BITS or msgspec.UNSET,
             session_end=attempt.context.hints.is_end or msgspec.UNSET,

@@ -1,7 +1,7 @@
 """A router's telemetry for one model: request observers, and the tasks that publish their data."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 from urllib.parse import quote
 
@@ -9,11 +9,11 @@ import ray
 from prometheus_client import CollectorRegistry
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.router_feature import RouterFeature
 from kvroute.process.exposition import Process, Readings
 from kvroute.process.metrics_port import expose
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.admission.seats import Seats
 from kvroute.router.connections.links import Links
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.hand_over import HandOver
@@ -104,7 +104,7 @@ class Telemetry:
         blamed: PoisonList,
         responses: Responses | None,
         queue: Queue[Any],
-        seats: Seats[Any] | None,
+        features: Iterable[RouterFeature],
     ) -> None:
         """Serve the metrics and write their address to the index, unless metrics are off."""
         if self._metrics is None:
@@ -117,8 +117,8 @@ class Telemetry:
         pull_metrics.export(hand_over, self._metrics.readings)
         self._metrics.export_blamed(blamed)
         self._metrics.export_queue(queue)
-        if seats is not None:
-            self._metrics.export_seats(seats)
+        for feature in features:
+            feature.metrics(self._registry, self._metrics.readings)
         if responses is not None:
             self._metrics.export_responses(responses)
         if self._log:

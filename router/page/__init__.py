@@ -1,1 +1,1 @@
-"""The router's state for the live page and the doctor: decisions, samples, queue and seats."""
+"""The router's state for the live page and the doctor: decisions, samples, the queue."""

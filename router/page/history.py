@@ -21,8 +21,7 @@ class Load(Struct, frozen=True):
     running: int = 0  # requests that run in engines
     waiting: int = 0  # requests that wait in engines
     queued: int | None = None  # requests that wait in all routers; None in a replica's samples
-    seats: int | None = None  # sessions with a seat; None: sessions need no seats
-    seat_waiting: int | None = None  # requests that wait for a seat in all routers
+    features: Mapping[str, float | None] = {}  # values of features; empty in a replica's samples
 
 
 class Sample(Struct, frozen=True):
@@ -89,6 +88,8 @@ class History:
         columns: dict[str, list[Any]] = {"at_s": [round(at_s, 1) for at_s in self._times_s]}
         for name in Sample.__struct_fields__[:-1]:
             columns[name] = [row and getattr(row, name) for row in rows]
-        for name in Load.__struct_fields__:
+        for name in Load.__struct_fields__[:-1]:
             columns[name] = [row and getattr(row.load, name) for row in rows]
+        for name in {name: None for row in rows if row for name in row.load.features}:
+            columns[name] = [row and row.load.features.get(name) for row in rows]
         return columns

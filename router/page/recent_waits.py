@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvroute.contract.priority import Priority
-from kvroute.router.admission.waits import Refusal, Wait
+from kvroute.router.admission.waits import Wait
 from kvroute.router.page.rolling_window import WINDOW_S, RollingWindow
 from kvroute.router.placement.attempts import RequestObserver
 
@@ -41,7 +41,7 @@ class RecentWaits(RequestObserver):
         sums.waited_s += wait.waited_s
         sums.longest_s = max(sums.longest_s, wait.waited_s)
 
-    def rejected(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: str) -> None:
         if priority == "batch":
             return
         self._window.current().refused[refusal] += 1

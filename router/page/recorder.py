@@ -2,11 +2,13 @@
 
 import asyncio
 import time
+from collections import ChainMap
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from kvroute.router.admission.seats import Seats
+from kvroute.features.router_feature import RouterFeature
 from kvroute.router.page import waiting
 from kvroute.router.page.history import PERIOD_S, REPLICAS, History, Load, sample
 from kvroute.router.page.traffic import Counts, Traffic, added
@@ -18,13 +20,18 @@ class Recorder:
     """Samples this router's traffic, and the load of all replicas and routers."""
 
     def __init__(
-        self, traffic: Traffic, *, fleet: Fleet, queue: Queue[Any], seats: Seats[Any] | None
+        self,
+        traffic: Traffic,
+        *,
+        fleet: Fleet,
+        queue: Queue[Any],
+        features: Sequence[RouterFeature] = (),
     ) -> None:
         self.history = History()
         self._traffic = traffic
         self._fleet = fleet
         self._queue = queue
-        self._seats = seats
+        self._features = features
         self._encoded: dict[str | None, bytes] = {}  # by replica; None: of the fleet
 
     async def run(self) -> None:
@@ -77,11 +84,9 @@ class Recorder:
     def _total(self, loads: dict[str, Load]) -> Load:
         """Return the load of the fleet, with the requests that wait in all routers."""
         now_s = time.monotonic()
-        seats = self._seats.state(now_s) if self._seats else None
         return Load(
             running=sum(load.running for load in loads.values()),
             waiting=sum(load.waiting for load in loads.values()),
             queued=waiting.as_json(self._queue, now_s)["all_routers"]["requests"],
-            seats=seats.seats if seats and seats.is_limited else None,
-            seat_waiting=seats.all_waiting if seats else None,
+            features=dict(ChainMap(*(dict(feature.sample()) for feature in self._features))),
         )

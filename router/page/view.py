@@ -2,7 +2,7 @@
 
 router          this router, its model, and how recent its knowledge of the index is
 queue           requests that wait in this router and in all routers, recent waits and rejections
-seats           how many sessions hold a seat or wait for one; null if seats are off
+FEATURE         the state of a feature, by its name; missing if the feature is off
 ledger          prompt tokens by cause, for the requests in recent.Window, and the places where
                 chats' prompts changed
 named           the named prefixes that saved most tokens, and how many others there are
@@ -57,7 +57,7 @@ class View:
         states: Callable[[], Awaitable[ReplicaStates]],
         named: Callable[[int], Awaitable[dict[str, Any]]],
         queue: Callable[[], dict[str, Any]],
-        seats: Callable[[], list[dict[str, Any]]],
+        features: Callable[[], Mapping[str, dict[str, Any]]],
         peers: PeerSubscriber,
     ) -> None:
         self._recent = recent
@@ -69,7 +69,7 @@ class View:
         self._read_states = states
         self._read_named = named
         self._queue = queue
-        self._seats = seats
+        self._features = features
         self._peers = peers
         self._blocks: dict[str, int] = {}  # last counted number of blocks by replica id
         self._counted = 0  # index of the replica at which the next count starts
@@ -85,7 +85,7 @@ class View:
         state = {
             "router": encode(self._router() | {"wanted": states.wanted}),
             "queue": encode(self._queue()),
-            "seats": encode(next(iter(self._seats()), None)),
+            **{name: encode(state) for name, state in self._features().items()},
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
             "named": await self._named_prefixes(),
         }

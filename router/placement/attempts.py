@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -14,11 +14,9 @@ from kvroute.contract.messages import Dispatch
 from kvroute.contract.priority import Priority
 from kvroute.contract.pull import PullResult
 from kvroute.router.admission.limits import Entry
-from kvroute.router.admission.seats import Seats
 from kvroute.router.admission.waits import (
     DEFAULT_URGENCY,
     NO_WAIT,
-    Refusal,
     TakenBack,
     Urgency,
     Wait,
@@ -141,9 +139,8 @@ class RequestContext(Struct, frozen=True):
     hints: SessionHints = NO_HINTS  # what the client has declared about the session
     # How long a replica should keep this prompt's blocks; None: the prompt was not placed yet.
     retention: Retention | None = None
-    # Called repeatedly, to inform the client, while the request waits until its session has a seat:
-    # the permission to send requests (admission/seats.py).
-    still_waiting: Callable[[], Awaitable[None]] | None = None
+    # Called repeatedly, with a text for the client, while the request waits for a feature.
+    still_waiting: Callable[[str], Awaitable[None]] | None = None
     # A body that each replica gets in parts before the request; None: the request has its body. The
     # tokens of the prompt are then unknown, and their number is an estimate.
     body: Body | None = None
@@ -167,10 +164,7 @@ class RequestObserver:
     def waited(self, wait: Wait) -> None:
         """Observe that a request has left the router's queue and will be sent to a replica."""
 
-    def seated(self, waited_s: float) -> None:
-        """Observe that a request waited `waited_s` seconds until its session had a seat."""
-
-    def rejected(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: str) -> None:
         """Observe that the router refuses a request: its wait is, or will be, too long."""
 
     def taken_back(self, why: TakenBack) -> None:
@@ -209,8 +203,7 @@ class Attempt:
     # cache group.
     boundaries: Boundaries | None = None
     trace: TraceContext | None = None  # the attempt's span, if an observer records spans
-    # The sessions that may send requests; None: no limit, or the request belongs to no session.
-    seats: Seats[Any] | None = None
+    on_end: Sequence[Callable[["Attempt"], None]] = ()  # the features' methods to call at the end
     pulls: Pulls | None = None  # counts this attempt's pull from a peer; None: it pulls nothing
     pulled: PullResult | None = None  # the result of the pull; None: it is not known yet
     is_complete: bool = False
@@ -282,7 +275,8 @@ class Attempt:
             self.mirror.unexpect(self.replica_id, self.dispatch.expected.blocks)
         if self.placement and self.first_token_s is not None and self.capacity_blocks:
             self._infer(self.placement.chain)
-        self._finish_turn()
+        for over in self.on_end:
+            over(self)
         self._learn_answer()
         self.observer.ended(self)
 
@@ -321,14 +315,10 @@ class Attempt:
         """
         return self.outcome in ("ok", "cancelled")
 
-    def _finish_turn(self) -> None:
-        """Report the end of a session's request to the limit of active sessions."""
-        turn = self.dispatch.turn
-        end_s = self.last_chunk_s or self.first_token_s or self.sent_s
-        if self.seats is not None and turn:
-            self.seats.ended(turn.session, end_s)
-            if turn.is_last and self.is_over:
-                self.seats.session_ended(turn.session)
+    @property
+    def end_s(self) -> float:
+        """Return the time of the latest event so far."""
+        return self.last_chunk_s or self.first_token_s or self.sent_s
 
     def _infer(self, chain: Sequence[Fingerprint]) -> None:
         """Mark the prompt's blocks in the mirror as probably cached by the replica.

@@ -2,17 +2,15 @@
 
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
 from kvroute.blocks.fingerprint import Feature, Fingerprint
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.keep import NO_BLOCK, SessionTurn
 from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.admission.seats import Seats
+from kvroute.features.placing_feature import NO_FEATURES, PlacingFeatures
 from kvroute.router.index.handshake import NO_REASONS, Handshake
 from kvroute.router.placement.attempts import (
     NO_OBSERVER,
@@ -39,7 +37,7 @@ class Fleet:
     Args:
         ranking: the routing policy.
         running: see ReplicaRegistry.
-        seats: limits how many sessions may send requests (admission/seats.py); None: no limit.
+        features: the features that have a part in placements.
         step_s: see Loads.
     """
 
@@ -54,7 +52,7 @@ class Fleet:
         observer: RequestObserver = NO_OBSERVER,
         ranking: Ranking = rank,
         running: Callable[[], Collection[str]] | None = None,
-        seats: Seats[Any] | None = None,
+        features: PlacingFeatures = NO_FEATURES,
         step_s: float = UNKNOWN_STEP_S,
     ) -> None:
         self.replicas = ReplicaRegistry(handshake or Handshake(), running)
@@ -64,11 +62,9 @@ class Fleet:
         self.pulls = Pulls(self.replicas, self.loads, self.mirror)
         self.pulls.is_on = ranking is rank
         self.observer = observer
-        self.seats = seats
+        self.features = features
         self.returns = Returns(random.Random(rng.getrandbits(64)))  # which sessions will continue
         self.pressure = Pressure()
-        # Tokens that all caches can hold together. Only `seats` needs it: without seats, it is 0.
-        self.cache_tokens = 0
         self._branches = Branches()  # where prompts diverged, and the replicas that got them
         self._block_size = block_size
         self._rank = ranking
@@ -86,8 +82,8 @@ class Fleet:
         self.caches.update()
         self.loads.update()
         self.pulls.update()
-        if self.seats is not None:
-            self.cache_tokens = sum(map(self.caches.capacity_tokens, self.replicas.own_records))
+        for updated in self.features.updated:
+            updated(self)
 
     # Placement.
 
@@ -387,8 +383,7 @@ class Fleet:
         self.mirror.expect(replica_id, dispatch.expected.blocks)
         if dispatch.turn:
             self.returns.begin(dispatch.turn)
-            self._take_seat(dispatch.turn, dispatch, now_s)
-        return Attempt(
+        attempt = Attempt(
             mirror=self.mirror,
             load=load,
             dispatch=dispatch,
@@ -396,20 +391,14 @@ class Fleet:
             sent_s=now_s,
             context=RequestContext(now_s),
             scale=self.loads.scale,
-            seats=self.seats if dispatch.turn else None,
+            on_end=self.features.over,
         )
+        for begun in self.features.begun:
+            begun(attempt)
+        return attempt
 
     def end_session(self, session: int) -> None:
         """Record that a client has declared the end of a session."""
         self.returns.end(session)
-        if self.seats is not None:
-            self.seats.session_ended(session)
-
-    def _take_seat(self, turn: SessionTurn, dispatch: Dispatch, now_s: float) -> None:
-        """Report the request of a session to the limit of active sessions."""
-        if self.seats is not None:
-            block = dispatch.known_block or NO_BLOCK
-            cached = block, dispatch.prompt_tokens - dispatch.new_tokens
-            self.seats.sent(
-                turn, dispatch.prompt_tokens, tenant=turn.tenant, cached=cached, now_s=now_s
-            )
+        for session_ended in self.features.session_ended:
+            session_ended(session)

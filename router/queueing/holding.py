@@ -13,7 +13,7 @@ from functools import partial
 from msgspec import Struct
 
 from kvroute.contract.priority import BATCH_S, Priority
-from kvroute.router.admission.waits import NO_WAIT, Reason, Refusal, Urgency, Wait
+from kvroute.router.admission.waits import NO_WAIT, QueueReason, QueueRefusal, Urgency, Wait
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.attempts import (
     Placement,
@@ -41,7 +41,7 @@ FRESH_S = 0.01  # seconds for which a forecast for an empty prompt is reused
 # multiplied by this before the correction learns from it.
 OVERDUE = 2.0
 
-Answer = asyncio.Future[Refusal | None]  # why the request is refused; None: it may be sent
+Answer = asyncio.Future[QueueRefusal | None]  # why the request is refused; None: it may be sent
 
 
 class Admitted(Struct, frozen=True):
@@ -163,7 +163,7 @@ class Holding:
         self._queue.remove(queued)
         return False
 
-    def _reason(self, queued: QueuedRequest[Answer], least_s: float) -> Reason:
+    def _reason(self, queued: QueuedRequest[Answer], least_s: float) -> QueueReason:
         """Return why a request has waited.
 
         Args:
@@ -219,7 +219,7 @@ class Holding:
         """
         return self._refusal(urgency, "deadline", waited_s, waited_s)
 
-    async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> Refusal | None:
+    async def _wait(self, queued: QueuedRequest[Answer], within_s: float) -> QueueRefusal | None:
         """Wait until the request has left the queue; return why it is refused, or None."""
         answer = queued.request
         timer = None
@@ -239,7 +239,7 @@ class Holding:
     def _overdue(self, queued: QueuedRequest[Answer]) -> None:
         self._refuse(queued, "deadline" if self._trusted() else "no_replica")
 
-    def _refuse(self, queued: QueuedRequest[Answer], refusal: Refusal) -> None:
+    def _refuse(self, queued: QueuedRequest[Answer], refusal: QueueRefusal) -> None:
         if not queued.request.done() and self._queue.remove(queued):
             queued.request.set_result(refusal)
 
@@ -332,7 +332,7 @@ class Holding:
             raise self._refusal(urgency, "forecast", upper_s)
 
     def _refusal(
-        self, urgency: Urgency, refusal: Refusal, wait_s: float, then_s: float = 0.0
+        self, urgency: Urgency, refusal: QueueRefusal, wait_s: float, then_s: float = 0.0
     ) -> ApiError:
         """Count a refusal and return its error.
 

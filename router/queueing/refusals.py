@@ -27,45 +27,17 @@ def too_long(urgency: Urgency, problem: str, forecast_s: float) -> ApiError:
         problem: continues the message after "this request", such as "has waited 3 s".
         forecast_s: the predicted wait of a request that arrives now.
     """
-    retry_s = _retry_s(forecast_s - urgency.max_wait_s)
+    again_s = retry_s(forecast_s - urgency.max_wait_s)
     limit = "--max-wait-s" if urgency.requested_wait_s is None else "its deadline"
     return ApiError(
         429,
         f"this request {problem} until a replica starts it, and {limit} is "
-        f"{urgency.max_wait_s:g} s; try again in {retry_s} s, or add replicas",
+        f"{urgency.max_wait_s:g} s; try again in {again_s} s, or add replicas",
         code="wait_too_long",
-        headers={"retry-after": str(retry_s)},
+        headers={"retry-after": str(again_s)},
     )
 
 
-def no_seat(
-    problem: str, wait_s: float | None, then_s: float, option_s: float, deadline_s: float
-) -> ApiError:
-    """Return a 429 for a session that does not get a seat in time.
-
-    A seat is the permission of a session to send requests.
-
-    Args:
-        problem: continues the message after "this request", such as "would wait".
-        wait_s: the predicted wait, or the wait so far; None: unknown.
-        then_s: the predicted wait of a request that arrives now.
-        option_s: the longest wait that --max-seat-wait-s allows.
-        deadline_s: the longest wait that the request allows.
-    """
-    max_wait_s = min(option_s, deadline_s)
-    retry_s = _retry_s(then_s - max_wait_s if max_wait_s < math.inf else 0.0)
-    name = "its deadline" if deadline_s < option_s else "--max-seat-wait-s"
-    duration = "" if wait_s is None else f" {wait_s:.3g} s"
-    limit = "" if max_wait_s == math.inf else f", and {name} is {max_wait_s:g} s"
-    return ApiError(
-        429,
-        f"this request {problem}{duration} for a seat of its session{limit}: more sessions are "
-        f"active than --max-sessions allows at once; try again in {retry_s} s, or add replicas",
-        code="no_seat",
-        headers={"retry-after": str(retry_s)},
-    )
-
-
-def _retry_s(late_s: float) -> int:
+def retry_s(late_s: float) -> int:
     """Return the value of `retry-after` for a wait that is too long by `late_s`."""
     return max(1, math.ceil(min(MAX_RETRY_S, late_s)))

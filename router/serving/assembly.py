@@ -7,11 +7,12 @@ from functools import partial
 from ray.serve.handle import DeploymentHandle
 
 from kvroute.contract.identity import identify
+from kvroute.features import FEATURES
+from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.admission.limits import Limits
-from kvroute.router.admission.seats import Seats
 from kvroute.router.connections import replicas as serve_replicas
 from kvroute.router.connections.deployed import DeployedReplicas, read_deployed
 from kvroute.router.connections.links import Links
@@ -38,12 +39,10 @@ from kvroute.router.placement.baselines import RANKINGS
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.holding import Answer, Holding
 from kvroute.router.queueing.queue import Queue
-from kvroute.router.queueing.seating import Answer as Seat
-from kvroute.router.queueing.seating import Seating
+from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.serving.router_base import RouterBase
-from kvroute.settings.router import RouterSettings
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.adapters import Adapters
 from kvroute.store.attached_servers import AttachedServers
@@ -83,6 +82,11 @@ class Parts:
         self.settings, self.tokenizer = settings, base.tokenizer
         self.unreadable, self.index = base.unreadable, base.index
 
+        # The features that are on.
+        sides = (feature.router(base) for feature in FEATURES)
+        self.features = [side for side in sides if side is not None]
+        placing = PlacingFeatures(self.features, partial(self.unreadable.add, "message"))
+
         # The stores in Redis.
         self.attached = AttachedServers(redis, model, cluster=cluster)
         self.neighbours = Neighbours(Clusters(redis, self.unreadable), base.own)
@@ -100,14 +104,13 @@ class Parts:
 
         # The queue, and the messages between routers.
         self.queue = Queue[Answer](lambda: self.fleet.loads.scale.busy_s)
-        self.seats = _seats(settings, self)
-        # These events are set when the requests that wait for a seat or in the queue may proceed.
-        self.seat_wake, wake = Wake(), Wake()
+        # These events are set when requests that wait in the queue or for a feature may proceed.
+        wake, self.line_wakes = Wake(), [Wake() for _ in placing.lines]
         self.publisher = PeerPublisher(
             router_id,
             limits=limits,
             queue=self.queue,
-            seats=self.seats,
+            features=placing,
             scale=lambda: self.fleet.loads.scale.share(),
             origin=base.origin,
         )
@@ -118,7 +121,9 @@ class Parts:
         self.telemetry = Telemetry(
             router_id,
             settings,
-            additional=RequestObservers(self.publisher, wake, self.seat_wake, self.ended_sessions),
+            additional=RequestObservers(
+                self.publisher, wake, *self.line_wakes, self.ended_sessions
+            ),
             lasting=self.accounts,
         )
         self.fleet = Fleet(
@@ -130,7 +135,7 @@ class Parts:
             observer=self.telemetry.observer,
             ranking=RANKINGS[settings.policy](),
             running=running,
-            seats=self.seats,
+            features=placing,
         )
         self.feed = Feed(self.index, self.fleet)
         self.subscriber = PeerSubscriber(
@@ -156,8 +161,13 @@ class Parts:
             wake=wake,
             routers=lambda: 1 + self.subscriber.alive,
         )
-        self.seating = _seating(settings, self)
-        gate = Gate(self.fleet, self.liveness, self.holding, self.seating)
+        self.rooms = [
+            WaitingRoom(
+                line, self.fleet, busy_backlog_s=lambda: self.queue.busy_backlog_s, wake=line_wake
+            )
+            for line, line_wake in zip(placing.lines, self.line_wakes, strict=True)
+        ]
+        gate = Gate(self.fleet, self.liveness, self.holding, self.rooms)
         self.hand_over = HandOver(
             self.fleet, self.links, self.liveness.trusted, within_s=settings.hand_over_s
         )
@@ -247,34 +257,10 @@ def _handshake(base: RouterBase) -> Handshake:
     )
 
 
-def _seats(settings: RouterSettings, parts: Parts) -> Seats[Seat] | None:
-    """Return the limit of active sessions (admission/seats.py); None: no limit.
-
-    "auto" sets a limit only with the policy kvroute, because all other policies ignore caches.
-    """
-    limit = settings.max_sessions
-    if limit == "off" or (limit == "auto" and settings.policy != "kvroute"):
-        return None
-    return Seats(lambda: parts.fleet.cache_tokens, None if limit == "auto" else limit)
-
-
 def _recorder(parts: Parts) -> Recorder | None:
     """Return the recorder of the live page's charts; None: the page is off."""
     if parts.telemetry.traffic is None:
         return None
     return Recorder(
-        parts.telemetry.traffic, fleet=parts.fleet, queue=parts.queue, seats=parts.seats
-    )
-
-
-def _seating(settings: RouterSettings, parts: Parts) -> Seating | None:
-    """Return the part in which requests wait until their session has a seat; None: no limit."""
-    if parts.seats is None:
-        return None
-    return Seating(
-        parts.seats,
-        parts.fleet,
-        busy_backlog_s=lambda: parts.queue.busy_backlog_s,
-        max_wait_s=settings.max_seat_wait_s,
-        wake=parts.seat_wake,
+        parts.telemetry.traffic, fleet=parts.fleet, queue=parts.queue, features=parts.features
     )

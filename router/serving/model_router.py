@@ -70,7 +70,7 @@ def _live(parts: Parts, status: Status) -> Live:
         states=parts.states.read,
         named=parts.prefixes.declarations.most_useful,
         queue=status.queue,
-        seats=status.seats,
+        features=status.features,
         peers=parts.subscriber,
     )
     return Live(view.snapshot, draining)

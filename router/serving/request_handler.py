@@ -5,8 +5,8 @@ parse      endpoints/openai_routes    reads the body into a Call, the headers in
 expand     serving/expansion          adds the earlier conversation and the named prefix
 render     serving/rendering          turns the prompts into token ids
 place      placement/fleet            ranks the replicas for a prompt
-admit      dispatch/admission         checks the tenant's limits; waits until the session has a seat
-                                      (admission/seats) and until the queue releases the prompt
+admit      dispatch/admission         checks the tenant's limits; waits until all features let the
+                                      prompt go and until the queue releases it
 dispatch   dispatch/dispatcher        sends the prompt; continues elsewhere if the replica is lost
 respond    serving/responding         writes the response to the client
 """
@@ -159,7 +159,8 @@ class RequestHandler:
             The replicas' ranks that did not confirm the report: id -> reason.
         """
         self._parts.fleet.end_session(session)
-        self._parts.seat_wake.set()
+        for wake in self._parts.line_wakes:
+            wake.set()
         self._parts.publisher.session_ended(session)
         if not self._parts.fleet.returns.trusts_ends:
             return {}

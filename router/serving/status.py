@@ -12,12 +12,13 @@ from redis.exceptions import RedisError
 from kvroute.adapters.added import name_of
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.contract.records import ReplicaRecord
+from kvroute.features import FEATURES
 from kvroute.router.accounting.accounts import as_json
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.load_report import cluster_load
 from kvroute.router.connections.replica_states import ReplicaStates
 from kvroute.router.observability.targets import Target, targets
-from kvroute.router.page import seats_now, waiting
+from kvroute.router.page import waiting
 from kvroute.router.page.recent import Sums
 from kvroute.router.placement.replicas import own_degraded
 from kvroute.router.serving.assembly import Parts
@@ -37,6 +38,19 @@ class ModelHealth:
     index_age_s: float
     degraded: dict[str, str]  # replica id -> why it is degraded
     unconnected: dict[str, str]  # replica id -> why the router has no connection to it
+
+
+def feature_states(models: Iterable["Status"]) -> dict[str, list[dict[str, Any]]]:
+    """Return the states of each feature that has states, in the order of the models.
+
+    The list of a feature that is off is empty.
+    """
+    by_model = [model.features() for model in models]
+    return {
+        feature.name: [states[feature.name] for states in by_model if feature.name in states]
+        for feature in FEATURES
+        if feature.has_state
+    }
 
 
 class Status:
@@ -132,14 +146,14 @@ class Status:
             "cached_tokens": sum(replica_sums.hit_tokens for replica_sums in sums),
         }
 
-    def seats(self) -> list[dict[str, Any]]:
-        """Return which sessions may send requests and which ones wait (admission/seats.py).
-
-        The list has one entry. It is empty if the number of active sessions is not limited.
-        """
-        if self._parts.seats is None:
-            return []
-        return [{"model": self._model, **seats_now.as_json(self._parts.seats, time.monotonic())}]
+    def features(self) -> dict[str, dict[str, Any]]:
+        """Return the states of the features that are on and have one, by name."""
+        states = {side.name: side.state() for side in self._parts.features}
+        return {
+            name: {"model": self._model, **state}
+            for name, state in states.items()
+            if state is not None
+        }
 
     def load(self) -> dict[str, float]:
         """Return the load of the replicas and of this router's queue, by vLLM's metric names."""

@@ -5,7 +5,7 @@ import { compact, el, seconds, setText } from "./dom.js";
 
 const rate = (n) => `${n < 10 ? +n.toFixed(1) : compact(n)}/s`;
 const whole = (n) => (Number.isInteger(n) ? compact(n) : n.toFixed(1));
-const column = (name) => (samples, i) => samples[name][i];
+const column = (name) => (samples, i) => samples[name]?.[i] ?? null; // null: the feature is off
 
 const CHARTS = [
   {

@@ -4,7 +4,7 @@ Two vLLM replicas with the built-in model serve several agents at once. Each age
 conversation with OpenAI's client, waits for the answer, waits for a moment as if it ran a tool, and
 sends the next turn. When a conversation is long enough, the agent begins a new one. The
 conversations together need more KV cache than the replicas have. With seats, only as many sessions
-may send requests as fit into the caches (router/admission/seats.py).
+may send requests as fit into the caches (kvroute/features/seats).
 """
 
 import argparse

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.support.repository import ROOT
 
 # The tests of `make test`: those that take a minute, then the others.
-STAGES = (("tests/unit", "tests/redis"), ("tests/cluster", "tests/vllm"))
+STAGES = (("tests/unit", "tests/features", "tests/redis"), ("tests/cluster", "tests/vllm"))
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", "dist", ".*_cache", ".hypothesis")
 PYTEST = ("-m", "pytest", "-q", "--exitfirst", "--numprocesses", "2", "--dist", "loadscope")
 IN_ORDER = ("--no-loadscope-reorder", "-p", "no:cacheprovider")

@@ -61,7 +61,7 @@ def _in(folder: str, names: str) -> tuple[str, ...]:
 # What `make test` runs.
 TIERS = {
     "lint": Part(about="formatting, lint and types", command=("make", "lint")),
-    "unit": Part(about="tests of functions and classes", tests=("unit",)),
+    "unit": Part(about="tests of functions, classes and features", tests=("unit", "features")),
     "redis": Part(about="tests on a Redis", tests=("redis",)),
     "cluster": Part(about="a simulated cluster and the official clients", tests=("cluster",)),
     "vllm": Part(about="a cluster of vLLM engines and the official clients", tests=("vllm",)),

@@ -90,7 +90,7 @@ class Seen:
             states=StatesReader(links, self.liveness, self.fleet, DeployedReplicas(in_serve)).read,
             named=no_named,
             queue=lambda: waiting.as_json(self.queue, 3.0),
-            seats=list,
+            features=dict,
             peers=PeerSubscriber(self.fleet, own="me"),
         )
         self.update()

@@ -1,4 +1,4 @@
-"""The pages for contributors. Each has an example as a diff, and commands that check it."""
+"""The pages for contributors. Most have an example as a diff, and commands that check it."""
 
 import re
 import shutil
@@ -9,8 +9,9 @@ from pathlib import Path
 from tests.support.documents import ROOT, blocks, commands
 
 PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
-# Examples that change the code as it is now. That of engine-hook was a change for an earlier vLLM.
-EXAMPLES = [page for page in PAGES if page.stem != "engine-hook"]
+# Examples that change the code as it is now. That of engine-hook was a change for an earlier vLLM,
+# and feature names a feature of kvroute as its example.
+EXAMPLES = [page for page in PAGES if page.stem not in ("engine-hook", "feature")]
 PYTHON = ".venv/bin/python"
 FOLDERS = (
     *("kvroute", "replica", "router", "tests", "docs", "dashboards", "deploy"),
@@ -30,8 +31,8 @@ def copy_checkout(folder: Path) -> None:
 
 
 def changes(page: Path) -> dict[str, str]:
-    """Return the page's example: path of a changed file -> diff."""
-    (example,) = (block.text for block in blocks(page) if block.language == "diff")
+    """Return the page's example, if it has one: path of a changed file -> diff."""
+    example = "".join(block.text for block in blocks(page) if block.language == "diff")
     parts = re.split(r"^(?=--- a/)", example, flags=re.MULTILINE)
     return {part.splitlines()[0].removeprefix("--- a/"): part for part in parts if part}
 

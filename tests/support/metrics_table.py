@@ -5,7 +5,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fastapi import FastAPI
@@ -14,6 +14,7 @@ from prometheus_client.core import Metric
 
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features import FEATURES
 from kvroute.files.folder import Folder
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
@@ -24,7 +25,6 @@ from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.admission.seats import Seats
 from kvroute.router.background.service import BackgroundResponses
 from kvroute.router.batches import report
 from kvroute.router.batches.batches import Batches
@@ -44,6 +44,7 @@ from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prefixes.catalogue import Catalogue
+from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.queueing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.batch_leases import BatchLeases
@@ -53,6 +54,7 @@ from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
 from kvroute.store.named_prefix import Prefix
 from kvroute.store.prefixes import Prefixes
+from tests.support.router_parts import fake_base
 
 NOWHERE = "redis://127.0.0.1"
 
@@ -86,7 +88,10 @@ def router() -> CollectorRegistry:
     metrics.export_links(links)
     pull_metrics.export(HandOver(fleet, links, list, within_s=1.0), metrics.readings)
     metrics.export_blamed(PoisonList())
-    metrics.export_seats(Seats[None](lambda: 0))
+    base = fake_base(cast("Prompts", None))
+    for side in (feature.router(base) for feature in FEATURES):
+        if side is not None:
+            side.metrics(registry, metrics.readings)
     nothing: Any = {"unreadable": Unreadable(), "limit_bytes": 0, "ttl_s": 1, "max_bytes": 0}
     responses = Responses(connect(NOWHERE), "m", **nothing)
     metrics.export_responses(responses)

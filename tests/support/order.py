@@ -31,6 +31,7 @@ FOLDERS = (
         "redis",
         "slow/redis",
         "slow/replay",
+        "features",
         "unit",
     ),
 )
@@ -72,5 +73,6 @@ def put_in_order(items: list[pytest.Item]) -> None:
 
 
 def folder_of(item: pytest.Item) -> str:
-    """Return the folder of a test below tests/, such as "slow/engines"."""
-    return str(item.path.parent.relative_to(item.config.rootpath / "tests"))
+    """Return the folder of a test below tests/, such as "slow/engines"; "features" for any."""
+    folder = item.path.parent.relative_to(item.config.rootpath / "tests")
+    return "features" if folder.parts[0] == "features" else str(folder)

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from kvroute.features import FEATURES
 from kvroute.router.admission.limits import Limits
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.lifecycle import Lifecycle
 from kvroute.router.serving.model_router import ModelRouter
+from kvroute.router.serving.status import feature_states
 from tests.support.router_parts import builtin_prompts, fake_parts
 
 
@@ -25,11 +27,10 @@ OPTIONS = {
     "everything on": {
         "api_keys": Path("/keys.json"),
         "lora_root": Path("/adapters"),
-        "max_sessions": 3,
         "request_log": Path("/requests"),
         "response_store_mb": 1,
     },
-    "everything off": {"max_sessions": "off", "metrics": False, "ui": False},
+    "everything off": {"metrics": False, "ui": False},
 }
 
 
@@ -42,7 +43,6 @@ async def test_the_parts_of_a_router_are_built_in_an_order_that_works(
     for coroutine in Lifecycle(parts).coroutines().values():
         coroutine.close()
     assert router.status.queue()["all_routers"]["requests"] == 0
-    assert [each["is_limited"] for each in router.status.seats()] == (
-        [] if options.get("max_sessions") == "off" else ["max_sessions" in options]
-    )
+    names = {feature.name for feature in FEATURES if feature.has_state}
+    assert feature_states([router.status]).keys() == names
     assert (router.live is None) == (options.get("ui") is False)

@@ -28,7 +28,7 @@ def test_the_example_of_a_page_fits_the_code(page: Path) -> None:
 def test_every_page_is_linked() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"docs/contributing/{page.name}" in text for page in PAGES)
-    assert len(PAGES) == 6
+    assert len(PAGES) == 7
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

@@ -19,7 +19,7 @@ from kvroute.contract.generation import Chunk, EngineDeadError, Generate, Genera
 from kvroute.contract.priority import Priority
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.router.admission.waits import Refusal, Urgency
+from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.connections.links import UnansweredError
@@ -93,9 +93,9 @@ class Diary(RequestObserver):
 
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
-        self.refusals: list[tuple[Priority, Refusal]] = []
+        self.refusals: list[tuple[Priority, str]] = []
 
-    def rejected(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: str) -> None:
         self.refusals.append((priority, refusal))
 
     def ended(self, attempt: Attempt) -> None:

@@ -18,7 +18,6 @@ from kvroute.doctor import (
     fleet_checks,
     load_checks,
     metrics_ports,
-    seat_checks,
     wire_checks,
 )
 from kvroute.doctor.cache_size import CacheReading
@@ -58,7 +57,7 @@ def of_redis(**facts: Any) -> Check:
 
 def test_every_check_is_made() -> None:
     made = inspect.getsource(collect)
-    modules = (checks, load_checks, seat_checks, cache_size, metrics_ports, clocks)
+    modules = (checks, load_checks, cache_size, metrics_ports, clocks)
     for module in (*modules, batch_checks, wire_checks):
         short = module.__name__.rpartition(".")[2]
         for name, function in inspect.getmembers(module, inspect.isfunction):

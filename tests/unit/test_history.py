@@ -29,7 +29,7 @@ class Router:
             model="m", revision="", block_size=4, rng=random.Random(0), observer=self.traffic
         )
         self.fleet.update([ReplicaRecord(name, "1", 0, FACTS, LOAD) for name in ("a", "b")])
-        self.recorder = Recorder(self.traffic, fleet=self.fleet, queue=self.queue, seats=None)
+        self.recorder = Recorder(self.traffic, fleet=self.fleet, queue=self.queue)
 
     def send(self, *, to: str = "a", **context: Any) -> Attempt:
         """A prompt of 10 tokens at the time 1."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvroute.contract.priority import BATCH_S, Priority
-from kvroute.router.admission.waits import Refusal, Urgency, Wait
+from kvroute.router.admission.waits import Urgency, Wait
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.placement.attempts import (
@@ -35,12 +35,12 @@ class Diary(RequestObserver):
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
-        self.refusals: list[tuple[Priority, Refusal]] = []
+        self.refusals: list[tuple[Priority, str]] = []
 
     def waited(self, wait: Wait) -> None:
         self.waits.append(wait)
 
-    def rejected(self, priority: Priority, refusal: Refusal) -> None:
+    def rejected(self, priority: Priority, refusal: str) -> None:
         self.refusals.append((priority, refusal))
 
 

@@ -1,18 +1,21 @@
 """Imports run downwards only: a package imports itself and packages below it."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvroute.features import FEATURES
 from tests.support.repository import LINKED, ROOT, product_modules
 
 # The packages and single modules of kvroute, from the lowest to the highest, as in ARCHITECTURE.md.
 ORDER = (
     "kvroute.wording",
-    "kvroute.features",
     "kvroute.blocks",
     "kvroute.prefill",
     "kvroute.contract",
+    "kvroute.features",
     "kvroute.adapters",
     "kvroute.keys",
     "kvroute.wire",
@@ -69,6 +72,7 @@ ORDER = (
     "kvroute.controller",
     "kvroute.client",
     "kvroute.doctor",
+    *(f"kvroute.features.{feature.name}" for feature in FEATURES),
     "kvroute.replay.hardware",
     "kvroute.replay.workload",
     "kvroute.replay.policies",
@@ -90,15 +94,30 @@ def _package(module: str) -> str:
 
 
 def _imports(module: str) -> Iterator[str]:
-    """Yield the modules of kvroute that it imports, at the top or inside functions."""
+    """Yield the modules of kvroute that it imports when it runs, at the top or in functions."""
     path = ROOT / Path(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in _run(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvroute"):
             names = [f"kvroute.{name.name}" for name in node.names]
             yield from names if node.module == "kvroute" else [node.module or ""]
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name.startswith("kvroute"))
+
+
+def _run(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all nodes below this one, except those that only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from _run(child)
+
+
+def _feature(module: str) -> str:
+    """Return the feature in whose folder a module is; empty: it belongs to the core."""
+    names = (feature.name for feature in FEATURES)
+    inside = (name for name in names if f"{module}.".startswith(f"kvroute.features.{name}."))
+    return next(inside, "")
 
 
 MODULES = [module for module in map(_dotted, product_modules()) if module != "kvroute"]
@@ -114,8 +133,30 @@ def test_modules_import_only_downwards() -> None:
         for module in MODULES
         for imported in _imports(module)
         if ORDER.index(_package(imported)) > ORDER.index(_package(module))
+        and module != "kvroute.features"  # the list
     ]
     assert upwards == []
+
+
+def test_only_the_list_imports_features_and_no_feature_imports_another() -> None:
+    imports = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        for imported in _imports(module)
+        if _feature(imported) not in ("", _feature(module)) and module != "kvroute.features"
+    ]
+    assert imports == []
+
+
+def test_the_list_of_features_imports_nothing_heavy() -> None:
+    """Every process and every command imports it."""
+    program = "import sys, kvroute.features; print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules = [each for each in done.stdout.split() if each.startswith("kvroute.")]
+    outside = {each for each in modules if not each.startswith("kvroute.features")}
+    assert outside <= {"kvroute.contract", "kvroute.contract.unreadable", "kvroute.wording"}
+    assert not {"fastapi", "pydantic", "ray"} & {*done.stdout.split()}
 
 
 def test_nobody_imports_the_linked_folders_by_their_names_at_the_top() -> None:

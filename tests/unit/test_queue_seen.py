@@ -10,9 +10,10 @@ from kvroute.command.status import queued
 from kvroute.contract.messages import Waiting
 from kvroute.doctor import load_checks
 from kvroute.doctor.checks import Check
+from kvroute.features import REFUSALS
 from kvroute.process import tracing
 from kvroute.process.tracing import Tracing
-from kvroute.router.admission.waits import Refusal, Wait
+from kvroute.router.admission.waits import QueueRefusal, Wait
 from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_spans import Dispatches
 from kvroute.router.page import waiting
@@ -186,7 +187,7 @@ def test_refused_requests_are_a_warning_with_reasons() -> None:
 
 
 def test_the_doctor_explains_every_reason_of_a_refusal() -> None:
-    assert load_checks.REFUSALS.keys() == set(get_args(Refusal))
+    assert load_checks.REFUSALS.keys() == {*get_args(QueueRefusal), *REFUSALS}
 
 
 # `kvroute status`.

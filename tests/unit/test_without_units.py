@@ -110,6 +110,7 @@ def test_the_modelled_engine_itself_has_no_unit() -> None:
 
 
 DECIDING = ("router/admission", "router/placement")  # packages that decide where and when
+REPORT = re.compile("_(metrics|checks|options)$")  # modules of features that decide nothing
 REPORTING = ("kvroute/autoscaling.py", "replica/backlog.py")
 SECONDS = re.compile(r"^((?:[A-Z_]+_S, )*[A-Z_]+_S)\b.* = ", flags=re.MULTILINE)
 
@@ -118,6 +119,11 @@ def test_each_absolute_time_that_decides_has_its_reason_in_the_documents() -> No
     files = [
         *map(Path, REPORTING),
         *(file for name in DECIDING for file in (ROOT / name).glob("*.py")),
+        *(
+            file
+            for file in (ROOT / "kvroute/features").rglob("*.py")
+            if not REPORT.search(file.stem)
+        ),
     ]
     constants = {
         name

@@ -6,6 +6,7 @@ Each policy knows only what a real router knows: the index, with its delay, and 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST
@@ -14,6 +15,9 @@ from kvroute.contract.messages import RouterMessage
 from kvroute.contract.priority import BATCH_S
 from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load, ReplicaRecord
+from kvroute.features import FEATURES
+from kvroute.features.line import Line
+from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
 from kvroute.replay.policies.protocol import Decision, LoadReport, Policy, PullOrder, Setup
 from kvroute.replay.policies.rivals import (
@@ -25,7 +29,7 @@ from kvroute.replay.policies.rivals import (
     SGLang,
 )
 from kvroute.replay.workload.trace import Request
-from kvroute.router.admission.seats import IDLE_S, Seats, Waiter
+from kvroute.router.admission.waits import DEFAULT_URGENCY, Urgency
 from kvroute.router.connections.peers import PeerPublisher, PeerSubscriber
 from kvroute.router.placement.attempts import Attempt, Placement, RequestContext
 from kvroute.router.placement.baselines import RANKINGS
@@ -35,16 +39,11 @@ from kvroute.router.placement.pulls import Pulls
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from kvroute.router.sessions.returns import Retention, SessionHints
 
-# Interval between two searches for idle sessions, whose seats others can get, as a share of IDLE_S.
-RETRY_SHARE = 1 / 60
+BATCH = Urgency("batch")
 
 
 class Production:
-    """kvroute: fleet, queue, seats and messages of a real router, on the clock of the replay.
-
-    A seat is a session's permission to send. Sessions need one only while their contexts exceed the
-    caches (router/admission/seats.py).
-    """
+    """kvroute: fleet, queue, features and messages of a real router, on the clock of the replay."""
 
     report_s = 0.25  # seconds between two reports: REPORT_INTERVAL_S in replica/deployment.py
     report_age_s = 0.002  # seconds until a report reaches the router
@@ -53,13 +52,15 @@ class Production:
         self._names = [str(replica) for replica in range(setup.replicas)]
         self._now_s = 0.0
         self._queue = Queue[Request](lambda: self._fleet.loads.scale.busy_s)
-        self._seats = Seats[Request](lambda: self._fleet.cache_tokens)
+        sides = (feature.replayed() for feature in FEATURES)
+        features = PlacingFeatures(side for side in sides if side is not None)
+        self._lines: Sequence[Line[Request, Any]] = features.lines
         # Index of a request that was not sent yet -> how long its blocks are to be kept.
         self._retentions: dict[int, Retention] = {}
         self._has_published_queue = False  # whether the latest message listed waiting requests
         self._peer_publisher = PeerPublisher(
             queue=self._queue,
-            seats=self._seats,
+            features=features,
             scale=lambda: self._fleet.loads.scale.share(),
             clock=lambda: self._now_s,
         )
@@ -69,7 +70,7 @@ class Production:
             block_size=setup.block_tokens,
             rng=rng,
             observer=self._peer_publisher,
-            seats=self._seats,
+            features=features,
             step_s=0.0,
         )
         self._peer_subscriber = PeerSubscriber(
@@ -103,21 +104,20 @@ class Production:
             self._fleet.mirror.join(name)
 
     def on_arrival(self, request: Request, now_s: float) -> None:
-        """Let the request wait for a seat if its session needs one, and then in the queue."""
+        """Let the request wait for a feature if it has to, and then in the queue."""
         placement = self._place(request, now_s)
         retention = self._fleet.retention(placement, self._hints(request))
         self._retentions[request.index] = retention
         shortest_s = min([candidate.backlog_s for candidate in placement.ranking])
         is_busy = shortest_s >= self._queue.busy_backlog_s
-        self._seats.observe(is_busy=is_busy, pressure=self._fleet.pressure.value)
-        if request.is_batch:
-            self._queue_up(request, placement, now_s)
-            return
-        waiter = Waiter(request, retention.turn, request.input_tokens, 0, now_s)
-        if self._seats.can_send(waiter, now_s):
-            self._queue_up(request, placement, now_s)
-        else:
-            self._seats.add(waiter)
+        urgency = BATCH if request.is_batch else DEFAULT_URGENCY
+        context = RequestContext(now_s, urgency=urgency, retention=retention)
+        for line in self._lines:
+            line.observe(placement, is_busy=is_busy)
+            if (waiter := line.ask(request, placement, context, now_s)) is not None:
+                line.add(waiter)
+                return
+        self._queue_up(request, placement, now_s)
 
     def _hints(self, request: Request) -> SessionHints:
         session = hash_number(request.session, bits=SESSION_BITS) if request.session else 0
@@ -137,11 +137,12 @@ class Production:
         )
 
     def take_decisions(self, now_s: float) -> Iterator[Decision]:
-        """Queue the requests that get a seat now; yield the requests that leave the queue."""
-        while waiter := self._seats.due(now_s):
-            self._queue_up(waiter.request, self._place(waiter.request, now_s), waiter.arrived_s)
-            # Dispatch before the next search for seats, so that no other session gets this seat.
-            yield from self._queue_decisions(now_s)
+        """Queue the requests that may go now; yield the requests that leave the queue."""
+        for line in self._lines:
+            while (waiter := line.due(now_s)) is not None:
+                self._queue_up(waiter.request, self._place(waiter.request, now_s), waiter.arrived_s)
+                # Dispatch before the line is asked again, which may count running requests.
+                yield from self._queue_decisions(now_s)
         yield from self._queue_decisions(now_s)
 
     def _queue_decisions(self, now_s: float) -> Iterator[Decision]:
@@ -154,8 +155,8 @@ class Production:
         return self._queue.pop_next(capacities, now_s)
 
     def wake_after_s(self) -> float | None:
-        """Return the seconds until a replica may have capacity, or a session may be idle."""
-        waits_s = [RETRY_SHARE * IDLE_S] if self._seats else []
+        """Return the seconds until a replica may have capacity, or a waiting request may go."""
+        waits_s = [line.recheck_s for line in self._lines if line]
         # Requests in other routers' queues may come first, so their messages matter, too.
         if self._queue.batch or (self._queue and self._peer_subscriber.alive):
             waits_s.append(self._queue.wake_s)

@@ -9,12 +9,13 @@ from kvroute.settings import parsers
 from kvroute.settings.help import Option, option
 from kvroute.settings.options.common import ADAPTERS, PREFIXES, WHOLE_CLUSTER, in_order
 from kvroute.settings.options.deployment import DeploymentOptions
+from kvroute.settings.options.features import FeatureOptions
 from kvroute.settings.options.replica import ReplicaOptions
 from kvroute.settings.options.router import RouterOptions
 
 
-class ModelOptions(ReplicaOptions, RouterOptions, DeploymentOptions):
-    """All options of one model: for its replicas, for the routers, and for Ray Serve."""
+class ModelOptions(FeatureOptions, ReplicaOptions, RouterOptions, DeploymentOptions):
+    """All options of one model: for its replicas, routers and features, and for Ray Serve."""
 
     multi_task_prompt: Annotated[
         Path | None,

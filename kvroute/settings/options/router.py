@@ -38,28 +38,6 @@ class RouterOptions(CommonOptions):
             "removes the limit for all requests.",
         ),
     ] = 30.0
-    max_sessions: Annotated[
-        Literal["auto", "off"] | int,
-        BeforeValidator(parsers.session_limit),
-        Option(
-            QUEUE,
-            "Maximum sessions that hold a seat, the right to send requests; others wait. auto: no "
-            "limit until active sessions evict each other's blocks, then as many as fit in the "
-            "caches. off: no limit.",
-            example="auto, off or 100",
-            kind=str,
-        ),
-    ] = "auto"
-    # The default is 10 minutes, after which agents and the official API clients give up.
-    max_seat_wait_s: Annotated[
-        float,
-        Field(ge=0, le=1e6),
-        Option(
-            QUEUE,
-            "Maximum seconds that a request waits until its session gets a seat (--max-sessions). "
-            "A request that would wait longer gets a 429 at once. 0: no limit.",
-        ),
-    ] = 600.0
     policy: Annotated[
         Literal["kvroute", "round-robin", "power-of-two", "least-loaded", "random"],
         Option(QUEUE, "Policy that chooses a replica. Only `kvroute` considers what is cached."),

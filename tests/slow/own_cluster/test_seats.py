@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from kvroute.router.queueing.seating import NOTICE_S
+from kvroute.router.queueing.waiting_room import NOTICE_S
 from tests.support.scraping import total
 from tests.support.serving import KVROUTE, Cluster, doctor, findings, start_cluster
 from tests.support.waiting import wait_until

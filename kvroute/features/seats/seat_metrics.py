@@ -1,6 +1,6 @@
 """Metrics of seats: how many sessions are active, hold a seat or wait for one.
 
-A seat is the permission of a session to send requests (admission/seats.py).
+A seat is the permission of a session to send requests (seats.py).
 """
 
 from collections.abc import Callable
@@ -8,28 +8,22 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
 
+from kvroute.features.seats.seats import Seats
 from kvroute.process.exposition import Readings
-from kvroute.router.admission.seats import Seats
-from kvroute.router.placement.attempts import RequestObserver
 
 # Upper bounds of the histogram's buckets, in seconds.
 WAITS_S = (1, 5, 15, 30, 60, 120, 180, 300, 450, 600, 1200)
 
 
-class SeatMetrics(RequestObserver):
-    """Measures how long requests waited for a seat. Requests that did not wait do not count."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._waits = Histogram(
-            "kvroute_seat_wait_seconds",
-            "Time that requests waited in the router until their session had a seat. Requests that "
-            "did not have to wait are not counted.",
-            buckets=WAITS_S,
-            registry=registry,
-        )
-
-    def seated(self, waited_s: float) -> None:
-        self._waits.observe(waited_s)
+def waits(registry: CollectorRegistry) -> Histogram:
+    """Return the histogram of waits. Requests that did not wait do not count."""
+    return Histogram(
+        "kvroute_seat_wait_seconds",
+        "Time that requests waited in the router until their session had a seat. Requests that "
+        "did not have to wait are not counted.",
+        buckets=WAITS_S,
+        registry=registry,
+    )
 
 
 def export(seats: Seats[Any], readings: Readings, clock: Callable[[], float]) -> None:

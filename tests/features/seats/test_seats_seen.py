@@ -4,14 +4,14 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from kvroute.doctor.seat_checks import seated, seats
-from kvroute.router.observability.metrics import RouterMetrics
-from kvroute.router.page import seats_now
-from tests.support.seated import Sessions
+from kvroute.features.seats.router_seats import RouterSeats, as_json
+from kvroute.features.seats.seat_checks import seated, seats
+from kvroute.process.exposition import Readings
+from tests.features.seats.seated_sessions import Sessions
 
 
 def report(sessions: Sessions) -> dict[str, Any]:
-    return {"model": "m", **seats_now.as_json(sessions.seats, sessions.now_s)}
+    return {"model": "m", **as_json(sessions.seats.state(sessions.now_s))}
 
 
 def thrashing() -> Sessions:
@@ -57,9 +57,10 @@ def test_requests_that_wait_in_other_routers_count() -> None:
 
 def test_metrics_have_the_seats_and_the_waits_for_them() -> None:
     registry, sessions = CollectorRegistry(), thrashing()
-    metrics = RouterMetrics(registry)
-    metrics.export_seats(sessions.seats)
-    metrics.seated(20.0)
+    feature = RouterSeats()
+    feature.seats = sessions.seats
+    feature.metrics(registry, Readings(registry))
+    feature.line.record_wait(20.0)
     values = {
         name: registry.get_sample_value(f"kvroute_{name}")
         for name in ("seats_held", "seats_limited", "sessions_waiting", "seat_wait_seconds_sum")

@@ -60,7 +60,7 @@ class Model:
     async def answer(self, call: Any, context: RequestContext) -> Response:
         if context.still_waiting is not None:
             for _notice in range(self._notices):
-                await context.still_waiting()
+                await context.still_waiting("waiting for a seat")
         if isinstance(self._result, ApiError):
             raise self._result
         return self._result

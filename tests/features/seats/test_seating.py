@@ -11,12 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.router.admission.seats import Seats
+from kvroute.features.placing_feature import PlacingFeatures
+from kvroute.features.seats.router_seats import RouterSeats
 from kvroute.router.admission.waits import Urgency
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.queueing.seating import Answer, Seating
+from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.sessions.returns import SessionHints
 from tests.support.waiting import until
@@ -30,16 +31,20 @@ class Line:
 
     def __init__(self, max_wait_s: float = 600.0, notice_s: float = 15.0) -> None:
         self.now_s = 100.0
-        self.seats = Seats[Answer](lambda: 10_000, most=1)
+        self.feature = RouterSeats(most=1, max_wait_s=max_wait_s)
+        self.seats = self.feature.seats
         self.fleet = Fleet(
-            model="m", revision="", block_size=BLOCK, rng=random.Random(0), seats=self.seats
+            model="m",
+            revision="",
+            block_size=BLOCK,
+            rng=random.Random(0),
+            features=PlacingFeatures([self.feature]),
         )
         self.wake = Wake()
-        self.seating = Seating(
-            self.seats,
+        self.seating = WaitingRoom(
+            self.feature.line,
             self.fleet,
             busy_backlog_s=lambda: 1.0,
-            max_wait_s=max_wait_s,
             wake=self.wake,
             notice_s=notice_s,
             clock=lambda: self.now_s,
@@ -65,7 +70,7 @@ class Line:
         retention = self.fleet.retention(placement, said)
         context = RequestContext(self.now_s, hints=said, retention=retention)
         context = replace(context, **more)
-        waited_s = await self.seating.seat(placement, context)
+        waited_s = await self.seating.leave(placement, context)
         self.fleet.sent(placement, REPLICA, f"{session} {len(chain)}", self.now_s, context).end()
         return waited_s
 
@@ -185,7 +190,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_at_once_unless_it_i
 async def test_a_request_is_refused_if_too_many_wait_for_a_seat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvroute.router.queueing.seating.WAITING", 1)
+    monkeypatch.setattr("kvroute.router.queueing.waiting_room.WAITING", 1)
     line = Line()
     async with line.running():
         await line.begin(1, 2, 3)
@@ -199,7 +204,7 @@ async def test_a_request_is_refused_if_too_many_wait_for_a_seat(
 async def test_a_waiting_client_gets_repeated_notices() -> None:
     line, notices = Line(notice_s=0.001), 0
 
-    async def notice() -> None:
+    async def notice(text: str) -> None:
         nonlocal notices
         notices += 1
 
@@ -214,7 +219,7 @@ async def test_a_waiting_client_gets_repeated_notices() -> None:
 async def test_a_request_whose_client_gets_no_notices_stops_waiting() -> None:
     line = Line(notice_s=0.001)
 
-    async def notice() -> None:
+    async def notice(text: str) -> None:
         raise OSError("the connection is closed")
 
     await line.begin(1, 2)

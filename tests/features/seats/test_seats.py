@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.contract.messages import WaitingSessions
-from kvroute.router.admission.seats import CACHE_SHARE, IDLE_S, PATIENCE_S
-from tests.support.seated import CAPACITY, MANY, Sessions
+from kvroute.features.seats.seats import CACHE_SHARE, IDLE_S, PATIENCE_S, WaitingSessions
+from tests.features.seats.seated_sessions import CAPACITY, MANY, Sessions
 
 LIMIT = int(CACHE_SHARE * CAPACITY)
 SESSIONS = 8  # sessions in a generated sequence of steps
@@ -276,7 +275,7 @@ def test_the_number_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     sessions.now_s += IDLE_S
     sessions.send(sessions.waiter(2, 10))
     assert sessions.seats.state(sessions.now_s).sessions == 1
-    monkeypatch.setattr("kvroute.router.admission.seats.MAX_SESSIONS", 5)
+    monkeypatch.setattr("kvroute.features.seats.seats.MAX_SESSIONS", 5)
     for session in range(3, 20):
         sessions.send(sessions.waiter(session, 10))
     assert sessions.seats.state(sessions.now_s).sessions <= 6

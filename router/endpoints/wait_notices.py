@@ -1,8 +1,8 @@
-"""Notices to the client of a stream while its request waits for a seat, which may take minutes.
+"""Notices to the client of a stream while its request waits for a feature, perhaps for minutes.
 
-A seat is a session's permission to send requests (admission/seats.py). Without notices, proxies
-would close the connection, and users would think that the request hangs. The first notice starts
-the response before a replica is chosen, so the response's headers cannot contain the replica.
+Without notices, proxies would close the connection, and users would think that the request hangs.
+The first notice starts the response before a replica is chosen, so the response's headers cannot
+contain the replica.
 """
 
 from collections.abc import Awaitable, Callable
@@ -15,11 +15,10 @@ from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.api.errors import EVENTS, ApiError, event
 from kvroute.router.dispatch.replica_errors import error_event
 
-COMMENT = b": waiting for a seat\n\n"  # a comment in the stream, which clients ignore
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'  # Anthropic's event for pauses
 
 
-class SeatNotices:
+class WaitNotices:
     """The notices to one client. The first notice starts the response; the answer continues it.
 
     Args:
@@ -31,16 +30,20 @@ class SeatNotices:
         self._send = send
         self._path = ""
 
-    def of(self, call: Call) -> Callable[[], Awaitable[None]] | None:
-        """Return a function that sends a notice; None if the response is not a stream."""
+    def of(self, call: Call) -> Callable[[str], Awaitable[None]] | None:
+        """Return a function that sends a notice; None if the response is not a stream.
+
+        The function gets a text that says what the request waits for.
+        """
         return partial(self._notice, call.path) if call.body.get("stream") is True else None
 
-    async def _notice(self, path: str) -> None:
+    async def _notice(self, path: str, text: str) -> None:
         if not self.has_started:
             self.has_started, self._path = True, path
             head = StreamingResponse((), media_type=EVENTS).raw_headers
             await self._send({"type": "http.response.start", "status": 200, "headers": head})
-        await self._body(PING if path == MESSAGES else COMMENT, is_last=False)
+        comment = f": {text}\n\n".encode()  # clients ignore comments in a stream
+        await self._body(PING if path == MESSAGES else comment, is_last=False)
 
     async def send(self, message: Message) -> None:
         """Send a part of the response, except its start, which the first notice has sent."""

@@ -42,10 +42,15 @@ def seated(seats: Facts) -> str:
 def _without_waits(seats: Facts) -> str:
     if seats["is_limited"]:
         return seated(seats)
-    return f"{seats['model']} had {recent_sessions(seats)}; none needs a seat"
+    return f"{seats['model']} had {_recent_sessions(seats)}; none needs a seat"
 
 
-def recent_sessions(seats: Facts) -> str:
+def status_line(seats: Facts) -> str:
+    """Return the same for `kvroute status`, where the model's name is known."""
+    return seated(seats) if seats["is_limited"] else f"no limit; {_recent_sessions(seats)}"
+
+
+def _recent_sessions(seats: Facts) -> str:
     """Return how many sessions were active lately; a single request is a session, too."""
     return (
         f"{plural(seats['sessions'], 'conversation')} (single requests included) in the last minute"

@@ -24,10 +24,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
-from kvroute.contract.messages import WaitingSessions
-from kvroute.router.admission.active_session import ActiveSession
+from kvroute.contract.records import Count, Seconds
+from kvroute.features.line import Waiter
+from kvroute.features.seats.active_session import ActiveSession
 
 # Share of the fleet's KV cache that sessions with seats may take. In measurements, a sixth fewer
 # turns were completed with 0.7 and with 1.1.
@@ -47,15 +50,20 @@ PATIENCE_S = 1.0
 R = TypeVar("R")  # type of the caller's requests
 
 
+class WaitingSessions(Struct, array_like=True, frozen=True):
+    """The requests that wait in a router until their session gets a seat: the right to send."""
+
+    requests: Count = 0
+    oldest_s: Seconds = 0.0  # seconds that the oldest of these requests has waited
+
+
 @dataclass(slots=True, eq=False)
-class Waiter(Generic[R]):
+class SeatWaiter(Waiter[R]):
     """A request whose session may need a seat."""
 
-    request: R
     turn: SessionTurn
     tokens: int  # prompt tokens
     tenant: int
-    arrived_s: float  # time of arrival
 
     @property
     def session(self) -> int:
@@ -104,7 +112,8 @@ class Seats(Generic[R]):
         self._seat_tokens = Counter[int]()  # tenant -> context tokens of its sessions with a seat
         self._busy_share = 0.0  # share of recent requests that found every replica busy
         self._pressure = 0.0  # evicted tokens that are computed again per new token
-        self._waiting: dict[int, deque[Waiter[R]]] = defaultdict(deque)  # tenant -> its requests
+        # Tenant -> its waiting requests.
+        self._waiting: dict[int, deque[SeatWaiter[R]]] = defaultdict(deque)
         # Other router -> number of its waiting requests, and time of arrival of the first one.
         self._other_routers: dict[str, tuple[int, float]] = {}
         # True if a session has got a seat, and its waiting requests were not looked for yet.
@@ -118,7 +127,7 @@ class Seats(Generic[R]):
     def __len__(self) -> int:
         return sum(map(len, [*self._waiting.values()]))
 
-    def __iter__(self) -> Iterator[Waiter[R]]:
+    def __iter__(self) -> Iterator[SeatWaiter[R]]:
         for waiters in self._waiting.values():
             yield from waiters
 
@@ -175,7 +184,7 @@ class Seats(Generic[R]):
 
     # Requests of this router.
 
-    def can_send(self, waiter: Waiter[R], now_s: float) -> bool:
+    def can_send(self, waiter: SeatWaiter[R], now_s: float) -> bool:
         """Return whether a new request can be sent now.
 
         If its session needs a seat and a seat is free, the session gets it.
@@ -191,7 +200,7 @@ class Seats(Generic[R]):
         self._reserve(waiter, now_s)
         return True
 
-    def add(self, waiter: Waiter[R]) -> None:
+    def add(self, waiter: SeatWaiter[R]) -> None:
         """Add a request that waits for a seat. Its session counts as active meanwhile."""
         self._session_of(waiter, waiter.arrived_s).running += 1
         if not self._waiting:
@@ -199,7 +208,7 @@ class Seats(Generic[R]):
         self._waiting[waiter.tenant].append(waiter)
         self.on_change()
 
-    def remove(self, waiter: Waiter[R]) -> bool:
+    def remove(self, waiter: SeatWaiter[R]) -> bool:
         """Remove a waiting request. Return whether it was waiting."""
         waiters = self._waiting.get(waiter.tenant)
         if not waiters or waiter not in waiters:
@@ -212,7 +221,7 @@ class Seats(Generic[R]):
         self.on_change()
         return True
 
-    def due(self, now_s: float) -> Waiter[R] | None:
+    def due(self, now_s: float) -> SeatWaiter[R] | None:
         """Remove and return a waiting request that can be sent now; None if there is none."""
         if not self._waiting:
             return None
@@ -222,7 +231,7 @@ class Seats(Generic[R]):
             self.remove(waiter)
         return waiter
 
-    def forecast_s(self, waiter: Waiter[R]) -> float:
+    def forecast_s(self, waiter: SeatWaiter[R]) -> float:
         """Return the expected wait of a new request for a seat, in seconds; 0 if unknown."""
         return (len(self) + self._waiting_at_others() + 1) * self._interval_s
 
@@ -305,7 +314,7 @@ class Seats(Generic[R]):
     def _limit_tokens(self) -> int:
         return int(CACHE_SHARE * self._capacity_tokens())
 
-    def _has_room(self, waiter: Waiter[R]) -> bool:
+    def _has_room(self, waiter: SeatWaiter[R]) -> bool:
         """Return whether the request's session can get a seat.
 
         If no session has a seat, it can get one even if it does not fit in the cache.
@@ -315,17 +324,17 @@ class Seats(Generic[R]):
         tokens = self._needed_tokens(waiter)
         return not self._seats or self._seat_tokens.total() + tokens <= self._limit_tokens()
 
-    def _needed_tokens(self, waiter: Waiter[R]) -> int:
+    def _needed_tokens(self, waiter: SeatWaiter[R]) -> int:
         """Return the context tokens that the session will have with this request."""
         session = self._active.get(waiter.session)
         shared = session.shared_tokens if session else self._shared.get(waiter.session, 0)
         return max(waiter.tokens - shared, session.tokens if session else 0)
 
-    def _reserve(self, waiter: Waiter[R], now_s: float) -> None:
+    def _reserve(self, waiter: SeatWaiter[R], now_s: float) -> None:
         """Give the request's session a seat now. The request itself may be sent some time later."""
         self._seat(self._session_of(waiter, now_s), now_s)
 
-    def _session_of(self, waiter: Waiter[R], now_s: float) -> ActiveSession:
+    def _session_of(self, waiter: SeatWaiter[R], now_s: float) -> ActiveSession:
         """Return the request's session, after adding the request's tokens to its context.
 
         A session that is not active becomes active.
@@ -341,7 +350,7 @@ class Seats(Generic[R]):
         self._mark_used(waiter.session, session, now_s)
         return session
 
-    def _next(self, now_s: float) -> Waiter[R] | None:
+    def _next(self, now_s: float) -> SeatWaiter[R] | None:
         """Return the waiting request that can be sent next, or None if all have to wait."""
         first = min(  # of the tenant with the fewest context tokens in seats
             (waiters[0] for waiters in self._waiting.values()),

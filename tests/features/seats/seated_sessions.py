@@ -1,10 +1,10 @@
-"""Sessions that may have to wait for a seat: the permission to send (router/admission/seats.py)."""
+"""Sessions that may have to wait for a seat: the permission to send (kvroute/features/seats)."""
 
 import itertools
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.keep import NO_BLOCK, SessionTurn
-from kvroute.router.admission.seats import Seats, Waiter
+from kvroute.features.seats.seats import Seats, SeatWaiter
 
 CAPACITY = 1000  # size of the caches in tokens
 MANY = 2000  # number of requests that is enough for all moving averages to converge
@@ -41,11 +41,11 @@ class Sessions:
         self.send(waiter)
         self.end(session)
 
-    def waiter(self, session: int, tokens: int, tenant: int = 0) -> Waiter[int]:
+    def waiter(self, session: int, tokens: int, tenant: int = 0) -> SeatWaiter[int]:
         end = Fingerprint(next(numbers))
         before = self.ends.get(session, NO_BLOCK)
         turn = SessionTurn(end, session, self.turns.get(session, 0) + 1, before)
-        return Waiter(session, turn, tokens, tenant, self.now_s)
+        return SeatWaiter(session, self.now_s, turn, tokens, tenant)
 
     def ask(self, session: int, tokens: int, tenant: int = 0, router: int = 0) -> bool:
         """Send the next turn, or let it wait. Return whether it was sent."""
@@ -57,7 +57,7 @@ class Sessions:
         self.send(waiter)
         return True
 
-    def send(self, waiter: Waiter[int]) -> None:
+    def send(self, waiter: SeatWaiter[int]) -> None:
         self.ends[waiter.session] = waiter.turn.end
         self.turns[waiter.session] = waiter.turn.number
         self.running.append(waiter.session)

@@ -1,0 +1,110 @@
+"""What a feature adds to the placement and admission of prompts. Each hook has an empty default.
+
+The hooks only compute: they use no clock and no socket, and take microseconds. So a replay calls
+them, too. router_feature.py adds what a feature does besides in a router.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.line import Line
+from kvroute.features.own_methods import own_methods
+
+if TYPE_CHECKING:
+    from kvroute.router.placement.attempts import Attempt
+    from kvroute.router.placement.fleet import Fleet
+
+
+class PlacingFeature:
+    """One feature of one model, where prompts are placed and admitted."""
+
+    name = ""  # the name of its folder, which is the key of its data in messages
+    line: Line[Any, Any] | None = None  # where requests wait for it; None: none does
+    # The router's publisher replaces this. A feature calls it when `share` has something new.
+    on_change: Callable[[], object] = staticmethod(lambda: None)
+
+    # The replicas.
+
+    def updated(self, fleet: "Fleet") -> None:
+        """Read the new records of the replicas."""
+
+    # The requests of all routers.
+
+    def begun(self, attempt: "Attempt") -> None:
+        """Record that a router has sent a request to a replica."""
+
+    def over(self, attempt: "Attempt") -> None:
+        """Record the end of an attempt that `begun` got."""
+
+    def session_ended(self, session: int) -> None:
+        """Record that a client has declared the end of a session."""
+
+    # The other routers.
+
+    def share(self, now_s: float) -> bytes | None:
+        """Return what other routers should know now; None: nothing."""
+        return None
+
+    def receive(self, router: str, data: bytes | None, now_s: float) -> None:
+        """Read what another router has shared in its latest message; None: nothing.
+
+        Raises:
+            DECODE_ERRORS: the data cannot be read.
+        """
+
+    def forget(self, router: str) -> None:
+        """Forget a router that has ended."""
+
+
+class PlacingFeatures:
+    """The features of one model, in the order of kvroute/features/__init__.py.
+
+    Each list has the methods of those features that override the hook.
+
+    Args:
+        on_unreadable: called with the name of a feature that cannot read what another router
+            shares, and the error.
+    """
+
+    def __init__(
+        self,
+        features: Iterable[PlacingFeature] = (),
+        on_unreadable: Callable[[str, Exception], object] = lambda name, error: None,
+    ) -> None:
+        features = tuple(features)
+        self._on_unreadable = on_unreadable
+        self.lines = [each.line for each in features if each.line is not None]
+        self.updated: list[Callable[[Fleet], None]] = own_methods(features, PlacingFeature.updated)
+        self.begun: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.begun)
+        self.over: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.over)
+        self.session_ended: list[Callable[[int], None]] = own_methods(
+            features, PlacingFeature.session_ended
+        )
+        shares = own_methods(features, PlacingFeature.share)
+        self.sharing: list[PlacingFeature] = [share.__self__ for share in shares]
+
+    def share(self, now_s: float) -> Mapping[str, bytes]:
+        """Return what other routers should know now, by the name of the feature."""
+        shared = {each.name: each.share(now_s) for each in self.sharing}
+        return {name: data for name, data in shared.items() if data is not None}
+
+    def receive(self, router: str, data: Mapping[str, bytes], now_s: float) -> None:
+        """Give each feature what another router shares. What no feature knows is ignored.
+
+        Args:
+            data: what the other router shares, by the name of the feature.
+        """
+        for feature in self.sharing:
+            try:
+                feature.receive(router, data.get(feature.name), now_s)
+            except DECODE_ERRORS as error:
+                self._on_unreadable(feature.name, error)
+
+    def forget(self, router: str) -> None:
+        """Forget a router that has ended."""
+        for feature in self.sharing:
+            feature.forget(router)
+
+
+NO_FEATURES = PlacingFeatures()
