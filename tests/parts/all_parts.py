@@ -137,6 +137,10 @@ ENGINES = {
     ),
 }
 OTHERS = {
+    "without-features": Part(
+        about="types and tests of copies of this checkout without features",
+        tests=("slow/features",),
+    ),
     "engine-starts": Part(
         about="engines that cannot start, and the steps of the pages for contributors",
         tests=(*_in("engines", "cannot_run contributing_steps"), "slow/versions"),

@@ -31,6 +31,7 @@ FOLDERS = (
         "redis",
         "slow/redis",
         "slow/replay",
+        "slow/features",
         "features",
         "unit",
     ),
