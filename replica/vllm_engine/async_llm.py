@@ -54,11 +54,12 @@ from kvroute.replica.vllm_engine.host.pull_orders import pull_args
 from kvroute.replica.vllm_engine.http.app import HttpApp
 from kvroute.replica.vllm_engine.http.chosen_parsers import choose_reasoning_parser
 from kvroute.replica.vllm_engine.http.sampling_checks import check_takes_tokens
-from kvroute.replica.vllm_engine.process import die_with_parent, fork_server
+from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
 from kvroute.replica.vllm_engine.pulls import Pulls
+from kvroute.replica.vllm_engine.replaced import BEFORE_START, BEFORE_START_ON_CPU, apply
 from kvroute.replica.vllm_engine.smoke_test import run_smoke_test
 from kvroute.replica.vllm_engine.vllm_args import engine_args
 from kvroute.settings.replica import ReplicaSettings
@@ -389,8 +390,8 @@ def _load(args: AsyncEngineArgs, stats: Sequence[_Stats], cores: Cores) -> Async
     """
     if current_platform.is_cpu():
         os.environ[fork_server.THREADS] = str(cores.threads(len(stats)))
-        fork_server.install()
-    die_with_parent.install()
+        apply(BEFORE_START_ON_CPU)
+    apply(BEFORE_START)
     os.environ[REGEX_TIMEOUT] = "0"  # no limit by vLLM; kvroute's --max-compile-s replaces it
     with cores.bound():
         loggers = [lambda _, rank: stats[rank]]

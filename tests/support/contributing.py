@@ -13,6 +13,8 @@ PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
 # and feature names a feature of kvroute as its example.
 EXAMPLES = [page for page in PAGES if page.stem not in ("engine-hook", "feature")]
 PYTHON = ".venv/bin/python"
+# A line that git shows as the heading of a hunk below it: it is not indented.
+TITLE = re.compile(r"[A-Za-z_$]")
 FOLDERS = (
     *("kvroute", "replica", "router", "tests", "docs", "dashboards", "deploy"),
     *("requirements", "scripts"),
@@ -60,6 +62,24 @@ def check_that_it_fits(page: Path) -> None:
     """Fail if the page's changes cannot be applied to this checkout."""
     for change in changes(page).values():
         _succeed(["git", "apply", "--check", "-"], ROOT, change)
+
+
+def wrong_headings(page: Path) -> list[str]:
+    """Return the headings of hunks in Python files that name another place than the changed one."""
+    wrong = []
+    for path, change in changes(page).items():
+        if not path.endswith(".py"):
+            continue
+        lines = (ROOT / path).read_text().splitlines()
+        for hunk in re.split(r"^(?=@@ )", change, flags=re.MULTILINE)[1:]:
+            heading, *body = hunk.splitlines()
+            old = [line[1:] for line in body if not line.startswith("+")]
+            places = [at for at in range(len(lines)) if lines[at : at + len(old)] == old]
+            titles = [next(filter(TITLE.match, reversed(lines[:at])), "") for at in places]
+            named = heading.split("@@")[2].strip()
+            if not any(title.startswith(named) for title in titles):
+                wrong.append(f"{path}: {heading}; it is one of {titles}")
+    return wrong
 
 
 def undo_example(page: Path, folder: Path) -> None:

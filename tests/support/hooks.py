@@ -6,11 +6,18 @@
 import ast
 
 from kvroute.replica.vllm_engine.hooks import LIST, GoneError, as_installed, name_of
+from kvroute.replica.vllm_engine.replaced import (
+    BEFORE_START,
+    BEFORE_START_ON_CPU,
+    IN_APPLICATION,
+    IN_ENGINE,
+)
 from tests.support.documents import ROOT
 
 ENGINE = ROOT / "replica" / "vllm_engine"
 # A module that imports names which some versions of vLLM have elsewhere. These are not listed.
 COMPAT = "compat.py"
+REPLACED = (*IN_ENGINE, *BEFORE_START, *BEFORE_START_ON_CPU, *IN_APPLICATION)
 
 
 def imported() -> set[str]:
@@ -26,14 +33,8 @@ def imported() -> set[str]:
 
 
 def replaced() -> set[str]:
-    """Return the names that kvroute replaces in vLLM's modules."""
-    tree = ast.parse((ENGINE / "http" / "repeatable.py").read_text())
-    (names,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "REPLACED"
-    )
-    return {f"{module}.{name}" for module, names in names.items() for name in names}
+    """Return the names that kvroute replaces in vLLM's modules and classes."""
+    return {each.name.partition("[")[0] for each in REPLACED}
 
 
 def rewritten() -> str:

@@ -39,6 +39,9 @@ from kvroute.replica.engine.kv_events import KVEvent
 from kvroute.replica.vllm_engine.blocks.division import Division, division_of
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
+from kvroute.replica.vllm_engine.replaced import IN_ENGINE, apply
+
+apply(IN_ENGINE)
 
 MODEL = "m"
 HEADS: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.contributing import EXAMPLES, PAGES, changes, check_that_it_fits
+from tests.support.contributing import EXAMPLES, PAGES, changes, check_that_it_fits, wrong_headings
 from tests.support.documents import DOCUMENTS, FENCED, ROOT
 from tests.support.repository import product_modules
 
@@ -23,6 +23,11 @@ def quoted(page: Path) -> set[str]:
 def test_the_example_of_a_page_fits_the_code(page: Path) -> None:
     """Its commands also pass: tests/slow/engines/test_contributing_steps.py."""
     check_that_it_fits(page)
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=[page.stem for page in EXAMPLES])
+def test_an_example_names_the_function_that_it_changes(page: Path) -> None:
+    assert wrong_headings(page) == []
 
 
 def test_every_page_is_linked() -> None:

@@ -31,6 +31,7 @@ ORDER = (
     "kvroute.replica.vllm_engine.compat",
     "kvroute.replica.vllm_engine.hooks",
     "kvroute.replica.vllm_engine.features",
+    "kvroute.replica.vllm_engine.replaced",
     "kvroute.replica.vllm_engine.process",
     "kvroute.replica.vllm_engine.blocks",
     "kvroute.replica.vllm_engine.host",

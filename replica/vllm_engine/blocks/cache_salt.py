@@ -4,8 +4,6 @@ A namespace is a tenant, or a group of requests with the same `cache_salt`. vLLM
 the hash of a prompt's first block, so requests with different salts share no blocks. But a prompt
 can begin with a prefix that was declared for all namespaces; `shared_tokens` is its length. Here,
 the salt is mixed into the hash of the first block after this prefix.
-
-vLLM's engine process computes the hashes, so it imports this module.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,8 +50,8 @@ def extra_keys(
 ) -> tuple[tuple[Any, ...] | None, int]:
     """Return what a block's hash depends on besides its tokens, and the index of the next image.
 
-    This replaces a function of vLLM, which adds the salt to a prompt's first block. This function
-    adds the salt to the first block after the shared tokens.
+    vLLM's function adds the salt to a prompt's first block. This function, which replaces it, adds
+    the salt to the first block after the shared tokens.
     """
     salt = request.cache_salt
     shared_tokens, _ = _parse(salt or "")
@@ -77,6 +75,3 @@ def _parse(salt: str) -> tuple[int, str]:
     """
     shared_tokens, colon, namespace = salt.partition(":")
     return (int(shared_tokens), namespace) if colon and shared_tokens.isdecimal() else (0, salt)
-
-
-kv_cache_utils.generate_block_hash_extra_keys = extra_keys

@@ -2,12 +2,11 @@
 
 vLLM has one endpoint setting for all ranks, and each rank adds its number to the port. But that
 port may be in use. Here, the setting contains a list of endpoints, and each rank takes its own.
-scheduler.py imports this module in each engine's process.
 """
 
 from collections.abc import Iterable
 
-from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
+from vllm.distributed.kv_events import ZmqEventPublisher
 
 SEPARATOR = "\n"  # separates the endpoints in the setting; no endpoint contains it
 
@@ -23,6 +22,3 @@ class RankPublisher(ZmqEventPublisher):
     @staticmethod
     def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
         return endpoint and endpoint.split(SEPARATOR)[data_parallel_rank]
-
-
-EventPublisherFactory._registry["zmq"] = RankPublisher

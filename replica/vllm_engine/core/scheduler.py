@@ -35,12 +35,12 @@ from kvroute.replica.vllm_engine.blocks.division import Division, division_of
 from kvroute.replica.vllm_engine.blocks.events import CachedBlocks, EventBatch
 from kvroute.replica.vllm_engine.blocks.pool import copies_of, fingerprint
 from kvroute.replica.vllm_engine.blocks.retention_hints import RetentionHints
-from kvroute.replica.vllm_engine.core import endpoints  # noqa: F401  # the publisher of each rank
 from kvroute.replica.vllm_engine.core.lane import BatchLane
 from kvroute.replica.vllm_engine.features import BATCH_LANE, GRAMMARS, is_on
 from kvroute.replica.vllm_engine.grammar.backends import Grammars
 from kvroute.replica.vllm_engine.process.die_with_parent import die_with_parent
 from kvroute.replica.vllm_engine.process.quick_end import end_quickly
+from kvroute.replica.vllm_engine.replaced import IN_ENGINE, apply
 from kvroute.wire.tls import WireTls
 
 if TYPE_CHECKING:
@@ -333,3 +333,5 @@ for _method in (
     kvroute_unstarted,
 ):
     setattr(EngineCore, _method.__name__, _method)
+
+apply(IN_ENGINE)

@@ -237,12 +237,8 @@ def _limit_message(limit: str, name: str, cpu_s: float) -> str:
 vllm_validate_structured_outputs = SamplingParams._validate_structured_outputs
 
 
-def install() -> None:
-    """Make vLLM skip the validation of grammars that a GrammarCheck has already validated."""
-    SamplingParams._validate_structured_outputs = _unless_checked
-
-
-def _unless_checked(self: SamplingParams, *args: Any) -> None:
+def validate_unless_checked(self: SamplingParams, *args: Any) -> None:
+    """Validate a grammar as vLLM does, unless a GrammarCheck has already validated it."""
     outputs = self.structured_outputs
     if outputs is None or outputs._backend is None:  # no GrammarCheck has set the backend
         vllm_validate_structured_outputs(self, *args)

@@ -1,7 +1,25 @@
 """vLLM's own HTTP application on a replica's engine, without a port.
 
 All routes have vLLM's formats, validation, defaults and errors. If the router has rendered the
-prompt, it sends the token ids, and the application uses these instead of rendering the prompt.
+prompt, it sends the token ids, and the application uses these instead of rendering the prompt. No
+argument of vLLM's handlers can carry them, so they travel in the context of the request's task:
+
+    RequestRun.respond         sets CURRENT to this request, which has the prompt's token ids
+        | ASGI: path and body
+    vLLM's handler             parses and validates the body
+        | render_chat_async, render_cmpl_async
+    RouterPrompts              returns a prompt with the token ids of CURRENT
+        |
+    vLLM's handler             makes the sampling parameters
+        | generate(prompt, parameters)
+    _Client                    stands in for AsyncLLM, and calls CURRENT.outputs
+        |
+    RequestRun.outputs         runs the real AsyncLLM.generate, and notes the new tokens
+        | output
+    vLLM's handler             makes the bytes of the response from it
+        | ASGI: status and bytes
+    RequestRun.send            collects the bytes; tokens and bytes go to the router together
+
 This module uses private API of vLLM. tests/slow/engines/test_http_app.py checks the behaviour that
 it relies on.
 """
@@ -40,21 +58,18 @@ from kvroute.replica.vllm_engine.compat import (
 )
 from kvroute.replica.vllm_engine.core.lora import Adapters
 from kvroute.replica.vllm_engine.core.rank_core import AtRank
-from kvroute.replica.vllm_engine.grammar import check as grammar_check
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 from kvroute.replica.vllm_engine.http import (
-    bad_words,
     fail_fast,
     inline_system,
     media,
     missing_parser,
     option_names,
-    repeatable,
-    response_object,
 )
 from kvroute.replica.vllm_engine.http.chosen_parsers import chosen_tool_parser
 from kvroute.replica.vllm_engine.http.requested_adapters import RequestedAdapters
 from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, RequestRun
+from kvroute.replica.vllm_engine.replaced import IN_APPLICATION, apply
 
 log = logging.getLogger("kvroute.replica")
 
@@ -108,14 +123,11 @@ class HttpApp:
             merges_system: Whether vLLM moves system messages in the middle of a conversation of
                 /v1/messages to the front. False: inline_system.py keeps them in place.
         """
-        repeatable.install()
-        media.install()
+        apply(IN_APPLICATION)
         media.process_once(llm.renderer)
         _shorten_logs()
         router_prompts = RouterPrompts(llm.renderer)
         args = await asyncio.to_thread(_arguments, llm, front_args)
-        grammar_check.install()
-        bad_words.install()
         grammars = GrammarCheck(llm.vllm_config, max_compile_s)
         client: Any = _Client(llm, adapters, grammars)
         tasks = await llm.get_supported_tasks()
@@ -125,7 +137,6 @@ class HttpApp:
         fail_fast.install(app)
         await init_app_state(client, app.state, args, tasks)
         missing_parser.install(app, args.tool_call_parser)
-        response_object.install()
         if messages := getattr(app.state, "anthropic_serving_messages", None):
             inline_system.install(messages, merges=merges_system)
             # vLLM renders an example prompt to compute this value, and keeps the value. During a

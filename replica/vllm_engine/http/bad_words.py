@@ -13,12 +13,8 @@ from vllm.sampling_params import SamplingParams
 vllm_update_from_tokenizer = SamplingParams.update_from_tokenizer
 
 
-def install() -> None:
-    """Check the number of tokens in this process, as soon as vLLM has tokenised the words."""
-    SamplingParams.update_from_tokenizer = _update_from_tokenizer
-
-
-def _update_from_tokenizer(self: SamplingParams, tokenizer: Any) -> None:
+def update_from_tokenizer(self: SamplingParams, tokenizer: Any) -> None:
+    """Tokenise the words as vLLM does, and check the number of tokens."""
     vllm_update_from_tokenizer(self, tokenizer)
     tokens = sum(map(len, self.bad_words_token_ids or ()))
     max_tokens = envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS

@@ -11,18 +11,18 @@ from importlib.util import find_spec
 from typing import Any
 
 from vllm.exceptions import VLLMClientError, VLLMUnprocessableEntityError
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media import MediaConnector
 
 log = logging.getLogger("kvroute.replica")
 
 DECODERS = ("soundfile", "av")  # the packages with which vLLM reads recordings
-# Name of the connector that is replaced. vLLM uses it by default; VLLM_MEDIA_CONNECTOR can select
-# another connector.
-REPLACED = "http"
 
 
 class MediaLoader(MediaConnector):
-    """vLLM's connector, which reports all errors of an image as the client's."""
+    """vLLM's connector, which reports all errors of an image as the client's.
+
+    vLLM uses it by default; VLLM_MEDIA_CONNECTOR can select another connector.
+    """
 
     async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
         try:
@@ -44,11 +44,6 @@ def process_once(renderer: Any) -> None:
     with each request, and the engine caches no images (core/scheduler.py).
     """
     renderer._mm_processor_cache = renderer._mm_processor_only_cache
-
-
-def install() -> None:
-    """Replace vLLM's connector. Call this once in each process."""
-    MEDIA_CONNECTOR_REGISTRY.register(REPLACED)(MediaLoader)
 
 
 def check_decoders(tasks: Collection[str]) -> None:

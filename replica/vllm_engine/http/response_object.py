@@ -20,18 +20,12 @@ from kvroute.replica.vllm_engine.http.run import CURRENT
 # The default of the field `text`.
 TEXT = ResponseTextConfig.model_validate({"format": {"type": "text"}, "verbosity": "medium"})
 
-
 vllm_from_request = ResponsesResponse.from_request
 
 
-def install() -> None:
-    """Complete all response objects that vLLM's handler makes. A second call changes nothing."""
-
-    def from_request(request: ResponsesRequest, *args: Any, **options: Any) -> ResponsesResponse:
-        return complete(vllm_from_request(request, *args, **options), request)
-
-    ResponsesResponse.from_request = staticmethod(from_request)
-    streaming_events._to_stream_logprobs = with_bytes
+def from_request(request: ResponsesRequest, *args: Any, **options: Any) -> ResponsesResponse:
+    """Return a complete response object, in place of vLLM's."""
+    return complete(vllm_from_request(request, *args, **options), request)
 
 
 def complete(response: ResponsesResponse, request: ResponsesRequest) -> ResponsesResponse:

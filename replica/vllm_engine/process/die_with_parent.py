@@ -32,11 +32,3 @@ def run_coordinator(*args: Any, **kwargs: Any) -> None:
     """
     die_with_parent()
     _run_coordinator(*args, **kwargs)
-
-
-def install() -> None:
-    """Make the coordinator end with its parent. Call this before vLLM starts the coordinator.
-
-    For engines, core/scheduler.py calls die_with_parent.
-    """
-    DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)

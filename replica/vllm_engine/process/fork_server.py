@@ -31,17 +31,12 @@ def start(threads: int) -> None:
     _set(THREADS, before)  # the limit is for engines, not for this process
 
 
-def install() -> None:
-    """Make vLLM fork its processes from the server. Call this before vLLM starts a process."""
+def mp_context() -> "Context":
+    """Return the context in which vLLM starts its processes: it forks them from the server."""
     from vllm.utils.system_utils import get_mp_context
-    from vllm.v1.engine import coordinator, utils
 
-    def context() -> Context:
-        get_mp_context()  # vLLM also sets environment variables there
-        return Context()
-
-    for module in (coordinator, utils):
-        module.get_mp_context = context
+    get_mp_context()  # vLLM also sets environment variables there
+    return Context()
 
 
 class _ForkedProcess(ForkServerProcess):

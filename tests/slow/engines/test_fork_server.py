@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from kvroute.replica.vllm_engine.process import fork_server
+from kvroute.replica.vllm_engine.replaced import BEFORE_START_ON_CPU, apply
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -35,7 +36,7 @@ def test_vllms_processes_are_forked_with_the_environment_and_cores_of_their_star
     fork_server.start(threads=1)
     monkeypatch.delenv(GONE)
     monkeypatch.setenv(LATER, "2")
-    fork_server.install()
+    apply(BEFORE_START_ON_CPU)
     from vllm.v1.engine.utils import get_mp_context
 
     context = get_mp_context()

@@ -160,9 +160,9 @@ def coordinate(told: Any) -> None:
     from vllm.config import ParallelConfig
     from vllm.v1.engine.coordinator import DPCoordinator
 
-    from kvroute.replica.vllm_engine.process import die_with_parent
+    from kvroute.replica.vllm_engine.replaced import BEFORE_START, apply
 
-    die_with_parent.install()
+    apply(BEFORE_START)
     coordinator = DPCoordinator(ParallelConfig(data_parallel_size=2))
     told.send(coordinator.proc.pid)
     signal.pause()
