@@ -19,7 +19,7 @@ from kvroute.command.replay_command import replay
 from kvroute.command.replay_options import ReplayOptions
 from kvroute.command.scale_command import scale
 from kvroute.command.serve_command import AttachOptions, ServeOptions, attach, serve
-from kvroute.command.status import status
+from kvroute.command.status_command import status
 from kvroute.command.tenants_command import tenants
 
 # The headings of the groups of commands in --help.

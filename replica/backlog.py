@@ -7,7 +7,7 @@ estimate. The caller passes the time, in seconds of any monotonic clock.
 import math
 from dataclasses import dataclass
 
-from kvroute.prefill.queue import PrefillQueue
+from kvroute.prefill.prefill_queue import PrefillQueue
 
 STEP_S = 0.02  # seconds that a first token takes in addition to the prefill of its prompt
 # Weight of the newest request in the moving average of the predicted prefill times.

@@ -39,7 +39,7 @@ from kvroute.router.endpoints import (
 )
 from kvroute.router.forms.recordings import Recordings
 from kvroute.router.middleware.access import Access
-from kvroute.router.middleware.admission import Admission
+from kvroute.router.middleware.open_requests import Admission
 from kvroute.router.middleware.origins import guard
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.middleware.stopping import LastAnswers, RunningAnswers

@@ -2,7 +2,7 @@
 
 This runs in a process of its own: `python -m kvroute.batch.prepare`. A large file takes minutes of
 CPU time, and the router that runs the batch answers other requests meanwhile. The process reads a
-Job from its standard input, and writes a Report to its standard output, both as JSON.
+Preparation from its standard input, and writes a Prepared to its standard output, both as JSON.
 """
 
 import os
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvroute.batch.lines import MAX_LINE_BYTES, BadLinesError, Fault, Lines, id_hash, open_lines
 from kvroute.batch.order import Sorter
-from kvroute.batch.usage import Answer, Usage
+from kvroute.batch.usage import TokenUsage, UsageOnly
 from kvroute.contract.unreadable import DECODE_ERRORS
 
 # Files of an index: where lines start, the hashes of their custom_ids, and their order.
@@ -34,7 +34,7 @@ class Part(Struct, frozen=True):
     has_errors: bool  # whether its lines are failed requests
 
 
-class Job(Struct, frozen=True):
+class Preparation(Struct, frozen=True):
     """The paths and limits of one call of `run`."""
 
     file: str  # path of the batch's input
@@ -45,14 +45,14 @@ class Job(Struct, frozen=True):
     max_line_bytes: int = MAX_LINE_BYTES
 
 
-class Report(Struct, frozen=True):
+class Prepared(Struct, frozen=True):
     """The result of `run`: the input's faults, or the counts of its lines."""
 
     faults: tuple[Fault, ...] = ()  # why the input cannot be used; empty: it can be used
     total: int = 0  # number of lines
     completed: int = 0  # lines with a good result
     failed: int = 0  # lines with an error
-    usage: Usage = Usage()  # tokens of all results
+    usage: TokenUsage = TokenUsage()  # tokens of all results
 
 
 class _Result(Struct):
@@ -61,27 +61,27 @@ class _Result(Struct):
 
 
 class _Answered(Struct):
-    body: Answer
+    body: UsageOnly
 
 
-def run(job: Job) -> Report:
+def run(job: Preparation) -> Prepared:
     """Do a job. Raises OSError."""
     index = Path(job.index)
     try:
         if not index.is_dir():
             _make_index(job, index)
     except BadLinesError as error:
-        return Report(tuple(error.faults))
+        return Prepared(tuple(error.faults))
     ids, order = np.load(index / IDS), np.load(index / ORDER)
     has_result = np.zeros(len(ids), dtype=bool)
-    counts, usage = {False: 0, True: 0}, Usage()
+    counts, usage = {False: 0, True: 0}, TokenUsage()
     for part in job.parts:
         hashes, used = _results(part)
         has_result |= np.isin(ids, hashes)
         counts[part.has_errors] += len(hashes)
         usage += used
     np.save(job.remaining, order[~has_result[order]])
-    return Report(total=len(ids), completed=counts[False], failed=counts[True], usage=usage)
+    return Prepared(total=len(ids), completed=counts[False], failed=counts[True], usage=usage)
 
 
 def open_index(file: Path, index: Path) -> Lines:
@@ -91,7 +91,7 @@ def open_index(file: Path, index: Path) -> Lines:
     return Lines(file.open("rb"), starts, ids)
 
 
-def _make_index(job: Job, index: Path) -> None:
+def _make_index(job: Preparation, index: Path) -> None:
     temporary = index.with_name(f"{index.name}.{os.getpid()}")
     temporary.mkdir(mode=0o700)
     try:
@@ -111,9 +111,9 @@ def _make_index(job: Job, index: Path) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _results(part: Part) -> tuple[NDArray[np.uint64], Usage]:
+def _results(part: Part) -> tuple[NDArray[np.uint64], TokenUsage]:
     """Return the hashes of the custom_ids in a file with results, and its tokens."""
-    hashes, usage, left = array("Q"), Usage(), part.size
+    hashes, usage, left = array("Q"), TokenUsage(), part.size
     with open(part.path, "rb") as file:
         for text in file:
             left -= len(text)
@@ -125,17 +125,17 @@ def _results(part: Part) -> tuple[NDArray[np.uint64], Usage]:
     return np.array(hashes, dtype=np.uint64), usage
 
 
-def _usage(response: msgspec.Raw) -> Usage:
+def _usage(response: msgspec.Raw) -> TokenUsage:
     try:
         reported = msgspec.json.decode(response, type=_Answered).body.usage
     except DECODE_ERRORS:  # there is no response, or its body is a text
-        return Usage()
-    return reported.counted() if reported else Usage()
+        return TokenUsage()
+    return reported.counted() if reported else TokenUsage()
 
 
 def main() -> None:
     os.nice(10)  # requests come first
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Preparation)
     sys.stdout.buffer.write(msgspec.json.encode(run(job)))
 
 

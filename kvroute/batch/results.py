@@ -23,7 +23,7 @@ from kvroute.batch.lines import Lines, id_hash
 from kvroute.contract.unreadable import DECODE_ERRORS
 
 
-class Result(msgspec.Struct, frozen=True):
+class LineResult(msgspec.Struct, frozen=True):
     """The part of a written line that is read again."""
 
     custom_id: str
@@ -98,7 +98,7 @@ def _written(file: BinaryIO, path: Path) -> "array[int]":
             if not text.endswith(b"\n"):  # the process was killed while it wrote
                 break
             try:
-                hashes.append(id_hash(msgspec.json.decode(text, type=Result).custom_id))
+                hashes.append(id_hash(msgspec.json.decode(text, type=LineResult).custom_id))
             except DECODE_ERRORS:
                 raise ResultsError(
                     f"{path} has something else than a batch's results in line {number}; name "

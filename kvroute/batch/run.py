@@ -16,7 +16,7 @@ import httpx
 import msgspec
 
 from kvroute.batch.lines import SentLine
-from kvroute.batch.usage import Usage, usage_of
+from kvroute.batch.usage import TokenUsage, usage_of
 from kvroute.batch.window import Window
 
 QUEUED_HEADER = "x-kvroute-queued-s"  # seconds that the request waited in the queue
@@ -26,22 +26,22 @@ REQUEST_ID = "x-request-id"  # header with the id of a request
 TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
 MAX_TRIES = 20  # a line fails after this many answers with a status in TRY_AGAIN
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # pause before the next try; it doubles with each try
-SYNC_INTERVAL_S = 1.0  # seconds between two calls of Results.sync
+SYNC_INTERVAL_S = 1.0  # seconds between two calls of AnswerSink.sync
 
 
 @dataclass(slots=True)
-class Progress:
+class RunProgress:
     """How far a batch is."""
 
     total: int  # lines of the batch
     done: int = 0  # answered lines, with those of earlier runs
     failed: int = 0  # lines of this run without a good answer
-    usage: Usage = field(default_factory=Usage)  # tokens of this run
+    usage: TokenUsage = field(default_factory=TokenUsage)  # tokens of this run
     open: int = 0  # requests without an answer
     away: str = ""  # why the cluster does not answer at the moment; empty: it answers
 
 
-class Results(Protocol):
+class AnswerSink(Protocol):
     """Where answers are written."""
 
     def write(self, custom_id: str, *, status: int, request_id: str, body: bytes) -> None:
@@ -51,7 +51,7 @@ class Results(Protocol):
         """Wait until everything written is on the disk. Raises OSError."""
 
 
-class RefusedError(Exception):
+class RefusedKeyError(Exception):
     """The cluster does not accept the API key, so it would refuse each line."""
 
 
@@ -63,7 +63,7 @@ class Runner:
         client: httpx.AsyncClient,
         read: Callable[[int], SentLine],
         order: Sequence[int],
-        results: Results,
+        results: AnswerSink,
         *,
         total: int,
         window: Window,
@@ -101,18 +101,18 @@ class Runner:
         self._headers = headers
         self._max_tries = max_tries
         self._threads = threads
-        self.progress = Progress(total, done=total - len(self._waiting))
+        self.progress = RunProgress(total, done=total - len(self._waiting))
 
     @property
     def left(self) -> "array[int]":
         """Return the lines without an answer."""
         return self._waiting + array("Q", self._sent)
 
-    async def run(self, report: Callable[[Progress], None]) -> None:
+    async def run(self, report: Callable[[RunProgress], None]) -> None:
         """Send all lines that have no answer yet; call `report` after each answer.
 
         Raises:
-            RefusedError: the API key is missing or not valid.
+            RefusedKeyError: the API key is missing or not valid.
             OSError: the lines cannot be read, or the results cannot be written.
         """
         synced_s = time.monotonic()
@@ -155,7 +155,7 @@ class Runner:
         line = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, index)
         try:
             self._write(line, await self._final_answer(line))
-        except (OSError, RefusedError):
+        except (OSError, RefusedKeyError):
             raise
         except Exception as error:  # whatever is wrong with a line must not end the others
             text = f"{type(error).__name__}: {error}"
@@ -180,7 +180,7 @@ class Runner:
             else:
                 self.progress.away = ""
                 if response.status_code == httpx.codes.UNAUTHORIZED:
-                    raise RefusedError(response.text)
+                    raise RefusedKeyError(response.text)
                 tries += 1
                 may_retry = response.headers.get("x-should-retry") != "false"
                 may_retry &= response.status_code in TRY_AGAIN and tries != self._max_tries

@@ -19,7 +19,7 @@ from rich.status import Status
 from kvroute.batch.lines import BadLinesError, Lines, open_lines
 from kvroute.batch.order import Sorter
 from kvroute.batch.results import Results, ResultsError
-from kvroute.batch.run import Progress, RefusedError, Runner
+from kvroute.batch.run import RefusedKeyError, Runner, RunProgress
 from kvroute.batch.window import Window
 from kvroute.client import (
     FIND,
@@ -164,7 +164,7 @@ async def _run(
     results: Results,
     *,
     max_open: int,
-) -> Progress:
+) -> RunProgress:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     timeout = httpx.Timeout(None, connect=CONNECT_S)  # an answer may take any time
     async with httpx.AsyncClient(
@@ -182,7 +182,7 @@ async def _run(
         with _Display(runner.progress) as display:
             try:
                 await runner.run(display.update)
-            except RefusedError as error:
+            except RefusedKeyError as error:
                 fail(f"the cluster refuses the batch: {_message(str(error))}")
             except OSError as error:
                 fail(f"the answers cannot be written ({error}); run the command again later")
@@ -200,7 +200,7 @@ def _message(body: str) -> str:
 class _Display:
     """Shows the progress: a line that changes on a terminal, else a line every few seconds."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: RunProgress) -> None:
         self._first = progress.done
         self._start_s = self._printed_s = time.monotonic()
         self._console = Console(stderr=True)
@@ -214,7 +214,7 @@ class _Display:
     def __exit__(self, *_: object) -> None:
         self._status.stop()
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: RunProgress) -> None:
         now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._printed_s <= PRINT_INTERVAL_S:
             return
@@ -226,7 +226,7 @@ class _Display:
             print(text, file=sys.stderr, flush=True)
 
 
-def describe(progress: Progress, elapsed_s: float, first: int) -> str:
+def describe(progress: RunProgress, elapsed_s: float, first: int) -> str:
     """Return a line about a batch that runs.
 
     Args:
@@ -258,7 +258,7 @@ def _duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
-def _summarize(progress: Progress, failed: int, output: Path, errors: Path) -> None:
+def _summarize(progress: RunProgress, failed: int, output: Path, errors: Path) -> None:
     text = f"{progress.done:,} of {progress.total:,} lines have a result; answers are in {output}"
     if failed:
         text += (

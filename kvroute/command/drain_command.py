@@ -23,13 +23,13 @@ def drain(
     Run it on the machine that goes away, as the user who started the cluster there. Other replicas
     copy the blocks of its conversations if the cluster has --pull on.
     """
-    from kvroute.controller.connection import UnreachableError
     from kvroute.controller.drain import DrainError
     from kvroute.controller.drain import drain as drain_machine
-    from kvroute.local.progress import Progress
+    from kvroute.controller.ray_connection import UnreachableError
+    from kvroute.local.progress import StartProgress
 
     try:
-        drain_machine(within, Progress())
+        drain_machine(within, StartProgress())
     except (DrainError, UnreachableError) as error:
         fail(str(error))
     except KeyboardInterrupt:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from kvroute.replay.compare import PolicyRun
     from kvroute.replay.own_log import LoggedFleet
-    from kvroute.replay.report import Summary
     from kvroute.replay.simulate import Cluster
+    from kvroute.replay.summary import Summary
     from kvroute.replay.workload.trace import Request
 
 # The trace of --example, which tests/support/traces.py writes.
@@ -55,7 +55,7 @@ def replay(options: ReplayOptions) -> None:
 
 def _requests(options: ReplayOptions, notes: "Console") -> "list[Request]":
     """Read the trace."""
-    from kvroute.replay.workload.sessions import with_ends
+    from kvroute.replay.workload.session_ends import with_ends
     from kvroute.replay.workload.trace import read, unnamed
 
     recorded = read(
@@ -199,7 +199,7 @@ def _show(
 ) -> None:
     """Print the tables, and explain the marks in them."""
     from kvroute.replay.noise import sample, ties
-    from kvroute.replay.report import BEST, MEASURED, measured_part, tables, ties_shown
+    from kvroute.replay.summary import BEST, MEASURED, measured_part, tables, ties_shown
 
     measured = measured_part(requests)
     samples = {run.summary.policy: sample(requests, run.outcome, measured) for run in runs}
@@ -229,7 +229,7 @@ def _too_few(count: int, measured: int, shown: "dict[str, float]") -> Iterator[s
         shown: The result of report.ties_shown.
     """
     from kvroute.replay.noise import BLOCKS, is_enough
-    from kvroute.replay.report import BEST, NOISE, WARM_UP
+    from kvroute.replay.summary import BEST, NOISE, WARM_UP
 
     if not is_enough(measured):
         least = -(-BLOCKS * WARM_UP // (WARM_UP - 1))

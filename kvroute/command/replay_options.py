@@ -18,7 +18,7 @@ from kvroute.replay.policies.names import POLICY_NAMES
 from kvroute.replay.workload.pace import Pace
 
 if TYPE_CHECKING:
-    from kvroute.replay.workload.sessions import Ends
+    from kvroute.replay.workload.session_ends import Ends
 
 MAX_REPLICAS = 10_000
 MAX_PACE = 1e6  # highest --load, --speed and --rate
@@ -65,7 +65,7 @@ class TraceOptions:
 
 
 @dataclass(frozen=True)
-class ReplicaOptions:
+class ModelledReplicas:
     """The modelled replicas and their caches."""
 
     topic: ClassVar[str] = "Replicas and caches"
@@ -306,7 +306,7 @@ class RequestOptions:
 
     def ends(self) -> "Ends | None":
         """Parse --session-ends: the shares of right and of wrong hints."""
-        from kvroute.replay.workload.sessions import Ends
+        from kvroute.replay.workload.session_ends import Ends
 
         if self.session_ends is None:
             return None
@@ -321,7 +321,7 @@ class RequestOptions:
 
 # The fields of the last base class come first in --help.
 @dataclass(frozen=True)
-class ReplayOptions(RequestOptions, RoutingOptions, ArrivalOptions, ReplicaOptions, TraceOptions):
+class ReplayOptions(RequestOptions, RoutingOptions, ArrivalOptions, ModelledReplicas, TraceOptions):
     """All options of `kvroute replay`."""
 
     topic: ClassVar[str] = "Run and output"

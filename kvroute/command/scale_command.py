@@ -15,10 +15,10 @@ def scale(
     url: Url = FIND,
 ) -> None:
     """Add replicas to a running cluster, or remove some. No request is lost."""
-    from kvroute.controller.connection import UnreachableError
-    from kvroute.controller.scale import ScaleError
-    from kvroute.controller.scale import scale as scale_to
-    from kvroute.local.progress import Progress
+    from kvroute.controller.ray_connection import UnreachableError
+    from kvroute.controller.replica_count import ScaleError
+    from kvroute.controller.replica_count import scale as scale_to
+    from kvroute.local.progress import StartProgress
 
     if replicas < 1:
         fail(
@@ -26,7 +26,7 @@ def scale(
         )
     try:
         address = call("GET", url, "/v1/cluster")["ray_address"]
-        scale_to(replicas, _scaled_model(model, url), address, Progress())
+        scale_to(replicas, _scaled_model(model, url), address, StartProgress())
     except (ScaleError, UnreachableError) as error:
         fail(str(error))
     except KeyboardInterrupt:

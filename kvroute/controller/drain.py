@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvroute.controller.connection import connected
+from kvroute.controller.ray_connection import connected
 from kvroute.deployments import APPLICATION, kind_of
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.wording import plural
 
 POLL_S = 0.5  # seconds between two queries of the processes on the machine
@@ -17,7 +17,7 @@ class DrainError(RuntimeError):
     """The machine cannot be emptied. The message says why and what to do."""
 
 
-def drain(within_s: float, progress: Progress) -> None:
+def drain(within_s: float, progress: StartProgress) -> None:
     """Let Ray empty this machine, and wait until it has no replica or router any more.
 
     Args:
@@ -68,7 +68,7 @@ def describe(processes: Sequence[str]) -> str:
     return f"{left} left" if left else "no replica and no router is left"
 
 
-def _wait(node_id: str, within_s: float, progress: Progress) -> None:
+def _wait(node_id: str, within_s: float, progress: StartProgress) -> None:
     """Wait until the machine has no process of kvroute. Its Ray ends when nothing runs there."""
     import ray
 

@@ -17,10 +17,10 @@ import httpx
 from redis.exceptions import RedisError
 
 from kvroute.deployments import APPLICATION, deployment
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.machine.problem import StartError
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.replica.attached_engine.server import (
+from kvroute.replica.attached_engine.server_facts import (
     ServerError,
     ServerFacts,
     authorization,
@@ -51,7 +51,10 @@ class Attached:
 
 
 def attached(
-    settings: ServeSettings, progress: Progress, sleep: Callable[[float], object], deadline: float
+    settings: ServeSettings,
+    progress: StartProgress,
+    sleep: Callable[[float], object],
+    deadline: float,
 ) -> Attached:
     """Complete the settings with the model, its name and the block size of the attached servers.
 
@@ -101,7 +104,10 @@ def attached(
 
 
 def _first_answers(
-    settings: ServeSettings, progress: Progress, sleep: Callable[[float], object], deadline: float
+    settings: ServeSettings,
+    progress: StartProgress,
+    sleep: Callable[[float], object],
+    deadline: float,
 ) -> tuple[Mapping[str, ServerFacts], dict[str, str]]:
     """Ask all servers until one answers.
 
@@ -154,7 +160,7 @@ async def _answer(client: httpx.AsyncClient, url: str) -> ServerFacts | ServerEr
         return error
 
 
-def _common_adapters(servers: Mapping[str, ServerFacts], progress: Progress) -> list[str]:
+def _common_adapters(servers: Mapping[str, ServerFacts], progress: StartProgress) -> list[str]:
     """Return NAME=PATH of the LoRA adapters that all servers have; report those of some servers."""
     first, *others = servers.values()
     common = set(first.adapters).intersection(*(server.adapters for server in others))
@@ -174,7 +180,7 @@ class AttachedFleet:
         self,
         settings: ServeSettings,
         models: Sequence[ModelSettings],
-        progress: Progress,
+        progress: StartProgress,
         reported: Mapping[str, str],
     ) -> None:
         """Create the fleet.
@@ -267,7 +273,7 @@ async def _lost_servers(model: ModelSettings) -> dict[str, str]:
         return await servers.away()
 
 
-def _report(url: str, server: ServerFacts, progress: Progress) -> None:
+def _report(url: str, server: ServerFacts, progress: StartProgress) -> None:
     version = f", vLLM {server.version}" if server.version else ""
     ranks = f", {len(server.ranks)} data parallel ranks" if len(server.ranks) > 1 else ""
     progress.step(f"{url} serves {server.model}{version}{ranks}")

@@ -13,9 +13,9 @@ from kvroute.keys import key_file
 from kvroute.local.embedded_redis import RedisAwayError, check_redis, redis_warnings
 from kvroute.local.haproxy.wrapper import check_pair
 from kvroute.local.ports import free_port, is_local, listen_error
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.local.ray_cluster import OBJECT_STORE_BYTES
-from kvroute.machine import fleet, gpus, limits
+from kvroute.machine import engine_needs, gpus, machine_limits
 from kvroute.machine.problem import Problem, StartError
 from kvroute.machine.vllm_check import vllm_errors
 from kvroute.process import vllm_build
@@ -41,7 +41,9 @@ RAY_TOKEN = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}  # variables that replace 
 Examine = Callable[[ServeSettings], Iterator[Problem]]
 
 
-def examine(checks: Mapping[str, Examine], settings: ServeSettings, progress: Progress) -> None:
+def examine(
+    checks: Mapping[str, Examine], settings: ServeSettings, progress: StartProgress
+) -> None:
     """Make these checks before anything is started, and print the problems of the machine.
 
     Raises:
@@ -206,7 +208,7 @@ def check_engine_installed(models: Sequence[CheckedOptions]) -> None:
         raise StartError(f"{problem}; install a supported version")
 
 
-def check_engine_args(models: Sequence[CheckedOptions], progress: Progress) -> None:
+def check_engine_args(models: Sequence[CheckedOptions], progress: StartProgress) -> None:
     """Raise StartError if vLLM would reject the engine arguments of a model."""
     if not any(model.engine_args for model in models):
         return
@@ -236,19 +238,19 @@ def gpu_problems(settings: ServeSettings) -> Iterator[Problem]:
     if not vllm_build.is_for_gpus():
         yield from final(lambda _: gpus_per_replica(models, 0))(settings)
         return
-    if all(model.gpus_per_replica == 0 for model, _ in fleet.engines_of(models)):
+    if all(model.gpus_per_replica == 0 for model, _ in engine_needs.engines_of(models)):
         return
     if not gpus.torch_cuda():
         return  # PyTorch is built for other GPUs than NVIDIA's, which Ray and vLLM examine
     try:
         driver = gpus.driver()
         available = gpus.usable(driver) if driver else 0
-    except gpus.NoAnswerError as error:
+    except gpus.SilentDriverError as error:
         yield gpus.no_gpu(str(error))
         return
     if driver is not None:  # else the driver cannot be asked, and Ray counts the GPUs
         yield from too_few_gpus(models, available)
-        yield from fleet.gpu_problems(models, driver)
+        yield from engine_needs.gpu_problems(models, driver)
 
 
 def gpus_per_replica(models: Sequence[CheckedOptions], available: int) -> list[int]:
@@ -349,17 +351,17 @@ OF_MACHINE: Mapping[str, Examine] = {
     "home folder": home_problems,
     "vLLM": final(lambda settings: check_engine_installed(settings.per_model)),
     "GPUs": gpu_problems,
-    "memory": lambda settings: fleet.memory_problems(settings.per_model, OBJECT_STORE_BYTES),
-    "open files": lambda settings: fleet.connection_problems(
+    "memory": lambda settings: engine_needs.memory_problems(settings.per_model, OBJECT_STORE_BYTES),
+    "open files": lambda settings: engine_needs.connection_problems(
         settings.routers, settings.max_requests
     ),
-    "own name": lambda settings: limits.own_name(),
+    "own name": lambda settings: machine_limits.own_name(),
 }
 # A start makes these checks on its way, when it needs what they examine.
 ON_THE_WAY: Mapping[str, Examine] = {
     "Redis": redis_problems,
     "engine arguments": final(
-        lambda settings: check_engine_args(settings.per_model, Progress(Console(stderr=True)))
+        lambda settings: check_engine_args(settings.per_model, StartProgress(Console(stderr=True)))
     ),
     "models": final(check_models),
 }

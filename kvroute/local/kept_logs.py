@@ -5,7 +5,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.process.state_folder import state_folder
 from kvroute.settings.serve import ServeSettings
 
@@ -26,7 +26,7 @@ def kept_logs(settings: ServeSettings) -> Path:
     return (settings.log_dir or state_folder()) / f"kvroute-logs-{cluster}"
 
 
-def keep_logs(logs: Path, target: Path, progress: Progress) -> bool:
+def keep_logs(logs: Path, target: Path, progress: StartProgress) -> bool:
     """Move the logs of a run to the folder `target`, and delete the logs of the previous run there.
 
     Returns:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 
 POLL_S = 0.2  # seconds between two queries for the number of running answers
 REPORT_S = 5.0  # seconds between two printed lines with that number
@@ -13,7 +13,7 @@ DISCOVERY_S = 1.0  # if Serve has listed no router after these seconds, no route
 LAST_ERRORS_S = 2.0  # seconds for clients to receive the errors of interrupted answers
 
 
-def finish_answers(routers: Any, progress: Progress, *, within_s: float) -> None:
+def finish_answers(routers: Any, progress: StartProgress, *, within_s: float) -> None:
     """Make all routers refuse new requests, and wait until their running answers have ended.
 
     Args:
@@ -33,7 +33,7 @@ def finish_answers(routers: Any, progress: Progress, *, within_s: float) -> None
 class _Reporter:
     """Prints the number of running answers every REPORT_S."""
 
-    def __init__(self, progress: Progress, within_s: float) -> None:
+    def __init__(self, progress: StartProgress, within_s: float) -> None:
         self._progress = progress
         self._within_s = within_s
         self._next_s = time.monotonic()

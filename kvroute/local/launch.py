@@ -41,7 +41,7 @@ from kvroute.local.kept_logs import cluster_id, keep_logs, kept_logs, logs_in
 from kvroute.local.last_answers import finish_answers
 from kvroute.local.ports import is_local, reserve
 from kvroute.local.processes import is_alive
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.local.ray_cluster import (
     WILDCARD_ADDRESSES,
     LostProcesses,
@@ -69,7 +69,7 @@ def run(settings: ServeSettings) -> int:
     try:
         return guarded(partial(_serve, settings, folder))
     finally:
-        if keep_logs(logs_in(folder), kept_logs(settings), Progress()):
+        if keep_logs(logs_in(folder), kept_logs(settings), StartProgress()):
             shutil.rmtree(private, ignore_errors=True)
         else:
             for secret in private.glob("kvroute-redis-*"):  # left by a killed process
@@ -77,7 +77,7 @@ def run(settings: ServeSettings) -> int:
 
 
 def _serve(settings: ServeSettings, folder: Path) -> int:
-    signals, progress = StopSignals(), Progress()
+    signals, progress = StopSignals(), StartProgress()
     with ExitStack() as running:
         try:
             lost = LostProcesses(logs_in(folder), progress)
@@ -109,7 +109,7 @@ def _start(
     settings: ServeSettings,
     folder: Path,
     signals: StopSignals,
-    progress: Progress,
+    progress: StartProgress,
     lost: LostProcesses,
     running: ExitStack,
 ) -> AttachedFleet:
@@ -185,7 +185,7 @@ def is_local_only(settings: ServeSettings) -> bool:
     return is_local(settings.host) and not has_guard
 
 
-def _check_own_redis(url: str, progress: Progress) -> None:
+def _check_own_redis(url: str, progress: StartProgress) -> None:
     """Check the user's Redis, and print a warning if the cluster has to start without it."""
     try:
         progress.step(f"Redis {check_redis(url)} answers at {without_password(url)}")
@@ -196,14 +196,14 @@ def _check_own_redis(url: str, progress: Progress) -> None:
         progress.warn(warning)
 
 
-def _started_redis(folder: Path, progress: Progress, running: ExitStack) -> str:
+def _started_redis(folder: Path, progress: StartProgress, running: ExitStack) -> str:
     """Start a Redis whose files are in the folder, and return its URL."""
     url = running.enter_context(embedded_redis(progress.step, within=folder))
     progress.step(f"Redis {check_redis(url)} started at {without_password(url)}")
     return url
 
 
-def _model(settings: CheckedOptions, progress: Progress) -> str:
+def _model(settings: CheckedOptions, progress: StartProgress) -> str:
     if settings.model == BUILTIN_MODEL and not is_converted():
         progress.step(f"preparing {BUILTIN_MODEL} (about 15 s, the first time only)")
     model = found_model(settings.model)
@@ -245,7 +245,9 @@ def first_steps(url: str, model: str, settings: ServeSettings) -> Iterator[str]:
         yield f"live page: {url}/ui"
 
 
-def _report(models: Sequence[ModelSettings], health: Mapping[str, Any], progress: Progress) -> None:
+def _report(
+    models: Sequence[ModelSettings], health: Mapping[str, Any], progress: StartProgress
+) -> None:
     for model in models:
         of_model = f" ({model.served_model_name})" if len(models) > 1 else ""
         switch = "on" if model.prefix_caching else "off"

@@ -11,7 +11,7 @@ from rich.text import Text
 REMIND_S = 30.0  # seconds between two lines about the same wait, if the output is not a terminal
 
 
-class Progress:
+class StartProgress:
     """Prints the progress of a start, one line per event."""
 
     def __init__(self, console: Console | None = None) -> None:

@@ -30,7 +30,7 @@ from kvroute.local.haproxy.health import ADMIN_SOCKET
 from kvroute.local.haproxy.wrapper import IDLE_TIMEOUT_S, MAX_REQUESTS, TLS_CERT, TLS_KEY
 from kvroute.local.ports import free_port, is_local
 from kvroute.local.processes import kill_descendants
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.local.signals import StopSignals
 from kvroute.local.start_losses import StartLosses, log_of, role_of
 from kvroute.machine.problem import StartError
@@ -60,7 +60,7 @@ class LostProcesses:
     Ray reports only the id of a process that has ended, and calls `receive` in a thread of its own.
     """
 
-    def __init__(self, logs: Path, progress: Progress) -> None:
+    def __init__(self, logs: Path, progress: StartProgress) -> None:
         self.logs = logs  # folder of Ray's logs
         self._progress = progress
         self._pids: deque[int] = deque(maxlen=MAX_REPORTS)  # ended processes, not reported yet
@@ -158,7 +158,7 @@ def local_ray(
 
 def deploy(
     application: Any,
-    progress: Progress,
+    progress: StartProgress,
     signals: StopSignals,
     deadline: float,
     lost: LostProcesses,
@@ -350,7 +350,7 @@ def _counts(status: Any) -> tuple[int, int]:
     return sum(status.replica_states.values()), status.replica_states.get("RUNNING", 0)
 
 
-def _show(deployments: Mapping[str, Any], shown: set[str], progress: Progress) -> None:
+def _show(deployments: Mapping[str, Any], shown: set[str], progress: StartProgress) -> None:
     """Print the lines that were not printed before, and add them to `shown`."""
     for line in _lines(deployments):
         if line not in shown:

@@ -38,7 +38,7 @@ class Driver:
     gpus: Sequence[Gpu]
 
 
-class NoAnswerError(RuntimeError):
+class SilentDriverError(RuntimeError):
     """The driver does not answer. The message says why."""
 
 
@@ -46,24 +46,24 @@ def driver() -> Driver | None:
     """Return the driver with its GPUs; None: nvidia-smi is missing, but there is a driver.
 
     Raises:
-        NoAnswerError: There is no driver, or it does not answer.
+        SilentDriverError: There is no driver, or it does not answer.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         if DEVICE.exists():
             return None
-        raise NoAnswerError("nvidia-smi is not installed")
+        raise SilentDriverError("nvidia-smi is not installed")
     try:
         ran = subprocess.run(
             [program, "-q", "-x"], capture_output=True, text=True, timeout=SMI_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"nvidia-smi has not answered within {SMI_S:.0f} s") from None
+        raise SilentDriverError(f"nvidia-smi has not answered within {SMI_S:.0f} s") from None
     except OSError as error:
-        raise NoAnswerError(f"nvidia-smi cannot run: {error.strerror}") from None
+        raise SilentDriverError(f"nvidia-smi cannot run: {error.strerror}") from None
     if ran.returncode != 0:
         said = (ran.stderr or ran.stdout).strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise NoAnswerError(f"nvidia-smi: {said[0]}")
+        raise SilentDriverError(f"nvidia-smi: {said[0]}")
     try:
         return _parse(ran.stdout)
     except ElementTree.ParseError:
@@ -93,16 +93,16 @@ def usable(found: Driver) -> int:
     """Return how many GPUs a process of this user sees: all, or those of CUDA_VISIBLE_DEVICES.
 
     Raises:
-        NoAnswerError: There is none.
+        SilentDriverError: There is none.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not found.gpus:
-        raise NoAnswerError("nvidia-smi finds no GPU")
+        raise SilentDriverError("nvidia-smi finds no GPU")
     if visible is None:
         return len(found.gpus)
     if names := [name for name in visible.split(",") if name.strip() not in ("", "-1")]:
         return len(names)
-    raise NoAnswerError(f"CUDA_VISIBLE_DEVICES is {visible!r} and hides all GPUs")
+    raise SilentDriverError(f"CUDA_VISIBLE_DEVICES is {visible!r} and hides all GPUs")
 
 
 def problems(found: Driver, *, share: float, torch_cuda: str) -> Iterator[Problem]:

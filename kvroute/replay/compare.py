@@ -7,8 +7,8 @@ from multiprocessing import get_context
 
 from rich.progress import Progress
 
-from kvroute.replay.report import Summary, summarise
 from kvroute.replay.simulate import Cluster, Outcome, simulate
+from kvroute.replay.summary import Summary, summarise
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, Loop
 from kvroute.replay.workload.trace import (
     Request,

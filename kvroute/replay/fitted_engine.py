@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.workload.trace import Request
 
 PAIRS = 200_000  # pairs of points from which a line's slope follows; more would take much memory
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LoggedAnswer:
     """One answer in the log. Its times are on the clock of the trace."""
 
     replica: str
@@ -49,7 +49,7 @@ class Burst:
 
     start_s: float
     end_s: float  # time of the latest first token
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[LoggedAnswer] = field(default_factory=list)
 
 
 def fitted(requests: Sequence[Request], engine: EngineModel) -> EngineModel | None:
@@ -71,7 +71,7 @@ def fitted(requests: Sequence[Request], engine: EngineModel) -> EngineModel | No
     return found
 
 
-def _answers(requests: Iterable[Request], engine: EngineModel) -> Iterator[Answer]:
+def _answers(requests: Iterable[Request], engine: EngineModel) -> Iterator[LoggedAnswer]:
     unit = PrefillModel(1.0, engine.prefill.attention_tokens)
     for request in requests:
         measured = request.measured
@@ -79,7 +79,7 @@ def _answers(requests: Iterable[Request], engine: EngineModel) -> Iterator[Answe
             continue
         sent_s = request.arrival_s + measured.queued_s
         cached = min(measured.cached_tokens, request.input_tokens - 1)
-        yield Answer(
+        yield LoggedAnswer(
             replica=measured.replica,
             sent_s=sent_s,
             first_s=None if measured.ttft_s is None else sent_s + measured.ttft_s,
@@ -90,14 +90,14 @@ def _answers(requests: Iterable[Request], engine: EngineModel) -> Iterator[Answe
         )
 
 
-def _of_replicas(answers: Iterable[Answer]) -> Iterator[list[Answer]]:
+def _of_replicas(answers: Iterable[LoggedAnswer]) -> Iterator[list[LoggedAnswer]]:
     """Yield the answers of each replica in the order in which they were sent."""
     in_order = sorted(answers, key=lambda answer: (answer.replica, answer.sent_s))
     for _, group in groupby(in_order, key=lambda answer: answer.replica):
         yield [*group]
 
 
-def _bursts(answers: Iterable[Answer]) -> Iterator[Burst]:
+def _bursts(answers: Iterable[LoggedAnswer]) -> Iterator[Burst]:
     """Yield the bursts of each replica, without those in which a prompt got no first token."""
     for of_replica in _of_replicas(answers):
         burst: Burst | None = None
@@ -140,7 +140,7 @@ def _prefill(bursts: Sequence[Burst], engine: EngineModel) -> EngineModel:
     return replace(engine, prefill=speed, overhead_s=overhead_s)
 
 
-def _decode(answers: Iterable[Answer], engine: EngineModel) -> EngineModel:
+def _decode(answers: Iterable[LoggedAnswer], engine: EngineModel) -> EngineModel:
     """Return the engine with the times of a step that fit the answers' later tokens."""
     beside: list[Floats] = []
     step_s: list[Floats] = []

@@ -17,9 +17,9 @@ from kvroute.blocks.tiers import Tier
 from kvroute.contract.keep import RetentionHint
 from kvroute.contract.priority import lane_tokens
 from kvroute.contract.records import Load, TierFacts
-from kvroute.replay.hardware.model import EngineModel
-from kvroute.replay.policies.protocol import LoadReport
-from kvroute.replay.steps import Plan, Running, StepResult, Waiting, blocks_needed
+from kvroute.replay.hardware.engine_model import EngineModel
+from kvroute.replay.policies.policy_protocol import LoadReport
+from kvroute.replay.steps import Plan, Running, StepResult, WaitingPrompt, blocks_needed
 from kvroute.replay.tier_memory import TierMemory
 from kvroute.replay.workload.trace import Request
 from kvroute.replica.sim_engine.paged_cache import PagedCache
@@ -56,10 +56,10 @@ class ModelledReplica:
         self._capacity_blocks = capacity_blocks
         # Request without a first token -> its prompt tokens to compute.
         self._pending_tokens: dict[int, int] = {}
-        self._waiting: list[Waiting] = []  # heap of the requests that are not admitted yet
+        self._waiting: list[WaitingPrompt] = []  # heap of the requests that are not admitted yet
         # Requests that need a block which is being copied for another request.
-        self._blocked: list[Waiting] = []
-        self._pulling: dict[int, Waiting] = {}  # requests that wait for their own pulls
+        self._blocked: list[WaitingPrompt] = []
+        self._pulling: dict[int, WaitingPrompt] = {}  # requests that wait for their own pulls
         self._pulled: dict[int, frozenset[Fingerprint]] = {}  # the blocks that they pull
         self._prefilling: list[Running] = []
         # Heap: number of the last step, index of the request, sequence.
@@ -96,7 +96,7 @@ class ModelledReplica:
             pulled: Blocks that the request pulls. It waits until the caller calls `end_pull`.
         """
         self._now_s = now_s
-        waiting = Waiting(
+        waiting = WaitingPrompt(
             now_s + order_s, next(self._arrivals), request, keep or RetentionHint(), is_batch
         )
         self._pending_tokens[request.index] = (
@@ -351,7 +351,7 @@ class ModelledReplica:
         chunks.append((sequence, tokens))
         return tokens
 
-    def _admit(self, waiting: Waiting) -> Running | None:
+    def _admit(self, waiting: WaitingPrompt) -> Running | None:
         """Admit a request and reserve its blocks; return None if too few blocks are free."""
         request = waiting.request
         needed = blocks_needed(request)

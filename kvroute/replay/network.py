@@ -9,14 +9,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvroute.contract.pull import LinkSpeed, PullResult, Reason
-from kvroute.replay.policies.protocol import PullOrder
+from kvroute.replay.policies.policy_protocol import ModelledPull
 from kvroute.replay.workload.trace import Request
 
 ROUNDING = 1.0  # so few bytes are left of a complete pull, because of rounding errors
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class PullInProgress:
     """A pull in progress."""
 
     request: Request
@@ -54,13 +54,13 @@ class Network:
         """Create a network in which each replica's link has this speed in each direction."""
         self.busy_s = 0.0  # sum over all pulls of the seconds that they took
         self._model = model
-        self._transfers: list[Transfer] = []
+        self._transfers: list[PullInProgress] = []
         self._now_s = 0.0
 
     def begin(
         self,
         request: Request,
-        order: PullOrder,
+        order: ModelledPull,
         target: int,
         *,
         first_block: int,
@@ -84,7 +84,7 @@ class Network:
         size = float(blocks * block_bytes)
         late_s = now_s + order.within_s
         self._transfers.append(
-            Transfer(
+            PullInProgress(
                 request, order.source, target, first_block, blocks, block_bytes, now_s, flows_s,
                 late_s, size,
             )
@@ -99,7 +99,7 @@ class Network:
             times_s.append(min(ends_s, transfer.late_s))
         return min(times_s)
 
-    def end(self, now_s: float) -> list[Transfer]:
+    def end(self, now_s: float) -> list[PullInProgress]:
         """Remove and return the pulls that are complete or late."""
         self._advance(now_s)
         ended = [
@@ -112,7 +112,7 @@ class Network:
             self.busy_s += now_s - transfer.begun_s
         return ended
 
-    def _rates(self) -> list[tuple[Transfer, float]]:
+    def _rates(self) -> list[tuple[PullInProgress, float]]:
         """Return the current bytes per second of each pull."""
         flowing = [each for each in self._transfers if each.flows_s <= self._now_s]
         out = Counter(transfer.source for transfer in flowing)

@@ -27,7 +27,7 @@ Figures = Mapping[str, Floats]  # field of Summary -> its value in each round
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class PolicySample:
     """The measured requests of one policy, in the order of arrival."""
 
     ttft_s: Floats
@@ -45,17 +45,17 @@ class Sample:
         return {"hit_share": hits, **dict(zip(QUANTILES, times_s, strict=True))}
 
 
-def sample(requests: Sequence[Request], outcome: Outcome, measured: slice) -> Sample:
+def sample(requests: Sequence[Request], outcome: Outcome, measured: slice) -> PolicySample:
     """Return the measured requests of one policy."""
     ttft_s = np.array(outcome.first_token_s) - np.array(outcome.arrival_s)
-    return Sample(
+    return PolicySample(
         ttft_s[measured],
         np.array(outcome.hit_tokens[measured], dtype=float),
         np.array([request.input_tokens for request in requests[measured]], dtype=float),
     )
 
 
-def ties(samples: Mapping[str, Sample]) -> dict[str, dict[str, float]]:
+def ties(samples: Mapping[str, PolicySample]) -> dict[str, dict[str, float]]:
     """Return, for each field of Summary, the policies that differ from the best only by noise.
 
     The result is empty if the samples have too few requests for this method, see is_enough.

@@ -10,10 +10,10 @@ from typing import NamedTuple, TypeVar
 
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.fitted_engine import fitted
-from kvroute.replay.hardware.model import EngineModel
-from kvroute.replay.report import MEASURED, Summary, summarise
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.simulate import Outcome
 from kvroute.replay.steps import blocks_needed
+from kvroute.replay.summary import MEASURED, Summary, summarise
 from kvroute.replay.workload.measured import Measured
 from kvroute.replay.workload.trace import Request
 from kvroute.wording import plural

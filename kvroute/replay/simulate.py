@@ -12,7 +12,18 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST, Tier
 from kvroute.contract.pull import LinkSpeed, PullResult, Reason
 from kvroute.contract.records import TierFacts
-from kvroute.replay.events import (
+from kvroute.replay.hardware.engine_model import (
+    DISK_GB_PER_S,
+    HOST_GB_PER_S,
+    KV_BYTES,
+    LINK_LATENCY_S,
+    EngineModel,
+)
+from kvroute.replay.modelled_engine import ModelledReplica
+from kvroute.replay.network import Network
+from kvroute.replay.policies.policy_protocol import Policy, PolicyDecision, Setup
+from kvroute.replay.policies.production import POLICIES
+from kvroute.replay.simulation_events import (
     Arrival,
     Event,
     IndexChange,
@@ -24,17 +35,6 @@ from kvroute.replay.events import (
     RouterWake,
     StepEnd,
 )
-from kvroute.replay.hardware.model import (
-    DISK_GB_PER_S,
-    HOST_GB_PER_S,
-    KV_BYTES,
-    LINK_LATENCY_S,
-    EngineModel,
-)
-from kvroute.replay.modelled_engine import ModelledReplica
-from kvroute.replay.network import Network
-from kvroute.replay.policies.production import POLICIES
-from kvroute.replay.policies.protocol import Decision, Policy, Setup
 from kvroute.replay.steps import StepResult, blocks_needed
 from kvroute.replay.workload.closed_loop import OPEN_LOOP, FollowUp
 from kvroute.replay.workload.trace import Request, TraceError
@@ -268,7 +268,7 @@ class _Simulation:
             self._wakes_s[router] = now_s + after_s
             self._push(now_s + after_s, RouterWake(router))
 
-    def _begin_pull(self, decision: Decision, now_s: float) -> Sequence[Fingerprint]:
+    def _begin_pull(self, decision: PolicyDecision, now_s: float) -> Sequence[Fingerprint]:
         """Begin the pull of a decision, if there is any, and return the blocks to pull."""
         request, order = decision.request, decision.pull
         if order is None:

@@ -18,7 +18,7 @@ class Running:
     computed: int  # number of prompt tokens whose keys and values are cached, including hits
     blocks: list[int]  # indices of the cache blocks for the prompt and the answer
     keep: RetentionHint  # when the blocks may be evicted after the answer
-    waited: "Waiting"  # the request as it waited, in case it is preempted
+    waited: "WaitingPrompt"  # the request as it waited, in case it is preempted
     is_in_lane: bool = False  # whether it gives way to others
 
 
@@ -63,7 +63,7 @@ class Plan:
         return min(self.steps, max(1, math.ceil(root)))
 
 
-class Waiting(NamedTuple):
+class WaitingPrompt(NamedTuple):
     """A waiting request. They are admitted in the order of their first two fields."""
 
     due_s: float  # time of arrival, plus the order from the router

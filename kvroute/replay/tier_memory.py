@@ -14,8 +14,8 @@ from kvroute.contract.keep import RetentionHint
 from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.workload.trace import Request
-from kvroute.replica.sim_engine.copies import Copies
 from kvroute.replica.sim_engine.host_cache import HostCache
+from kvroute.replica.sim_engine.modelled_copies import Copies
 
 T = TypeVar("T")  # type of the engine's sequences
 
@@ -29,7 +29,7 @@ class PendingReload(Generic[T]):
     sequence: T  # the sequence that waits for the copy
 
 
-class Level:
+class ModelledTier:
     """The blocks in one slower tier."""
 
     def __init__(self, tier: Tier, facts: TierFacts) -> None:
@@ -63,7 +63,7 @@ class TierMemory(Generic[T]):
     def __init__(self, tiers: Mapping[Tier, TierFacts], prefill: PrefillModel) -> None:
         self.reload_s = 0.0  # seconds of copies since the start
         self.new_ends_s: list[float] = []  # end times of new copies, which the caller clears
-        self.levels = [Level(tier, facts) for tier, facts in tiers.items()]
+        self.levels = [ModelledTier(tier, facts) for tier, facts in tiers.items()]
         self._prefill = prefill
         self._reloads = Copies[PendingReload[T]]()
         self._reloading = set[Fingerprint]()  # blocks that are being copied

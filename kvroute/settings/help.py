@@ -44,7 +44,7 @@ class SettingsError(ValueError):
     """A setting cannot be used. The message says where it was set, and how to correct it."""
 
 
-class Environment(PydanticBaseSettingsSource):
+class EnvironmentVariables(PydanticBaseSettingsSource):
     """Settings from environment variables, for options that the command line omits.
 
     An option can have several variables. Instead of using the first one, as pydantic-settings' own

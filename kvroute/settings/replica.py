@@ -1,9 +1,9 @@
 """The settings that each replica of a model receives at its start."""
 
 from kvroute.settings import parsers
-from kvroute.settings.common import CommonSettings
 from kvroute.settings.options.replica import ReplicaOptions
 from kvroute.settings.server_list import ServerList
+from kvroute.settings.shared_settings import CommonSettings
 
 
 class ReplicaSettings(CommonSettings, ReplicaOptions):

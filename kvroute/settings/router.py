@@ -4,9 +4,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from kvroute.settings.common import CommonSettings
 from kvroute.settings.multi_task import Task
 from kvroute.settings.options.router import RouterOptions
+from kvroute.settings.shared_settings import CommonSettings
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from kvroute.settings.checked_options import CheckedOptions
-from kvroute.settings.help import NO_ARGUMENTS, Environment, SettingsError, explain
+from kvroute.settings.help import NO_ARGUMENTS, EnvironmentVariables, SettingsError, explain
 from kvroute.settings.model_settings import Detected, ModelSettings, resolve
 from kvroute.settings.needs import refuse_unmet
 from kvroute.settings.options.cluster import Options
@@ -31,7 +31,7 @@ class ServeSettings(CheckedOptions, Options, BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, Environment(settings_cls)
+        return init_settings, EnvironmentVariables(settings_cls)
 
     @cached_property
     def per_model(self) -> tuple[CheckedOptions, ...]:

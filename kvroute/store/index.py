@@ -58,10 +58,10 @@ from kvroute.store import scripts
 from kvroute.store.connection import ModelStore, with_timeout
 from kvroute.store.index_values import (
     START,
+    BlockSet,
     Change,
     Position,
     Records,
-    Snapshot,
     WriterState,
     decode_change,
     decode_record,
@@ -242,7 +242,7 @@ class Index(ModelStore):
         return None if isinstance(record, str) else record
 
     @with_timeout
-    async def blocks(self, record: ReplicaRecord) -> Snapshot:
+    async def blocks(self, record: ReplicaRecord) -> BlockSet:
         """Return a replica's current blocks. Raises FencedError if the record is outdated."""
         keys = self._keys(record.id, record.incarnation)
         reply = await self._snapshot(keys=keys, args=[record.incarnation])
@@ -253,7 +253,7 @@ class Index(ModelStore):
             reason = f"{foreign} members of its set are not fingerprints"
             self.unreadable.add("blocks", record.id, reason)
         try:
-            return Snapshot(decode_seq(seq), Position.parse(last) if last else START, packed)
+            return BlockSet(decode_seq(seq), Position.parse(last) if last else START, packed)
         except UnreadableError as error:
             raise FencedError(f"replica {record.id} has no readable record: {error}") from None
 

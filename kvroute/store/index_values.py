@@ -64,7 +64,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class BlockSet:
     """A replica's set of blocks at one moment."""
 
     seq: int  # number of the last change that the set includes

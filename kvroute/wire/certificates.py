@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvroute.wire.contexts import End, Role, new_context
+from kvroute.wire.contexts import Role, TlsEnd, new_context
 
 _AUTHORITY = b"kvroute certificate authority"
 # Certificates that processes make are valid as long as the process runs, whatever its clock says.
@@ -25,7 +25,7 @@ _FROM, _UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59,
 _USES = {"server": ExtendedKeyUsageOID.SERVER_AUTH, "client": ExtendedKeyUsageOID.CLIENT_AUTH}
 
 
-def made_end(secret: bytes, role: Role) -> End:
+def made_end(secret: bytes, role: Role) -> TlsEnd:
     """Make a certificate that the other end accepts if it knows the same secret."""
     authority = Ed25519PrivateKey.from_private_bytes(hmac.digest(secret, _AUTHORITY, "sha256"))
     own = Ed25519PrivateKey.generate()
@@ -39,7 +39,7 @@ def made_end(secret: bytes, role: Role) -> End:
     with _in_memory(certificate.public_bytes(Encoding.PEM) + key) as path:
         context.load_cert_chain(path)
     context.load_verify_locations(cadata=root.sign(authority, None).public_bytes(Encoding.DER))
-    return End(context, sha256(certificate.public_bytes(Encoding.DER)).digest())
+    return TlsEnd(context, sha256(certificate.public_bytes(Encoding.DER)).digest())
 
 
 def _unsigned(subject: str, key: Ed25519PublicKey) -> x509.CertificateBuilder:

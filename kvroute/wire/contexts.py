@@ -10,7 +10,7 @@ Role = Literal["server", "client"]
 _PEM_END = "-----END CERTIFICATE-----"
 
 
-class End(NamedTuple):
+class TlsEnd(NamedTuple):
     """What one end of a connection needs for TLS."""
 
     context: ssl.SSLContext
@@ -30,7 +30,7 @@ def new_context(role: Role) -> ssl.SSLContext:
     return context
 
 
-def end_of_files(cert: str, key: str, ca: str, role: Role) -> End:
+def end_of_files(cert: str, key: str, ca: str, role: Role) -> TlsEnd:
     """Read the PEM files of a certificate with its chain, of its key, and of the authorities.
 
     Raises:
@@ -42,7 +42,7 @@ def end_of_files(cert: str, key: str, ca: str, role: Role) -> End:
     context.load_verify_locations(ca)
     text = Path(cert).read_text()
     first = text[text.index("-----BEGIN CERTIFICATE") : text.index(_PEM_END) + len(_PEM_END)]
-    return End(context, sha256(ssl.PEM_cert_to_DER_cert(first)).digest())
+    return TlsEnd(context, sha256(ssl.PEM_cert_to_DER_cert(first)).digest())
 
 
 def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:

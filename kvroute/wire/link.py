@@ -16,8 +16,8 @@ from kvroute.contract.generation import (
     weight,
 )
 from kvroute.wire import structs
-from kvroute.wire.connection import Connection, is_proof, proof
-from kvroute.wire.contexts import End
+from kvroute.wire.contexts import TlsEnd
+from kvroute.wire.framed_connection import Connection, is_proof, proof
 from kvroute.wire.framing import MessageKind
 from kvroute.wire.structs import NONCE_BYTES, VERSION, StreamEnded, encode
 from kvroute.wire.tls import explained
@@ -98,7 +98,7 @@ class Stream:
         """
         while not self._chunks:
             if self._end is not None:
-                if isinstance(self._end, _Done):
+                if isinstance(self._end, _StreamDone):
                     return None
                 raise self._end
             self._waiter = self._link.loop.create_future()
@@ -113,7 +113,7 @@ class Stream:
     def cancel(self) -> None:
         """Cancel the request at the replica, unless it has ended."""
         if self._end is None:
-            self._end = _Done()
+            self._end = _StreamDone()
             self._link.cancel(self._number)
 
     def withdraw(self, error: Exception) -> bool:
@@ -157,7 +157,7 @@ class Stream:
             self._waiter.set_result(None)
 
 
-class _Done(Exception):  # noqa: N818  # the end of a stream, not an error
+class _StreamDone(Exception):  # noqa: N818  # the end of a stream, not an error
     pass
 
 
@@ -374,7 +374,7 @@ async def connect(
     *,
     within_s: float,
     on_pending: OnPending = ignore_pending,
-    tls: End | None = None,
+    tls: TlsEnd | None = None,
 ) -> Link:
     """Connect to a replica, and return the link once both ends have proven to know the secret.
 
@@ -407,7 +407,7 @@ async def connect(
 def _error(ended: StreamEnded) -> Exception:
     match ended.outcome:
         case "done":
-            return _Done()
+            return _StreamDone()
         case "refused":
             return RefusedError(ended.message)
         case "invalid":

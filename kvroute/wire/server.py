@@ -21,7 +21,7 @@ from kvroute.contract.generation import (
 )
 from kvroute.contract.preparation import on_prepared
 from kvroute.wire import structs
-from kvroute.wire.connection import Connection, is_proof, proof
+from kvroute.wire.framed_connection import Connection, is_proof, proof
 from kvroute.wire.framing import LARGEST_MESSAGE, MessageKind
 from kvroute.wire.strangers import Strangers
 from kvroute.wire.structs import NONCE_BYTES, VERSION, Outcome, StreamEnded, encode

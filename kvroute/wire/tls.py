@@ -13,11 +13,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kvroute.contract.pull import TlsMode
-from kvroute.wire.contexts import End, Role, end_of_files, shake_hands
+from kvroute.wire.contexts import Role, TlsEnd, end_of_files, shake_hands
 
 log = logging.getLogger("kvroute.wire")
 
-Ends = Callable[[], End]  # returns what a server needs for its next connection
+Ends = Callable[[], TlsEnd]  # returns what a server needs for its next connection
 
 MAX_SECRETS = 256  # client contexts that a process keeps, one for each replica that it connects to
 REPEAT_S = 60.0  # seconds after which a log repeats why connections are refused
@@ -91,7 +91,7 @@ def server_ends(tls: WireTls, secret: bytes) -> Ends | None:
             return _Files(tls, "server").end
 
 
-def client_end(tls: WireTls, mode: TlsMode, secret: bytes) -> End | None:
+def client_end(tls: WireTls, mode: TlsMode, secret: bytes) -> TlsEnd | None:
     """Return what a client needs to connect to a server; None: the server does not use TLS.
 
     Args:
@@ -185,9 +185,9 @@ class _Files:
     def __init__(self, tls: WireTls, role: Role) -> None:
         self._tls, self._role = tls, role
         self._stamp: tuple[object, ...] = ()
-        self._end: End | None = None
+        self._end: TlsEnd | None = None
 
-    def end(self) -> End:
+    def end(self) -> TlsEnd:
         """Return the latest usable content of the files. Raises TlsError if there is none."""
         stamp = tuple(map(_stamp, self._tls[1:]))
         if self._end is not None and stamp == self._stamp:
@@ -206,17 +206,17 @@ _client_files = lru_cache(MAX_SECRETS)(lambda tls: _Files(tls, "client"))
 
 
 @lru_cache(MAX_SECRETS)
-def _made_client(secret: bytes) -> End:
+def _made_client(secret: bytes) -> TlsEnd:
     return _made(secret, "client")
 
 
-def _made(secret: bytes, role: Role) -> End:
+def _made(secret: bytes, role: Role) -> TlsEnd:
     from kvroute.wire.certificates import made_end  # takes long to import
 
     return made_end(secret, role)
 
 
-def _read(tls: WireTls, role: Role) -> End:
+def _read(tls: WireTls, role: Role) -> TlsEnd:
     try:
         return end_of_files(tls.cert, tls.key, tls.ca, role)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from kvroute.contract.generation import Chunk, Emit
 from kvroute.contract.http_call import HttpPart
-from kvroute.replica.attached_engine.bodies import (
-    Usage,
+from kvroute.replica.attached_engine.server_bodies import (
+    ServerUsage,
     token_count,
     usage_of_body,
     usage_of_event,
@@ -22,7 +22,7 @@ UNKNOWN_TOKEN = 0  # stands for each token of the answer, since a server sends t
 
 
 @dataclass
-class Answer:
+class ServerAnswer:
     """The chunks of one response.
 
     No other replica can continue the answer, because the ids of its tokens are unknown.
@@ -35,7 +35,7 @@ class Answer:
     status: int = 0
     content_type: str = ""
     output_tokens: int = 0  # tokens of the answer so far
-    usage: Usage | None = None  # the latest report of the server
+    usage: ServerUsage | None = None  # the latest report of the server
     has_emitted: bool = False
 
     async def read(self, data: AsyncIterator[bytes]) -> None:

@@ -22,14 +22,19 @@ from kvroute.contract.preparation import prepared
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.process.body_file import pieces
-from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, Answer
-from kvroute.replica.attached_engine.bodies import COMPLETIONS, Usage, forwarded, with_token_ids
-from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
-from kvroute.replica.attached_engine.connection import ServerConnection
+from kvroute.replica.attached_engine.answer import UNKNOWN_TOKEN, ServerAnswer
+from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
 from kvroute.replica.attached_engine.event_source import EventSource
-from kvroute.replica.attached_engine.rendering import render
 from kvroute.replica.attached_engine.sent_blocks import SentBlocks
-from kvroute.replica.attached_engine.server import ServerFacts, load_of
+from kvroute.replica.attached_engine.server_bodies import (
+    COMPLETIONS,
+    ServerUsage,
+    forwarded,
+    with_token_ids,
+)
+from kvroute.replica.attached_engine.server_connection import ServerConnection
+from kvroute.replica.attached_engine.server_facts import ServerFacts, load_of
+from kvroute.replica.attached_engine.server_rendering import render
 from kvroute.replica.attached_engine.wire import decode_batch
 from kvroute.replica.engine.kv_events import AllBlocksCleared, BlocksHeld, KVEvent
 from kvroute.replica.engine.pins import admit_pin
@@ -83,7 +88,7 @@ class AttachedEngine(Engine):
         self._space = space
         self._model = server.model
         self._adapters = tuple(server.adapters)  # LoRA adapters; the server has loaded all of them
-        self._cached = CachedBlocks(space)
+        self._cached = ServerBlocks(space)
         self._sent = SentBlocks(facts.capacity_blocks)
         events = server.ranks[rank].events if facts.prefix_caching else None
         self._source = (
@@ -143,7 +148,9 @@ class AttachedEngine(Engine):
             raise EngineAwayError(f"{self._connection.url}: {reason}") from error
 
     async def _forward(self, request: GenerateRequest, call: HttpCall, emit: Emit) -> None:
-        answer = Answer(call.path, emit, len(request.token_ids), self._expected_tokens(request))
+        answer = ServerAnswer(
+            call.path, emit, len(request.token_ids), self._expected_tokens(request)
+        )
         request_id = client_id(request.request_id)
         async with self._connection.client.stream(
             "POST",
@@ -172,7 +179,7 @@ class AttachedEngine(Engine):
             body = with_token_ids(call.path, body, request.token_ids.tolist())
         return forwarded(call.path, body, namespace=namespace, reports_hits=self._reports_hits())
 
-    def _compare(self, request: GenerateRequest, call: HttpCall, usage: Usage | None) -> None:
+    def _compare(self, request: GenerateRequest, call: HttpCall, usage: ServerUsage | None) -> None:
         """Compare the length of the server's prompt with the length of the router's."""
         if usage is None:
             return
@@ -242,7 +249,7 @@ class AttachedEngine(Engine):
     # The cache.
 
     @property
-    def _blocks(self) -> CachedBlocks | SentBlocks:
+    def _blocks(self) -> ServerBlocks | SentBlocks:
         """Return the table of the server's blocks: from its events, or guessed."""
         return self._cached if self._source else self._sent
 

@@ -19,7 +19,7 @@ from kvroute.replica.engine.kv_events import (
 OWN_MEMORY = (None, "GPU")  # values of `medium` that mean the memory that the engine computes in
 
 
-class CachedBlocks:
+class ServerBlocks:
     """Maps the server's block hashes to fingerprints; has no sockets and no clock.
 
     The fingerprint of a block follows from its tokens, from who may share it, and from the block

@@ -12,9 +12,9 @@ from kvroute.contract.records import EngineFacts
 from kvroute.replica.attached_engine.attached import AttachedEngine
 from kvroute.replica.attached_engine.child_server import ChildServer
 from kvroute.replica.attached_engine.claim import Claim, claim
-from kvroute.replica.attached_engine.connection import ServerConnection
 from kvroute.replica.attached_engine.content_format import content_format
-from kvroute.replica.attached_engine.server import (
+from kvroute.replica.attached_engine.server_connection import ServerConnection
+from kvroute.replica.attached_engine.server_facts import (
     OWN_SERVER,
     RankFacts,
     ServerFacts,

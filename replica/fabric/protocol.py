@@ -33,7 +33,7 @@ PROOF = struct.Struct(f"<{PROOF_BYTES}s{NONCE_BYTES}sI")
 WELCOME = struct.Struct(f"<{PROOF_BYTES}sc")
 TRAILER = struct.Struct("<cQ")
 OPEN, REFUSED, HERE, GONE, KEPT, CHANGED = b"O", b"R", b"H", b"G", b"K", b"C"
-SERVER, PULLER = b"blocks", b"puller"  # senders of proofs (wire/connection.py)
+SERVER, PULLER = b"blocks", b"puller"  # senders of proofs (wire/framed_connection.py)
 MAX_REQUEST = 4 << 20  # maximum size of a request in bytes; it has some 40 bytes for each block
 
 _TIMEVAL = struct.Struct("ll")

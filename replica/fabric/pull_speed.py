@@ -11,7 +11,7 @@ from kvroute.contract.pull import LinkSpeed
 from kvroute.prefill.speed import Speed
 from kvroute.replica.fabric.protocol import Rows
 from kvroute.replica.fabric.puller import PullRun, Target
-from kvroute.replica.fabric.server import BlockServer, Place
+from kvroute.replica.fabric.server import BlockPlace, BlockServer
 from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
 
 MEMORY = 4.0  # number of pulls after which an earlier one weighs 1/e
@@ -50,7 +50,7 @@ def measured(host: str, row_bytes: int, tls: WireTls = OFF) -> LinkSpeed:
         OSError: the process cannot connect to itself.
     """
     rows = np.zeros((2 * PROBE_ROWS, row_bytes), np.uint8)
-    key, places = secrets.token_bytes(32), {bytes([n]): Place(n, n) for n in range(PROBE_ROWS)}
+    key, places = secrets.token_bytes(32), {bytes([n]): BlockPlace(n, n) for n in range(PROBE_ROWS)}
     ends = server_ends(tls, key)
     server = BlockServer(host, [0], key=key, format_="", find=places.get, rows=rows, tls=ends)
     try:

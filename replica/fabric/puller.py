@@ -37,8 +37,8 @@ from kvroute.replica.fabric.protocol import (
     send,
     shake_hands,
 )
-from kvroute.wire.connection import is_proof, proof
-from kvroute.wire.contexts import End
+from kvroute.wire.contexts import TlsEnd
+from kvroute.wire.framed_connection import is_proof, proof
 from kvroute.wire.tls import TlsError, explained
 
 log = logging.getLogger("kvroute.replica")
@@ -92,7 +92,7 @@ class PullRun:
         key: bytes,
         format_: str,
         deadline_s: float,
-        tls: Callable[[], End | None] = lambda: None,
+        tls: Callable[[], TlsEnd | None] = lambda: None,
     ) -> PullEnd:
         """Pull, and return what has arrived. It raises no errors.
 
@@ -126,7 +126,7 @@ class PullRun:
         key: bytes,
         format_: str,
         deadline_s: float,
-        tls: Callable[[], End | None],
+        tls: Callable[[], TlsEnd | None],
     ) -> Reason:
         with self._connected(address, deadline_s, tls()) as peer:
             if not self._open(peer, key, format_, deadline_s):
@@ -136,7 +136,7 @@ class PullRun:
 
     @contextlib.contextmanager
     def _connected(
-        self, address: str, deadline_s: float, tls: End | None
+        self, address: str, deadline_s: float, tls: TlsEnd | None
     ) -> Iterator[socket.socket]:
         host, _, port = address.rpartition(":")
         left_s = deadline_s - time.monotonic()
@@ -197,7 +197,7 @@ class PullRun:
         return ""
 
 
-def _encrypted(plain: socket.socket, tls: End) -> socket.socket:
+def _encrypted(plain: socket.socket, tls: TlsEnd) -> socket.socket:
     """Return a socket for TLS, whose handshake is not made yet."""
     try:
         return tls.context.wrap_socket(plain, do_handshake_on_connect=False)

@@ -43,7 +43,7 @@ from kvroute.replica.fabric.protocol import (
     send,
     shake_hands,
 )
-from kvroute.wire.connection import is_proof, proof
+from kvroute.wire.framed_connection import is_proof, proof
 from kvroute.wire.server import PROOF_S
 from kvroute.wire.strangers import Strangers
 from kvroute.wire.tls import NO_HANDSHAKE, Ends, Refusals, TlsError, explained
@@ -57,14 +57,14 @@ MAX_SERVED_S = 60.0  # maximum time of a pull in seconds, whatever the puller sa
 _decode = msgspec.msgpack.Decoder(Wanted).decode
 
 
-class Place(NamedTuple):
+class BlockPlace(NamedTuple):
     """Where a block is in host memory."""
 
     stay: object  # identifies the block's stay in the row; another object: it has left the row
     row: int  # index of the row of host memory
 
 
-Find = Callable[[Key], Place | None]  # returns None if the block is missing or not complete
+Find = Callable[[Key], BlockPlace | None]  # returns None if the block is missing or not complete
 
 
 class BlockServer:

@@ -8,7 +8,7 @@ import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvroute.contract.generation import TokenIds
-from kvroute.replica.sim_engine.output import Alternative, TokenLogprob
+from kvroute.replica.sim_engine.choice_output import Alternative, TokenLogprob
 from kvroute.replica.sim_engine.sampling import Sampling
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from contextlib import aclosing
 from kvroute.adapters.added import name_of
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.http_call import NO_RECORD, HttpCall, HttpPart, Rendered
-from kvroute.replica.sim_engine.output import Output
+from kvroute.replica.sim_engine.choice_output import ChoiceOutput
 from kvroute.replica.sim_engine.sampling import (
-    Body,
     Chat,
+    CommonBody,
     Completion,
     Sampling,
     UnsupportedRequestError,
@@ -21,12 +21,12 @@ from kvroute.replica.sim_engine.sampling import (
 )
 from kvroute.replica.sim_engine.shapes import JSON, ChatReply, CompletionReply, SimulatedResponse
 
-ROUTES: dict[str, tuple[type[Body], type[SimulatedResponse]]] = {
+ROUTES: dict[str, tuple[type[CommonBody], type[SimulatedResponse]]] = {
     "/v1/chat/completions": (Chat, ChatReply),
     "/v1/completions": (Completion, CompletionReply),
 }
 
-Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[Output, None]]
+Outputs = Callable[[GenerateRequest, Sampling], AsyncGenerator[ChoiceOutput, None]]
 
 
 async def respond(
@@ -107,7 +107,7 @@ def _refusal(call: HttpCall) -> UnsupportedRequestError:
     )
 
 
-def _route(call: HttpCall) -> tuple[type[Body], type[SimulatedResponse]]:
+def _route(call: HttpCall) -> tuple[type[CommonBody], type[SimulatedResponse]]:
     if call.path not in ROUTES:
         raise UnsupportedRequestError(
             f"POST {call.path}: the simulated engine does not have this route; to use it, start "

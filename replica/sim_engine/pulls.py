@@ -19,7 +19,7 @@ from kvroute.contract.pull import LinkSpeed, Pull, PullResult
 from kvroute.contract.records import TierFacts
 from kvroute.replica.fabric.protocol import Key
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
-from kvroute.replica.fabric.server import MAX_PULLS, BlockServer, Place
+from kvroute.replica.fabric.server import MAX_PULLS, BlockPlace, BlockServer
 from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
 
@@ -95,9 +95,9 @@ class SimulatedPulls:
         )
         self.address = self._server.address
 
-    def _place(self, key: Key) -> Place | None:
+    def _place(self, key: Key) -> BlockPlace | None:
         """Return where a block is. Called in other threads."""
-        return Place(self, 0) if self._pool.is_in_host(_hash(key)) else None
+        return BlockPlace(self, 0) if self._pool.is_in_host(_hash(key)) else None
 
     async def pull(self, request: GenerateRequest, pull: Pull) -> PullResult:
         """Copy the blocks of a request's prompt. The copy goes on if this call is cancelled."""

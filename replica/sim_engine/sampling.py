@@ -100,7 +100,7 @@ class _StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class Body(Struct):
+class CommonBody(Struct):
     """The fields that chats and completions have in common."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -133,7 +133,7 @@ class Body(Struct):
         return None
 
 
-class Completion(Body):
+class Completion(CommonBody):
     logprobs: TopLogprobs | None = None
     best_of: Tokens | None = None
 
@@ -143,7 +143,7 @@ class Completion(Body):
         return self.logprobs
 
 
-class Chat(Body):
+class Chat(CommonBody):
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -160,7 +160,7 @@ class Chat(Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int) -> Sampling:
+def read(kind: type[CommonBody], raw: bytes, *, prompt_tokens: int, max_model_len: int) -> Sampling:
     """Return the sampling parameters in a request's body.
 
     Args:
@@ -197,12 +197,12 @@ def read(kind: type[Body], raw: bytes, *, prompt_tokens: int, max_model_len: int
     return sampling
 
 
-def check(kind: type[Body], raw: bytes) -> None:
+def check(kind: type[CommonBody], raw: bytes) -> None:
     """Raise UnsupportedRequestError if the body is rejected, whatever its prompt is."""
     _checked(kind, raw).alternatives()
 
 
-def _checked(kind: type[Body], raw: bytes) -> Body:
+def _checked(kind: type[CommonBody], raw: bytes) -> CommonBody:
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Raw])
     except msgspec.MsgspecError as error:

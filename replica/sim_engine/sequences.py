@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.keep import RetentionHint
 from kvroute.replica.sim_engine.blocks import Table
+from kvroute.replica.sim_engine.choice_output import ChoiceOutput
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator
-from kvroute.replica.sim_engine.output import Output
 from kvroute.replica.sim_engine.sampling import Sampling
 
 
@@ -45,7 +45,9 @@ class Job:
     order: tuple[float, int]
     unfinished: int  # number of choices that have not finished
     cached_tokens: int | None = None  # number of cached prompt tokens at the first admission
-    outputs: asyncio.Queue[Output | None] = field(default_factory=asyncio.Queue)  # None: the end
+    outputs: asyncio.Queue[ChoiceOutput | None] = field(
+        default_factory=asyncio.Queue
+    )  # None: the end
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +61,7 @@ class RunningChoice:
     text: StopText
     computed: int = 0  # number of leading tokens whose KV is computed
     generated: int = 0  # number of generated tokens
-    unsent: list[Output] = field(default_factory=list)  # outputs since the last chunk
+    unsent: list[ChoiceOutput] = field(default_factory=list)  # outputs since the last chunk
 
     @property
     def order(self) -> tuple[float, int, int]:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import msgspec
 
-from kvroute.replica.sim_engine.output import Alternative, Output, TokenLogprob
+from kvroute.replica.sim_engine.choice_output import Alternative, ChoiceOutput, TokenLogprob
 from kvroute.replica.sim_engine.sampling import Sampling
 
 DONE = b"data: [DONE]\n\n"
@@ -68,7 +68,7 @@ class SimulatedResponse(ABC):
     def content_type(self) -> str:
         return EVENTS if self._sampling.is_stream else JSON
 
-    def add(self, output: Output) -> bytes:
+    def add(self, output: ChoiceOutput) -> bytes:
         """Add an output, and return the bytes to send for it."""
         self._tokens += len(output.token_ids)
         if self._cached_tokens is None:
@@ -89,14 +89,14 @@ class SimulatedResponse(ABC):
         ]
         return self._object(self.response_object, choices=choices, usage=self._usage())
 
-    def _collect(self, output: Output) -> bytes:
+    def _collect(self, output: ChoiceOutput) -> bytes:
         choice = self._choices[output.index]
         choice.texts.append(output.text)
         choice.logprobs.extend(output.logprobs)
         choice.finish_reason = output.finish_reason or choice.finish_reason
         return b""
 
-    def _output_event(self, output: Output) -> bytes:
+    def _output_event(self, output: ChoiceOutput) -> bytes:
         choice = self._choices[output.index]
         logprobs = b"null"
         if self._sampling.logprobs is not None:

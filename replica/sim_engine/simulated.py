@@ -1,6 +1,6 @@
 """The simulated engine: it schedules requests and caches blocks as vLLM does, but runs no model.
 
-Each step waits for as long as a model of an engine's speed predicts. scheduler.py decides which
+Each step waits for as long as a model of an engine's speed predicts. sim_scheduler.py decides which
 requests are in the batch, and blocks.py manages their blocks.
 """
 
@@ -28,14 +28,14 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.fabric.block_format import format_of
 from kvroute.replica.sim_engine import http_response
 from kvroute.replica.sim_engine.blocks import Table
+from kvroute.replica.sim_engine.choice_output import ChoiceOutput, TokenLogprob, joined
 from kvroute.replica.sim_engine.config import SimulatedConfig, facts_of
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary, salt
-from kvroute.replica.sim_engine.output import Output, TokenLogprob, joined
-from kvroute.replica.sim_engine.pace import Pace
 from kvroute.replica.sim_engine.pulls import SPEED, PullingPool, SimulatedPulls, reporting
 from kvroute.replica.sim_engine.sampling import Sampling
-from kvroute.replica.sim_engine.scheduler import Batch, SimulatedScheduler
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice, max_tokens_of
+from kvroute.replica.sim_engine.sim_scheduler import Batch, SimulatedScheduler
+from kvroute.replica.sim_engine.step_pace import StepPace
 from kvroute.wire.tls import OFF, WireTls
 
 # Maximum number of events that were not read yet. If there are more, EventsLost replaces them all.
@@ -87,7 +87,7 @@ class SimulatedEngine(Engine):
         self._has_events = asyncio.Event()
         self._has_work = asyncio.Event()
         self._pulls: SimulatedPulls | None = None  # None: the engine does not pull
-        self._pace = Pace()
+        self._pace = StepPace()
         self._task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -167,7 +167,7 @@ class SimulatedEngine(Engine):
 
     async def _outputs(
         self, request: GenerateRequest, sampling: Sampling
-    ) -> AsyncGenerator[Output, None]:
+    ) -> AsyncGenerator[ChoiceOutput, None]:
         """Yield the outputs that another engine has generated, if any, and then new outputs.
 
         Raises:
@@ -196,7 +196,7 @@ class SimulatedEngine(Engine):
         order = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
         return Job(request, sampling, max_tokens, order, unfinished=sampling.n)
 
-    def _outputs_of_other_engine(self, job: Job) -> Iterator[Output]:
+    def _outputs_of_other_engine(self, job: Job) -> Iterator[ChoiceOutput]:
         """Yield the outputs that another engine has generated.
 
         Each item of the call's `deltas` is the number of tokens in one of these outputs.
@@ -279,7 +279,7 @@ class SimulatedEngine(Engine):
             with suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _stream(self, job: Job) -> AsyncGenerator[Output, None]:
+    async def _stream(self, job: Job) -> AsyncGenerator[ChoiceOutput, None]:
         await self.check()
         self._submit(job)
         open_choices = job.unfinished
@@ -410,11 +410,11 @@ class SimulatedEngine(Engine):
         if replaced:
             self._pool.free(replaced)
 
-    def _output(self, choice: RunningChoice, token_id: int) -> Output:
+    def _output(self, choice: RunningChoice, token_id: int) -> ChoiceOutput:
         """Add a token to the choice, and return its output."""
         choice.generated += 1
         text, finish_reason = self._text(choice, token_id)
-        return Output(
+        return ChoiceOutput(
             choice.index,
             text,
             (token_id,),

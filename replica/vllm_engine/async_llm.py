@@ -41,7 +41,7 @@ from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_args
 from kvroute.replica.vllm_engine.core.continued import ContinuingLLM
-from kvroute.replica.vllm_engine.core.lora import Adapters
+from kvroute.replica.vllm_engine.core.lora import RankAdapters
 from kvroute.replica.vllm_engine.core.priority import priority_of
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 from kvroute.replica.vllm_engine.core.scheduler import HOST_PIN, PIN
@@ -58,7 +58,7 @@ from kvroute.replica.vllm_engine.process import fork_server
 from kvroute.replica.vllm_engine.process.cpu_affinity import Cores
 from kvroute.replica.vllm_engine.process.crash_log import CrashLog
 from kvroute.replica.vllm_engine.process.engine_health import EngineHealth
-from kvroute.replica.vllm_engine.pulls import Pulls
+from kvroute.replica.vllm_engine.pulls import EnginePulls
 from kvroute.replica.vllm_engine.replaced import BEFORE_START, BEFORE_START_ON_CPU, apply
 from kvroute.replica.vllm_engine.smoke_test import run_smoke_test
 from kvroute.replica.vllm_engine.vllm_args import engine_args
@@ -84,10 +84,10 @@ class VllmEngine(Engine):
         group_entries: Sequence[int | None],
         subscription: Subscription,
         stats: "_Stats",
-        adapters: Adapters,
+        adapters: RankAdapters,
         http: HttpApp,
         crash_log: CrashLog,
-        pulls: Pulls,
+        pulls: EnginePulls,
     ) -> None:
         self.facts = facts
         self.group_entries = group_entries
@@ -141,7 +141,7 @@ class VllmEngine(Engine):
                 await subscription.connect(has_publisher=settings.prefix_caching)
             rank_cores = [RankCore(llm, rank) for rank in ranks]
             divisions = [await _begin(core, settings) for core in rank_cores]
-            adapters = [Adapters(core, settings.adapters) for core in rank_cores]
+            adapters = [RankAdapters(core, settings.adapters) for core in rank_cores]
             http = await HttpApp.start(
                 llm,
                 front,
@@ -151,7 +151,7 @@ class VllmEngine(Engine):
             )
             for core in rank_cores:
                 await run_smoke_test(core, crash_log)
-            pulls = [await Pulls.start(core, settings, host, key) for core in rank_cores]
+            pulls = [await EnginePulls.start(core, settings, host, key) for core in rank_cores]
             await asyncio.to_thread(_freeze_objects)
         except BaseException as error:
             for subscription in subscriptions:

@@ -13,25 +13,25 @@ from kvroute.process import vllm_build
 from kvroute.replica.vllm_engine.hooks import by_module, problems
 
 
-class Feature(NamedTuple):
+class EngineFeature(NamedTuple):
     """A feature that can be off."""
 
     name: str  # its name in sentences for users
     modules: tuple[str, ...]  # the modules with its hooks, or the beginnings of their names
 
 
-HOST_MEMORY = Feature(
+HOST_MEMORY = EngineFeature(
     "host memory",
     ("host/connector.py", "host/copies.py", "host/events.py", "host/policy.py", "host/tier.py"),
 )
-SLOWER_TIERS = Feature(
+SLOWER_TIERS = EngineFeature(
     "pulls from other replicas and the disk cache",
     ("host/spec.py", "host/peers.py", "host/disk.py", "host/disk_index.py", "host/block_facts.py"),
 )
-BATCH_LANE = Feature("the lane of batch requests", ("core/lane.py",))
-CONTINUATION = Feature("continuing answers", ("core/continued.py",))
-GRAMMARS = Feature("several backends of grammars", ("grammar/backends.py",))
-FEATURES: Sequence[Feature] = (
+BATCH_LANE = EngineFeature("the lane of batch requests", ("core/lane.py",))
+CONTINUATION = EngineFeature("continuing answers", ("core/continued.py",))
+GRAMMARS = EngineFeature("several backends of grammars", ("grammar/backends.py",))
+FEATURES: Sequence[EngineFeature] = (
     HOST_MEMORY,
     SLOWER_TIERS,
     BATCH_LANE,
@@ -40,18 +40,18 @@ FEATURES: Sequence[Feature] = (
 )
 
 
-def is_on(feature: Feature) -> bool:
+def is_on(feature: EngineFeature) -> bool:
     """Return whether the feature's hooks fit the installed vLLM."""
     return not misfit(feature)
 
 
 @cache
-def misfit(feature: Feature) -> str:
+def misfit(feature: EngineFeature) -> str:
     """Return why the feature is off; empty: it is on."""
     return _problems(feature.modules)
 
 
-def misfits() -> dict[Feature, str]:
+def misfits() -> dict[EngineFeature, str]:
     """Return the features that are off -> why."""
     return {feature: misfit(feature) for feature in FEATURES if not is_on(feature)}
 

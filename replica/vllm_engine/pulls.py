@@ -22,7 +22,7 @@ OFF = PullResult(tokens=0, size_bytes=0, took_s=0.0, reason="off")
 Run = Callable[[GenerateRequest, Emit], Awaitable[None]]
 
 
-class Pulls:
+class EnginePulls:
     """The pulls of one rank's requests."""
 
     def __init__(self, opened: OpenTiers, stop_s: float | None = None) -> None:
@@ -40,7 +40,7 @@ class Pulls:
     @classmethod
     async def start(
         cls, core: RankCore, settings: ReplicaSettings, host: str, key: bytes
-    ) -> "Pulls":
+    ) -> "EnginePulls":
         """Open the tiers behind a rank's host memory, if it has any; see VllmEngine.start."""
         if not settings.has_slower_tiers:
             return cls(OpenTiers())

@@ -69,12 +69,12 @@ IN_APPLICATION = (
     ),
     Replacement(
         "vllm.entrypoints.openai.responses.protocol.ResponsesResponse.from_request",
-        "http.response_object.from_request",
+        "http.whole_response.from_request",
         "Clients with strict types need fields that vLLM leaves out.",
     ),
     Replacement(
         "vllm.entrypoints.openai.responses.streaming_events._to_stream_logprobs",
-        "http.response_object.with_bytes",
+        "http.whole_response.with_bytes",
         "Clients with strict types need the bytes of tokens, which vLLM leaves out.",
     ),
     *(

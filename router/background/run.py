@@ -19,7 +19,13 @@ from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.response_object import DATA, Members, encode, members
 from kvroute.router.background.events import END, NUMBER, Events
 from kvroute.router.background.own_request import ask
-from kvroute.store.conversations.background import BackgroundStore, Body, Head, Record, Status
+from kvroute.store.conversations.background import (
+    BackgroundBody,
+    BackgroundStore,
+    Head,
+    Record,
+    Status,
+)
 from kvroute.store.conversations.leased_values import TooLongError
 
 log = logging.getLogger("kvroute.background")
@@ -34,25 +40,25 @@ BUSY = (429, 502, 503, 504)  # statuses with which a request is sent again
 TOO_LARGE = "the answer takes more than a sixteenth of --response-store-mb"
 
 
-class LostError(Exception):
+class LostRunError(Exception):
     """The response was cancelled, deleted or taken over by another router."""
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class RunEnvironment:
     """What all runs of this router use."""
 
     store: BackgroundStore
     application: Callable[[], ASGIApp]
-    caller: Callable[[Body], Caller | None]
-    may_run: Callable[[Body], bool]
+    caller: Callable[[BackgroundBody], Caller | None]
+    may_run: Callable[[BackgroundBody], bool]
     ttl_s: float  # a request that no replica has taken for this many seconds fails
 
 
-class Run:
+class BackgroundRun:
     """One run of a response."""
 
-    def __init__(self, environment: Environment, record: Record, body: Body) -> None:
+    def __init__(self, environment: RunEnvironment, record: Record, body: BackgroundBody) -> None:
         """Prepare a run.
 
         Args:
@@ -90,7 +96,7 @@ class Run:
             status, response = asking.result()
             await self._end(status, response)
             return status
-        except LostError:
+        except LostRunError:
             return None
         finally:
             asking.cancel()
@@ -195,7 +201,7 @@ class Run:
         written = await self._store.replace(self._record, changed, body)
         self._unsure = None
         if written is None:
-            raise LostError
+            raise LostRunError
         self._accept(written, len(data))
 
     async def _resolve(self) -> None:
@@ -214,7 +220,7 @@ class Run:
         if found is not None and found.head == head:
             self._accept(found, size)
         elif found is None or found.first != self._record.first:
-            raise LostError
+            raise LostRunError
 
     def _accept(self, written: Record, size: int) -> None:
         """Note what Redis has now, with `size` bytes of the events that were not written."""

@@ -22,11 +22,17 @@ from kvroute.router.api.calls import Call
 from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.api.response_object import Members, encode, members
 from kvroute.router.background.events import after
-from kvroute.router.background.run import Environment, Run
+from kvroute.router.background.run import BackgroundRun, RunEnvironment
 from kvroute.router.background.shared_reads import SharedReads
 from kvroute.settings.router import RouterSettings
 from kvroute.store.connection import connect
-from kvroute.store.conversations.background import BackgroundStore, Body, Head, Record, Status
+from kvroute.store.conversations.background import (
+    BackgroundBody,
+    BackgroundStore,
+    Head,
+    Record,
+    Status,
+)
 from kvroute.store.conversations.leased_values import TooLongError, key
 
 log = logging.getLogger("kvroute.background")
@@ -66,13 +72,13 @@ class BackgroundResponses:
         self._router_id = router_id
         self._store = store
         self._keys = keys
-        self._runs: dict[bytes, tuple[Run, asyncio.Task[None]]] = {}
+        self._runs: dict[bytes, tuple[BackgroundRun, asyncio.Task[None]]] = {}
         # Responses of other routers: KEY -> their state, and when this router has first seen it.
         self._seen: dict[bytes, tuple[Head, float]] = {}
         # Reads for the clients that stream responses.
         self._heads, self._events = SharedReads[Head | None](), SharedReads[bytes | None]()
         self._watching: asyncio.Task[None] | None = None
-        self._environment = Environment(
+        self._environment = RunEnvironment(
             store,
             application=self._own_application,
             caller=self._caller,
@@ -144,7 +150,7 @@ class BackgroundResponses:
                 code="overloaded",
             )
         id_, created_at = f"resp_{uuid.uuid4().hex}", int(self._store.clock.now_s())
-        body = Body(
+        body = BackgroundBody(
             id_,
             tenant,
             call.caller.priority if call.caller else "default",
@@ -285,8 +291,8 @@ class BackgroundResponses:
         if claimed is not None and not is_last:
             self._run(claimed, body)
 
-    def _run(self, record: Record, body: Body) -> None:
-        run = Run(self._environment, record, body)
+    def _run(self, record: Record, body: BackgroundBody) -> None:
+        run = BackgroundRun(self._environment, record, body)
         task = asyncio.create_task(self._ran(run))
         self._runs[record.key] = run, task
         task.add_done_callback(partial(self._forget, record.key))
@@ -297,7 +303,7 @@ class BackgroundResponses:
         if not task.cancelled() and (error := task.exception()):
             log.error("a background response has ended with an error", exc_info=error)
 
-    async def _ran(self, run: Run) -> None:
+    async def _ran(self, run: BackgroundRun) -> None:
         if (status := await run.run()) is not None:
             self.ended[status] += 1
 
@@ -305,7 +311,7 @@ class BackgroundResponses:
         assert self.application is not None
         return self.application
 
-    def _caller(self, body: Body) -> Caller | None:
+    def _caller(self, body: BackgroundBody) -> Caller | None:
         if self._keys is None:
             return None
         return self._keys.keyring().tenant(body.tenant, body.priority)

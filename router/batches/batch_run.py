@@ -16,9 +16,8 @@ import numpy as np
 
 from kvroute.batch import prepare
 from kvroute.batch.lines import Fault, Lines
-from kvroute.batch.prepare import Job, Part, Report, open_index
-from kvroute.batch.run import Progress as RunProgress
-from kvroute.batch.run import Runner
+from kvroute.batch.prepare import Part, Preparation, Prepared, open_index
+from kvroute.batch.run import Runner, RunProgress
 from kvroute.batch.window import Window
 from kvroute.contract.priority import less_urgent
 from kvroute.files.store import FileStore
@@ -105,7 +104,7 @@ class BatchRun:
         self._environment = environment
         self.record = record
         self._state = BatchState(environment.store, record.id)
-        self._before = Report()  # the results of earlier runs
+        self._before = Prepared()  # the results of earlier runs
         self._given_up = 0  # lines that got an error because the batch has ended
         self._reported = Progress()
         self._used: list[str] = []  # files of the store whose paths this run uses
@@ -185,14 +184,14 @@ class BatchRun:
             return Path(), (Fault(None, "input_file_missing", str(error)),)
         return await self._path(files.name_of(file)), ()
 
-    async def _prepare(self, run: Run, path: Path) -> Report:
+    async def _prepare(self, run: Run, path: Path) -> Prepared:
         """Check and order the lines in a child process, and find those without a result."""
         parts = [
             Part(str(await self._own_path(segment.name)), segment.size, kind == "errors")
             for kind in KINDS
             for segment in run.segments(kind)
         ]
-        job = Job(
+        job = Preparation(
             str(path),
             self.record.endpoint,
             index=str(await self._own_path("index")),
@@ -304,7 +303,7 @@ class BatchRun:
         return path
 
 
-async def _prepared(job: Job) -> Report:
+async def _prepared(job: Preparation) -> Prepared:
     """Do a job in a child process. Raises OSError."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", prepare.__name__),
@@ -319,7 +318,7 @@ async def _prepared(job: Job) -> Report:
             process.kill()
     if process.returncode:
         raise OSError(f"its lines cannot be read: {problem.decode(errors='replace')[-300:]}")
-    return msgspec.json.decode(output, type=Report)
+    return msgspec.json.decode(output, type=Prepared)
 
 
 def _remaining(run: Run) -> str:

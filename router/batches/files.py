@@ -27,7 +27,7 @@ SPARE_SHARE = 0.05  # share of the quota that no upload may use: it is left for 
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class FileUpload:
     """What a client says about a file."""
 
     filename: str
@@ -68,7 +68,7 @@ class Files:
     async def add(
         self,
         parts: AsyncIterable[bytes],
-        describe: Callable[[], Upload],
+        describe: Callable[[], FileUpload],
         tenant: str,
         limits: TenantLimits | None,
     ) -> FileRecord:

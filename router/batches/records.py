@@ -23,7 +23,7 @@ from typing import Literal
 from msgspec import Struct
 
 from kvroute.batch.lines import Fault
-from kvroute.batch.usage import Usage
+from kvroute.batch.usage import TokenUsage
 from kvroute.contract.priority import Priority
 
 FILE_ID = re.compile(r"file-[0-9a-f]{32}\Z")
@@ -107,7 +107,7 @@ class Progress(Struct, frozen=True, omit_defaults=True):
 
     completed: int = 0
     failed: int = 0
-    usage: Usage = Usage()
+    usage: TokenUsage = TokenUsage()
     finalizing_at: int | None = None  # when the batch stopped sending lines
     updated_at: int = 0  # when a report last had a new result
 

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from kvroute.batch.usage import Usage
+from kvroute.batch.usage import TokenUsage
 from kvroute.process.exposition import Readings
 from kvroute.router.batches.batch_state import Snapshot
 from kvroute.router.batches.batches import Batches
@@ -108,6 +108,6 @@ def _lines(runner: BatchRunner) -> dict[str, float]:
     return {"completed": runner.completed, "failed": runner.failed}
 
 
-def _tokens(usage: Usage) -> dict[str, float]:
+def _tokens(usage: TokenUsage) -> dict[str, float]:
     computed = max(0, usage.prompt_tokens - usage.cached_tokens)
     return {"cached": usage.cached_tokens, "computed": computed}

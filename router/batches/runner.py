@@ -10,7 +10,7 @@ from contextlib import suppress
 import httpx
 from redis.exceptions import RedisError
 
-from kvroute.batch.usage import Usage
+from kvroute.batch.usage import TokenUsage
 from kvroute.batch.window import Window
 from kvroute.files.store import FileStore
 from kvroute.router.batches.batch_run import BatchRun, Environment
@@ -80,7 +80,7 @@ class BatchRunner:
         self.unfinished: Sequence[Snapshot] = ()
         self._reasons: dict[str, str] = {}  # batch -> why its latest run has failed
         self._completed = self._failed = 0  # lines of runs that have ended
-        self._usage = Usage()  # tokens of these lines
+        self._usage = TokenUsage()  # tokens of these lines
         self.problem = ""  # why the store cannot be used; empty: it can
         self._environment = Environment(
             router,
@@ -235,7 +235,7 @@ class BatchRunner:
         return self._failed + sum(run.progress.failed for run in [*self.runs.values()])
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         """Return the tokens of all lines that this router has answered."""
         return sum((run.progress.usage for run in [*self.runs.values()]), self._usage)
 

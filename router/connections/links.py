@@ -16,7 +16,7 @@ from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.pull import PullAccess, pull_key
 from kvroute.contract.ranks import rank_ids, replica_of, split
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.router.connections.replicas import ServeReplicas, UnknownReplicaError
+from kvroute.router.connections.serve_replicas import ServeReplicas, UnknownReplicaError
 from kvroute.wire.address import Address
 from kvroute.wire.link import FailedError, Link, LostError, RefusedError, Stream, connect
 from kvroute.wire.tls import OFF, TlsError, WireTls, client_end

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from kvroute.contract.ranks import replica_of
 from kvroute.router.connections.links import HungError, Links
-from kvroute.router.connections.replicas import ServeReplicas
+from kvroute.router.connections.serve_replicas import ServeReplicas
 from kvroute.router.placement.fleet import Fleet
 
 log = logging.getLogger("kvroute.liveness")

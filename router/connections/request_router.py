@@ -2,7 +2,7 @@
 
 No requests pass through it, because kvroute's routers have their own connections to replicas. Ray
 Serve sends a pickled copy of this module to each process. So all state that the rest of the router
-uses is in replicas.py.
+uses is in serve_replicas.py.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import ray
 from ray.serve.request_router import RequestRouter, RunningReplica
 
 from kvroute.process.ray_internals import actor_of, deployment_name, routing_stats
-from kvroute.router.connections.replicas import UnknownReplicaError, register
+from kvroute.router.connections.serve_replicas import UnknownReplicaError, register
 from kvroute.wire.address import Address, address_in
 
 

@@ -18,7 +18,7 @@ from kvroute.router.api.calls import (
     MESSAGES,
     RESPONSES,
 )
-from kvroute.router.api.chat_batch import CHAT_BATCH
+from kvroute.router.api.chat_list import CHAT_BATCH
 from kvroute.router.api.scoring import SCORING
 from kvroute.router.endpoints.ui_routes import HEADERS
 

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.errors import ApiError, invalid, shown
-from kvroute.router.batches.files import Upload
+from kvroute.router.batches.files import FileUpload
 from kvroute.router.batches.records import FileRecord
 from kvroute.router.batches.service import BatchService, Service, needing_store
 from kvroute.router.endpoints.limited import entered, leaving, limits_of
@@ -125,9 +125,9 @@ async def _found(file_id: str, request: Request, service: BatchService) -> FileR
         return await service.files.get(file_id, tenant_of(caller_of(request)))
 
 
-def _described(form: UploadForm) -> Upload:
+def _described(form: UploadForm) -> FileUpload:
     """Return what the fields of a form say about its file. Raises ApiError."""
-    return Upload(
+    return FileUpload(
         filename=(form.filename or "file")[:MAX_NAME],
         purpose=_purpose(form.fields),
         ttl_s=_ttl_s(form.fields),

@@ -30,7 +30,7 @@ from kvroute.router.api.calls import (
     parse_call,
     parse_invocation,
 )
-from kvroute.router.api.chat_batch import CHAT_BATCH, parse_chat_batch
+from kvroute.router.api.chat_list import CHAT_BATCH, parse_chat_batch
 from kvroute.router.api.errors import JSON, ApiError
 from kvroute.router.api.load_report import FORMAT_HEADER, REPORTING, report_headers
 from kvroute.router.api.response_object import members

@@ -26,7 +26,7 @@ from kvroute.contract.records import ReplicaRecord
 from kvroute.router.index.mirror import Mirror
 from kvroute.store.connection import Outage
 from kvroute.store.index import READ_CHANGES, FencedError, Index
-from kvroute.store.index_values import END, START, Change, Position, Snapshot
+from kvroute.store.index_values import END, START, BlockSet, Change, Position
 
 log = logging.getLogger("kvroute.feed")
 
@@ -254,7 +254,7 @@ class Feed:
         """Load these replicas. While the mirror stores one replica's blocks, read the next ones."""
         unread = iter(records)
 
-        async def read() -> tuple[ReplicaRecord, Snapshot] | None:
+        async def read() -> tuple[ReplicaRecord, BlockSet] | None:
             for record in unread:
                 # FencedError: it has registered again. The stream will have this change.
                 with contextlib.suppress(FencedError):
@@ -269,7 +269,7 @@ class Feed:
         finally:
             reading.cancel()
 
-    async def _load_snapshot(self, record: ReplicaRecord, snapshot: Snapshot) -> None:
+    async def _load_snapshot(self, record: ReplicaRecord, snapshot: BlockSet) -> None:
         for _ in self._mirror.load(record.id, snapshot.packed):
             await self._yield_to_requests()
         self._seen[record.id] = Seen(record.incarnation, snapshot.seq, snapshot.position)

@@ -76,7 +76,7 @@ class LastAnswers:
             self._refused(REFUSED)
             await response(REFUSED, path=scope["path"])(scope, receive, send)
             return
-        sent = _Sent(send)
+        sent = _SentParts(send)
         try:
             async with self._answers.running() as limit:
                 await self._app(scope, receive, sent)
@@ -86,7 +86,7 @@ class LastAnswers:
             await _end(sent, scope, receive)
 
 
-class _Sent:
+class _SentParts:
     """Forwards a response, and records its start, its last part, and whether it is complete."""
 
     def __init__(self, send: Send) -> None:
@@ -109,7 +109,7 @@ class _Sent:
         return headers.get("content-type", "").startswith(EVENTS)
 
 
-async def _end(sent: _Sent, scope: Scope, receive: Receive) -> None:
+async def _end(sent: _SentParts, scope: Scope, receive: Receive) -> None:
     """Send the error CUT instead of the rest of the answer.
 
     If the response has started and is not a stream, no error can be sent. The server closes the

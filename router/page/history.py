@@ -15,7 +15,7 @@ SAMPLES = 360  # samples in memory, which is one hour
 REPLICAS = 200  # replicas with samples of their own; each takes up to 100 kB
 
 
-class Load(Struct, frozen=True):
+class SampledLoad(Struct, frozen=True):
     """The numbers of running and of waiting requests at the time of a sample."""
 
     running: int = 0  # requests that run in engines
@@ -33,10 +33,10 @@ class Sample(Struct, frozen=True):
     cached_tokens: int  # prompt tokens that came from a cache
     ttft_p50_s: float | None  # None: no request got its first token in this period
     ttft_p90_s: float | None
-    load: Load
+    load: SampledLoad
 
 
-def sample(counts: Counts, load: Load, *, elapsed_s: float) -> Sample:
+def sample(counts: Counts, load: SampledLoad, *, elapsed_s: float) -> Sample:
     """Return the sample of a period that lasted `elapsed_s`."""
     times_s = sorted(counts.ttfts_s)
     return Sample(
@@ -88,7 +88,7 @@ class History:
         columns: dict[str, list[Any]] = {"at_s": [round(at_s, 1) for at_s in self._times_s]}
         for name in Sample.__struct_fields__[:-1]:
             columns[name] = [row and getattr(row, name) for row in rows]
-        for name in Load.__struct_fields__[:-1]:
+        for name in SampledLoad.__struct_fields__[:-1]:
             columns[name] = [row and getattr(row.load, name) for row in rows]
         for name in {name: None for row in rows if row for name in row.load.features}:
             columns[name] = [row and row.load.features.get(name) for row in rows]

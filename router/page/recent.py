@@ -37,7 +37,7 @@ class Sums(msgspec.Struct, frozen=True):
         return sum(msgspec.structs.astuple(self.tokens))
 
 
-class Window:
+class RecentTokens:
     """Sums over the last WINDOW_S by replica. Replicas without requests in that time are absent."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,7 +119,7 @@ class Recent(RequestObserver):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.decisions: deque[Decision] = deque(maxlen=DECISIONS)  # oldest first
         self.in_flight = 0  # requests sent and not ended
-        self.window = Window(clock)
+        self.window = RecentTokens(clock)
         self._sent = 0
 
     def sent(self, attempt: Attempt) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.page import waiting
-from kvroute.router.page.history import PERIOD_S, REPLICAS, History, Load, sample
+from kvroute.router.page.history import PERIOD_S, REPLICAS, History, SampledLoad, sample
 from kvroute.router.page.traffic import Counts, Traffic, added
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
@@ -47,13 +47,13 @@ class Recorder:
         """Add the samples of the period that ends now, at `at_s` in seconds since 1970."""
         counts = self._traffic.take()
         loads = {
-            record.id: Load(running=record.load.running, waiting=record.load.waiting)
+            record.id: SampledLoad(running=record.load.running, waiting=record.load.waiting)
             for record in self._fleet.replicas.records
         }
         replicas = {
             replica_id: sample(
                 counts.get(replica_id) or Counts(),
-                loads.get(replica_id) or Load(),
+                loads.get(replica_id) or SampledLoad(),
                 elapsed_s=elapsed_s,
             )
             for replica_id in loads.keys() | counts.keys()
@@ -81,10 +81,10 @@ class Recorder:
                 self._encoded[replica_id] = encoded
         return encoded
 
-    def _total(self, loads: dict[str, Load]) -> Load:
+    def _total(self, loads: dict[str, SampledLoad]) -> SampledLoad:
         """Return the load of the fleet, with the requests that wait in all routers."""
         now_s = time.monotonic()
-        return Load(
+        return SampledLoad(
             running=sum(load.running for load in loads.values()),
             waiting=sum(load.waiting for load in loads.values()),
             queued=waiting.as_json(self._queue, now_s)["all_routers"]["requests"],

@@ -28,7 +28,7 @@ from kvroute.router.page.live import State
 from kvroute.router.page.places import Places
 from kvroute.router.page.recent import Decision, Recent, Sums, summed
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.placement.pulls import PullSpeed
+from kvroute.router.placement.pulls import PullRate
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
 from kvroute.store.index import Index
@@ -122,7 +122,7 @@ class View:
         self,
         record: ReplicaRecord | None,
         sums: Sums | None,
-        speeds: Mapping[str, PullSpeed],
+        speeds: Mapping[str, PullRate],
     ) -> dict[str, Any]:
         totals = {
             "requests": sums.requests if sums else 0,

@@ -13,7 +13,7 @@ from itertools import compress
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.adapters import AdapterCache
-from kvroute.prefill.queue import PrefillQueue
+from kvroute.prefill.prefill_queue import PrefillQueue
 from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.kv_use import KvUse
 

@@ -33,7 +33,7 @@ from kvroute.router.placement.policy import (
     pull_cost_s,
 )
 from kvroute.router.placement.replicas import Exchange, ReplicaRegistry
-from kvroute.router.pulls.links import Links
+from kvroute.router.pulls.links import PullLinks
 
 # A pull may take its predicted time, and this share of the time to compute its blocks. Then the
 # engine computes what has not come.
@@ -54,7 +54,7 @@ class Offer(NamedTuple):
     peer_ids: Sequence[str]
 
 
-class PullSpeed(NamedTuple):
+class PullRate(NamedTuple):
     """How fast a replica pulls over its slowest link, compared with computing."""
 
     bytes_per_s: float
@@ -78,7 +78,7 @@ class Pulls:
     """
 
     def __init__(self, replicas: ReplicaRegistry, loads: Loads, mirror: Mirror) -> None:
-        self.links = Links()
+        self.links = PullLinks()
         self._replicas = replicas
         self._loads = loads
         self._mirror = mirror
@@ -252,7 +252,7 @@ class Pulls:
         within_s = self.within_s(candidate)
         return Pull(pull.peer_id, peer.address, access.key, tokens, within_s, access.tls)
 
-    def speeds(self) -> dict[str, PullSpeed]:
+    def speeds(self) -> dict[str, PullRate]:
         """Return how fast each replica pulls, by id; without replicas that do not pull."""
         speeds, slowest = {}, self.links.slowest()
         for replica_id, exchange in self._replicas.exchanges.items():
@@ -261,7 +261,7 @@ class Pulls:
                 continue
             blocks = max(1, load.step_tokens // record.facts.block_size)
             tokens, slowness = blocks * record.facts.block_size, slowest.get(replica_id, 1.0)
-            speeds[replica_id] = PullSpeed(
+            speeds[replica_id] = PullRate(
                 exchange.speed.bytes_per_s / slowness,
                 tokens,
                 self.copying_s(replica_id, blocks, slowness=slowness),

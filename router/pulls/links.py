@@ -24,7 +24,7 @@ MAX_DOUBLINGS = 10  # each further failure in a row doubles this time, this many
 
 
 @dataclass(slots=True)
-class End:
+class LinkEnd:
     """One replica's pulls in one direction: those that leave it, or those that arrive."""
 
     pulls: set[str] = field(default_factory=set)  # ids of the requests whose pulls are in progress
@@ -42,13 +42,13 @@ class Transfer(NamedTuple):
     rivals: int  # pulls that were in progress at either end when it began
 
 
-class Links:
+class PullLinks:
     """All links between the replicas of a model."""
 
     def __init__(self) -> None:
         self._speeds: dict[tuple[str, str], Speed] = {}  # (source, target) -> what was learned
-        self._sources: dict[str, End] = {}
-        self._targets: dict[str, End] = {}
+        self._sources: dict[str, LinkEnd] = {}
+        self._targets: dict[str, LinkEnd] = {}
         self._transfers: dict[str, Transfer] = {}  # request id -> its pull in progress
 
     def keep(self, replica_ids: Collection[str]) -> None:
@@ -146,5 +146,7 @@ class Links:
             end.failures += 1
             end.closed_until_s = max(end.closed_until_s, now_s + pause_s)
 
-    def _ends(self, source: str, target: str) -> tuple[End, End]:
-        return self._sources.setdefault(source, End()), self._targets.setdefault(target, End())
+    def _ends(self, source: str, target: str) -> tuple[LinkEnd, LinkEnd]:
+        return self._sources.setdefault(source, LinkEnd()), self._targets.setdefault(
+            target, LinkEnd()
+        )

@@ -13,7 +13,7 @@ from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.admission.limits import Limits
-from kvroute.router.connections import replicas as serve_replicas
+from kvroute.router.connections import serve_replicas
 from kvroute.router.connections.deployed import DeployedReplicas, read_deployed
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.liveness import Liveness

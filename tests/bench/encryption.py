@@ -16,7 +16,7 @@ import uvloop
 
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest
 from kvroute.replica.fabric.puller import PullRun, Target
-from kvroute.replica.fabric.server import BlockServer, Place
+from kvroute.replica.fabric.server import BlockPlace, BlockServer
 from kvroute.wire.link import Link, LostError, Stream, connect
 from kvroute.wire.server import Server
 from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
@@ -162,7 +162,7 @@ def _pulls(count: int) -> Row:
 
 def _pull(tls: WireTls, rows: np.ndarray, count: int) -> tuple[float, float]:
     """Pull blocks once. Return the time and the CPU time in seconds."""
-    key, places = b"k" * 32, {bytes([n]): Place(n, n) for n in range(ROWS)}
+    key, places = b"k" * 32, {bytes([n]): BlockPlace(n, n) for n in range(ROWS)}
     ends = server_ends(tls, key)
     server = BlockServer(LOOPBACK, [0], key=key, format_="", find=places.get, rows=rows, tls=ends)
     chain = [Target(bytes([n]), ROWS + n) for n in range(count)]

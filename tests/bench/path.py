@@ -21,11 +21,11 @@ import numpy as np
 from kvroute.contract.generation import Chunk, GenerateRequest
 from kvroute.local.embedded_redis import embedded_redis
 from kvroute.local.ports import free_port
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.local.ray_cluster import LostProcesses, deploy, local_ray
 from kvroute.local.signals import StopSignals
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.router.connections.replicas import replicas
+from kvroute.router.connections.serve_replicas import replicas
 from kvroute.settings.serve import ServeSettings
 from kvroute.wire.link import Stream, connect
 from tests.bench.report import Row, Section
@@ -53,12 +53,12 @@ def path() -> Section:
             simulated_prefill_tokens_per_s=0,
             simulated_decode_ms=0,
         )
-        lost = LostProcesses(Path(folder), Progress())
+        lost = LostProcesses(Path(folder), StartProgress())
         with local_ray(settings, Path(folder), lost):
             from kvroute.app import build
 
             application = build(settings.model_dump(mode="json"))
-            deploy(application, Progress(), StopSignals(), time.monotonic() + 120, lost)
+            deploy(application, StartProgress(), StopSignals(), time.monotonic() + 120, lost)
             loop = asyncio.new_event_loop()  # Serve's handle needs it until Serve is shut down
             url = f"http://127.0.0.1:{settings.port}/v1/completions"
             rows = loop.run_until_complete(compare(url))

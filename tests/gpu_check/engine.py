@@ -88,7 +88,7 @@ def seconds_per_step(engine: Any, batch: int, context: int) -> float:
 def fitted_profile(
     cold_s: Mapping[int, float], step_s: Mapping[tuple[int, int], float], chunk_tokens: int
 ) -> dict[str, float]:
-    """Fit replay's model of an engine (kvroute/replay/hardware/model.py) to the measured times.
+    """Fit replay's model of an engine (replay/hardware/engine_model.py) to the measured times.
 
     A step takes step_s + sequence_s * sequences + context_token_s * context tokens. A new prompt of
     n tokens takes n / r + n^2 / (2 * a * r) and one step for each chunk, where r is

@@ -17,7 +17,7 @@ from kvroute.replica.publisher import Publisher
 from kvroute.router.index.feed import Feed, Seen
 from kvroute.router.placement.fleet import Fleet
 from kvroute.store.index import BATCH_BLOCKS, FencedError, Index
-from kvroute.store.index_values import START, Change, Snapshot, WriterState
+from kvroute.store.index_values import START, BlockSet, Change, WriterState
 from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, FACTS, LOAD
 from tests.support.waiting import until
@@ -99,7 +99,7 @@ async def test_a_replaced_writer_changes_nothing(index: Index) -> None:
         await index.renew(old, load=LOAD, lease_s=LEASE_S)
     await index.leave("a", "old")
     (record,) = await index.records()
-    assert await index.blocks(record) == Snapshot(0, await index.position(), b"")
+    assert await index.blocks(record) == BlockSet(0, await index.position(), b"")
 
 
 async def test_a_writer_that_may_not_replace_waits_for_the_other_one_to_leave(index: Index) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.controller.connection import connected
+from kvroute.controller.ray_connection import connected
 from tests.support.serving import Cluster
 
 

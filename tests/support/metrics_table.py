@@ -32,7 +32,7 @@ from kvroute.router.batches.files import Files
 from kvroute.router.batches.in_process import client_for
 from kvroute.router.batches.runner import BatchRunner
 from kvroute.router.connections.links import Links
-from kvroute.router.connections.replicas import replicas
+from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
 from kvroute.router.dispatch.hand_over import HandOver
 from kvroute.router.forms.recordings import Recordings

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from kvroute.router.page.history import PERIOD_S, SAMPLES, History, Load, sample
+from kvroute.router.page.history import PERIOD_S, SAMPLES, History, SampledLoad, sample
 from kvroute.router.page.traffic import Counts
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.sessions.returns import EVICTION_REASONS
@@ -75,9 +75,9 @@ def _history(ids: list[str], samples: int) -> dict[str, Any]:
     for number in range(samples):
         wave = 1 + math.sin(number / 20)
         counts = Counts(round(20 * wave), 10_000, round(4_000 * wave), 900, [0.02, 0.05 * wave])
-        fleet_load = Load(round(4 * wave), round(wave), round(3 * wave), {"seats": 12})
+        fleet_load = SampledLoad(round(4 * wave), round(wave), round(3 * wave), {"seats": 12})
         fleet = sample(counts, fleet_load, elapsed_s=PERIOD_S)
-        replica = sample(counts, Load(round(4 * wave), 0), elapsed_s=PERIOD_S)
+        replica = sample(counts, SampledLoad(round(4 * wave), 0), elapsed_s=PERIOD_S)
         history.add(NOW_S - PERIOD_S * (samples - number), fleet, dict.fromkeys(ids, replica))
     return {"replica": None, "replicas": history.replicas(), "samples": history.of_fleet()}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.simulate import Cluster, simulate
 from kvroute.replay.workload.trace import BLOCK_TOKENS, at_speed
 from tests.support.conversations import conversations

@@ -10,7 +10,7 @@ from vllm.tasks import SupportedTask
 from vllm.v1.engine import async_llm, output_processor
 
 from kvroute.replica.vllm_engine.http import app as http_app
-from kvroute.replica.vllm_engine.http import run as http_run
+from kvroute.replica.vllm_engine.http import request_run as http_run
 from tests.support.bodies import Body
 
 Tasks = tuple[SupportedTask, ...]

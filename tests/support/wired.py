@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class Wired:
-    """Replicas in this process, in place of those that Serve runs (connections/replicas.py).
+    """Replicas in this process, in place of those that Serve runs (connections/serve_replicas.py).
 
     `most` is the maximum number of requests of each replica, and `ranks` the number of its ranks.
     `tls` are the settings of the replicas for TLS, and `router_tls` those of the router.

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvroute.router.api.errors import ApiError
-from kvroute.router.middleware.admission import Admission
+from kvroute.router.middleware.open_requests import Admission
 from tests.support.waiting import until
 
 

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from kvroute.local import attach
 from kvroute.local.attach import Attached, AttachedFleet, attached
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.machine.problem import StartError
 from kvroute.process import ray_internals
-from kvroute.replica.attached_engine import server as server_module
+from kvroute.replica.attached_engine import server_facts as server_module
 from kvroute.settings.serve import load
 from tests.support.fake_vllm import BLOCK_SIZE, NAME, FakeServer, fake_servers
 
@@ -38,7 +38,7 @@ def start(
     within_s: float = 60.0,
     **options: object,
 ) -> Attached:
-    progress = Progress(Console(file=output, soft_wrap=True))
+    progress = StartProgress(Console(file=output, soft_wrap=True))
     settings = load({"attach": [server.url for server in servers], **options})
     return attached(settings, progress, sleep, time.monotonic() + within_s)
 
@@ -116,7 +116,7 @@ def test_a_changed_list_and_an_unreadable_one_do_not_end_a_running_cluster(
     file.write_text("http://a:1\n")
     settings = load({"attach_file": file})
     models = settings.resolve(redis_url="redis://127.0.0.1:1")
-    fleet = AttachedFleet(settings, models, Progress(Console(file=output, soft_wrap=True)), {})
+    fleet = AttachedFleet(settings, models, StartProgress(Console(file=output, soft_wrap=True)), {})
     for text in ("http://a:1\nhttp://b:1\n", "http://[::1\n", "http://a:1\nhttp://b:1\n"):
         file.write_text(text)
         for _ in range(2):

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from kvroute.contract.generation import Chunk
-from kvroute.replica.attached_engine.answer import Answer
-from kvroute.replica.attached_engine.bodies import (
+from kvroute.replica.attached_engine.answer import ServerAnswer
+from kvroute.replica.attached_engine.server_bodies import (
     CHAT,
     COMPLETIONS,
     MAX_TOKENS,
     MESSAGES,
     RESPONSES,
-    Usage,
+    ServerUsage,
     forwarded,
     usage_of_body,
 )
@@ -34,7 +34,7 @@ async def chunks(
     content_type: str = "text/event-stream; charset=utf-8",
 ) -> list[Chunk]:
     received: list[Chunk] = []
-    answer = Answer(path, received.append, 40, 16, 200, content_type)
+    answer = ServerAnswer(path, received.append, 40, 16, 200, content_type)
 
     async def data() -> AsyncIterator[bytes]:
         for part in parts:
@@ -119,14 +119,17 @@ async def test_an_error_has_no_tokens() -> None:
 @pytest.mark.parametrize(
     ("usage", "expected"),
     [
-        ({"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}}, Usage(2, 8)),
-        ({"output_tokens": 2, "input_tokens_details": {"cached_tokens": 8}}, Usage(2, 8)),
-        ({"output_tokens": 2, "cache_read_input_tokens": 8}, Usage(2, 8)),
-        ({"completion_tokens": 2, "prompt_tokens_details": None}, Usage(2, None)),
-        ({"completion_tokens": "2", "prompt_tokens_details": 5}, Usage(0, None)),
+        (
+            {"completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 8}},
+            ServerUsage(2, 8),
+        ),
+        ({"output_tokens": 2, "input_tokens_details": {"cached_tokens": 8}}, ServerUsage(2, 8)),
+        ({"output_tokens": 2, "cache_read_input_tokens": 8}, ServerUsage(2, 8)),
+        ({"completion_tokens": 2, "prompt_tokens_details": None}, ServerUsage(2, None)),
+        ({"completion_tokens": "2", "prompt_tokens_details": 5}, ServerUsage(0, None)),
     ],
 )
-def test_the_usage_of_all_apis_is_read(usage: dict[str, object], expected: Usage) -> None:
+def test_the_usage_of_all_apis_is_read(usage: dict[str, object], expected: ServerUsage) -> None:
     for body in ({"usage": usage}, {"response": {"usage": usage}}, {"message": {"usage": usage}}):
         assert usage_of_body(json.dumps(body, separators=(",", ":")).encode()) == expected
 

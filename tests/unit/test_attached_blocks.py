@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
 from kvroute.blocks.fingerprint import Feature, Fingerprint
-from kvroute.replica.attached_engine.cached_blocks import CachedBlocks
+from kvroute.replica.attached_engine.cached_blocks import ServerBlocks
 from kvroute.replica.attached_engine.sent_blocks import SentBlocks
 from kvroute.replica.attached_engine.wire import Batch, ClearedEvent, RemovedEvent, StoredEvent
 from kvroute.replica.block_table import BlockTable, Changes
@@ -63,7 +63,7 @@ def chain(
     return [int(each) for each in SPACE.chain(ids, scope, images)]
 
 
-def held(blocks: CachedBlocks, *events: StoredEvent | RemovedEvent | ClearedEvent) -> set[int]:
+def held(blocks: ServerBlocks, *events: StoredEvent | RemovedEvent | ClearedEvent) -> set[int]:
     """The fingerprints that a replica publishes after these events."""
     table = BlockTable()
     for event in events:
@@ -75,7 +75,7 @@ def held(blocks: CachedBlocks, *events: StoredEvent | RemovedEvent | ClearedEven
 @pytest.mark.parametrize("lora", [None, "sql"])
 def test_a_prompts_blocks_have_the_routers_fingerprints(salt: str, lora: str | None) -> None:
     expected = chain(PROMPT, Scope(lora or "", salt))
-    assert held(CachedBlocks(SPACE), stored(PROMPT, salt=salt, lora=lora)) == {*expected}
+    assert held(ServerBlocks(SPACE), stored(PROMPT, salt=salt, lora=lora)) == {*expected}
 
 
 @given(cut=st.integers(1, 2), salt=st.sampled_from(["", "a", "sql"]), seed=st.integers(0, 99))
@@ -84,17 +84,17 @@ def test_blocks_in_several_events_have_the_same_fingerprints(
 ) -> None:
     prompt = random.Random(seed).choices(range(1000), k=3 * SIZE)
     events = stored(prompt[: cut * SIZE], salt=salt), stored(prompt, first=cut, salt=salt)
-    assert held(CachedBlocks(SPACE), *events) == {*chain(prompt, Scope("", salt))}
+    assert held(ServerBlocks(SPACE), *events) == {*chain(prompt, Scope("", salt))}
 
 
 def test_images_are_part_of_the_fingerprints() -> None:
     image = Feature("digest", 2, SIZE)  # it reaches into the second block
     expected = chain(PROMPT, images=[image])
-    assert held(CachedBlocks(SPACE), stored(PROMPT, images=[image])) == {*expected}
+    assert held(ServerBlocks(SPACE), stored(PROMPT, images=[image])) == {*expected}
 
 
 def test_a_block_stays_until_its_last_copy_is_evicted() -> None:
-    blocks, event = CachedBlocks(SPACE), stored(PROMPT)
+    blocks, event = ServerBlocks(SPACE), stored(PROMPT)
     evicted = RemovedEvent(event.block_hashes)
     assert held(blocks, event, event, evicted) == {*chain(PROMPT)}
     assert blocks.hit_blocks([Fingerprint(each) for each in chain(PROMPT)]) == 3
@@ -103,13 +103,13 @@ def test_a_block_stays_until_its_last_copy_is_evicted() -> None:
 
 
 def test_a_reported_hit_is_no_further_copy() -> None:
-    blocks, event = CachedBlocks(SPACE), stored(PROMPT)
+    blocks, event = ServerBlocks(SPACE), stored(PROMPT)
     blocks.reports_hits = True
     assert held(blocks, event, event, RemovedEvent(event.block_hashes)) == set()
 
 
 def test_blocks_behind_an_unknown_parent_are_left_out_and_counted() -> None:
-    blocks = CachedBlocks(SPACE)
+    blocks = ServerBlocks(SPACE)
     assert held(blocks, stored(PROMPT, first=1)) == set()
     assert blocks.skipped == Counter({"unknown parent": 2})
 
@@ -122,7 +122,7 @@ def test_blocks_behind_an_unknown_parent_are_left_out_and_counted() -> None:
     ],
 )
 def test_blocks_elsewhere_are_left_out_and_counted(change: dict[str, object], reason: str) -> None:
-    blocks = CachedBlocks(SPACE)
+    blocks = ServerBlocks(SPACE)
     assert held(blocks, stored(PROMPT, **change)) == set()  # type: ignore[arg-type]
     assert blocks.skipped == Counter({reason: 3})
 
@@ -130,18 +130,18 @@ def test_blocks_elsewhere_are_left_out_and_counted(change: dict[str, object], re
 def test_keys_of_unknown_meaning_are_left_out_and_counted() -> None:
     event = stored(PROMPT)
     event.extra_keys = [[17], None, None]
-    blocks = CachedBlocks(SPACE)
+    blocks = ServerBlocks(SPACE)
     assert held(blocks, event) == set()
     assert blocks.skipped == Counter({"unknown keys": 3})
 
 
 def test_a_cleared_cache_holds_nothing() -> None:
-    assert held(CachedBlocks(SPACE), stored(PROMPT), ClearedEvent()) == set()
+    assert held(ServerBlocks(SPACE), stored(PROMPT), ClearedEvent()) == set()
 
 
 @given(seed=st.integers(0, 999))
 def test_the_table_holds_what_a_cache_with_copies_and_evictions_holds(seed: int) -> None:
-    rng, blocks, table = random.Random(seed), CachedBlocks(SPACE), BlockTable()
+    rng, blocks, table = random.Random(seed), ServerBlocks(SPACE), BlockTable()
     cache = Counter[bytes]()  # number of copies of each block
     fingerprints: dict[bytes, int] = {}
     for _ in range(30):

@@ -12,8 +12,7 @@ from kvroute.contract.http_call import HttpCall
 from kvroute.contract.records import MAX_COUNT
 from kvroute.process import vllm_build
 from kvroute.replica.attached_engine.child_server import _flags
-from kvroute.replica.attached_engine.rendering import render
-from kvroute.replica.attached_engine.server import (
+from kvroute.replica.attached_engine.server_facts import (
     USUAL_TOKENS_PER_S,
     EventAddress,
     ServerError,
@@ -21,6 +20,7 @@ from kvroute.replica.attached_engine.server import (
     read_facts,
     read_samples,
 )
+from kvroute.replica.attached_engine.server_rendering import render
 from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.settings.server_list import ServerList

@@ -27,7 +27,7 @@ from kvroute.app import GROW_DELAY_S, build
 from kvroute.autoscaling import Report, WaitPolicy, desired_replicas, queueing_s
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import Description, ReplicaRecord
-from kvroute.controller.scale import Deployed, ScaleError, check_not_autoscaling
+from kvroute.controller.replica_count import ReplicaCounts, ScaleError, check_not_autoscaling
 from kvroute.replica.backlog import STEP_S, Backlog, occupancy
 from kvroute.replica.engine.kv_events import BlockRemoved, BlockStored
 from kvroute.replica.engine_metrics import ReplicaMetrics
@@ -487,9 +487,9 @@ def test_fewer_at_most_than_at_least_are_refused() -> None:
 
 
 def test_a_fleet_with_autoscaling_cannot_be_scaled_by_hand() -> None:
-    check_not_autoscaling(Deployed(3, {}, "", {}))
+    check_not_autoscaling(ReplicaCounts(3, {}, "", {}))
     with pytest.raises(ScaleError, match=r"3 replicas now, 2 to 4 allowed.*--max-replicas"):
-        check_not_autoscaling(Deployed(3, {}, "", {}, bounds=(2, 4)))
+        check_not_autoscaling(ReplicaCounts(3, {}, "", {}, bounds=(2, 4)))
 
 
 def replicas(cluster: Cluster) -> list[str]:

@@ -17,7 +17,7 @@ from kvroute.router.batches import batches as batches_module
 from kvroute.router.batches import files as files_module
 from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.batches import BatchBody, Batches, as_object
-from kvroute.router.batches.files import Files, Upload
+from kvroute.router.batches.files import Files, FileUpload
 from kvroute.router.batches.records import FileRecord
 from kvroute.router.batches.service import BatchService, batch_service
 from kvroute.settings.router import RouterSettings
@@ -49,7 +49,7 @@ async def parts(size: int) -> AsyncIterator[bytes]:
 async def add(
     files: Files, size: int = 1, tenant: str = "", limits: TenantLimits | None = None, **more: Any
 ) -> FileRecord:
-    upload = Upload("name", "batch", ttl_s=more.get("ttl_s"))
+    upload = FileUpload("name", "batch", ttl_s=more.get("ttl_s"))
     return await files.add(parts(size), lambda: upload, tenant, limits)
 
 
@@ -90,7 +90,7 @@ async def test_limits_hold_for_uploads_at_the_same_time(files: Files, limits: Te
         yield b"x" * 90
         await may_end.wait()
 
-    upload = Upload("name", "batch", ttl_s=None)
+    upload = FileUpload("name", "batch", ttl_s=None)
     slow = asyncio.create_task(files.add(slowly(), lambda: upload, "acme", limits))
     await asyncio.sleep(0.05)
     (fast,) = await asyncio.gather(add(files, 60, "acme", limits), return_exceptions=True)
@@ -214,7 +214,7 @@ async def test_results_cannot_be_deleted_while_their_batch_runs(
 
 
 async def test_a_file_that_is_described_wrongly_is_not_kept(files: Files, store: Folder) -> None:
-    def refuse() -> Upload:
+    def refuse() -> FileUpload:
         raise ApiError(400, "no purpose")
 
     with pytest.raises(ApiError, match="no purpose"):

@@ -14,8 +14,8 @@ import pytest
 from kvroute.batch import run
 from kvroute.batch.lines import open_lines
 from kvroute.batch.results import Results
-from kvroute.batch.run import MAX_TRIES, RefusedError, Runner
-from kvroute.batch.usage import Usage
+from kvroute.batch.run import MAX_TRIES, RefusedKeyError, Runner
+from kvroute.batch.usage import TokenUsage
 from kvroute.batch.window import START, Window
 
 ANSWER = {
@@ -84,7 +84,7 @@ async def test_a_line_is_sent_until_it_has_an_answer(tmp_path: Path) -> None:
     assert sorted(answered, key=int) == [str(number) for number in range(30)]
     progress = runner.progress
     assert (progress.done, progress.failed, progress.away) == (30, 0, "")
-    assert progress.usage == Usage(prompt_tokens=300, cached_tokens=120, answer_tokens=60)
+    assert progress.usage == TokenUsage(prompt_tokens=300, cached_tokens=120, answer_tokens=60)
 
 
 async def test_a_line_that_is_never_accepted_fails_and_the_others_do_not(tmp_path: Path) -> None:
@@ -106,7 +106,10 @@ async def test_a_wrong_key_ends_the_batch_without_a_result(tmp_path: Path) -> No
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(401, text="wrong key")
 
-    with runner_of(tmp_path, 6, answer) as runner, pytest.raises(RefusedError, match="wrong key"):
+    with (
+        runner_of(tmp_path, 6, answer) as runner,
+        pytest.raises(RefusedKeyError, match="wrong key"),
+    ):
         await runner.run(lambda progress: None)
     assert (tmp_path / "out").read_text() == ""
     assert not (tmp_path / "errors").exists()

@@ -16,7 +16,7 @@ from kvroute.files.folder import Folder
 from kvroute.router.batches import report, runner
 from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.batches import BatchBody, Batches
-from kvroute.router.batches.files import Files, Upload
+from kvroute.router.batches.files import Files, FileUpload
 from kvroute.router.batches.runner import BatchRunner
 
 CHAT = "/v1/chat/completions"
@@ -57,7 +57,7 @@ class Cluster:
         async def content() -> AsyncIterator[bytes]:
             yield json.dumps(LINE).encode()
 
-        upload = Upload("in.jsonl", "batch", ttl_s=30 * 86_400)
+        upload = FileUpload("in.jsonl", "batch", ttl_s=30 * 86_400)
         file = await self.files.add(content(), lambda: upload, "", None)
         body = BatchBody(input_file_id=file.id, endpoint=CHAT, completion_window=window)
         return (await self.batches.create(body, None, None)).id

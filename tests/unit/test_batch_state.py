@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from kvroute.batch.prepare import Job, Part, Report, run
+from kvroute.batch.prepare import Part, Preparation, Prepared, run
 from kvroute.files.folder import Folder
 from kvroute.router.batches.batch_state import BatchState
 from kvroute.router.batches.output import Output
@@ -50,7 +50,7 @@ class Router:
     run: Run
     output: Output
     left: list[int]
-    report: Report = field(default_factory=Report)
+    report: Prepared = field(default_factory=Prepared)
 
 
 class Place:
@@ -78,7 +78,7 @@ class Place:
         ]
         remaining = self.folder / f"remaining-{claimed.number}.npy"
         index = self.folder / "index"
-        job = Job(str(self.input), CHAT, str(index), str(remaining), tuple(parts))
+        job = Preparation(str(self.input), CHAT, str(index), str(remaining), tuple(parts))
         report = run(job)
         left = [int(line) for line in np.load(remaining)]
         return Router(claimed, Output(self.state, claimed), left, report)
@@ -126,7 +126,7 @@ class OneResultForEachLine(RuleBasedStateMachine):
         """The router writes half a line, and nothing afterwards."""
         asyncio.run(self.place.state.append(router.run, kind, b'{"custom_id": "'))
         router.left, router.output = [], Output(self.place.state, router.run)
-        router.report = Report(faults=("dead",))  # type: ignore[arg-type]
+        router.report = Prepared(faults=("dead",))  # type: ignore[arg-type]
 
     @rule(router=routers)
     def finish(self, router: Router) -> None:
@@ -216,12 +216,15 @@ async def test_a_damaged_record_hides_only_its_batch(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_used_leaves_no_index(tmp_path: Path) -> None:
     path, index = tmp_path / "in", tmp_path / "index"
     path.write_text('{"custom_id": "a"}\n')
-    report = run(Job(str(path), CHAT, str(index), str(tmp_path / "remaining.npy")))
+    report = run(Preparation(str(path), CHAT, str(index), str(tmp_path / "remaining.npy")))
     assert [(fault.line, fault.code) for fault in report.faults] == [(1, "invalid_request")]
     assert [*tmp_path.iterdir()] == [path]
     write_input(path)
     shutil.rmtree(index, ignore_errors=True)
-    assert run(Job(str(path), CHAT, str(index), str(tmp_path / "remaining.npy"))).total == LINES
+    assert (
+        run(Preparation(str(path), CHAT, str(index), str(tmp_path / "remaining.npy"))).total
+        == LINES
+    )
 
 
 async def test_a_cancelled_caller_does_not_stop_a_write(

@@ -16,7 +16,7 @@ from kvroute.cli import app
 from kvroute.command.serve_command import parsed
 from kvroute.local import before_start
 from kvroute.local.before_start import gpu_problems
-from kvroute.machine import fleet, gpus, limits
+from kvroute.machine import engine_needs, gpus, machine_limits
 from kvroute.machine.problem import Problem
 from kvroute.settings.serve import ServeSettings, load
 
@@ -156,18 +156,18 @@ def test_simulated_engines_and_engines_on_cpus_need_no_driver(smi: Smi) -> None:
 
 
 def test_caches_larger_than_the_memory_are_a_warning() -> None:
-    assert not list(limits.memory(7 * GIB, free=8 * GIB))
-    (problem,) = limits.memory(9 * GIB, free=8 * GIB)
+    assert not list(machine_limits.memory(7 * GIB, free=8 * GIB))
+    (problem,) = machine_limits.memory(9 * GIB, free=8 * GIB)
     assert "9.7 GB" in problem.text
     assert "8.6 GB is free" in problem.text
 
 
 def test_all_replicas_and_ranks_count_for_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvroute.process.vllm_build.is_for_gpus", lambda: False)
-    monkeypatch.setattr(limits, "memory", lambda needed: iter([Problem(str(needed))]))
+    monkeypatch.setattr(machine_limits, "memory", lambda needed: iter([Problem(str(needed))]))
     sizes = {"replicas": 2, "max_replicas": 3, "data_parallel_size": 2, "kv_cache_memory_mb": 100}
     settings = load({**sizes, "model": "another/model"})
-    needed, *_ = fleet.memory_problems(settings.per_model, 0)
+    needed, *_ = engine_needs.memory_problems(settings.per_model, 0)
     assert needed == Problem(str(3 * 2 * 100_000_000))
 
 
@@ -175,21 +175,21 @@ def test_the_weights_of_a_local_model_count(tmp_path: Path) -> None:
     for number in range(2):
         with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
             os.truncate(file.fileno(), 1000)
-    assert limits.weights_bytes(str(tmp_path)) == 2000
-    assert limits.weights_bytes("another/model") == 0
+    assert machine_limits.weights_bytes(str(tmp_path)) == 2000
+    assert machine_limits.weights_bytes("another/model") == 0
 
 
 def test_a_small_shared_memory_is_a_warning_that_names_the_remedy() -> None:
-    (problem,) = limits.shared_memory(200_000_000, 0, free=64_000_000)
+    (problem,) = machine_limits.shared_memory(200_000_000, 0, free=64_000_000)
     assert "--shm-size" in problem.text
     assert not problem.is_final
-    assert not list(limits.shared_memory(200_000_000, 0, free=GIB))
-    assert list(limits.shared_memory(200_000_000, GIB, free=GIB))
+    assert not list(machine_limits.shared_memory(200_000_000, 0, free=GIB))
+    assert list(machine_limits.shared_memory(200_000_000, GIB, free=GIB))
 
 
 def test_fewer_connections_than_requests_are_a_warning() -> None:
-    assert "ulimit" in next(limits.connections(1000, 2000)).text
-    assert not list(limits.connections(2000, 2000))
+    assert "ulimit" in next(machine_limits.connections(1000, 2000)).text
+    assert not list(machine_limits.connections(2000, 2000))
 
 
 def test_options_are_read_as_kvroute_serve_reads_them() -> None:
@@ -232,7 +232,7 @@ def test_each_check_of_the_doctor_is_one_of_the_start() -> None:
 
 def test_a_name_that_is_not_looked_up_in_time_is_a_problem() -> None:
     answered = threading.Event()
-    (problem,) = limits.own_name(lambda _: answered.wait())
+    (problem,) = machine_limits.own_name(lambda _: answered.wait())
     answered.set()
     assert socket.gethostname() in problem.text
     assert not problem.is_final
@@ -242,5 +242,5 @@ def test_a_name_that_is_known_or_quickly_unknown_is_no_problem() -> None:
     def unknown(name: str) -> None:
         raise socket.gaierror(f"{name} is unknown")
 
-    assert list(limits.own_name(lambda name: "127.0.1.1")) == []
-    assert list(limits.own_name(unknown)) == []
+    assert list(machine_limits.own_name(lambda name: "127.0.1.1")) == []
+    assert list(machine_limits.own_name(unknown)) == []

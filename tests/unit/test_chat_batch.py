@@ -9,7 +9,7 @@ from fastapi import Response
 
 from kvroute.router.api.call_limits import MAX_CHOICES
 from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, INVOCATIONS, parse_invocation
-from kvroute.router.api.chat_batch import parse_chat_batch
+from kvroute.router.api.chat_list import parse_chat_batch
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.chat_batch import run_together
 

@@ -11,7 +11,7 @@ from ray import serve
 
 from kvroute.deployments import APPLICATION
 from kvroute.local import ray_cluster
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.machine.problem import StartError
 from kvroute.process import ray_internals
 
@@ -36,7 +36,7 @@ def deploy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Deploy:
         monkeypatch.setattr(serve, "status", status)
         monkeypatch.setattr(ray_internals, "deployments", lambda _: {})
         signals: Any = Signals()
-        progress = Progress()
+        progress = StartProgress()
         ray_cluster.deploy(
             *(None, progress, signals, time.monotonic() + within_s),
             ray_cluster.LostProcesses(tmp_path, progress),

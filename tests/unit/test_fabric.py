@@ -16,7 +16,7 @@ from kvroute.replica.fabric import server as server_module
 from kvroute.replica.fabric.protocol import CHALLENGE, PROOF, Row
 from kvroute.replica.fabric.pull_speed import PullSpeed, measured
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
-from kvroute.replica.fabric.server import MAX_PULLS, BlockServer, Place
+from kvroute.replica.fabric.server import MAX_PULLS, BlockPlace, BlockServer
 
 ROW_BYTES, ROWS = 5_000, 12
 KEY = b"key"
@@ -28,7 +28,7 @@ class Peer:
 
     def __init__(self, kind: type[BlockServer] = BlockServer, format_: str = "f") -> None:
         self.rows = np.random.default_rng(1).integers(0, 256, (ROWS, ROW_BYTES), np.uint8)
-        self.places = {_key(n): Place(object(), n) for n in range(ROWS)}
+        self.places = {_key(n): BlockPlace(object(), n) for n in range(ROWS)}
         self.server = kind(
             "127.0.0.1",
             [0],
@@ -120,7 +120,7 @@ def test_a_block_that_is_evicted_while_it_is_sent_does_not_arrive(own: Own) -> N
 def test_a_block_that_left_and_came_back_does_not_arrive(own: Own) -> None:
     class Moving(BlockServer):
         def _sent(self, row: Row) -> Row:
-            moving.places[_key(4)] = Place(object(), 4)
+            moving.places[_key(4)] = BlockPlace(object(), 4)
             return row
 
     with serving(Moving) as moving:
@@ -291,7 +291,7 @@ def _raw(peer: Peer, data: Callable[[bytes], bytes]) -> None:
 @given(st.binary(max_size=300))
 @settings(max_examples=50, deadline=None)
 def test_arbitrary_bytes_do_not_stop_the_server(data: bytes) -> None:
-    from kvroute.wire.connection import proof
+    from kvroute.wire.framed_connection import proof
 
     _raw(SHARED, lambda _: data)
     _raw(

@@ -6,7 +6,7 @@ import re
 import pytest
 from ray.serve._private import haproxy_templates
 
-from kvroute.local.haproxy.errors import (
+from kvroute.local.haproxy.error_replies import (
     MESSAGES,
     checks,
     replies,

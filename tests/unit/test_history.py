@@ -8,7 +8,15 @@ import pytest
 
 from kvroute.contract.generation import Chunk
 from kvroute.contract.records import ReplicaRecord
-from kvroute.router.page.history import REPLICAS, SAMPLES, History, Load, Sample, quantile, sample
+from kvroute.router.page.history import (
+    REPLICAS,
+    SAMPLES,
+    History,
+    Sample,
+    SampledLoad,
+    quantile,
+    sample,
+)
 from kvroute.router.page.recorder import Recorder
 from kvroute.router.page.traffic import KEPT, Counts, Traffic
 from kvroute.router.placement.attempts import Attempt, RequestContext
@@ -16,7 +24,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue, QueuedRequest
 from tests.support.records import FACTS, LOAD
 
-NOTHING = sample(Counts(), Load(), elapsed_s=10.0)
+NOTHING = sample(Counts(), SampledLoad(), elapsed_s=10.0)
 
 
 class Router:
@@ -85,7 +93,7 @@ def test_a_quantile_is_one_of_the_values(
 
 def test_rates_are_per_second() -> None:
     counts = Counts(requests=20, output_tokens=500, ttfts_s=[0.2, 0.1])
-    one = sample(counts, Load(), elapsed_s=10.0)
+    one = sample(counts, SampledLoad(), elapsed_s=10.0)
     assert (one.requests_per_s, one.output_tokens_per_s) == (2.0, 50.0)
     assert (one.ttft_p50_s, one.ttft_p90_s) == (0.1, 0.2)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvroute.local import progress
 from kvroute.local.kept_logs import keep_logs, kept_logs, logs_in
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.local.ray_cluster import awaited
 from kvroute.settings.serve import load
 
@@ -21,8 +21,8 @@ def printed() -> io.StringIO:
 
 
 @pytest.fixture
-def shown(printed: io.StringIO) -> Progress:
-    return Progress(Console(file=printed, width=200))
+def shown(printed: io.StringIO) -> StartProgress:
+    return StartProgress(Console(file=printed, width=200))
 
 
 def run_of(folder: Path, text: str) -> Path:
@@ -35,7 +35,7 @@ def run_of(folder: Path, text: str) -> Path:
 
 
 def test_the_logs_of_the_last_run_replace_those_of_the_run_before(
-    tmp_path: Path, shown: Progress, printed: io.StringIO
+    tmp_path: Path, shown: StartProgress, printed: io.StringIO
 ) -> None:
     kept = kept_logs(load({"cluster": "production", "log_dir": str(tmp_path / "kept")}))
     assert kept == tmp_path / "kept" / "kvroute-logs-production"
@@ -47,7 +47,7 @@ def test_the_logs_of_the_last_run_replace_those_of_the_run_before(
 
 
 def test_logs_that_cannot_be_moved_stay_where_they_are(
-    tmp_path: Path, shown: Progress, printed: io.StringIO
+    tmp_path: Path, shown: StartProgress, printed: io.StringIO
 ) -> None:
     (tmp_path / "file").touch()
     logs = run_of(tmp_path / "run", "text")
@@ -56,7 +56,9 @@ def test_logs_that_cannot_be_moved_stay_where_they_are(
     assert f"stay in {logs}" in printed.getvalue()
 
 
-def test_a_run_without_logs_leaves_those_of_the_run_before(tmp_path: Path, shown: Progress) -> None:
+def test_a_run_without_logs_leaves_those_of_the_run_before(
+    tmp_path: Path, shown: StartProgress
+) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     assert keep_logs(logs_in(tmp_path / "none"), kept, shown)
@@ -73,7 +75,7 @@ def test_clusters_of_one_machine_keep_their_logs_apart(
 
 
 def test_without_a_terminal_a_long_wait_is_mentioned_again(
-    monkeypatch: pytest.MonkeyPatch, shown: Progress, printed: io.StringIO
+    monkeypatch: pytest.MonkeyPatch, shown: StartProgress, printed: io.StringIO
 ) -> None:
     monkeypatch.setattr(progress, "REMIND_S", 0.0)
     with shown.waiting("Ray") as update:
@@ -83,7 +85,7 @@ def test_without_a_terminal_a_long_wait_is_mentioned_again(
 
 def test_a_terminal_shows_what_a_start_waits_for_and_for_how_long(printed: io.StringIO) -> None:
     console = Console(file=printed, width=80, force_terminal=True)
-    with Progress(console).waiting("Ray") as update:
+    with StartProgress(console).waiting("Ray") as update:
         update("1 of 2 replicas")
     assert "waiting for" in printed.getvalue()
     assert "0:00:00" in printed.getvalue()

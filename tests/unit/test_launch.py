@@ -26,7 +26,7 @@ from kvroute.local.before_start import (
     waiting_for_gpus,
 )
 from kvroute.local.ports import free_port
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.local.ray_cluster import LostProcesses, start_problem
 from kvroute.machine.problem import StartError
 from kvroute.process.hub import check_on_hub
@@ -183,7 +183,7 @@ def replicas(*listed: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_replica_that_ends_is_named_and_so_is_the_one_in_its_place_when_it_is_ready() -> None:
     output = io.StringIO()
-    lost = LostProcesses(Path("/logs"), Progress(Console(file=output, soft_wrap=True)))
+    lost = LostProcesses(Path("/logs"), StartProgress(Console(file=output, soft_wrap=True)))
     a, b, c = in_serve("a", 400), in_serve("b", 417), in_serve("c", 500)
     lost.receive(KILLED)
     lost.report(replicas(a, b))  # Serve has not noticed yet
@@ -211,7 +211,7 @@ def test_an_ended_process_that_serve_does_not_know_is_named_by_its_output(
 ) -> None:
     (tmp_path / "worker-ab-01-417.err").write_text(f":job_id:01\n:actor_name:{actor}\nx\n")
     output = io.StringIO()
-    lost = LostProcesses(tmp_path, Progress(Console(file=output, soft_wrap=True)))
+    lost = LostProcesses(tmp_path, StartProgress(Console(file=output, soft_wrap=True)))
     lost.receive(KILLED)
     lost.report(replicas())
     assert f"{name} (process 417) has ended unexpectedly; Ray replaces it" in output.getvalue()
@@ -219,7 +219,7 @@ def test_an_ended_process_that_serve_does_not_know_is_named_by_its_output(
 
 def test_ray_need_not_say_that_it_repeats_a_call() -> None:
     output = io.StringIO()
-    lost = LostProcesses(Path("/logs"), Progress(Console(file=output)))
+    lost = LostProcesses(Path("/logs"), StartProgress(Console(file=output)))
     lost.receive(
         "Task ServeController.listen_for_change failed. There are infinite retries remaining, so "
         "the task will be retried. Error: The actor is temporarily unavailable."

@@ -10,7 +10,7 @@ import pytest
 
 from kvroute.router.api.errors import ApiError
 from kvroute.router.page.live import LISTENERS, Live, State
-from kvroute.router.page.recent import Window, summed
+from kvroute.router.page.recent import RecentTokens, summed
 from kvroute.router.page.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.placement.ledger import Ledger, account
 from kvroute.router.sessions.returns import EvictionReason
@@ -33,7 +33,7 @@ def ledger(tokens: int, delivered: int = 0) -> Ledger:
 
 def test_sums_cover_the_window_whenever_they_are_read() -> None:
     clock, rng = Clock(), random.Random(0)
-    window, added = Window(clock), list[tuple[float, str, int]]()
+    window, added = RecentTokens(clock), list[tuple[float, str, int]]()
     for _ in range(2000):
         clock.now_s += rng.expovariate(0.3)
         replica_id, tokens = rng.choice("abc"), rng.randrange(100)
@@ -49,7 +49,7 @@ def test_sums_cover_the_window_whenever_they_are_read() -> None:
 
 def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
     clock = Clock()
-    window = Window(clock)
+    window = RecentTokens(clock)
     window.add("gone", ledger(10, delivered=4))
     assert (window.sums()["gone"].hit_tokens, window.sums()["gone"].prompt_tokens) == (4, 10)
     clock.now_s += WINDOW_S
@@ -59,7 +59,7 @@ def test_a_replica_without_a_request_in_the_window_is_forgotten() -> None:
 
 def test_an_answer_that_two_replicas_gave_is_one_answered_request() -> None:
     clock = Clock()
-    window = Window(clock)
+    window = RecentTokens(clock)
     window.add("lost", ledger(10), is_answered=False)
     window.add("b", ledger(10))
     found = summed(window.sums().values())
@@ -70,7 +70,7 @@ def test_an_answer_that_two_replicas_gave_is_one_answered_request() -> None:
 
 def test_evicted_tokens_are_summed_by_reason_and_leave_the_window_with_their_request() -> None:
     clock = Clock()
-    window = Window(clock)
+    window = RecentTokens(clock)
     whys: list[EvictionReason] = ["usual", "ended", "usual"]
     for tokens, why in zip((10, 20, 30), whys, strict=True):
         lost = account(tokens, cacheable=tokens, reusable=0, expected=0, delivered=0, known=tokens)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvroute.process.builtin_model import BUILTIN_MODEL
-from kvroute.replica.vllm_engine.http.parsers import reasoning_parser, tool_parser
+from kvroute.replica.vllm_engine.http.parser_forms import reasoning_parser, tool_parser
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 PARSERS = {

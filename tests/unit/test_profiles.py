@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.hardware.profiles import (
     A100,
     DEFAULT_ENGINE,
@@ -17,7 +17,7 @@ from kvroute.replay.hardware.profiles import (
     L4,
     LLAMA_8B,
     PROFILES,
-    Gpu,
+    GpuPeak,
     Profile,
     ProfileError,
     derived,
@@ -66,7 +66,7 @@ def test_more_gpus_are_faster_and_hold_more() -> None:
     ("name", "gpu"), [("H200", H200), ("H100", H100), ("A100", A100), ("L4", L4)]
 )
 def test_the_documents_have_the_assumed_copies_of_each_gpu_and_their_source(
-    name: str, gpu: Gpu
+    name: str, gpu: GpuPeak
 ) -> None:
     (row,) = re.findall(rf"^\|.*\[{name}\]\(https://www\.nvidia\.com/.*$", REPLAY.read_text(), re.M)
     *_, one_way, assumed = re.findall(r"(\d+) GB/s", row)

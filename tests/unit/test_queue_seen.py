@@ -6,7 +6,7 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
-from kvroute.command.status import queued
+from kvroute.command.status_command import queued
 from kvroute.contract.messages import Waiting
 from kvroute.doctor import load_checks
 from kvroute.doctor.checks import Check

@@ -11,11 +11,11 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.compare import compare, saturation_rps
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.modelled_engine import ModelledReplica
 from kvroute.replay.policies.production import POLICIES
-from kvroute.replay.report import Summary, summarise
 from kvroute.replay.simulate import Cluster, simulate
+from kvroute.replay.summary import Summary, summarise
 from kvroute.replay.workload.trace import (
     BLOCK_TOKENS,
     Request,

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
 from kvroute.replay.compare import PolicyRun, compare
-from kvroute.replay.hardware.model import EngineModel
-from kvroute.replay.report import SessionTimes, session_times
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate
+from kvroute.replay.summary import SessionTimes, session_times
 from kvroute.replay.workload.closed_loop import (
     ClosedLoopSession,
     Loop,

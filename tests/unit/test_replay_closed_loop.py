@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.cli import app
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.closed_loop import Loop, native_starts_per_s, starts_at_speed
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request, TraceError, read

@@ -10,12 +10,12 @@ from kvroute.blocks.tiers import DISK, HOST
 from kvroute.cli import app
 from kvroute.contract.records import TierFacts
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.hardware.profiles import PROFILES
 from kvroute.replay.modelled_engine import ModelledReplica
 from kvroute.replay.policies.production import POLICIES
-from kvroute.replay.report import summarise
 from kvroute.replay.simulate import Cluster, simulate
+from kvroute.replay.summary import summarise
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request, ideal_hit_tokens
 from tests.support.conversations import conversations, request
 from tests.support.traces import lines

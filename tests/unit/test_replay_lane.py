@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from kvroute.contract.priority import BATCH_S, STEP_PARTS
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.modelled_engine import ModelledReplica
 from kvroute.replay.simulate import Cluster, simulate
 from kvroute.replay.workload.trace import Request

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
 from kvroute.replay.fitted_engine import fitted
-from kvroute.replay.hardware.model import EngineModel
-from kvroute.replay.noise import Sample, ties
+from kvroute.replay.hardware.engine_model import EngineModel
+from kvroute.replay.noise import PolicySample, ties
 from kvroute.replay.workload.trace import read
 from tests.support.request_logs import ENGINE, write_log
 
@@ -95,9 +95,9 @@ def test_too_few_requests_to_compare_are_said_with_the_number_that_would_do(tmp_
 def test_the_number_of_requests_that_would_do_follows_from_the_noise() -> None:
     rng = np.random.default_rng(1)
 
-    def sample(ttft_s: float, count: int) -> Sample:
+    def sample(ttft_s: float, count: int) -> PolicySample:
         times_s = ttft_s * rng.lognormal(0, 1, count)
-        return Sample(times_s, np.full(count, 1.0), np.full(count, 2.0))
+        return PolicySample(times_s, np.full(count, 1.0), np.full(count, 2.0))
 
     few = ties({"best": sample(1.0, 200), "worse": sample(1.2, 200)})
     times = few["ttft_p50_s"]["worse"]

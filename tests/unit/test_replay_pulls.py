@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kvroute.contract.pull import LinkSpeed
-from kvroute.replay.network import Network, Transfer
-from kvroute.replay.policies.protocol import PullOrder
+from kvroute.replay.network import Network, PullInProgress
+from kvroute.replay.policies.policy_protocol import ModelledPull
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.trace import Request
 from tests.support.conversations import conversations, request
@@ -21,7 +21,7 @@ def begin(
     network: Network, index: int, source: int, target: int, *, at_s: float, within_s: float = 1e6
 ) -> None:
     """Begin a pull of 10 blocks of 100 bytes: a second at full speed, after a second of latency."""
-    order = PullOrder(source, 10, within_s)
+    order = ModelledPull(source, 10, within_s)
     asked = request(index, [*range(1, 11)])
     network.begin(asked, order, target, first_block=0, blocks=10, block_bytes=100, now_s=at_s)
 
@@ -34,8 +34,8 @@ def ends_s(network: Network) -> dict[int, float]:
     return ended
 
 
-def ended(network: Network) -> list[Transfer]:
-    transfers: list[Transfer] = []
+def ended(network: Network) -> list[PullInProgress]:
+    transfers: list[PullInProgress] = []
     while (next_s := network.next_s) < math.inf:
         transfers += network.end(next_s)
     return transfers
@@ -71,7 +71,7 @@ def test_a_late_pull_brings_the_blocks_that_have_arrived() -> None:
 
 def test_a_pull_that_is_complete_but_for_rounding_brings_its_last_block() -> None:
     network = Network(LinkSpeed(bytes_per_s=0.3e9, latency_s=0.002))
-    order = PullOrder(0, 10, 1e6)
+    order = ModelledPull(0, 10, 1e6)
     for index in range(7):
         asked = request(index, [*range(1, 11)])
         network.begin(

@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from kvroute.cli import app
 from kvroute.command.replay_command import EXAMPLE_TRACE
-from kvroute.replay.noise import Sample, ties
+from kvroute.replay.noise import PolicySample, ties
 from tests.support.traces import example, lines
 
 WIDTH = 80
@@ -68,9 +68,9 @@ def test_the_longest_names_of_policies_fit(tmp_path: Path) -> None:
     assert "in host memory" in text
 
 
-def sample(rng: np.random.Generator, *, ttft_s: float, hits: float) -> Sample:
+def sample(rng: np.random.Generator, *, ttft_s: float, hits: float) -> PolicySample:
     times_s = ttft_s * rng.lognormal(0, 1, 1000)
-    return Sample(times_s, np.full(1000, hits), np.full(1000, 100.0))
+    return PolicySample(times_s, np.full(1000, hits), np.full(1000, 100.0))
 
 
 def test_a_small_difference_is_noise_and_a_large_one_is_not() -> None:
@@ -90,5 +90,5 @@ def test_a_small_difference_is_noise_and_a_large_one_is_not() -> None:
 def test_one_policy_has_no_ties_and_few_requests_are_not_compared() -> None:
     many = sample(np.random.default_rng(1), ttft_s=1.0, hits=50.0)
     assert {*map(len, ties({"only": many}).values())} == {0}
-    few = Sample(np.array([1.0, 2.0]), np.array([0.0, 1.0]), np.array([2.0, 2.0]))
+    few = PolicySample(np.array([1.0, 2.0]), np.array([0.0, 1.0]), np.array([2.0, 2.0]))
     assert ties({"one": few, "other": few}) == {}

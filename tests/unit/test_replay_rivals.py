@@ -11,7 +11,7 @@ from kvroute.blocks.tiers import HOST
 from kvroute.contract.records import Load, TierFacts
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
-from kvroute.replay.policies.protocol import LoadReport, Policy, Setup
+from kvroute.replay.policies.policy_protocol import LoadReport, Policy, Setup
 from kvroute.replay.policies.rivals import Indexed, LlmD, LlmDSpeculative, LMetric
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 

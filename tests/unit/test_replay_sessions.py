@@ -6,7 +6,7 @@ from itertools import count
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.replay.simulate import Cluster, simulate
-from kvroute.replay.workload.sessions import Ends, with_ends
+from kvroute.replay.workload.session_ends import Ends, with_ends
 from kvroute.replay.workload.trace import BLOCK_TOKENS, Request
 
 CHATS = 12

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from kvroute.controller.scale import Deployed, ScaleError, check_resources, describe
+from kvroute.controller.replica_count import ReplicaCounts, ScaleError, check_resources, describe
 from tests.support.serving import KVROUTE, Cluster
 
 
@@ -20,7 +20,7 @@ async def scale(cluster: Cluster, replicas: int) -> None:
 
 
 def test_more_replicas_than_the_resources_allow_are_refused_with_the_largest_number() -> None:
-    deployed = Deployed(2, {"RUNNING": 2, "STOPPING": 1}, "", {"CPU": 1, "GPU": 2})
+    deployed = ReplicaCounts(2, {"RUNNING": 2, "STOPPING": 1}, "", {"CPU": 1, "GPU": 2})
     free = {"CPU": 90.0, "GPU": 3.0}
     check_resources(4, deployed, free)
     with pytest.raises(ScaleError, match=r"not enough GPU for 5 replicas of 2: 3 run, .* 4 fit"):
@@ -28,9 +28,12 @@ def test_more_replicas_than_the_resources_allow_are_refused_with_the_largest_num
 
 
 def test_draining_replicas_are_shown() -> None:
-    deployed = Deployed(1, {"RUNNING": 1, "STOPPING": 2}, "", {})
+    deployed = ReplicaCounts(1, {"RUNNING": 1, "STOPPING": 2}, "", {})
     assert "1 of 1 replicas ready, 2 draining" in describe(deployed)
-    assert describe(Deployed(2, {"RUNNING": 3}, "", {})) == "2 of 2 replicas ready, 1 to be removed"
+    assert (
+        describe(ReplicaCounts(2, {"RUNNING": 3}, "", {}))
+        == "2 of 2 replicas ready, 1 to be removed"
+    )
 
 
 def test_a_reason_is_shown_in_our_words_and_only_while_replicas_are_missing() -> None:
@@ -43,7 +46,7 @@ def test_a_reason_is_shown_in_our_words_and_only_while_replicas_are_missing() ->
         (slow, 1, "; some take long to load the model"),
         ("This deployment will be UNHEALTHY until the replica recovers.", 1, ""),
     ):
-        deployed = Deployed(2, {"RUNNING": ready}, message, {})
+        deployed = ReplicaCounts(2, {"RUNNING": ready}, message, {})
         assert describe(deployed) == f"{ready} of 2 replicas ready{reason}"
 
 

@@ -15,8 +15,8 @@ from kvroute.contract.http_call import NO_RECORD, HttpCall
 from kvroute.replica.sim_engine.http_response import rendered
 from kvroute.replica.sim_engine.sampling import (
     UNSUPPORTED,
-    Body,
     Chat,
+    CommonBody,
     Completion,
     Sampling,
     UnsupportedRequestError,
@@ -29,7 +29,9 @@ from kvroute.router.api.parsing import json_object
 CHATS = "/v1/chat/completions"
 
 
-def sampling(kind: type[Body], prompt_tokens: int = 10, limit: int = 110, **body: Any) -> Sampling:
+def sampling(
+    kind: type[CommonBody], prompt_tokens: int = 10, limit: int = 110, **body: Any
+) -> Sampling:
     raw = json.dumps(body).encode()
     return read(kind, raw, prompt_tokens=prompt_tokens, max_model_len=limit)
 
@@ -42,7 +44,7 @@ def completion(**body: Any) -> Sampling:
     return sampling(Completion, **body)
 
 
-def refusal(kind: type[Body] = Chat, **body: Any) -> dict[str, Any]:
+def refusal(kind: type[CommonBody] = Chat, **body: Any) -> dict[str, Any]:
     with pytest.raises(UnsupportedRequestError) as refused:
         sampling(kind, **body)
     return dict(json.loads(refused.value.body)["error"])
@@ -200,7 +202,7 @@ bodies = st.dictionaries(field_names | st.text(max_size=3), json_values, max_siz
 
 @pytest.mark.parametrize("kind", [Chat, Completion])
 @given(body=bodies)
-def test_any_object_is_read_or_refused(kind: type[Body], body: dict[str, Any]) -> None:
+def test_any_object_is_read_or_refused(kind: type[CommonBody], body: dict[str, Any]) -> None:
     try:
         read(kind, json.dumps(body).encode(), prompt_tokens=10, max_model_len=110)
     except UnsupportedRequestError as error:
@@ -209,7 +211,7 @@ def test_any_object_is_read_or_refused(kind: type[Body], body: dict[str, Any]) -
 
 @pytest.mark.parametrize("kind", [Chat, Completion])
 @given(raw=st.binary() | st.text().map(str.encode))
-def test_any_bytes_are_read_or_refused(kind: type[Body], raw: bytes) -> None:
+def test_any_bytes_are_read_or_refused(kind: type[CommonBody], raw: bytes) -> None:
     with contextlib.suppress(UnsupportedRequestError):
         check(kind, raw)
 

@@ -9,8 +9,8 @@ from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.fake_text import StopText, TokenGenerator, Vocabulary
 from kvroute.replica.sim_engine.sampling import Sampling
-from kvroute.replica.sim_engine.scheduler import SimulatedScheduler
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice
+from kvroute.replica.sim_engine.sim_scheduler import SimulatedScheduler
 
 STEP = 1024  # the most tokens of a step
 LANE = STEP // STEP_PARTS

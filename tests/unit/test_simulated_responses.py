@@ -10,7 +10,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from kvroute.replica.sim_engine.output import Alternative, Output, TokenLogprob
+from kvroute.replica.sim_engine.choice_output import Alternative, ChoiceOutput, TokenLogprob
 from kvroute.replica.sim_engine.sampling import Sampling
 from kvroute.replica.sim_engine.shapes import DONE, ChatReply, CompletionReply, SimulatedResponse
 
@@ -22,8 +22,8 @@ USAGE = {
 }
 
 
-def output(text: str, *, index: int = 0, end: str | None = None) -> Output:
-    return Output(index, text, (1, 2), 32, finish_reason=end)
+def output(text: str, *, index: int = 0, end: str | None = None) -> ChoiceOutput:
+    return ChoiceOutput(index, text, (1, 2), 32, finish_reason=end)
 
 
 def reply(kind: type[SimulatedResponse], **sampling: Any) -> SimulatedResponse:
@@ -31,13 +31,13 @@ def reply(kind: type[SimulatedResponse], **sampling: Any) -> SimulatedResponse:
     return kind(asked, id_="1", model='a "model"', created=1.5, prompt_tokens=40)
 
 
-def whole(kind: type[SimulatedResponse], *outputs: Output, **sampling: Any) -> Any:
+def whole(kind: type[SimulatedResponse], *outputs: ChoiceOutput, **sampling: Any) -> Any:
     response = reply(kind, is_stream=False, **sampling)
     assert b"".join(map(response.add, outputs)) == b""
     return json.loads(response.end())
 
 
-def events(kind: type[SimulatedResponse], *outputs: Output, **sampling: Any) -> list[Any]:
+def events(kind: type[SimulatedResponse], *outputs: ChoiceOutput, **sampling: Any) -> list[Any]:
     """Return the decoded events of a stream, without its end."""
     response = reply(kind, **sampling)
     stream = b"".join(map(response.add, outputs)) + response.end()
@@ -104,7 +104,7 @@ def test_a_response_is_complete_at_the_end_of_its_last_choice() -> None:
 
 
 def test_chat_logprobs_have_bytes_and_alternatives() -> None:
-    outputs = Output(0, "é", (1,), 0, (token("é", -0.5, a=-0.5, b=-9.0),), "stop")
+    outputs = ChoiceOutput(0, "é", (1,), 0, (token("é", -0.5, a=-0.5, b=-9.0),), "stop")
     answer = whole(ChatReply, outputs, logprobs=2)
     logprobs = ChatCompletion.model_validate(answer, strict=True).choices[0].logprobs
     assert logprobs is not None
@@ -120,7 +120,7 @@ def test_completion_logprobs_are_parallel_lists_with_the_chosen_token_among_the_
     None
 ):
     tokens = (token("ab", -2.0, x=-0.1), token("c", -0.3, c=-0.3))
-    answer = whole(CompletionReply, Output(0, "abc", (1, 2), 0, tokens), logprobs=1)
+    answer = whole(CompletionReply, ChoiceOutput(0, "abc", (1, 2), 0, tokens), logprobs=1)
     assert answer["choices"][0]["logprobs"] == {
         "tokens": ["ab", "c"],
         "token_logprobs": [-2.0, -0.3],
@@ -131,8 +131,8 @@ def test_completion_logprobs_are_parallel_lists_with_the_chosen_token_among_the_
 
 def test_streamed_offsets_continue_where_the_last_event_ended() -> None:
     outputs = [
-        Output(0, "ab", (1,), 0, (token("ab", -1.0),)),
-        Output(0, "c", (1,), 0, (token("c", -1),)),
+        ChoiceOutput(0, "ab", (1,), 0, (token("ab", -1.0),)),
+        ChoiceOutput(0, "c", (1,), 0, (token("c", -1),)),
     ]
     stream = events(CompletionReply, *outputs, logprobs=0)
     offsets = [event["choices"][0]["logprobs"]["text_offset"] for event in stream]

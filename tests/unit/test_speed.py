@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvroute.prefill.queue import PrefillQueue
+from kvroute.prefill.prefill_queue import PrefillQueue
 from kvroute.prefill.speed import MAX_OFF, PrefillSpeed
 from kvroute.router.placement.load import PendingRequest
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvroute.cli import app
 from kvroute.client import fail
-from kvroute.command import explain, status, tenants_command
+from kvroute.command import explain, status_command, tenants_command
 from kvroute.command.changes import prefixes_command
 from kvroute.command.tables import Column, number, print_lines, print_table, prose, seconds
 from kvroute.deployments import plain
@@ -76,7 +76,7 @@ def cluster(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_status(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(status, "call", lambda *_: cluster(name))
+    monkeypatch.setattr(status_command, "call", lambda *_: cluster(name))
     text = shown("status", "--url", "http://x")
     assert is_whole(text, name, "1,234,567", "2001:db8:85a3:8d3:1319:8a2e:370:7348", "DEGRADED")
     for part in ("75.0% of 8,000", "4.00/s", "12.3 ms (p50)", "1.2 s (p90)", "kvroute 0.1.0"):
@@ -90,7 +90,7 @@ def test_status_says_when_redis_is_away_and_which_replicas_are_missing(
     fleet = {"model": SHORT, "replicas": 1, "wanted": 2, "missing": {"b": "lost"}}
     away = {"reachable": False, "writable": True, "age_s": 12.0}
     seen = cluster(SHORT) | {"index": away, "fleets": [fleet]}
-    monkeypatch.setattr(status, "call", lambda *_: seen)
+    monkeypatch.setattr(status_command, "call", lambda *_: seen)
     text = " ".join(shown("status", "--url", "http://x").split())
     assert "REDIS has not answered for 12.0 s; requests are answered meanwhile" in text
     assert "replicas 1 of 2 replicas are ready; lost: b" in text

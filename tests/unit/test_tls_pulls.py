@@ -17,7 +17,7 @@ from kvroute.replica.fabric import server as server_module
 from kvroute.replica.fabric.protocol import Row
 from kvroute.replica.fabric.pull_speed import measured
 from kvroute.replica.fabric.puller import PullEnd, PullRun, Target
-from kvroute.replica.fabric.server import BlockServer, Place
+from kvroute.replica.fabric.server import BlockPlace, BlockServer
 from kvroute.wire.tls import OFF, WireTls, client_end, server_ends
 from tests.support.certificates import DAY, Authority
 from tests.support.waiting import wait_until
@@ -31,7 +31,7 @@ LONG_S, SHORT_S = 60.0, 0.5
 @contextlib.contextmanager
 def serving(tls: WireTls, kind: type[BlockServer] = BlockServer) -> Iterator[BlockServer]:
     rows = np.random.default_rng(1).integers(0, 256, (ROWS, ROW_BYTES), np.uint8)
-    places = {bytes([n]): Place(n, n) for n in range(ROWS)}
+    places = {bytes([n]): BlockPlace(n, n) for n in range(ROWS)}
     server = kind(
         "127.0.0.1",
         [0],

@@ -24,7 +24,7 @@ from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.wire import server as replicas_end
 from kvroute.wire import tls as tls_module
-from kvroute.wire.contexts import End, shake_hands
+from kvroute.wire.contexts import TlsEnd, shake_hands
 from kvroute.wire.link import Link, LostError, connect
 from kvroute.wire.server import Server
 from kvroute.wire.tls import OFF, Refusals, TlsError, WireTls, check_files, client_end, server_ends
@@ -62,7 +62,7 @@ async def served(tls: WireTls) -> AsyncIterator[Server]:
         await server.close()
 
 
-async def linked(server: Server, end: End | None, secret: bytes = SECRET) -> Link:
+async def linked(server: Server, end: TlsEnd | None, secret: bytes = SECRET) -> Link:
     return await connect("a", LOOPBACK, server.port, secret, within_s=10, tls=end)
 
 
@@ -156,7 +156,7 @@ def test_a_bad_certificate_is_refused_with_the_remedy(
                 context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
                 context.load_verify_locations(authority.file)
                 context.check_hostname = False
-                own: End | None = End(context, b"")
+                own: TlsEnd | None = TlsEnd(context, b"")
             else:
                 own = client_end(files[case.own], "files", SECRET)
             with pytest.raises(LostError) as raised:

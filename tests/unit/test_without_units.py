@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.simulate import Cluster, Outcome, simulate
 from kvroute.replay.workload.trace import Request
 from tests.support.repository import ROOT

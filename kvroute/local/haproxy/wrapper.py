@@ -19,12 +19,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvroute.local.haproxy import errors as haproxy_errors
+from kvroute.local.haproxy import error_replies as haproxy_errors
 from kvroute.local.haproxy import standin as haproxy_standin
 from kvroute.local.haproxy.connections import DEFAULT_IDLE_S, limited, max_connections
-from kvroute.local.haproxy.errors import BUFFER_BYTES, MAX_PARSED
+from kvroute.local.haproxy.error_pages import program_with_json
+from kvroute.local.haproxy.error_replies import BUFFER_BYTES, MAX_PARSED
 from kvroute.local.haproxy.health import with_stopping_rule
-from kvroute.local.haproxy.pages import program_with_json
 from kvroute.local.haproxy.repeats import with_repeats
 from kvroute.process.metrics_port import METRICS_HOST
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError as Invalid
 from pydantic_core import ErrorDetails
 
 from kvroute.prefill.speed import PrefillModel
-from kvroute.replay.hardware.model import (
+from kvroute.replay.hardware.engine_model import (
     DISK_GB_PER_S,
     HOST_GB_PER_S,
     KV_BYTES,
@@ -69,7 +69,7 @@ class Profile(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuPeak:
     """The peak figures of a GPU, from its manufacturer."""
 
     flops: float  # dense BF16 operations per second
@@ -92,15 +92,15 @@ class Model:
 # bandwidth in one direction. An H100 was measured at 54 GB/s. docs/replay.md has NVIDIA's figures.
 PCIE_5, PCIE_4 = 50.0, 25.0
 
-H200 = Gpu(989e12, 4.8e12, 141e9, PCIE_5)  # SXM
-H100 = Gpu(989e12, 3.35e12, 80e9, PCIE_5)  # SXM
-A100 = Gpu(312e12, 2.039e12, 80e9, PCIE_4)  # SXM, 80 GB
-L4 = Gpu(121e12, 0.3e12, 24e9, PCIE_4)
+H200 = GpuPeak(989e12, 4.8e12, 141e9, PCIE_5)  # SXM
+H100 = GpuPeak(989e12, 3.35e12, 80e9, PCIE_5)  # SXM
+A100 = GpuPeak(312e12, 2.039e12, 80e9, PCIE_4)  # SXM, 80 GB
+L4 = GpuPeak(121e12, 0.3e12, 24e9, PCIE_4)
 LLAMA_8B = Model(8.03e9, layers=32, width=4096, kv_width=1024)  # Llama 3.1
 LLAMA_70B = Model(70.6e9, layers=80, width=8192, kv_width=1024)
 
 
-def derived(gpu: Gpu, model: Model, *, gpus: int = 1) -> Profile:
+def derived(gpu: GpuPeak, model: Model, *, gpus: int = 1) -> Profile:
     """Derive the profile of a replica on `gpus` GPUs from the GPU's peak figures.
 
     Prefill of a token takes 2 FLOPs for each parameter, and 4 x layers x width FLOPs for each token

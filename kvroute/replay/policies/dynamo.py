@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST
-from kvroute.replay.policies.protocol import Decision, Setup
+from kvroute.replay.policies.policy_protocol import PolicyDecision, Setup
 from kvroute.replay.policies.rivals import Prefilling
 from kvroute.replay.workload.trace import Request
 
@@ -42,10 +42,10 @@ class Dynamo(Prefilling):
     def on_arrival(self, request: Request, now_s: float) -> None:
         heappush(self.waiting, (self.sort_key(request, now_s), request.index, request))
 
-    def take_decisions(self, now_s: float) -> Iterator[Decision]:
+    def take_decisions(self, now_s: float) -> Iterator[PolicyDecision]:
         while self.waiting and self.has_capacity():
             request = heappop(self.waiting)[2]
-            yield Decision(request, self.choose(request))
+            yield PolicyDecision(request, self.choose(request))
 
     def sort_key(self, request: Request, now_s: float) -> float:
         """Return the sort key of the queue: the time of arrival, as in Dynamo's `fcfs`."""

@@ -19,7 +19,13 @@ from kvroute.features import FEATURES
 from kvroute.features.line import Line
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.replay.policies.dynamo import Dynamo, DynamoShortestFirst
-from kvroute.replay.policies.protocol import Decision, LoadReport, Policy, PullOrder, Setup
+from kvroute.replay.policies.policy_protocol import (
+    LoadReport,
+    ModelledPull,
+    Policy,
+    PolicyDecision,
+    Setup,
+)
 from kvroute.replay.policies.rivals import (
     Baseline,
     ConsistentHash,
@@ -136,7 +142,7 @@ class Production:
             )
         )
 
-    def take_decisions(self, now_s: float) -> Iterator[Decision]:
+    def take_decisions(self, now_s: float) -> Iterator[PolicyDecision]:
         """Queue the requests that may go now; yield the requests that leave the queue."""
         for line in self._lines:
             while (waiter := line.due(now_s)) is not None:
@@ -145,7 +151,7 @@ class Production:
                 yield from self._queue_decisions(now_s)
         yield from self._queue_decisions(now_s)
 
-    def _queue_decisions(self, now_s: float) -> Iterator[Decision]:
+    def _queue_decisions(self, now_s: float) -> Iterator[PolicyDecision]:
         while queued := self._pop_next(now_s):
             yield self._send(queued, now_s)
 
@@ -171,7 +177,7 @@ class Production:
             request.reusable, request.input_tokens, allowed_ids or self._names, now_s
         )
 
-    def _send(self, queued: QueuedRequest[Request], now_s: float) -> Decision:
+    def _send(self, queued: QueuedRequest[Request], now_s: float) -> PolicyDecision:
         request = queued.request
         self._queue.sent(queued, now_s)
         placement = self._place(request, now_s, queued.allowed_ids)
@@ -184,7 +190,7 @@ class Production:
         keep = retention.keep
         if is_in_lane:
             keep = batch_hint(keep, is_named=request.session is not None)
-        return Decision(
+        return PolicyDecision(
             request,
             int(best.replica_id),
             queued.order_s - now_s + (BATCH_S if queued.allowed_ids else 0.0),
@@ -192,7 +198,7 @@ class Production:
             self.retention_hint(keep),
             is_batch=is_in_lane,
             pull=best.pull
-            and PullOrder(
+            and ModelledPull(
                 int(best.pull.peer_id), best.pull.blocks, self._fleet.pulls.within_s(best)
             ),
         )

@@ -12,7 +12,7 @@ from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import DISK, HOST, Tier
 from kvroute.contract.messages import RouterMessage
 from kvroute.contract.pull import PullResult
-from kvroute.replay.policies.protocol import Decision, LoadReport, Setup
+from kvroute.replay.policies.policy_protocol import LoadReport, PolicyDecision, Setup
 from kvroute.replay.workload.trace import Request
 from kvroute.router.index.mirror import Mirror
 from kvroute.router.placement.baselines import RANKINGS
@@ -41,9 +41,9 @@ class Counting:
     def on_arrival(self, request: Request, now_s: float) -> None:
         self._new.append(request)
 
-    def take_decisions(self, now_s: float) -> Iterable[Decision]:
+    def take_decisions(self, now_s: float) -> Iterable[PolicyDecision]:
         new, self._new = self._new, []
-        return [Decision(request, self.choose(request)) for request in new]
+        return [PolicyDecision(request, self.choose(request)) for request in new]
 
     def wake_after_s(self) -> float | None:
         return None
@@ -293,7 +293,7 @@ class LlmDSpeculative(LlmD):
         super().__init__(setup, rng)
         self.expected = deque[tuple[float, int, Request]]()  # time of sending, replica, request
 
-    def take_decisions(self, now_s: float) -> Iterable[Decision]:
+    def take_decisions(self, now_s: float) -> Iterable[PolicyDecision]:
         while self.expected and self.expected[0][0] <= now_s - self.EXPECTED_S:
             _, replica, request = self.expected.popleft()
             self.mirror.unexpect(str(replica), request.blocks)

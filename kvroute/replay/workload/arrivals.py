@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.workload.closed_loop import (
     OPEN_LOOP,
     Loop,

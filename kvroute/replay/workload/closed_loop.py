@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapreplace
 from itertools import chain, pairwise
 
-from kvroute.replay.hardware.model import EngineModel
+from kvroute.replay.hardware.engine_model import EngineModel
 from kvroute.replay.workload.trace import Request, TraceError, ideal_hit_tokens
 
 Turns = Sequence[Request]  # the requests of one session, in order

@@ -1,8 +1,8 @@
 """Responses that run in the background, in Redis, so that any router can run and show them.
 
 They are leased values (leased_values.py): kvroute:{CLUSTER/}:background. The first part of a value
-is a Head, the second part a Body; both are JSON, compressed with zlib. The events of a response are
-more values, each with some events in its second part.
+is a Head, the second part a BackgroundBody; both are JSON, compressed with zlib. The events of a
+response are more values, each with some events in its second part.
 
     kvroute:{CLUSTER/}:background:open   hash   KEY of a response that has not ended -> its tenant
 """
@@ -49,7 +49,7 @@ class Head(msgspec.Struct, frozen=True):
         return self.status in OPEN
 
 
-class Body(msgspec.Struct, frozen=True):
+class BackgroundBody(msgspec.Struct, frozen=True):
     """What a response is made of."""
 
     id: str
@@ -69,13 +69,13 @@ class Record(msgspec.Struct, frozen=True):
     first: bytes  # the value's parts in Redis
     second: bytes
 
-    def body(self, max_bytes: int) -> Body:
+    def body(self, max_bytes: int) -> BackgroundBody:
         """Return what the response is made of. Raises DECODE_ERRORS or TooLongError."""
         return _bodies.decode(decompressed(self.second, max_bytes))
 
 
 _heads = msgspec.json.Decoder(Head)
-_bodies = msgspec.json.Decoder(Body)
+_bodies = msgspec.json.Decoder(BackgroundBody)
 _versions = msgspec.json.Decoder(Versioned)
 
 
@@ -94,7 +94,7 @@ class BackgroundStore(LeasedStore):
         self.clock = SharedClock()  # updated with each read of the open responses
 
     @with_timeout
-    async def create(self, key: bytes, head: Head, body: Body) -> Record | Written:
+    async def create(self, key: bytes, head: Head, body: BackgroundBody) -> Record | Written:
         """Store a new response, and list it among those that have not ended."""
         record = Record(key, head, await _packed(head), await packed(encode(body)))
         written = await self.values.put(key, record.first, record.second)
@@ -127,7 +127,9 @@ class BackgroundStore(LeasedStore):
             return None
 
     @with_timeout
-    async def replace(self, old: Record, head: Head, body: Body | None = None) -> Record | None:
+    async def replace(
+        self, old: Record, head: Head, body: BackgroundBody | None = None
+    ) -> Record | None:
         """Write a response again.
 
         Args:

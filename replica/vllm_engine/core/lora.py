@@ -18,7 +18,7 @@ from kvroute.contract.adapters import LOAD_S, Adapter
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 
 
-class Adapters:
+class RankAdapters:
     """The LoRA adapters that one rank of an engine may load. Each rank loads its own copies."""
 
     def __init__(self, core: RankCore, adapters: Iterable[Adapter]) -> None:

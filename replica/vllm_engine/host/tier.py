@@ -26,7 +26,7 @@ from kvroute.replica.engine.copy_speed import CopySpeed
 from kvroute.replica.engine.reload_price import ReloadPrice
 from kvroute.replica.fabric.block_format import format_of
 from kvroute.replica.fabric.pull_speed import measured
-from kvroute.replica.fabric.server import Place
+from kvroute.replica.fabric.server import BlockPlace
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.retention_hints import hint_of
 from kvroute.replica.vllm_engine.host.claims import prefill_claim, reload_claim
@@ -178,10 +178,10 @@ class SchedulerHostTier:
         pulls = self._connector.kvroute_pulls
         return pulls is not None and pulls.has_results
 
-    def _place(self, key: OffloadKey) -> Place | None:
+    def _place(self, key: OffloadKey) -> BlockPlace | None:
         """Return where a block is. Called in other threads, while the scheduler runs."""
         chunk = self._policy.get(key)
-        return Place(chunk, chunk.chunk_id) if chunk is not None and chunk.is_ready else None
+        return BlockPlace(chunk, chunk.chunk_id) if chunk is not None and chunk.is_ready else None
 
     def copies_of(self) -> list[dict[ExternalBlockHash, int]]:
         """Return, for each group, the number of blocks under each hash that can be reloaded."""

@@ -56,7 +56,7 @@ from kvroute.replica.vllm_engine.compat import (
     make_arg_parser,
     validate_parsed_serve_args,
 )
-from kvroute.replica.vllm_engine.core.lora import Adapters
+from kvroute.replica.vllm_engine.core.lora import RankAdapters
 from kvroute.replica.vllm_engine.core.rank_core import AtRank
 from kvroute.replica.vllm_engine.grammar.check import GrammarCheck
 from kvroute.replica.vllm_engine.http import (
@@ -67,8 +67,8 @@ from kvroute.replica.vllm_engine.http import (
     option_names,
 )
 from kvroute.replica.vllm_engine.http.chosen_parsers import chosen_tool_parser
+from kvroute.replica.vllm_engine.http.request_run import CURRENT, Rendering, RequestRun
 from kvroute.replica.vllm_engine.http.requested_adapters import RequestedAdapters
-from kvroute.replica.vllm_engine.http.run import CURRENT, Rendering, RequestRun
 from kvroute.replica.vllm_engine.replaced import IN_APPLICATION, apply
 
 log = logging.getLogger("kvroute.replica")
@@ -90,7 +90,7 @@ class HttpApp:
         self,
         app: Any,
         router_prompts: "RouterPrompts",
-        adapters: Sequence[Adapters],
+        adapters: Sequence[RankAdapters],
         *,
         content_format: str,
         tool_parser: str,
@@ -108,7 +108,7 @@ class HttpApp:
         cls,
         llm: AsyncLLM,
         front_args: Mapping[str, Any],
-        adapters: Sequence[Adapters],
+        adapters: Sequence[RankAdapters],
         *,
         max_compile_s: float,
         merges_system: bool = False,
@@ -188,7 +188,9 @@ class HttpApp:
 class _Client:
     """Replaces AsyncLLM in vLLM's handlers of requests."""
 
-    def __init__(self, llm: AsyncLLM, adapters: Sequence[Adapters], grammars: GrammarCheck) -> None:
+    def __init__(
+        self, llm: AsyncLLM, adapters: Sequence[RankAdapters], grammars: GrammarCheck
+    ) -> None:
         self._llm = llm
         self._adapters = adapters
         self._grammars = grammars

@@ -10,7 +10,7 @@ from vllm.renderers.hf import resolve_chat_template
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from kvroute.replica.vllm_engine.compat import load_chat_template
-from kvroute.replica.vllm_engine.http.parsers import NONE, reasoning_parser, tool_parser
+from kvroute.replica.vllm_engine.http.parser_forms import NONE, reasoning_parser, tool_parser
 
 log = logging.getLogger("kvroute.replica")
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import Any
 
-from kvroute.replica.vllm_engine.http.run import CURRENT
+from kvroute.replica.vllm_engine.http.request_run import CURRENT
 
 
 class _Uuid:

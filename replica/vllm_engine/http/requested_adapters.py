@@ -10,7 +10,7 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 
 from kvroute.adapters.added import name_of
-from kvroute.replica.vllm_engine.http.run import CURRENT
+from kvroute.replica.vllm_engine.http.request_run import CURRENT
 
 
 class RequestedAdapters(dict[str, LoRARequest]):

@@ -7,9 +7,9 @@ from rich.progress import Progress
 
 from kvroute.replay.compare import saturation_rps
 from kvroute.replay.hardware.profiles import PROFILES
-from kvroute.replay.report import summarise
 from kvroute.replay.simulate import Cluster, simulate
 from kvroute.replay.steps import blocks_needed
+from kvroute.replay.summary import summarise
 from kvroute.replay.workload.arrivals import arrivals_at
 from kvroute.replay.workload.closed_loop import OPEN_LOOP
 from kvroute.replay.workload.pace import Pace

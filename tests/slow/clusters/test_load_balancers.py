@@ -35,7 +35,7 @@ LONG = 400  # tokens: no answer ends before the last one has begun, however busy
 REQUESTS = 60  # new ones, when a node has gone
 SERVE_DRAINS = """
 import sys, ray
-from kvroute.controller.connection import connected
+from kvroute.controller.ray_connection import connected
 with connected(sys.argv[1]):
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"].startswith("SERVE_PROXY_ACTOR"):

@@ -25,7 +25,7 @@ from tests.support.engines import (
 @pytest.fixture
 def unmerged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a chunk of every output of the engine, however slowly they are read."""
-    from kvroute.replica.vllm_engine.http import run as http_run
+    from kvroute.replica.vllm_engine.http import request_run as http_run
     from tests.support.stock import COLLECTORS, Unmerged
 
     for module in COLLECTORS:

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from kvroute.local.before_start import check_engine_args
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 from kvroute.machine.problem import StartError
 from kvroute.settings.options.replica import Dtype
 from kvroute.settings.owned_engine_args import FIXED, OWNED
@@ -116,9 +116,9 @@ def test_whatever_reaches_a_replica_is_checked_there_again() -> None:
 def test_a_start_is_refused_before_anything_is_started() -> None:
     models = [{"model": "a"}, {"model": "b", "engine_args": {"sead": 1}}]
     with pytest.raises(StartError, match=r"--engine-args of b: sead is not .* did you mean seed"):
-        check_engine_args(load({"models": models}).per_model, Progress())
+        check_engine_args(load({"models": models}).per_model, StartProgress())
 
 
 def test_without_engine_arguments_vllm_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere")
-    check_engine_args(load({}).per_model, Progress())
+    check_engine_args(load({}).per_model, StartProgress())

@@ -52,7 +52,7 @@ def test_a_block_counts_the_features_that_vllm_counts(
 def test_a_rendered_prompt_tells_its_images_in_their_order() -> None:
     from vllm.multimodal.inputs import PlaceholderRange
 
-    from kvroute.replica.vllm_engine.http.run import rendered_of
+    from kvroute.replica.vllm_engine.http.request_run import rendered_of
 
     places = {
         "video": [PlaceholderRange(5, 3)],
@@ -73,7 +73,7 @@ def test_a_rendered_prompt_tells_its_images_in_their_order() -> None:
 
 
 def test_embeddings_are_like_no_other_prompt() -> None:
-    from kvroute.replica.vllm_engine.http.run import rendered_of
+    from kvroute.replica.vllm_engine.http.request_run import rendered_of
 
     prompt = {"type": "embeds", "prompt_embeds": [[0.5, 0.5]] * 70}
     one, other = rendered_of(prompt), rendered_of(prompt)

@@ -21,7 +21,7 @@ from tests.support.waiting import until
 CHAT = "/v1/chat/completions"
 SHORT_TOKENS, LONG_TOKENS = 200, 3000  # 2 s and 30 s, at 10 ms a token
 SCALE_ROUTERS = """
-    from kvroute.controller.connection import connected
+    from kvroute.controller.ray_connection import connected
     from kvroute.process.ray_internals import set_replicas
     with connected({address!r}):
         set_replicas("kvroute", "Router", 1)

@@ -6,7 +6,7 @@ SHORTEST_SLEEP_S = 0.001  # minimum sleep in seconds; shorter sleeps are added t
 LONGEST_LAG_S = 0.05  # maximum delay in seconds that is subtracted from later sleeps
 
 
-class Pace:
+class StepPace:
     """Makes steps take the right time on average, although sleeps are inexact."""
 
     def __init__(self) -> None:

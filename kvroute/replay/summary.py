@@ -19,12 +19,12 @@ SHARE_ENDED = 0.9  # most_sessions_s is the time until this share of the session
 
 MEASURED = "measured"  # name of the row with what a cluster has measured, instead of a policy
 BEST, NOISE = "*", "~"  # marks: the best value, and values that differ from it only by noise
-HIGH, LOW = 1, -1  # values of Column.best: the highest or the lowest value is the best
+HIGH, LOW = 1, -1  # values of SummaryColumn.best: the highest or the lowest value is the best
 
 Floats = NDArray[np.float64]
 
 
-class Column(NamedTuple):
+class SummaryColumn(NamedTuple):
     """A column of the report."""
 
     heading: str  # has the unit, and may have two lines
@@ -33,47 +33,47 @@ class Column(NamedTuple):
     best: int = 0  # HIGH or LOW; 0: no value is better than another
 
 
-POLICY = Column("policy", "policy")
-COLUMNS: Sequence[Column] = (
+POLICY = SummaryColumn("policy", "policy")
+COLUMNS: Sequence[SummaryColumn] = (
     POLICY,
-    Column("hit\nshare", "hit_share", "{:.3f}", HIGH),
-    Column("of\nideal", "ideal_share", "{:.0%}", HIGH),
-    Column("TTFT\np50, s", "ttft_p50_s", "{:.2f}", LOW),
-    Column("TTFT\np90, s", "ttft_p90_s", "{:.2f}", LOW),
-    Column("TTFT\np99, s", "ttft_p99_s", "{:.2f}", LOW),
-    Column("TPOT\np90, ms", "tpot_p90_ms", "{:.0f}", LOW),
-    Column("requests\n/s", "throughput_rps", "{:.1f}", HIGH),
-    Column("prompt\ntokens/s", "prompt_tokens_per_s", "{:,.0f}", HIGH),
+    SummaryColumn("hit\nshare", "hit_share", "{:.3f}", HIGH),
+    SummaryColumn("of\nideal", "ideal_share", "{:.0%}", HIGH),
+    SummaryColumn("TTFT\np50, s", "ttft_p50_s", "{:.2f}", LOW),
+    SummaryColumn("TTFT\np90, s", "ttft_p90_s", "{:.2f}", LOW),
+    SummaryColumn("TTFT\np99, s", "ttft_p99_s", "{:.2f}", LOW),
+    SummaryColumn("TPOT\np90, ms", "tpot_p90_ms", "{:.0f}", LOW),
+    SummaryColumn("requests\n/s", "throughput_rps", "{:.1f}", HIGH),
+    SummaryColumn("prompt\ntokens/s", "prompt_tokens_per_s", "{:,.0f}", HIGH),
 )
-SESSION_COLUMNS: Sequence[Column] = (
+SESSION_COLUMNS: Sequence[SummaryColumn] = (
     POLICY,
-    Column("session\nmean, s", "session_mean_s", "{:.1f}", LOW),
-    Column("session\np50, s", "session_p50_s", "{:.1f}", LOW),
-    Column("session\np90, s", "session_p90_s", "{:.1f}", LOW),
-    Column("90% done\nafter, s", "most_sessions_s", "{:.1f}", LOW),
-    Column("turns\n/min", "turns_per_min", "{:.1f}", HIGH),
+    SummaryColumn("session\nmean, s", "session_mean_s", "{:.1f}", LOW),
+    SummaryColumn("session\np50, s", "session_p50_s", "{:.1f}", LOW),
+    SummaryColumn("session\np90, s", "session_p90_s", "{:.1f}", LOW),
+    SummaryColumn("90% done\nafter, s", "most_sessions_s", "{:.1f}", LOW),
+    SummaryColumn("turns\n/min", "turns_per_min", "{:.1f}", HIGH),
 )
-SLOWDOWN_COLUMNS: Sequence[Column] = (
+SLOWDOWN_COLUMNS: Sequence[SummaryColumn] = (
     POLICY,
-    Column("slowdown\np50", "slowdown_p50", "{:.2f}", LOW),
-    Column("slowdown\np90", "slowdown_p90", "{:.2f}", LOW),
-    Column("slowdown\np99", "slowdown_p99", "{:.2f}", LOW),
+    SummaryColumn("slowdown\np50", "slowdown_p50", "{:.2f}", LOW),
+    SummaryColumn("slowdown\np90", "slowdown_p90", "{:.2f}", LOW),
+    SummaryColumn("slowdown\np99", "slowdown_p99", "{:.2f}", LOW),
 )
-MORE_COLUMNS: Sequence[Column] = (
+MORE_COLUMNS: Sequence[SummaryColumn] = (
     POLICY,
-    Column("busiest replica\n/ mean", "imbalance", "{:.2f}", LOW),
-    Column("TTFT p90, s\nunder 4k", "ttft_p90_under_4k_s", "{:.2f}", LOW),
-    Column("TTFT p90, s\n4k to 16k", "ttft_p90_4k_16k_s", "{:.2f}", LOW),
-    Column("TTFT p90, s\n16k to 48k", "ttft_p90_16k_48k_s", "{:.2f}", LOW),
-    Column("TTFT p90, s\nover 48k", "ttft_p90_over_48k_s", "{:.2f}", LOW),
+    SummaryColumn("busiest replica\n/ mean", "imbalance", "{:.2f}", LOW),
+    SummaryColumn("TTFT p90, s\nunder 4k", "ttft_p90_under_4k_s", "{:.2f}", LOW),
+    SummaryColumn("TTFT p90, s\n4k to 16k", "ttft_p90_4k_16k_s", "{:.2f}", LOW),
+    SummaryColumn("TTFT p90, s\n16k to 48k", "ttft_p90_16k_48k_s", "{:.2f}", LOW),
+    SummaryColumn("TTFT p90, s\nover 48k", "ttft_p90_over_48k_s", "{:.2f}", LOW),
 )
-TIER_COLUMNS: Sequence[Column] = (
+TIER_COLUMNS: Sequence[SummaryColumn] = (
     POLICY,
-    Column("hit share\nin GPU memory", "gpu_hit_share", "{:.3f}"),
-    Column("hit share\nin host memory", "host_hit_share", "{:.3f}"),
-    Column("hit share\non disk", "disk_hit_share", "{:.3f}"),
-    Column("reloads\nin all, s", "reload_s", "{:.1f}"),
-    Column("wait for\na reload, ms", "reload_wait_ms", "{:.0f}", LOW),
+    SummaryColumn("hit share\nin GPU memory", "gpu_hit_share", "{:.3f}"),
+    SummaryColumn("hit share\nin host memory", "host_hit_share", "{:.3f}"),
+    SummaryColumn("hit share\non disk", "disk_hit_share", "{:.3f}"),
+    SummaryColumn("reloads\nin all, s", "reload_s", "{:.1f}"),
+    SummaryColumn("wait for\na reload, ms", "reload_wait_ms", "{:.0f}", LOW),
 )
 
 
@@ -259,7 +259,9 @@ def ties_shown(
 
 
 def _table(
-    summaries: Sequence[Summary], columns: Sequence[Column], ties: Mapping[str, Collection[str]]
+    summaries: Sequence[Summary],
+    columns: Sequence[SummaryColumn],
+    ties: Mapping[str, Collection[str]],
 ) -> ReportTable:
     rows = [summary.row() for summary in summaries]
     cells = [_cells(column, rows, ties.get(column.field, ())) for column in columns]
@@ -269,7 +271,7 @@ def _table(
 
 
 def _cells(
-    column: Column, rows: Sequence[Mapping[str, Any]], tied: Collection[str]
+    column: SummaryColumn, rows: Sequence[Mapping[str, Any]], tied: Collection[str]
 ) -> Iterator[str]:
     """Yield the cells of a column; with several policies, mark the best value and its ties.
 

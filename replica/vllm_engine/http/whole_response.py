@@ -15,7 +15,7 @@ from vllm.entrypoints.openai.responses.protocol import (
     ResponseTextConfig,
 )
 
-from kvroute.replica.vllm_engine.http.run import CURRENT
+from kvroute.replica.vllm_engine.http.request_run import CURRENT
 
 # The default of the field `text`.
 TEXT = ResponseTextConfig.model_validate({"format": {"type": "text"}, "verbosity": "medium"})

@@ -21,7 +21,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ChoiceOutput:
     """The next tokens of one choice."""
 
     index: int  # number of the choice, from 0
@@ -32,10 +32,10 @@ class Output:
     finish_reason: str | None = None  # "stop" | "length" in a choice's last output
 
 
-def joined(outputs: Sequence[Output]) -> Output:
+def joined(outputs: Sequence[ChoiceOutput]) -> ChoiceOutput:
     """Return one output with the content of consecutive outputs of one choice."""
     last = outputs[-1]
-    return Output(
+    return ChoiceOutput(
         last.index,
         "".join([output.text for output in outputs]),
         tuple([id_ for output in outputs for id_ in output.token_ids]),

@@ -11,7 +11,7 @@ import numpy as np
 from kvroute.blocks.fingerprint import Feature
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.replica.attached_engine.bodies import CHAT, MESSAGES, RESPONSES
+from kvroute.replica.attached_engine.server_bodies import CHAT, MESSAGES, RESPONSES
 
 BYTES_A_TOKEN = 4  # bytes of a body that count as one token of a prompt that is not known
 TOKENIZE_FIELDS = ("tools", "chat_template_kwargs", "add_generation_prompt", "chat_template")

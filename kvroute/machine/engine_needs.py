@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from kvroute.local.haproxy.connections import max_connections
-from kvroute.machine import gpus, limits
+from kvroute.machine import gpus, machine_limits
 from kvroute.machine.problem import Problem
 from kvroute.process import vllm_build
 from kvroute.process.memory import memory_bytes
@@ -41,11 +41,11 @@ def memory_problems(models: Sequence[CheckedOptions], object_store: int) -> Iter
         host += replicas * size_bytes(model.host_cache_gb, of_bytes=memory_bytes())
         if not vllm_build.is_for_gpus():
             caches = model.data_parallel_size * model.kv_cache_memory_mb * MB
-            on_cpus += replicas * (caches + limits.weights_bytes(model.model))
-    yield from limits.memory(on_cpus + host)
-    yield from limits.shared_memory(object_store, host)
+            on_cpus += replicas * (caches + machine_limits.weights_bytes(model.model))
+    yield from machine_limits.memory(on_cpus + host)
+    yield from machine_limits.shared_memory(object_store, host)
 
 
 def connection_problems(routers: int, max_requests: int) -> Iterator[Problem]:
     """Yield a problem if the load balancer cannot hold a connection for each request."""
-    yield from limits.connections(max_connections(), routers * max_requests)
+    yield from machine_limits.connections(max_connections(), routers * max_requests)

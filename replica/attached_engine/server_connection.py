@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from kvroute.replica.attached_engine.server import (
+from kvroute.replica.attached_engine.server_facts import (
     Samples,
     ServerError,
     ServerFacts,

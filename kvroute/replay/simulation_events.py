@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.messages import RouterMessage
-from kvroute.replay.policies.protocol import LoadReport
+from kvroute.replay.policies.policy_protocol import LoadReport
 from kvroute.replay.workload.trace import Request
 
 

@@ -32,7 +32,7 @@ class Setup:
         return self.kv_tokens // self.block_tokens
 
 
-class PullOrder(NamedTuple):
+class ModelledPull(NamedTuple):
     """A router's order to a replica: pull blocks of a prompt from another replica."""
 
     source: int  # the replica that has the blocks
@@ -40,7 +40,7 @@ class PullOrder(NamedTuple):
     within_s: float  # the pull ends after this time
 
 
-class Decision(NamedTuple):
+class PolicyDecision(NamedTuple):
     """A policy's decision to send a request to a replica."""
 
     request: Request
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
     new_tokens: int | None = None  # prompt tokens to compute, as the router expects
     keep: RetentionHint | None = None  # retention hint for the request's blocks
     is_batch: bool = False  # whether the request gives way to others in the replica
-    pull: PullOrder | None = None  # blocks to pull from another replica; None: nothing
+    pull: ModelledPull | None = None  # blocks to pull from another replica; None: nothing
 
 
 class LoadReport(NamedTuple):
@@ -68,7 +68,7 @@ class Policy(Protocol):
     def on_arrival(self, request: Request, now_s: float) -> None:
         """Accept a client's request. It waits in the router until `take_decisions` returns it."""
 
-    def take_decisions(self, now_s: float) -> Iterable[Decision]:
+    def take_decisions(self, now_s: float) -> Iterable[PolicyDecision]:
         """Return the requests that go to replicas now, in their order."""
 
     def wake_after_s(self) -> float | None:

@@ -33,7 +33,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ServerUsage:
     """The tokens of a request, as the server reports them."""
 
     output_tokens: int
@@ -91,7 +91,7 @@ def token_count(path: str, event: bytes) -> int:
     return 0 if path == CHAT and ROLE_MARK in event else 1
 
 
-def usage_of_event(event: bytes) -> Usage | None:
+def usage_of_event(event: bytes) -> ServerUsage | None:
     """Return the usage in a server-sent event; None: it has none."""
     if USAGE_MARK not in event:
         return None
@@ -101,7 +101,7 @@ def usage_of_event(event: bytes) -> Usage | None:
     return usage_of_body(data)
 
 
-def usage_of_body(data: bytes) -> Usage | None:
+def usage_of_body(data: bytes) -> ServerUsage | None:
     """Return the usage in a JSON object of any of the four APIs; None: it has none."""
     if b'"usage"' not in data:
         return None
@@ -117,7 +117,7 @@ def usage_of_body(data: bytes) -> Usage | None:
     details = _object(usage.get("prompt_tokens_details") or usage.get("input_tokens_details"))
     cached = details.get("cached_tokens", usage.get("cache_read_input_tokens"))
     output = usage.get("completion_tokens", usage.get("output_tokens"))
-    return Usage(
+    return ServerUsage(
         _number(output) or 0, _number(cached), prompt_tokens=_number(usage.get("prompt_tokens"))
     )
 

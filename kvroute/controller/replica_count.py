@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvroute.controller.connection import connected
+from kvroute.controller.ray_connection import connected
 from kvroute.deployments import APPLICATION, OWN_REPLICAS, deployment, progress_in, start_error
-from kvroute.local.progress import Progress
+from kvroute.local.progress import StartProgress
 
 POLL_S = 0.2  # seconds between two queries of the deployment's state
 
@@ -17,7 +17,7 @@ class ScaleError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Deployed:
+class ReplicaCounts:
     """The state of the replicas in Serve's controller."""
 
     target: int  # number of replicas that Serve tries to reach
@@ -27,7 +27,7 @@ class Deployed:
     bounds: tuple[int, int] | None = None  # limits of the target in autoscaling; None: it is off
 
 
-def scale(replicas: int, model: str | None, ray_address: str, progress: Progress) -> None:
+def scale(replicas: int, model: str | None, ray_address: str, progress: StartProgress) -> None:
     """Change the number of replicas, and wait until the change is complete.
 
     It is complete when new replicas are ready, and removed replicas have finished their requests.
@@ -65,7 +65,7 @@ def _scaled(model: str | None) -> str:
     return OWN_REPLICAS
 
 
-def check_not_autoscaling(deployed: Deployed) -> None:
+def check_not_autoscaling(deployed: ReplicaCounts) -> None:
     """Raise ScaleError if autoscaling is on, because it would undo the change."""
     if deployed.bounds:
         minimum, maximum = deployed.bounds
@@ -75,7 +75,7 @@ def check_not_autoscaling(deployed: Deployed) -> None:
         )
 
 
-def check_resources(replicas: int, deployed: Deployed, free: Mapping[str, float]) -> None:
+def check_resources(replicas: int, deployed: ReplicaCounts, free: Mapping[str, float]) -> None:
     """Raise ScaleError if Ray has too few resources for this number of replicas."""
     running = sum(deployed.states.values())  # with stopping replicas, which will free resources
     for name, amount in deployed.per_replica.items():
@@ -87,7 +87,7 @@ def check_resources(replicas: int, deployed: Deployed, free: Mapping[str, float]
             )
 
 
-def describe(deployed: Deployed) -> str:
+def describe(deployed: ReplicaCounts) -> str:
     """Return a line for the terminal about the state of the replicas."""
     ready = deployed.states.get("RUNNING", 0)
     line = f"{min(ready, deployed.target)} of {deployed.target} replicas ready"
@@ -101,7 +101,7 @@ def describe(deployed: Deployed) -> str:
     return line
 
 
-def _wait(replicas: int, name: str, progress: Progress) -> None:
+def _wait(replicas: int, name: str, progress: StartProgress) -> None:
     shown = ""
     while True:
         deployed = _deployed(name)
@@ -118,12 +118,12 @@ def _wait(replicas: int, name: str, progress: Progress) -> None:
         time.sleep(POLL_S)
 
 
-def _deployed(name: str) -> Deployed:
+def _deployed(name: str) -> ReplicaCounts:
     from kvroute.process.ray_internals import deployments
 
     details = deployments(APPLICATION)[name]
     limits = details["deployment_config"].get("autoscaling_config")
-    return Deployed(
+    return ReplicaCounts(
         target=details["target_num_replicas"],
         states=Counter(str(replica["state"].value) for replica in details["replicas"]),
         message=details["message"],

@@ -13,7 +13,7 @@ from kvroute.contract.priority import lane_tokens
 from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.sim_engine.blocks import BlockPool
 from kvroute.replica.sim_engine.config import SimulatedConfig
-from kvroute.replica.sim_engine.copies import Copies
+from kvroute.replica.sim_engine.modelled_copies import Copies
 from kvroute.replica.sim_engine.sequences import Job, RunningChoice
 
 Batch = dict[RunningChoice, int]  # choice -> number of its tokens that the step computes
