@@ -63,7 +63,7 @@ async def batch_response(
         if is_streamed:
             return _BatchEvents(answers, n=n, path=path, ending=ending)
         bodies = dict([item async for item in answers.items()])
-    except _RefusedError as refusal:
+    except _RefusedPromptError as refusal:
         data = replica_error(refusal.body, refusal.status, path=path)
         return Response(data, refusal.status, answers.headers(), media_type=JSON)
     finally:
@@ -74,7 +74,7 @@ async def batch_response(
     return Response(data, headers=answers.headers(), media_type=JSON)
 
 
-class _RefusedError(Exception):
+class _RefusedPromptError(Exception):
     """A replica's HTTP application has refused a prompt."""
 
     def __init__(self, body: bytes, status: int) -> None:
@@ -117,7 +117,7 @@ class _Answers:
         try:
             await answer.wait_for_status()
             if answer.status != 200:
-                raise _RefusedError(await answer.read_all(), answer.status)
+                raise _RefusedPromptError(await answer.read_all(), answer.status)
             self.are_streams = answer.is_stream
             if not answer.is_stream:
                 yield await answer.read_all()
@@ -267,7 +267,7 @@ class _BatchEvents(StreamingResponse):
             data = await self._ending(self._answers.generations(), last + DONE)
         except ApiError as error:
             data = event(error, b"", path=self._path)
-        except _RefusedError as refusal:
+        except _RefusedPromptError as refusal:
             data = error_event(refusal.body, refusal.status, path=self._path)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
