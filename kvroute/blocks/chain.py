@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvroute.blocks.fingerprint import Feature, Fingerprint, fingerprints, namespaced, root
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature, fingerprints, namespaced, root
 
 
 class Scope(Struct, frozen=True):
@@ -39,7 +39,7 @@ class Space:
         self,
         token_ids: NDArray[np.uint32],
         scope: Scope,
-        features: Sequence[Feature] = (),
+        features: Sequence[MediaFeature] = (),
         *,
         before: Sequence[Fingerprint] = (),
     ) -> list[Fingerprint]:

@@ -33,7 +33,7 @@ def unpack(packed: bytes) -> tuple[Fingerprint, ...]:
     return tuple(np.frombuffer(packed, dtype="<u8").tolist())
 
 
-class Feature(Struct, frozen=True, array_like=True):
+class MediaFeature(Struct, frozen=True, array_like=True):
     """An image, a video or a sound in a prompt.
 
     The ids of its tokens do not depend on its content, so the fingerprints include `identifier`.
@@ -73,7 +73,7 @@ def fingerprints(
     *,
     block_size: int,
     parent: Fingerprint,
-    features: Sequence[Feature] = (),
+    features: Sequence[MediaFeature] = (),
 ) -> list[Fingerprint]:
     """Return one fingerprint per full block: `xxh3_64(block as little-endian u32, seed)`.
 
@@ -104,14 +104,14 @@ def fingerprints(
     ]
 
 
-def features_in(features: Sequence[Feature], begin: int, end: int) -> list[Feature]:
+def features_in(features: Sequence[MediaFeature], begin: int, end: int) -> list[MediaFeature]:
     """Return the features that vLLM includes in its hash of the tokens [begin, end).
 
     These are the features that overlap the tokens, up to and with the first one that extends beyond
     `end`. If the last feature of the prompt ends at or before `begin`, vLLM includes none, even if
     an earlier and longer feature overlaps the tokens.
     """
-    included = list[Feature]()
+    included = list[MediaFeature]()
     if not features or features[-1].end <= begin:
         return included
     for feature in features:
@@ -124,7 +124,7 @@ def features_in(features: Sequence[Feature], begin: int, end: int) -> list[Featu
     return included
 
 
-def _mixed(parent: Fingerprint, begin: int, end: int, features: deque[Feature]) -> Fingerprint:
+def _mixed(parent: Fingerprint, begin: int, end: int, features: deque[MediaFeature]) -> Fingerprint:
     """Return the seed of the block [begin, end); remove the first features that end before it."""
     while features and features[0].end <= begin:
         features.popleft()

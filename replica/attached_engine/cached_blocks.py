@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvroute.blocks.chain import Scope, Space
-from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.replica.attached_engine.wire import Batch, ClearedEvent, RemovedEvent, StoredEvent
 from kvroute.replica.engine.kv_events import (
     AllBlocksCleared,
@@ -150,7 +150,7 @@ class ServerBlocks:
 
 def _features_and_salt(
     keys: Sequence[object], lora: str, *, is_first: bool
-) -> tuple[list[Feature], str]:
+) -> tuple[list[MediaFeature], str]:
     """Return a block's images and cache salt.
 
     Args:
@@ -164,11 +164,11 @@ def _features_and_salt(
     rest = list(keys)
     if lora and rest and rest[0] == lora:
         rest.pop(0)
-    features, salt = list[Feature](), ""
+    features, salt = list[MediaFeature](), ""
     for key in rest:
         if isinstance(key, list | tuple) and len(key) == 2 and isinstance(key[0], str):
             # The image's length is unknown; here it only has to reach into the block.
-            features.append(Feature(key[0], key[1], max(1, 1 - key[1])))
+            features.append(MediaFeature(key[0], key[1], max(1, 1 - key[1])))
         elif isinstance(key, str) and is_first and not salt:
             salt = key
         else:

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from kvroute.blocks.fingerprint import Feature
+from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.replica.attached_engine.server_bodies import CHAT, MESSAGES, RESPONSES
@@ -39,7 +39,7 @@ async def render(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendere
 def unknown_prompt(tokens: int) -> Rendered:
     """Return a prompt of about this many tokens that matches no other prompt."""
     tokens = max(1, tokens)
-    never_equal = Feature(secrets.token_hex(16), 0, tokens)
+    never_equal = MediaFeature(secrets.token_hex(16), 0, tokens)
     return Rendered(np.zeros(tokens, "<u4").tobytes(), is_text=False, features=(never_equal,))
 
 
@@ -65,11 +65,11 @@ def _rendered(prompt: Any) -> Rendered:
     return Rendered(packed, is_text=not features, features=tuple(features))
 
 
-def _features(media: Mapping[str, Any]) -> Iterator[Feature]:
+def _features(media: Mapping[str, Any]) -> Iterator[MediaFeature]:
     places = media.get("mm_placeholders") or {}
     for modality, hashes in (media.get("mm_hashes") or {}).items():
         for hash_, place in zip(hashes, places[modality], strict=True):
-            yield Feature(str(hash_), int(place["offset"]), int(place["length"]))
+            yield MediaFeature(str(hash_), int(place["offset"]), int(place["length"]))
 
 
 async def _by_tokenize_route(client: httpx.AsyncClient, url: str, call: HttpCall) -> Rendered:

@@ -9,7 +9,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvroute.blocks.fingerprint import Feature
+from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.generation import (
     GenerateRequest,
     TokenIds,
@@ -120,7 +120,7 @@ class Dispatcher:
         return Generation(self.start, request, call, context, current, losses)
 
     def shared_tokens(
-        self, token_ids: TokenIds, namespace: str, features: Sequence[Feature]
+        self, token_ids: TokenIds, namespace: str, features: Sequence[MediaFeature]
     ) -> int:
         """Return how many tokens at the start of a prompt are shared, whatever its cache salt is.
 

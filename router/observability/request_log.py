@@ -33,7 +33,7 @@ WRITE_S = 0.5  # seconds between two writes to the file
 WAITING_LINES = 10_000  # lines that may wait for the disk; further lines are dropped
 
 
-class Line(msgspec.Struct):
+class LogLine(msgspec.Struct):
     """One request at one replica, in an extension of Mooncake's format.
 
     The first four fields are Mooncake's. `kvroute replay` reads them in workload/trace.py.
@@ -82,7 +82,7 @@ class RequestLog(RequestObserver):
         self._model = model
         self._blocks_per_id = -(-ID_TOKENS // block_size)
         self._block_size = block_size
-        self._lines: list[Line] = []
+        self._lines: list[LogLine] = []
 
     def ended(self, attempt: Attempt) -> None:
         """Add a line for an ended request, unless it moved to another replica."""
@@ -109,11 +109,11 @@ class RequestLog(RequestObserver):
         except OSError as error:
             self._drop(len(lines), str(error))
 
-    def _line(self, attempt: Attempt, placement: Placement) -> Line:
+    def _line(self, attempt: Attempt, placement: Placement) -> LogLine:
         duration_s = time.monotonic() - attempt.sent_s
         waited_s = attempt.context.wait.waited_s
         ledger = attempt.ledger()
-        return Line(
+        return LogLine(
             timestamp=round(1000 * (time.time() - duration_s - waited_s), 3),
             input_length=placement.prompt_tokens,
             output_length=attempt.output_tokens,
@@ -167,7 +167,7 @@ def _unless_default(priority: Priority) -> str | msgspec.UnsetType:
     return msgspec.UNSET if priority == "default" else priority
 
 
-def _append(file: Path, lines: Sequence[Line]) -> None:
+def _append(file: Path, lines: Sequence[LogLine]) -> None:
     """Append all lines or none, since a partial line would corrupt the log."""
     text = msgspec.json.Encoder().encode_lines(lines)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.blocks.tiers import DISK, PEER, Tier
 from kvroute.contract.generation import Chunk, TraceContext
 from kvroute.contract.http_call import Upload
@@ -131,7 +131,7 @@ class RequestContext(Struct, frozen=True):
     broken: Break | None = None  # first change from the chat's earlier prompt; None: no change
     is_resumed: bool = False  # true: a lost replica has generated the first part of the response
     # Images, videos and sounds in the prompt; calls with several prompts have none.
-    features: tuple[Feature, ...] = ()
+    features: tuple[MediaFeature, ...] = ()
     urgency: Urgency = DEFAULT_URGENCY  # priority in the queue, and limits of the wait there
     sharer: str = ""  # tenant whose share of the fleet's time the call uses; empty: none
     wait: Wait = NO_WAIT  # this prompt's wait in the router

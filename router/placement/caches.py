@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
-from kvroute.blocks.fingerprint import Feature, Fingerprint, reusable_blocks
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature, reusable_blocks
 from kvroute.blocks.tiers import Tier, TierBlocks
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.records import ReplicaRecord
@@ -77,7 +77,7 @@ class Caches:
         self,
         token_ids: TokenIds,
         scope: Scope = EVERYBODY,
-        features: Sequence[Feature] = (),
+        features: Sequence[MediaFeature] = (),
     ) -> list[Fingerprint]:
         """Return the fingerprints of the prompt's blocks that later prompts can reuse."""
         blocks = self.reusable(len(token_ids))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import EVERYBODY, Scope, Space
-from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.messages import Dispatch, Fingerprints
 from kvroute.contract.records import ReplicaRecord
@@ -93,7 +93,7 @@ class Fleet:
         running: Sequence[str],
         now_s: float,
         scope: Scope = EVERYBODY,
-        features: Sequence[Feature] = (),
+        features: Sequence[MediaFeature] = (),
         *,
         is_known: bool = True,
     ) -> Placement:

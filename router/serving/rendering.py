@@ -13,7 +13,7 @@ from functools import partial
 import msgspec
 from msgspec import Struct
 
-from kvroute.blocks.fingerprint import Feature
+from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall, HttpPart, decode_rendered, encode_call
 from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, Call
@@ -51,7 +51,9 @@ class RenderedCall(Struct, frozen=True):
     # are only used for placement.
     is_rendered: bool = True
     has_prefix: bool = False  # true: the prompts start with a named prefix, which the body lacks
-    features: tuple[Feature, ...] = ()  # images, videos and sounds; only in calls with one prompt
+    features: tuple[
+        MediaFeature, ...
+    ] = ()  # images, videos and sounds; only in calls with one prompt
     image: int | None = None  # a hash of the first image; None: there are no images
 
     @property
@@ -59,7 +61,7 @@ class RenderedCall(Struct, frozen=True):
         """Return the number of tokens of all prompts."""
         return sum(map(len, self.token_ids))
 
-    def placed_features(self) -> tuple[Feature, ...]:
+    def placed_features(self) -> tuple[MediaFeature, ...]:
         """Return the features from which the fingerprints for placement are computed.
 
         If the request must not read the cache, they include a random feature, so that no replica
@@ -67,7 +69,7 @@ class RenderedCall(Struct, frozen=True):
         """
         if self.call.reads_cache:
             return self.features
-        return Feature(secrets.token_hex(16), 0, 1), *self.features
+        return MediaFeature(secrets.token_hex(16), 0, 1), *self.features
 
     def prompts(self) -> Iterator[tuple[TokenIds, HttpCall]]:
         """Yield each prompt's token ids, and the HTTP request that the replica gets with them."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_hexdigest, xxh32_intdigest
 
-from kvroute.blocks.fingerprint import Feature
+from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.generation import TokenIds
 
 PROBE_TOKENS = 16  # length of a piece of the old prompt that is searched in the new prompt
@@ -86,7 +86,7 @@ class Break:
         }
 
 
-def with_image_numbers(token_ids: TokenIds, features: Sequence[Feature]) -> TokenIds:
+def with_image_numbers(token_ids: TokenIds, features: Sequence[MediaFeature]) -> TokenIds:
     """Return the token ids, with the tokens of each image replaced by a hash of the image.
 
     Without this, prompts with different images would be equal, since all images have the same

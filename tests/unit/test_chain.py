@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvroute.blocks.chain import Scope, Space
-from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 
 BLOCK = 4
 SPACE = Space("m", "r", BLOCK)
@@ -23,7 +23,7 @@ def chain(
     token_ids: list[int],
     scope: Scope,
     before: list[Fingerprint] | None = None,
-    features: list[Feature] | None = None,
+    features: list[MediaFeature] | None = None,
 ) -> list[Fingerprint]:
     packed = np.array(token_ids, np.uint32)
     return SPACE.chain(packed, scope, features or [], before=before or [])
@@ -61,10 +61,10 @@ def test_blocks_are_shared_exactly_where_tokens_and_scopes_allow_it(
 def test_a_chain_can_be_continued_from_any_of_its_blocks(
     token_ids: list[int], scope: Scope, blocks: int
 ) -> None:
-    cat = Feature("cat", 5, 9)
+    cat = MediaFeature("cat", 5, 9)
     whole = chain(token_ids, scope, features=[cat])
     begun, rest = whole[:blocks], token_ids[blocks * BLOCK :]
-    moved = [Feature("cat", cat.offset - blocks * BLOCK, cat.length)]
+    moved = [MediaFeature("cat", cat.offset - blocks * BLOCK, cat.length)]
     assert begun + chain(rest, scope, before=begun, features=moved) == whole or len(begun) < blocks
 
 

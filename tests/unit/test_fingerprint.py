@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import (
-    Feature,
     Fingerprint,
+    MediaFeature,
     fingerprints,
     reusable_blocks,
     root,
@@ -20,17 +20,17 @@ token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 def chain(
-    ids: list[int], parent: Fingerprint = ROOT, features: Sequence[Feature] = ()
+    ids: list[int], parent: Fingerprint = ROOT, features: Sequence[MediaFeature] = ()
 ) -> list[Fingerprint]:
     return fingerprints(np.array(ids, np.uint32), block_size=4, parent=parent, features=features)
 
 
 @st.composite
-def feature_lists(draw: st.DrawFn) -> list[Feature]:
+def feature_lists(draw: st.DrawFn) -> list[MediaFeature]:
     """Sorted by offset; some overlap."""
     places = draw(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=6))
     names = st.sampled_from(["cat", "dog", "cow"])
-    return [Feature(draw(names), *place) for place in sorted(places)]
+    return [MediaFeature(draw(names), *place) for place in sorted(places)]
 
 
 def test_the_fingerprints_are_pinned() -> None:
@@ -39,7 +39,7 @@ def test_the_fingerprints_are_pinned() -> None:
     assert parent == 0x0E56778B9C385797
     ids = [1, 2, 3, 4, 5, 6, 7, 2**32 - 1]
     assert chain(ids, parent) == [0x26EA7540DFE902F2, 0xD84409150D7C7FC2]
-    features = [Feature("cat", 1, 2), Feature("dog", 3, 9)]
+    features = [MediaFeature("cat", 1, 2), MediaFeature("dog", 3, 9)]
     assert chain(ids, parent, features=features) == [0xFDCD2EB03DC0038F, 0xD8312C9D854205A]
 
 
@@ -61,27 +61,27 @@ def test_a_chain_continues_from_any_of_its_blocks(ids: list[int], cut: int) -> N
 
 
 @given(feature_lists(), st.integers(0, 20))
-def test_so_it_does_amid_images(features: list[Feature], cut: int) -> None:
+def test_so_it_does_amid_images(features: list[MediaFeature], cut: int) -> None:
     ids = [7] * 80
     whole = chain(ids, features=features)
     parent = whole[cut - 1] if cut else ROOT
     rest = [
-        Feature(feature.identifier, feature.offset - 4 * cut, feature.length)
+        MediaFeature(feature.identifier, feature.offset - 4 * cut, feature.length)
         for feature in features
     ]
     assert whole[:cut] + chain(ids[4 * cut :], parent, rest) == whole
 
 
 def test_prompts_share_fingerprints_as_far_as_their_images_are_the_same() -> None:
-    ids, cat, dog = [7] * 40, Feature("cat", 6, 5), Feature("dog", 20, 9)
+    ids, cat, dog = [7] * 40, MediaFeature("cat", 6, 5), MediaFeature("dog", 20, 9)
     one = chain(ids, features=[cat, dog])
     for others, same in (
         ([], 1),
-        ([Feature("cow", 6, 5), dog], 1),
-        ([Feature("cat", 5, 5), dog], 1),
+        ([MediaFeature("cow", 6, 5), dog], 1),
+        ([MediaFeature("cat", 5, 5), dog], 1),
         ([cat], 5),
-        ([cat, Feature("dog", 21, 9)], 5),
-        ([cat, dog, Feature("cow", 32, 1)], 8),
+        ([cat, MediaFeature("dog", 21, 9)], 5),
+        ([cat, dog, MediaFeature("cow", 32, 1)], 8),
     ):
         other = chain(ids, features=others)
         assert [a == b for a, b in zip(one, other, strict=True)] == [i < same for i in range(10)]

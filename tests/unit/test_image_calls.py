@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvroute.blocks.fingerprint import Feature
+from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.http_call import Rendered, decode_call, encode_rendered
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
@@ -46,7 +46,7 @@ class Router:
     async def _render(self, id_: str, packed: bytes, rank: int) -> bytes:
         self.rendered.append(id_)
         (message,) = json.loads(decode_call(packed).body)["messages"]
-        shown = Feature(message["content"][0]["source"]["data"], SHOWN, 20)
+        shown = MediaFeature(message["content"][0]["source"]["data"], SHOWN, 20)
         return encode_rendered(Rendered(IDS.tobytes(), is_text=False, features=(shown,)))
 
     async def ask(self, image: str) -> tuple[str, str]:

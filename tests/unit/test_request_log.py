@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.blocks.tiers import HOST
 from kvroute.contract.generation import EngineDeadError, GenerateRequest
 from kvroute.contract.records import ReplicaRecord, TierFacts
@@ -63,7 +63,7 @@ class Router:
         *,
         stop_after: int | None = None,
         broken: Break | None = None,
-        features: Sequence[Feature] = (),
+        features: Sequence[MediaFeature] = (),
         tenant: str = "",
         urgency: Urgency = DEFAULT_URGENCY,
         wait: Wait = NO_WAIT,
@@ -143,7 +143,7 @@ async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -
 
 async def test_other_images_have_other_ids(router: Router) -> None:
     for name in ("cat", "dog", "cat"):
-        await router.answer(600, features=[Feature(name, 300, 50)])
+        await router.answer(600, features=[MediaFeature(name, 300, 50)])
     cat, dog, again = [line["hash_ids"] for line in await logged(router)]
     assert cat == again
     assert [one == other for one, other in zip(cat, dog, strict=True)] == [True, True, False, False]

@@ -9,7 +9,7 @@ import numpy as np
 from vllm.v1.request import Request
 
 from kvroute.blocks.chain import Space
-from kvroute.blocks.fingerprint import Feature, Fingerprint
+from kvroute.blocks.fingerprint import Fingerprint, MediaFeature
 from kvroute.replica.vllm_engine.blocks.cache_salt import scope_of
 
 
@@ -76,7 +76,7 @@ def chain_of(request: Request, space: Space) -> RequestChain:
     return chain
 
 
-def _features_from(request: Request, start: int) -> list[Feature]:
+def _features_from(request: Request, start: int) -> list[MediaFeature]:
     """Return the request's multimodal features, with offsets relative to token `start`.
 
     Returns an empty list if all features end before `start`.
@@ -85,6 +85,8 @@ def _features_from(request: Request, start: int) -> list[Feature]:
     if not features or features[-1].mm_position.offset + features[-1].mm_position.length <= start:
         return []
     return [
-        Feature(feature.identifier, feature.mm_position.offset - start, feature.mm_position.length)
+        MediaFeature(
+            feature.identifier, feature.mm_position.offset - start, feature.mm_position.length
+        )
         for feature in features
     ]

@@ -25,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as VllmDeadError
 
-from kvroute.blocks.fingerprint import Feature
+from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.generation import (
     NO_TOKENS,
     Chunk,
@@ -346,18 +346,18 @@ def rendered_of(prompt: Mapping[str, Any]) -> Rendered:
     if prompt["type"] == "embeds":
         ids = [0] * len(prompt["prompt_embeds"])
         # The feature is random, so that the prompt's fingerprints match no other prompt.
-        features = [Feature(secrets.token_hex(16), 0, len(ids))]
+        features = [MediaFeature(secrets.token_hex(16), 0, len(ids))]
     else:
         ids, features = prompt["prompt_token_ids"], _features(prompt)
     packed = np.array(ids, "<u4").tobytes()
     return Rendered(packed, is_text=prompt["type"] == "token", features=tuple(features))
 
 
-def _features(prompt: Mapping[str, Any]) -> list[Feature]:
+def _features(prompt: Mapping[str, Any]) -> list[MediaFeature]:
     if prompt["type"] != "multimodal":
         return []
     features = [
-        Feature(identifier, place.offset, place.length)
+        MediaFeature(identifier, place.offset, place.length)
         for modality, places in prompt["mm_placeholders"].items()
         for identifier, place in zip(prompt["mm_hashes"][modality], places, strict=True)
     ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvroute.blocks.fingerprint import Feature, features_in
+from kvroute.blocks.fingerprint import MediaFeature, features_in
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -15,7 +15,7 @@ lengths = st.integers(1, 50)
 places = st.lists(st.tuples(st.integers(0, PROMPT - 1), lengths), max_size=8).map(sorted)
 
 
-def request_with(features: list[Feature]) -> Any:
+def request_with(features: list[MediaFeature]) -> Any:
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request
@@ -37,7 +37,7 @@ def test_a_block_counts_the_features_that_vllm_counts(
     """Also where they overlap, as the sounds and pictures of a video do."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
-    features = [Feature(f"f{number}", *place) for number, place in enumerate(placed)]
+    features = [MediaFeature(f"f{number}", *place) for number, place in enumerate(placed)]
     request, at = request_with(features), 0
     for begin in range(0, PROMPT - block_size + 1, block_size):
         end = begin + block_size
@@ -67,7 +67,11 @@ def test_a_rendered_prompt_tells_its_images_in_their_order() -> None:
             "mm_hashes": hashes,
         }
     )
-    assert rendered.features == (Feature("i", 0, 4), Feature("v", 5, 3), Feature("j", 8, 1))
+    assert rendered.features == (
+        MediaFeature("i", 0, 4),
+        MediaFeature("v", 5, 3),
+        MediaFeature("j", 8, 1),
+    )
     assert len(rendered.token_ids) == 4 * 12
     assert not rendered.is_text
 
