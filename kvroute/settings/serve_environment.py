@@ -14,6 +14,12 @@ def serve_environment() -> dict[str, str]:
     return {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",  # clients of Ray's ports must send Ray's token
+        # Ray would end Serve's controller, all routers and all replicas as soon as the machine's
+        # memory is nearly full, even if another program uses it. 0 switches that off.
+        "RAY_memory_monitor_refresh_ms": "0",
+        # When no memory is left, the kernel ends the largest process. Ray's default, 1000, would
+        # let it end all processes that Ray has started before any other, however small they are.
+        "RAY_worker_oom_score_adjustment": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # Number of lines that Serve buffers before it writes them to its logs. A larger number

@@ -92,8 +92,8 @@ CLUSTERS = {
         ),
     ),
     "survival": Part(
-        about="hours of use, faults, a full disk, broken hooks and what the doctor finds",
-        tests=_in("own_cluster", "soak chaos full_disk broken_hook diagnosis"),
+        about="hours of use, faults, a full disk or memory, broken hooks and what the doctor finds",
+        tests=_in("own_cluster", "soak chaos full_disk full_memory broken_hook diagnosis"),
         needs="root for the full disk",
     ),
     "vllm-clusters": Part(
