@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,14 @@ from tests.support.shared import pytest_runtest_teardown, shared_cluster
 from tests.support.untested import pytest_terminal_summary
 from tests.support.workloads import TASKS
 
-# Tests do not judge how fast the machine is, or how fast it makes examples.
-settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Tests do not judge how fast the machine is, or how fast it makes examples. `make test` has ten
+# minutes, so it tries fewer examples than the parts of `make test-all`, which set the variable.
+settings.register_profile(
+    "any speed",
+    max_examples=int(os.environ.get("KVROUTE_EXAMPLES", "40")),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("any speed")
 certificate_bundle.share()
 

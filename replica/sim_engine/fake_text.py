@@ -1,6 +1,7 @@
 """Generates the tokens of a simulated engine. Each token is a hash of all tokens before it."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ class Vocabulary:
         return cls({token_id: f" t{token_id}" for token_id in token_ids})
 
     @classmethod
+    @lru_cache(maxsize=1)  # the ranks of a replica have one tokenizer, and share its words
     def of_tokenizer(cls, folder: str) -> "Vocabulary":
         """Return a vocabulary of lower-case words from the tokenizer in this folder.
 

@@ -23,6 +23,7 @@ from tests.parts.results import FOLDER, Result, Revision, State, revision
 from tests.support.repository import ROOT
 from tests.support.serving import name_of
 
+EXAMPLES = {"KVROUTE_EXAMPLES": "200"}  # random examples of each property: see tests/conftest.py
 MARK = "KVROUTE_PART_MARK"  # environment variable that every process of a part inherits
 STOP_S = 60.0  # seconds that a part has to end after Ctrl-C, with its clusters
 KILL_S = 10.0  # seconds that processes have to end after SIGTERM
@@ -46,7 +47,7 @@ def run(name: str, part: Part) -> Result:
             why_skipped=str(skipped),
         )
     group, mark = control_group(), uuid.uuid4().hex
-    env = {**os.environ, **part.env, COUNTS_FILE: str(counts_file), MARK: mark}
+    env = {**os.environ, **EXAMPLES, **part.env, COUNTS_FILE: str(counts_file), MARK: mark}
     try:
         with (FOLDER / f"{name}.log").open("w+b", buffering=0) as log, _cleared(mark, group):
             process = subprocess.Popen(

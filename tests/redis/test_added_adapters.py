@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
@@ -212,7 +212,6 @@ STEPS = ("add", "leave", "poll", "poll", "poll", "begin", "begin", "end", "die")
         max_size=40,
     )
 )
-@settings(max_examples=100)
 def test_an_adapter_stays_while_a_running_router_uses_it_and_goes_afterwards(
     redis_url: str, steps: list[tuple[str, str, str, str]]
 ) -> None:

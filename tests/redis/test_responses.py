@@ -30,7 +30,7 @@ from kvroute.store.keys import key_prefix
 MB = 1 << 20
 KEY = f"{key_prefix('default', 'm')}:responses"
 ENDS = f"{KEY}:ends"
-WAYS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+WAYS = settings(suppress_health_check=list(HealthCheck))
 
 
 def store(client: Redis, **changes: Any) -> Responses:

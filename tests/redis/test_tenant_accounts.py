@@ -126,7 +126,7 @@ async def test_what_others_wrote_stops_nobody(empty_redis: Any) -> None:
 
 
 @given(st.lists(st.tuples(USED, st.sampled_from(["", "", "batch", "answer"])), max_size=12))
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 async def test_lost_batches_and_answers_change_no_sum(
     empty_redis: Redis, used: Sequence[tuple[tuple[str, dict[str, int]], str]]
 ) -> None:

@@ -49,7 +49,7 @@ PREFIX = key_prefix("default", MODEL)
 LEASE_S = 0.3
 HEALED_S = 60.0
 BLOCKS = [Fingerprint(2**63 + i) for i in range(10)]
-WAYS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+WAYS = settings(suppress_health_check=list(HealthCheck))
 
 
 def as_json(value: object) -> bytes:
@@ -203,7 +203,6 @@ def known_fleet(**differs: Any) -> Fleet:
     return Fleet(model=MODEL, revision="", block_size=4, rng=random.Random(0), **differs)
 
 
-@settings(max_examples=500)
 @given(st.binary(max_size=60) | torn())
 @example(messages.encode([VERSION, "r", [["s", "1", "a", float("nan"), 1, 2, b"", b""]]]))
 @example(messages.encode([VERSION, "r", [["s", "1", "a", 0.1, 1, 2, b"1234567", b""]]]))

@@ -244,7 +244,7 @@ WORKLOADS: Mapping[str, Callable[[int], list[Request]]] = {
 OF_CHATS: Mapping[str, Callable[[int, Path], list[Request]]] = {"mix": mix, "clones": clones}
 
 
-def lines(requests: list[Request]) -> Iterator[str]:
+def lines(requests: Sequence[Request]) -> Iterator[str]:
     """Yield the requests as lines in Mooncake's format."""
     for request in requests:
         yield json.dumps(

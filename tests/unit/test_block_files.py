@@ -96,9 +96,7 @@ def test_a_folder_that_others_can_change_is_refused(files: BlockFiles, tmp_path:
 
 
 @given(data=st.data())
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_damaged_file_is_never_used(files: BlockFiles, tmp_path: Path, data: Any) -> None:
     shutil.rmtree(files.clear())
     write(files, 1)

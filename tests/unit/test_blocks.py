@@ -108,7 +108,7 @@ class AnyUse(RuleBasedStateMachine):
         assert sorted([*in_use, *self.pool._cache.free]) == list(range(self.pool.capacity_blocks))
 
 
-AnyUse.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+AnyUse.TestCase.settings = settings(stateful_step_count=30)
 TestAnyUse = AnyUse.TestCase
 
 

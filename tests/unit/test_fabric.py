@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.pull import LinkSpeed
@@ -289,7 +289,6 @@ def _raw(peer: Peer, data: Callable[[bytes], bytes]) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=50, deadline=None)
 def test_arbitrary_bytes_do_not_stop_the_server(data: bytes) -> None:
     from kvroute.wire.framed_connection import proof
 
@@ -303,7 +302,6 @@ def test_arbitrary_bytes_do_not_stop_the_server(data: bytes) -> None:
 
 
 @given(st.integers(0, ROWS * (ROW_BYTES + 10) + 100), st.integers(0, 3_000))
-@settings(max_examples=60, deadline=None)
 def test_a_link_that_is_cut_anywhere_gives_only_whole_blocks(cut: int, piece: int) -> None:
     """A proxy forwards the first `cut` bytes of the peer's answer, in pieces."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:

@@ -23,20 +23,9 @@ from scripts.check_machine import (
     warnings,
 )
 from tests.support.repository import ROOT
-from tests.support.untested import needs
 
 PROFILES = ("cpu", "gpu")
 NOTHING = Needs(installed_gb=0, glibc=(2, 0), libraries={}, commands={}, headers={})
-
-
-@needs("dpkg")
-@pytest.mark.skipif(not (ROOT / ".venv/ready-cpu").exists(), reason="no packages for CPUs here")
-def test_the_needs_file_for_cpus_fits_the_installed_wheels() -> None:
-    from scripts.read_wheels import machine_file
-
-    file = (ROOT / "requirements" / "machine-cpu.txt").read_text()
-    size = re.compile("installed-gb .*")
-    assert size.sub("", machine_file("cpu", ROOT / ".venv")) == size.sub("", file)
 
 
 def test_this_machine_lacks_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
@@ -85,7 +85,6 @@ def blocks(token_ids: TokenIds) -> list[Fingerprint]:
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 @pytest.mark.parametrize("source", SOURCES, ids=range(len(SOURCES)))
-@settings(max_examples=80)
 @given(text=st.text() | st.sampled_from(["", " ", "\n", "\u0301", "<|im_end|>", "s", "。"]))
 def test_the_prefixs_blocks_are_the_same_before_any_text(
     composer: PrefixComposer, source: dict[str, Any], endpoint: str, text: str
@@ -100,7 +99,6 @@ def test_the_prefixs_blocks_are_the_same_before_any_text(
     assert blocks(token_ids)[:full] == blocks(prefix.token_ids)
 
 
-@settings(max_examples=80)
 @given(text=st.text())
 def test_a_chat_after_messages_has_the_tokens_of_the_whole_chat(
     composer: PrefixComposer, text: str

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.contract.generation import TokenIds
@@ -201,7 +201,6 @@ def templated(
     prompts.close()
 
 
-@settings(max_examples=60)
 @given(contents=chats())
 def test_every_turn_of_any_chat_is_tokenised_as_the_model_does(
     templated: tuple[Prompts, Any], contents: list[str]

@@ -108,7 +108,7 @@ class AnyUse(RuleBasedStateMachine):
         assert set(self.idle._order_of) == {USUAL}
 
 
-AnyUse.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+AnyUse.TestCase.settings = settings(stateful_step_count=30)
 TestAnyUse = AnyUse.TestCase
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer, Trainer, UnigramTrainer, WordPieceTrainer
@@ -154,7 +154,6 @@ def ids(tokenizer: Tokenizer, parts: list[str]) -> list[int]:
 
 @pytest.mark.parametrize("flags", FLAGS)
 @pytest.mark.parametrize("bare", BARE)
-@settings(max_examples=150)
 @given(text=texts(NAMES), shortest=st.sampled_from([1, 1, 5, 20]))
 def test_segments_have_the_ids_of_the_whole_text(
     bare: str, flags: str, text: str, shortest: int
@@ -165,7 +164,6 @@ def test_segments_have_the_ids_of_the_whole_text(
     assert ids(made, segments) == ids(made, [text])
 
 
-@settings(max_examples=500)
 @given(text=texts(["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<filename>", "<repo_name>"]))
 def test_segments_of_the_builtin_model_have_the_ids_of_the_whole_text(text: str) -> None:
     made = builtin()

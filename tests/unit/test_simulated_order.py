@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -89,26 +90,36 @@ def test_requests_that_leave_the_queue_do_not_change_the_order(
     assert asyncio.run(the_others()) == [number for number in in_turn(orders) if number not in left]
 
 
+async def answers(engine: SimulatedEngine, number: int, order_s: float, choices: int) -> list[int]:
+    """Return the sorted tokens of all choices of a long answer."""
+    asked = request(number, order_s, tokens=64, max_tokens=128, n=choices)
+    chunks = await collected(engine.generate, asked)
+    assert all(end_of(chunks, index) == "length" for index in range(choices))
+    return sorted(ids_of(chunks))
+
+
+@cache
+def alone(number: int, choices: int) -> list[int]:
+    """Return what a request is answered in an engine without others."""
+
+    async def answered() -> list[int]:
+        async with started() as engine:
+            return await answers(engine, number, 0.0, choices)
+
+    return asyncio.run(answered())
+
+
 @settings(max_examples=25)
 @given(ORDERS, st.integers(1, 3))
 def test_whatever_the_order_preempted_choices_lose_no_token(
     orders: list[float], choices: int
 ) -> None:
-    async def answers(number: int, order_s: float, engine: SimulatedEngine) -> list[int]:
-        asked = request(number, order_s, tokens=64, max_tokens=128, n=choices)
-        chunks = await collected(engine.generate, asked)
-        assert all(end_of(chunks, index) == "length" for index in range(choices))
-        return sorted(ids_of(chunks))
-
     async def crowded() -> list[list[int]]:
         async with started(capacity_blocks=12) as engine:
-            return await asyncio.gather(*(answers(*each, engine) for each in enumerate(orders)))
+            asked = (answers(engine, *each, choices) for each in enumerate(orders))
+            return await asyncio.gather(*asked)
 
-    async def alone() -> list[list[int]]:
-        async with started() as engine:
-            return [await answers(*each, engine) for each in enumerate(orders)]
-
-    assert asyncio.run(crowded()) == asyncio.run(alone())
+    assert asyncio.run(crowded()) == [alone(number, choices) for number in range(len(orders))]
 
 
 @pytest.mark.parametrize(("first", "second"), [(0.0, 0.0), (-9.0, 9.0), (9.0, -9.0)])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
@@ -136,7 +136,6 @@ def harmless(value: Any) -> Any:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
 def test_no_text_of_a_message_makes_a_special_token(model: Model, data: st.DataObject) -> None:
     texts = evil(model.tokens)
     content = texts | st.lists(texts.map(lambda text: {"type": "text", "text": text}), min_size=1)
@@ -155,7 +154,6 @@ def test_no_text_of_a_message_makes_a_special_token(model: Model, data: st.DataO
 
 
 @given(data=st.data())
-@settings(max_examples=60)
 def test_no_tool_makes_a_special_token(model: Model, data: st.DataObject) -> None:
     texts = evil(model.tokens)
     arguments = {"city": data.draw(texts), "more": [data.draw(texts)]}
@@ -419,7 +417,6 @@ DELETED = ["/no_think", "/think"]
 
 
 @given(data=st.data())
-@settings(max_examples=60)
 def test_a_deletion_by_the_template_makes_no_special_token(
     smollm3: Model, data: st.DataObject
 ) -> None:

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvroute.prefill.prefill_queue import PrefillQueue
@@ -19,7 +19,6 @@ def alone(speed: PrefillSpeed, predicted_s: float, observed_s: float) -> None:
 
 
 @given(st.integers(0, 2**32), st.floats(0.001, 0.1), st.floats(0.2, 20.0), st.booleans())
-@settings(max_examples=100)
 def test_the_slowness_is_learned_beside_a_fixed_part(
     seed: int, step_s: float, slowness: float, short_first: bool
 ) -> None:

@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -15,15 +17,18 @@ from tests.support.traces import (
     LONGEST_TOKENS,
     WORKLOADS,
     agents,
-    chats,
-    documents,
     fan_outs,
     lines,
-    rollouts,
 )
 
 
-def hit_share(requests: list[Request]) -> float:
+@cache
+def made(name: str) -> Sequence[Request]:
+    """Return the trace of this name and the seed 1."""
+    return tuple(WORKLOADS[name](1))
+
+
+def hit_share(requests: Sequence[Request]) -> float:
     return sum(ideal_hit_tokens(requests)) / sum(request.input_tokens for request in requests)
 
 
@@ -53,23 +58,23 @@ def test_the_command_says_how_much_of_a_trace_has_no_block_ids(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_made_trace_is_what_the_replay_reads(name: str, tmp_path: Path) -> None:
-    made = WORKLOADS[name](1)[:1000]
+    written = made(name)[:1000]
     path = tmp_path / "made.jsonl"
-    path.write_text("\n".join(lines(made)) + "\n")
+    path.write_text("\n".join(lines(written)) + "\n")
     read_back = read(path, limit=None, seed=0)
     assert [(request.blocks, request.session) for request in read_back] == [
-        (request.blocks, request.session) for request in made
+        (request.blocks, request.session) for request in written
     ]
     assert [request.arrival_s for request in read_back] == pytest.approx(
-        [r.arrival_s for r in made]
+        [request.arrival_s for request in written]
     )
     assert native_starts_per_s(read_back) > 0
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_seed_makes_one_trace(name: str) -> None:
-    assert WORKLOADS[name](1) == WORKLOADS[name](1)
-    assert WORKLOADS[name](1) != WORKLOADS[name](2)
+    assert (*WORKLOADS[name](1),) == made(name)
+    assert (*WORKLOADS[name](2),) != made(name)
 
 
 def test_a_turn_of_an_agent_repeats_the_one_before() -> None:
@@ -79,23 +84,23 @@ def test_a_turn_of_an_agent_repeats_the_one_before() -> None:
         assert not before or turn.blocks[: len(before.blocks)] == before.blocks
         assert turn.input_tokens <= LONGEST_TOKENS
         last[turn.session] = turn
-    assert hit_share(agents(1)) > 0.85
+    assert hit_share(made("agents")) > 0.85
 
 
 def test_questions_repeat_documents_and_nothing_else() -> None:
-    requests = documents(1)
+    requests = made("documents")
     assert 0.6 < hit_share(requests) < 0.95
     assert max(request.input_tokens for request in requests) > 100_000
 
 
 def test_chats_repeat_a_third_of_their_prompts() -> None:
-    assert 0.25 < hit_share(chats(1)) < 0.45
+    assert 0.25 < hit_share(made("chats")) < 0.45
 
 
 def test_rollouts_start_together_and_have_5_to_99_turns() -> None:
-    made = rollouts(1)
-    turns = Counter(request.session for request in made)
-    starts_s = {request.session: request.arrival_s for request in reversed(made)}
+    requests = made("rollouts")
+    turns = Counter(request.session for request in requests)
+    starts_s = {request.session: request.arrival_s for request in reversed(requests)}
     assert max(starts_s.values()) < 1.0
     assert 5 <= min(turns.values()) < 8
     assert max(turns.values()) == 99

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvroute.blocks.fingerprint import Fingerprint
@@ -587,7 +587,6 @@ async def test_a_message_that_cannot_be_read_ends_its_connection_with_a_reason(
     assert "cannot be read" in caplog.text
 
 
-@settings(max_examples=60)
 @given(st.binary(max_size=200), st.sampled_from([0, *MessageKind]), st.booleans())
 def test_no_bytes_stop_a_replica(said: bytes, kind: int, is_proven: bool) -> None:
     """From a stranger, or from a router that has proven itself."""
@@ -608,7 +607,6 @@ def test_no_bytes_stop_a_replica(said: bytes, kind: int, is_proven: bool) -> Non
     asyncio.run(run())
 
 
-@settings(max_examples=60)
 @given(st.binary(max_size=200), st.sampled_from([0, *MessageKind]))
 def test_no_bytes_stop_a_router(said: bytes, kind: int) -> None:
     """A connection may end, and says so."""
