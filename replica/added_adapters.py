@@ -66,10 +66,10 @@ class AddedAdapters:
             ValueError: The adapter's files cannot be used.
         """
         call = request.call
-        if call is None or not call.lora:
+        if call is None or not call.variant:
             yield
             return
-        adapter = Adapter(name=call.lora, path=call.lora_path)
+        adapter = Adapter(name=call.variant, path=call.lora_path)
         with self._in_use(adapter.name):
             await self._admit(adapter)
             yield

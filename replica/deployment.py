@@ -194,7 +194,7 @@ class Replica:
         http = decode_call(call)
         request = GenerateRequest(
             *(f"{http.request_id}-0", NO_TOKENS, http.namespace),
-            lora=http.lora,
+            variant=http.variant,
             call=http,
             rank=rank,
         )

@@ -141,7 +141,7 @@ class Rank:
 
     def _record_first_token(self, request: GenerateRequest) -> None:
         self.backlog.first_token(request.request_id, time.monotonic())
-        if request.lora:
+        if request.variant:
             self.publisher.renew_soon()  # the list of loaded adapters may have changed
 
     def occupancy(self, now_s: float) -> float:

@@ -18,7 +18,9 @@ class Scope(Struct, frozen=True):
     their first `shared_tokens`.
     """
 
-    lora: str = ""  # name of the LoRA adapter; empty: the base model
+    # The variant of the model, whose blocks differ from those of all others: the name or key of a
+    # LoRA adapter; empty: the model itself.
+    variant: str = ""
     namespace: str = ""  # cache salt; empty: all requests without a salt share the blocks
     # Number of tokens at the start, a multiple of the block size, that all namespaces share.
     shared_tokens: int = 0
@@ -76,6 +78,6 @@ class Space:
             model=self.model,
             revision=self.revision,
             block_size=self.block_size,
-            lora=scope.lora,
+            variant=scope.variant,
             namespace="" if scope.shared_tokens else scope.namespace,
         )

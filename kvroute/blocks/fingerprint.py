@@ -51,10 +51,10 @@ class MediaFeature(Struct, frozen=True, array_like=True):
 
 
 def root(
-    *, model: str, revision: str = "", block_size: int, lora: str = "", namespace: str = ""
+    *, model: str, revision: str = "", block_size: int, variant: str = "", namespace: str = ""
 ) -> Fingerprint:
     """Return the parent of a prompt's first block; requests with equal parents can share blocks."""
-    name = f"{FINGERPRINT_VERSION}|{model}|{revision}|{block_size}|{lora}|{namespace}"
+    name = f"{FINGERPRINT_VERSION}|{model}|{revision}|{block_size}|{variant}|{namespace}"
     return Fingerprint(xxh3_64_intdigest(name.encode()))
 
 

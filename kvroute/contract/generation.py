@@ -32,7 +32,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
     namespace: str = ""  # cache salt: prefixes are shared within one namespace only
     answered: int = 0  # how many trailing token_ids belong to the response
     trace: TraceContext | None = None  # the parent span; None: not traced
-    lora: str = ""  # name of the LoRA adapter; empty: the base model
+    variant: str = ""  # the variant of the model; see Scope
     expected_tokens: int = 0  # how many of token_ids the router expects in the KV cache
     call: HttpCall | None = None  # the HTTP request to answer; None: no client reads the tokens
     max_tokens: int = 1  # tokens to generate if there is no call
@@ -51,7 +51,7 @@ class GenerateRequest(Struct, frozen=True, array_like=True):
 
     @property
     def scope(self) -> Scope:
-        return Scope(self.lora, self.namespace, self.shared_tokens)
+        return Scope(self.variant, self.namespace, self.shared_tokens)
 
     @property
     def prompt_ids(self) -> TokenIds:

@@ -52,7 +52,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     has_prefix: bool = False  # True: the token ids begin with a named prefix that the body lacks
     # The added LoRA adapter that the body asks for (adapters/added.py): its key and its
     # folder. Empty: the body asks for the model, or for an adapter of --lora.
-    lora: str = ""
+    variant: str = ""
     lora_path: str = ""
     upload: Upload | None = None  # the body, if the replica gets it in parts before the request
 

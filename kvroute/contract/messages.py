@@ -35,7 +35,7 @@ class Dispatch(Struct, tag="s", array_like=True, frozen=True):
     prompt_tokens: Count
     known_prefix: Fingerprints  # only the prompt's last block that some replica has cached, if any
     expected: Fingerprints  # the blocks that the prompt will add to the replica's cache
-    lora: Name = ""
+    variant: Name = ""
     loads_first: bool = False  # whether an adapter or blocks from slower tiers must be loaded first
     turn: SessionTurn | None = None  # place of the prompt in its conversation; None: unknown
     is_batch: bool = False  # whether it gives way to others at the replica

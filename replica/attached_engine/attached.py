@@ -198,7 +198,7 @@ class AttachedEngine(Engine):
         """Compute a prompt of token ids: for named prefixes and canaries."""
         expected_tokens = self._expected_tokens(request)
         body: dict[str, Any] = {
-            "model": request.lora or self._model,
+            "model": request.variant or self._model,
             "prompt": request.token_ids.tolist(),
             "max_tokens": request.max_tokens,
             "temperature": 0.0,
@@ -238,7 +238,7 @@ class AttachedEngine(Engine):
 
     def _chain(self, request: GenerateRequest) -> Sequence[Any]:
         # A stock server mixes the salt into the first block, so no namespace shares a block.
-        scope = Scope(request.lora, request.namespace)
+        scope = Scope(request.variant, request.namespace)
         return self._space.chain(request.token_ids, scope)
 
     def _learn(self, request: GenerateRequest) -> None:

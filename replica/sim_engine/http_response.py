@@ -59,7 +59,7 @@ async def respond(
     reply = shape(
         sampling,
         id_=client_id(request.request_id),
-        model=name_of(request.lora) or model,
+        model=name_of(request.variant) or model,
         created=call.created,
         cached_tokens=call.cached_tokens if call.deltas else None,
         prompt_tokens=prompt_tokens,

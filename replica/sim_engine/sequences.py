@@ -74,7 +74,7 @@ class RunningChoice:
 
     @property
     def lora(self) -> str:
-        return self.job.request.lora
+        return self.job.request.variant
 
     @property
     def hint(self) -> RetentionHint:

@@ -191,7 +191,7 @@ class SimulatedEngine(Engine):
         """
         if request.pin:
             admit_pin(request, self)
-        self._adapters.check(request.lora)
+        self._adapters.check(request.variant)
         max_tokens = max_tokens_of(request, sampling, self.config)
         order = asyncio.get_running_loop().time() + request.order_s, next(self._arrivals)
         return Job(request, sampling, max_tokens, order, unfinished=sampling.n)

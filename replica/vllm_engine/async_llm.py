@@ -237,7 +237,7 @@ class VllmEngine(Engine):
             or None,
         )
         try:
-            lora = await self._adapters.ready(request.lora)
+            lora = await self._adapters.ready(request.variant)
             async for output in self._llm.generate(
                 prompt,
                 params,

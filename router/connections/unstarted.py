@@ -184,7 +184,7 @@ class Unstarted:
             if (
                 id_ != sent.attempt.replica_id
                 and id_ not in sent.refused
-                and (not dispatch.lora or replicas.can_load(id_, dispatch.lora))
+                and (not dispatch.variant or replicas.can_load(id_, dispatch.variant))
                 and max(load.held_tokens, load.kv.tokens) + dispatch.prompt_tokens
                 <= (load.capacity_tokens or math.inf)
                 and load.backlog_s(load.speed.slowness, now_s)

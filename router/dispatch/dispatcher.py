@@ -111,7 +111,7 @@ class Dispatcher:
             dispatch,
             token_ids,
             context.namespace,
-            lora=context.lora,
+            variant=context.variant,
             call=call,
             shared_tokens=self.shared_tokens(token_ids, context.namespace, context.features),
         )

@@ -188,7 +188,7 @@ class HandOver:
             exchange, load = fleet.replicas.exchanges.get(rank_id), fleet.loads.of(rank_id)
             if exchange is None or not exchange.speed or exchange.format != prompt.source.format:
                 continue
-            if prompt.scope.lora and prompt.scope.lora not in load.loras:
+            if prompt.scope.variant and prompt.scope.variant not in load.loras:
                 continue
             hit = hits.get(rank_id, 0)
             blocks, end = len(chain) - hit, len(chain) * size
@@ -220,7 +220,7 @@ class HandOver:
             f"hand-over-{secrets.token_hex(8)}",
             prompt.token_ids[: to.tokens],
             prompt.scope.namespace,
-            lora=prompt.scope.lora,
+            variant=prompt.scope.variant,
             shared_tokens=prompt.scope.shared_tokens,
             order_s=-MAX_ORDER_S,  # it computes nothing, so no request has to wait for it
             keep=prompt.retention.keep,

@@ -122,9 +122,9 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
             hints = hints_of(request.headers, call)
             tenant = tenant_of(call.caller)
             model = await models.find(call.model, limits_of(request), tenant)
-            lora = model.adapter(call.model, tenant) or ""
-            call = replace(call, adapter=_added_adapter(model, lora))
-            context = RequestContext(namespace=call.cache_salt, lora=lora, hints=hints)
+            variant = model.adapter(call.model, tenant) or ""
+            call = replace(call, adapter=_added_adapter(model, variant))
+            context = RequestContext(namespace=call.cache_salt, variant=variant, hints=hints)
             receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
             return complete_response(error.refusal, path=call.path)
@@ -198,9 +198,9 @@ async def _respond(
     return response
 
 
-def _added_adapter(model: ModelRouter, lora: str) -> Adapter | None:
-    """Return the added adapter with this key; None: `lora` is the name of one of --lora."""
-    added = model.adapters.get(lora)
+def _added_adapter(model: ModelRouter, variant: str) -> Adapter | None:
+    """Return the added adapter with this key; None: `variant` is the name of one of --lora."""
+    added = model.adapters.get(variant)
     return added.as_adapter if added else None
 
 
@@ -252,9 +252,9 @@ async def _answer(
     call = _with_headers(call, request)
     tenant = tenant_of(call.caller)
     request.state.model = model = await models.find(call.model, limits_of(request), tenant)
-    lora = model.adapter(call.model, tenant) or ""
-    if added := _added_adapter(model, lora):
-        request.state.kept.enter_context(model.adapters.uses.use(lora))
+    variant = model.adapter(call.model, tenant) or ""
+    if added := _added_adapter(model, variant):
+        request.state.kept.enter_context(model.adapters.uses.use(variant))
         call = replace(call, adapter=added)
     if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
         try:
@@ -269,7 +269,7 @@ async def _answer(
         namespace=call.cache_salt,
         tenant=tenant,
         entry=entry,
-        lora=lora,
+        variant=variant,
         urgency=urgency if is_first else urgency.without_limit(),
         sharer=sharer_of(call.caller, call.body.get("user")),
         hints=hints_of(request.headers, call),

@@ -136,7 +136,7 @@ class RequestLog(RequestObserver):
             step_tokens=attempt.load.step_tokens,
             attention_tokens=attempt.load.model.attention_tokens,
             kv_tokens=attempt.load.capacity_tokens or msgspec.UNSET,
-            lora=name_of(placement.lora) or msgspec.UNSET,
+            lora=name_of(placement.variant) or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),

@@ -45,7 +45,7 @@ class Placement(Struct, frozen=True):
     busy_s: float = 1.0  # the fleet's unit of time, see Scale.busy_s
     forks: float = 0.0  # earlier prompts that diverged from this one at the end of the longest hit
     pressure: float = 0.0  # cache pressure, see pressure.py
-    lora: str = ""  # the request's LoRA adapter; empty: none
+    variant: str = ""  # the variant of the model; see Scope
     known_blocks: int = 0  # leading blocks that any replica has cached now or had cached before
     # Leading blocks that any replica has now in its first cache group, even if the blocks of other
     # groups are missing (index/boundaries.py).
@@ -126,7 +126,7 @@ class RequestContext(Struct, frozen=True):
     namespace: str = ""  # namespace of the blocks; empty: blocks are shared with all requests
     tenant: str = ""  # tenant of the API key; empty: the cluster has no keys
     entry: Entry | None = None  # counts the call in its tenant's limits; None: no limits
-    lora: str = ""  # LoRA adapter to use; empty: the base model
+    variant: str = ""  # the variant of the model to use; see Scope
     named_tokens: int = 0  # tokens, in full blocks, of the named prefix that the prompts start with
     broken: Break | None = None  # first change from the chat's earlier prompt; None: no change
     is_resumed: bool = False  # true: a lost replica has generated the first part of the response

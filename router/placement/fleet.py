@@ -99,22 +99,22 @@ class Fleet:
     ) -> Placement:
         """Rank replicas for a prompt.
 
-        Replicas that cannot load the prompt's LoRA adapter are left out. If no replica can load it,
-        all are ranked.
+        Replicas that cannot load the prompt's variant of the model are left out. If no replica can
+        load it, all are ranked.
 
         Args:
             running: the replicas that may get the prompt.
-            scope: which prompts may share blocks with this one: those with its namespace and LoRA
-                adapter.
+            scope: which prompts may share blocks with this one: those with its namespace and for
+                its variant of the model.
             features: images, videos and sounds in the prompt.
             is_known: whether these are the tokens of the prompt. False: only their number counts,
                 and no replica has them cached.
         """
         chain = self.caches.chain(token_ids, scope, features) if is_known else []
-        if lora := scope.lora:
-            capable = [id_ for id_ in running if self.replicas.can_load(id_, lora)]
+        if variant := scope.variant:
+            capable = [id_ for id_ in running if self.replicas.can_load(id_, variant)]
             running = capable or running
-        placement = self.place_chain(chain, len(token_ids), running, now_s, lora=lora)
+        placement = self.place_chain(chain, len(token_ids), running, now_s, variant=variant)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
         return placement
@@ -126,7 +126,7 @@ class Fleet:
         running: Sequence[str],
         now_s: float,
         *,
-        lora: str = "",
+        variant: str = "",
     ) -> Placement:
         """Rank replicas as `place` does, for a prompt that is given by its reusable blocks.
 
@@ -134,7 +134,7 @@ class Fleet:
             chain: the fingerprints of the prompt's reusable blocks.
             prompt_tokens: tokens of the prompt.
             running: the replicas that may get the prompt.
-            lora: the prompt's LoRA adapter; empty: none.
+            variant: the variant of the model; see Scope.
         """
         hits = self.caches.find(chain, now_s)
         best = max([hits.blocks.get(replica_id, 0) for replica_id in running], default=0)
@@ -145,7 +145,7 @@ class Fleet:
             hits,
             known_block=prefix[-1] if prefix else None,
             shares=self._branches.shares(prefix, running),
-            lora=lora,
+            variant=variant,
             now_s=now_s,
         )
         busy_s, pressure = self.loads.scale.busy_s, self.pressure.value
@@ -170,7 +170,7 @@ class Fleet:
             busy_s=busy_s,
             forks=forks,
             pressure=pressure,
-            lora=lora,
+            variant=variant,
             known_blocks=self.caches.known(chain, best),
             partial_blocks=self.caches.partial(chain, best),
         )
@@ -181,7 +181,7 @@ class Fleet:
         It waits for all other requests and for the batch requests before it.
         """
         again = self.place_chain(
-            placement.chain, placement.prompt_tokens, running, now_s, lora=placement.lora
+            placement.chain, placement.prompt_tokens, running, now_s, variant=placement.variant
         )
         ids = [candidate.replica_id for candidate in again.ranking]
         ahead_s = self.loads.lane_backlogs_s(ids, now_s)
@@ -201,7 +201,7 @@ class Fleet:
         *,
         known_block: Fingerprint | None,
         shares: Sequence[float],
-        lora: str,
+        variant: str,
         now_s: float,
     ) -> list[Candidate]:
         """Return the candidates of a prompt, in the order of `running`.
@@ -219,12 +219,12 @@ class Fleet:
         reloads = [NO_RELOAD] * len(running)
         if hits.reloads:
             reloads = [hits.reloads.get(replica_id, NO_RELOAD) for replica_id in running]
-        lora_times_s = [0.0] * len(running)
-        if lora:
-            lora_times_s = [self._lora_s(replica_id, lora) for replica_id in running]
+        setup_times_s = [0.0] * len(running)
+        if variant:
+            setup_times_s = [self._setup_s(replica_id, variant) for replica_id in running]
         candidates = []
-        for replica_id, load, (slowness, healthy), share, reload, lora_s in zip(
-            running, loads, learned_slowness(loads), shares, reloads, lora_times_s, strict=True
+        for replica_id, load, (slowness, healthy), share, reload, setup_s in zip(
+            running, loads, learned_slowness(loads), shares, reloads, setup_times_s, strict=True
         ):
             blocks = hit_blocks.get(replica_id, 0)
             new_tokens, own_s, copy_s = prompt.on(load.model, blocks)
@@ -240,7 +240,7 @@ class Fleet:
                     free_blocks.get(replica_id, 0),
                     load.unanswered,
                     self._memory_s(load, new_tokens, prompt.tokens, known_block, now_s),
-                    lora_s,
+                    setup_s,
                     reload.parts,
                     reload.wait_s,
                     healthy / slowness,
@@ -249,9 +249,9 @@ class Fleet:
             )
         return candidates
 
-    def _lora_s(self, replica_id: str, lora: str) -> float:
+    def _setup_s(self, replica_id: str, variant: str) -> float:
         """Return the seconds to load the adapter; 0 if it is loaded."""
-        if lora in self.loads.of(replica_id).loras:
+        if variant in self.loads.of(replica_id).loras:
             return 0.0
         return self.replicas.lora_load_s(replica_id)
 
@@ -316,15 +316,15 @@ class Fleet:
         dispatch = Dispatch(
             request_id=request_id,
             replica_id=replica_id,
-            prefill_s=prefill_s + candidate.lora_s / load.speed.slowness,
+            prefill_s=prefill_s + candidate.setup_s / load.speed.slowness,
             new_tokens=placement.prompt_tokens - hit_tokens,
             prompt_tokens=placement.prompt_tokens,
             known_prefix=Fingerprints(placement.known_prefix[-1:]),
             expected=Fingerprints(
                 self.caches.added(replica_id, placement.chain, candidate.gpu_blocks)
             ),
-            lora=placement.lora,
-            loads_first=candidate.lora_s > 0
+            variant=placement.variant,
+            loads_first=candidate.setup_s > 0
             or candidate.reload_s > 0
             or candidate.pull is not None,
             turn=None if is_batch else retention and retention.turn,
@@ -336,7 +336,7 @@ class Fleet:
                 computed_tokens=placement.new_tokens, evicted_tokens=placement.evicted_tokens
             )
         reload_s, pull_s = candidate.reload_s, candidate.pull_s
-        if candidate.lora_s:
+        if candidate.setup_s:
             reload_s = pull_s = 0.0
         attempt = self.begin(dispatch, now_s, reload_s, pull_s)
         if candidate.pull:
@@ -367,7 +367,7 @@ class Fleet:
                 new_tokens=dispatch.new_tokens,
                 prompt_tokens=dispatch.prompt_tokens,
                 sent_s=now_s,
-                lora=dispatch.lora,
+                variant=dispatch.variant,
                 loads_first=dispatch.loads_first,
                 reload_s=reload_s,
                 pull_s=pull_s,

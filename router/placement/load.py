@@ -66,7 +66,7 @@ class PendingRequest:
     new_tokens: int  # tokens of the prompt that the replica has to compute
     prompt_tokens: int
     sent_s: float  # time at which it was sent
-    lora: str = ""  # the request's LoRA adapter; empty: none
+    variant: str = ""  # the variant of the model; see Scope
     # True if the replica first loads an adapter or copies blocks back. The time to the first token
     # then does not show the speed of prefill.
     loads_first: bool = False
@@ -88,7 +88,7 @@ class PendingRequest:
 
         The engine computes other prompts meanwhile. While it loads an adapter, it computes nothing.
         """
-        return self.reload_s > 0 or self.pull_s > 0 or (self.loads_first and not self.lora)
+        return self.reload_s > 0 or self.pull_s > 0 or (self.loads_first and not self.variant)
 
 
 class PromptCost:
@@ -172,9 +172,9 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         )
         if sent.reload_s:
             self.reloads.begin(request_id, sent.sent_s + sent.reload_s)
-        if sent.lora:
-            self.loras.use(sent.lora)
-            self.loras_sent[0].append(sent.lora)
+        if sent.variant:
+            self.loras.use(sent.variant)
+            self.loras_sent[0].append(sent.variant)
         self.pending_tokens += sent.new_tokens
         self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
         self.mean_tokens += MEAN_SHARE * (sent.new_tokens - self.mean_tokens)

@@ -105,7 +105,7 @@ class Candidate(NamedTuple):
     free_blocks: int = 0  # KV blocks that no running request holds
     unanswered: int = 0  # requests that were sent there and have not ended
     memory_s: float = 0.0  # seconds until the KV cache has space for the prompt
-    lora_s: float = 0.0  # seconds to load the request's LoRA adapter; 0: nothing to load
+    setup_s: float = 0.0  # seconds to load the prompt's variant of the model; 0: it is loaded
     reloads: tuple[TierBlocks, ...] = ()  # the part of hit_blocks that is in slower tiers
     reload_s: float = 0.0  # seconds until the blocks in `reloads` are in GPU memory
     worth: float = 1.0  # see `worth` in the module; less than 1 for a slow replica
@@ -128,7 +128,7 @@ class Candidate(NamedTuple):
     def ttft_s(self) -> float:
         """Return the predicted time to the first token of this request, in seconds."""
         waits_s = self.backlog_s + self.reload_s + self.pull_s + self.memory_s
-        return waits_s + self.own_s + self.copy_s + self.lora_s
+        return waits_s + self.own_s + self.copy_s + self.setup_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def _terms(candidate: Candidate, prices: Prices) -> tuple[float, ...]:
         candidate.memory_s,
         (1.0 + price) * own_s,
         (1.0 + price + prices.copy * candidate.worth) * copy_s / prices.copy_uses,
-        (1.0 + price) * candidate.lora_s,
+        (1.0 + price) * candidate.setup_s,
         prices.rotation * own_s * min(2.0, candidate.branch_share - 1.0),
         candidate.decode_step_s * (DECODE_STEPS + candidate.steps),
     )

@@ -37,7 +37,7 @@ SECONDS = {
     "memory": "memory_s",
     "own": "own_s",
     "copy": "copy_s",
-    "lora": "lora_s",
+    "lora": "setup_s",
 }
 
 
@@ -78,7 +78,7 @@ def receipt(
     }
     return {
         "policy": policy,
-        "lora": name_of(placement.lora) or None,
+        "lora": name_of(placement.variant) or None,
         "prompt_tokens": placement.prompt_tokens,
         "block_size": placement.block_size,
         "reusable_blocks": len(placement.chain),

@@ -202,13 +202,13 @@ class ReplicaRegistry:
             return UNKNOWN_SPEED
         return prefill_model(record.facts.prefill_tokens_per_s, record.facts.attention_tokens)
 
-    def can_load(self, replica_id: str, lora: str) -> bool:
+    def can_load(self, replica_id: str, variant: str) -> bool:
         """Return whether the replica can load the adapter; true if it does not list adapters."""
         record = self._records.get(replica_id)
-        if record is not None and is_key(lora):  # it was added while the cluster runs
+        if record is not None and is_key(variant):  # it was added while the cluster runs
             return record.facts.max_lora_rank > 0
         identity = record.identity if record else None
-        return identity is None or lora in identity.adapters
+        return identity is None or variant in identity.adapters
 
     def lora_load_s(self, replica_id: str) -> float:
         """Return the seconds that the replica takes to load an adapter.

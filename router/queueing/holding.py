@@ -358,7 +358,7 @@ def _queued(placement: Placement, context: RequestContext) -> QueuedRequest[Answ
     return QueuedRequest(
         request=_answer(),
         arrived_s=context.ready_s,
-        prefill_s=best.own_s + best.copy_s + best.lora_s,
+        prefill_s=best.own_s + best.copy_s + best.setup_s,
         priority_s=urgency.delay_s,
         is_interactive=urgency.is_interactive,
         is_batch=urgency.is_batch,

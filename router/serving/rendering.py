@@ -113,7 +113,7 @@ def http_call(
         is_checked=is_checked,
         is_stored=call.is_stored,
         has_prefix=has_prefix,
-        lora=call.adapter.name if call.adapter else "",
+        variant=call.adapter.name if call.adapter else "",
         lora_path=call.adapter.path if call.adapter else "",
     )
 

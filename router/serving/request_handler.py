@@ -109,7 +109,7 @@ class RequestHandler:
         expanded = await expand(call, self._parts)
         call = expanded.call
         rendered = await self._renderer.render(call, expanded.prefix)
-        broken = self._broken(expanded, rendered, context.lora, self._chats.compare)
+        broken = self._broken(expanded, rendered, context.variant, self._chats.compare)
         features = rendered.placed_features()
         receipts = []
         async for prompt in one_by_one(rendered.token_ids):
@@ -117,7 +117,7 @@ class RequestHandler:
             shared_tokens = self._parts.dispatcher.shared_tokens(
                 prompt, context.namespace, features
             )
-            scope = Scope(context.lora, context.namespace, shared_tokens)
+            scope = Scope(context.variant, context.namespace, shared_tokens)
             placement = self._parts.fleet.place(prompt, running, now_s, scope, features)
             retention = self._parts.fleet.retention(placement, context.hints)
             receipts.append(
@@ -178,7 +178,7 @@ class RequestHandler:
             ready_s=time.monotonic(),
             prompts=len(rendered.token_ids),
             named_tokens=named_tokens,
-            broken=self._broken(expanded, rendered, context.lora, self._chats.store),
+            broken=self._broken(expanded, rendered, context.variant, self._chats.store),
             features=rendered.placed_features(),
         )
 
@@ -186,7 +186,7 @@ class RequestHandler:
         self,
         expanded: Expanded,
         rendered: RenderedCall,
-        lora: str,
+        variant: str,
         compare: Callable[..., Break | None],
     ) -> Break | None:
         """Return where the prompt differs from the chat's earlier prompt.
@@ -200,7 +200,7 @@ class RequestHandler:
         messages = conversation(call.path, call.body)
         if messages is None:
             return None
-        scope = f"{lora}|{prefix.id if prefix else ''}|{call.cache_salt}"
+        scope = f"{variant}|{prefix.id if prefix else ''}|{call.cache_salt}"
         ids = with_image_numbers(rendered.token_ids[0], rendered.features)
         broken = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
         if broken and broken.difference.after.tokens <= MAX_TOKENS:

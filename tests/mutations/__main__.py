@@ -71,8 +71,8 @@ MUTATIONS = {
     "tenants": Mutation(
         "no tenant finds what another one has cached",
         "kvroute/blocks/fingerprint.py",
-        '{lora}|{namespace}"',
-        '{lora}|"',
+        '{variant}|{namespace}"',
+        '{variant}|"',
     ),
     "keys": Mutation(
         "an API key allows what its roles allow, and nothing else",

@@ -213,9 +213,9 @@ class Replica:
 
     async def ask(self, adapter: AddedAdapter) -> str:
         """Ask for the adapter; return the response's model."""
-        call = replace(completion(max_tokens=1), lora=adapter.key, lora_path=adapter.path)
+        call = replace(completion(max_tokens=1), variant=adapter.key, lora_path=adapter.path)
         ids = np.arange(8, dtype=np.uint32)
-        request = GenerateRequest("r-0", ids, lora=adapter.key, call=call)
+        request = GenerateRequest("r-0", ids, variant=adapter.key, call=call)
         data = b""
         chunks: list[Any] = []
         async with self.adapters.used_by(request):

@@ -175,7 +175,7 @@ def test_each_block_has_one_event_with_the_fingerprint_of_the_prompt_up_to_its_e
     for blocks in (1, 3):
         table.token_ids += range(len(table.token_ids), blocks * SIZE)
         assert pool.extend(table, blocks * SIZE)
-    parent = root(model="m", revision="r", block_size=SIZE, lora="adapter", namespace="tenant")
+    parent = root(model="m", revision="r", block_size=SIZE, variant="adapter", namespace="tenant")
     chain = fingerprints(tokens(3 * SIZE), block_size=SIZE, parent=parent)
     assert pool.drain() == [BlockStored(told, told) for told in (chain[:1], chain[1:])]
 

@@ -13,7 +13,7 @@ SPACE = Space("m", "r", BLOCK)
 ids = st.lists(st.integers(0, 3), max_size=40)
 scopes = st.builds(
     Scope,
-    lora=st.sampled_from(["", "sql"]),
+    variant=st.sampled_from(["", "sql"]),
     namespace=st.sampled_from(["", "a", "b"]),
     shared_tokens=st.integers(0, 6).map(lambda blocks: BLOCK * blocks),
 )
@@ -31,7 +31,7 @@ def chain(
 
 def may_share(block: int, one: Scope, other: Scope) -> bool:
     """Whether both scopes have the same owner there, and at every block before it."""
-    if one.lora != other.lora:
+    if one.variant != other.variant:
         return False
     end = (block + 1) * BLOCK
     owners = [

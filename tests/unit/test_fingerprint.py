@@ -35,7 +35,7 @@ def feature_lists(draw: st.DrawFn) -> list[MediaFeature]:
 
 def test_the_fingerprints_are_pinned() -> None:
     """Other versions of kvroute read what this one wrote: a change here is a new version prefix."""
-    parent = root(model="m", revision="r", block_size=4, lora="l", namespace="n")
+    parent = root(model="m", revision="r", block_size=4, variant="l", namespace="n")
     assert parent == 0x0E56778B9C385797
     ids = [1, 2, 3, 4, 5, 6, 7, 2**32 - 1]
     assert chain(ids, parent) == [0x26EA7540DFE902F2, 0xD84409150D7C7FC2]
@@ -92,7 +92,7 @@ def test_prompts_share_fingerprints_as_far_as_their_images_are_the_same() -> Non
     [
         {"model": "n"},
         {"model": "m", "revision": "2"},
-        {"model": "m", "lora": "a"},
+        {"model": "m", "variant": "a"},
         {"model": "m", "namespace": "tenant"},
     ],
 )

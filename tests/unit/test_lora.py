@@ -62,7 +62,7 @@ def test_the_replica_that_has_the_adapter_is_chosen() -> None:
 def test_a_long_queue_outweighs_the_time_to_load_an_adapter_on_another_replica() -> None:
     def chosen(backlog_s: float) -> str:
         loaded = Candidate("loaded", 0, backlog_s, own_s=0.1)
-        idle = [Candidate(name, 0, 0.0, own_s=0.1, lora_s=2.0) for name in "abc"]
+        idle = [Candidate(name, 0, 0.0, own_s=0.1, setup_s=2.0) for name in "abc"]
         fleet = [loaded, *idle]
         return rank(fleet, rng=random.Random(0), prices=prices(fleet, busy_s=1.0))[0].replica_id
 
@@ -85,7 +85,7 @@ def test_from_its_third_report_on_only_the_replicas_own_word_counts() -> None:
     loads = []
     for _ in range(3):
         fleet.update([record("a")])
-        loads.append(fleet.place(PROMPT, ["a"], 1.0, Scope("sql")).candidate("a").lora_s)
+        loads.append(fleet.place(PROMPT, ["a"], 1.0, Scope("sql")).candidate("a").setup_s)
     assert loads == [0.0, 0.0, 2.0]
 
 
@@ -247,7 +247,7 @@ def test_a_replica_that_has_loaded_no_adapter_yet_counts_as_fast_as_the_others()
     unmeasured = msgspec.structs.replace(record("new"), load=Load())
     fleet = fleet_of(*measured, unmeasured)
     placement = fleet.place(PROMPT, ["a", "b", "c", "new"], 0.0, Scope("sql"))
-    assert placement.candidate("new").lora_s == 0.02
+    assert placement.candidate("new").setup_s == 0.02
 
 
 def test_an_added_adapter_goes_to_replicas_that_take_added_ones() -> None:

@@ -127,7 +127,7 @@ candidates = st.lists(
         decode_step_s=st.floats(0, 1),
         free_blocks=st.integers(0, 100_000),
         memory_s=seconds,
-        lora_s=seconds,
+        setup_s=seconds,
         reload_s=seconds,
         worth=st.floats(0.01, 100),
         pull=st.none() | pulls,
@@ -180,7 +180,7 @@ def test_a_longer_backlog_never_attracts_a_request_that_adds_nothing_to_it(
     fleet: list[Candidate], more_s: float
 ) -> None:
     common = prices(fleet, busy_s=UNIT_S)
-    here = fleet[0]._replace(own_s=0.0, copy_s=0.0, lora_s=0.0)
+    here = fleet[0]._replace(own_s=0.0, copy_s=0.0, setup_s=0.0)
     busier = here._replace(backlog_s=here.backlog_s + more_s)
     assert cost_s(busier, common) >= cost_s(here, common)
 

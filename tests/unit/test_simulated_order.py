@@ -39,7 +39,7 @@ def request(
 ) -> GenerateRequest:
     ids = np.full(tokens, number, np.uint32)
     call = completion(**{"max_tokens": 2, "temperature": 1.0, "seed": 1} | fields)
-    return GenerateRequest(str(number), ids, lora=lora, call=call, order_s=order_s)
+    return GenerateRequest(str(number), ids, variant=lora, call=call, order_s=order_s)
 
 
 async def run(engine: SimulatedEngine, requests: Sequence[GenerateRequest]) -> list[int]:

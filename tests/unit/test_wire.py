@@ -225,13 +225,13 @@ DISPATCH = (
 
 
 def test_a_request_is_the_same_on_the_other_side() -> None:
-    sent = request(1000, answered=3, trace={"traceparent": "x"}, lora="l", expected_tokens=64)
+    sent = request(1000, answered=3, trace={"traceparent": "x"}, variant="l", expected_tokens=64)
     got = crossed(sent)
     assert got.token_ids.tolist() == sent.token_ids.tolist()
     assert [getattr(got, name) for name in SAME] == [getattr(sent, name) for name in SAME]
 
 
-SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "lora", "expected_tokens")
+SAME = ("request_id", "max_tokens", "namespace", "answered", "trace", "variant", "expected_tokens")
 
 
 @given(st.floats())

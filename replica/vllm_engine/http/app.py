@@ -168,7 +168,7 @@ class HttpApp:
             EngineDeadError: The engine has died.
         """
         assert request.call is not None
-        lora = await self._adapters[request.rank].ready(request.lora)
+        lora = await self._adapters[request.rank].ready(request.variant)
         run = RequestRun(request, request.call, emit, lora)
         await run.respond(self._app)
 
@@ -217,7 +217,7 @@ class _Client:
         run = CURRENT.get()
         assert run is not None, "only HTTP requests call this"
         rank = run.request.rank
-        asked = run.request.lora or (lora_request.lora_name if lora_request else "")
+        asked = run.request.variant or (lora_request.lora_name if lora_request else "")
         lora = await self._adapters[rank].ready(asked)
         at_rank = AtRank(self._llm, rank)
         options |= {"lora_request": lora, "priority": run.priority}

@@ -1,8 +1,8 @@
 """The LoRA adapters by name, as vLLM's application finds the one that a body asks for.
 
 The router has checked the name of an added adapter, and sends its key and its folder along
-(HttpCall.lora). So the application accepts the name in this request only: it is known to no other
-request, since another tenant may have another adapter with this name.
+(HttpCall.variant). So the application accepts the name in this request only: it is known to no
+other request, since another tenant may have another adapter with this name.
 """
 
 from typing import Any
@@ -41,9 +41,9 @@ class RequestedAdapters(dict[str, LoRARequest]):
         The application only uses the result's name. The engine gets the request of core/lora.py.
         """
         run = CURRENT.get()
-        if run is None or not run.call.lora:
+        if run is None or not run.call.variant:
             return None
-        name = name_of(run.call.lora)
+        name = name_of(run.call.variant)
         if model not in (name, f"{self._served_name}:{name}"):
             return None
         return LoRARequest(name, 1, run.call.lora_path)

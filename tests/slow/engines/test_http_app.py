@@ -511,7 +511,7 @@ async def test_an_adapter_answers_responses_and_messages_also_behind_a_cut(
     own_text = {"input": text, "messages": [{"role": "user", "content": text}]}
     for name in ("m", "sql", "law"):
         body = {**OTHERS[path], **own_text, "model": name, "temperature": 0}
-        own = replace(request_of(path, body), lora="" if name == "m" else name)
+        own = replace(request_of(path, body), variant="" if name == "m" else name)
         first = await chunks_of(running, own)
         again = await chunks_of(running, own)
         assert status_of(first) == status_of(again) == 200

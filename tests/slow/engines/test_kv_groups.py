@@ -31,7 +31,7 @@ def chain_of(
     token_ids: list[int], namespace: str = "", lora: str = "", unit: int = UNIT
 ) -> list[Fingerprint]:
     """As a router computes it."""
-    parent = root(model="m", block_size=unit, namespace=namespace, lora=lora)
+    parent = root(model="m", block_size=unit, namespace=namespace, variant=lora)
     return fingerprints(np.array(token_ids, np.uint32), block_size=unit, parent=parent)
 
 

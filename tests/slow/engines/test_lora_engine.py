@@ -31,11 +31,11 @@ pytestmark = [
 
 
 def under(lora: str, prompt: list[int], namespace: str = "") -> GenerateRequest:
-    return replace(request_of(prompt, namespace), lora=lora)
+    return replace(request_of(prompt, namespace), variant=lora)
 
 
 def chain_of(prompt: list[int], lora: str, namespace: str = "") -> set[Fingerprint]:
-    parent = root(model="m", block_size=BLOCK, lora=lora, namespace=namespace)
+    parent = root(model="m", block_size=BLOCK, variant=lora, namespace=namespace)
     return set(fingerprints(np.array(prompt, np.uint32), block_size=BLOCK, parent=parent))
 
 
@@ -115,8 +115,8 @@ def late(running: Running) -> AddedAdapter:
 
 def under_late(adapter: AddedAdapter, prompt: list[int]) -> GenerateRequest:
     call = completion(model=LATE, max_tokens=TOKENS)
-    call = replace(call, lora=adapter.key, lora_path=adapter.path)
-    return replace(request_of(prompt), lora=adapter.key, call=call)
+    call = replace(call, variant=adapter.key, lora_path=adapter.path)
+    return replace(request_of(prompt), variant=adapter.key, call=call)
 
 
 async def test_an_adapter_is_added_and_dropped_while_the_engine_runs(running: Running) -> None:

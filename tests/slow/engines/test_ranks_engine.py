@@ -120,10 +120,10 @@ async def test_what_cannot_name_a_rank_reaches_it_all_the_same(ranks: Ranks) -> 
 async def test_an_adapter_is_loaded_by_the_ranks_that_need_it(ranks: Ranks) -> None:
     request = request_of(prompt_of(100, seed=6))
     without = await ranks[1].run(request)
-    adapted = await ranks[1].run(replace(request, lora=LORA))
+    adapted = await ranks[1].run(replace(request, variant=LORA))
     assert ids_of(adapted) != ids_of(without)
     assert [running.engine.load().loras for running in ranks] == [(), (LORA,)]
-    assert ids_of(await ranks[0].run(replace(request, lora=LORA))) == ids_of(adapted)
+    assert ids_of(await ranks[0].run(replace(request, variant=LORA))) == ids_of(adapted)
     assert [running.engine.load().loras for running in ranks] == [(LORA,), (LORA,)]
     for running in ranks:
         assert (await running.compare()).drift == 0
