@@ -1,16 +1,18 @@
 """The doctor reports what is wrong with a cluster and what to do about it."""
 
+import importlib
 import inspect
+import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.exceptions import OutOfMemoryError
 
+from kvroute import doctor
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.contract.unreadable import KINDS
 from kvroute.doctor import (
-    batch_checks,
     cache_size,
     checks,
     clocks,
@@ -57,9 +59,10 @@ def of_redis(**facts: Any) -> Check:
 
 def test_every_check_is_made() -> None:
     made = inspect.getsource(collect)
-    modules = (checks, load_checks, cache_size, metrics_ports, clocks)
-    for module in (*modules, batch_checks, wire_checks):
-        short = module.__name__.rpartition(".")[2]
+    names = [module.name for module in pkgutil.iter_modules(doctor.__path__)]
+    assert len(names) > 8
+    for short in sorted({*names} - {"collect"}):
+        module = importlib.import_module(f"{doctor.__name__}.{short}")
         for name, function in inspect.getmembers(module, inspect.isfunction):
             is_check = "Check" in str(inspect.signature(function).return_annotation)
             if is_check and function.__module__ == module.__name__ and name[0] != "_":

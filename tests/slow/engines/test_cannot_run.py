@@ -29,7 +29,8 @@ def test_vllms_last_words_are_the_commands(tmp_path: Path) -> None:
         assert cluster.process.wait(250) == 1
         said = "vLLM cannot run this model as it is configured: ValueError: To serve at least one"
         assert said in cluster.output()
-        assert "kvroute's options for this: --max-model-len" in cluster.output()
+        options = "--kv-cache-memory-mb (on CPUs) and --max-model-len"
+        assert f"kvroute's options for this: {options}" in cluster.output()
         assert "Traceback" not in cluster.output()
         assert_gone(cluster)
 
