@@ -1,6 +1,7 @@
 """Sends the lines of a batch to a cluster and writes the answers.
 
-The number of open requests follows the speed of the cluster (window.py).
+The number of open requests follows the speed of the cluster (window.py), and is at most what the
+cluster accepts (places.py).
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,14 +18,15 @@ import httpx
 import msgspec
 
 from kvroute.batch.lines import SentLine
+from kvroute.batch.places import Places
 from kvroute.batch.usage import TokenUsage, usage_of
 from kvroute.batch.window import Window
 
 QUEUED_HEADER = "x-kvroute-queued-s"  # seconds that the request waited in the queue
 REQUEST_ID = "x-request-id"  # header with the id of a request
-# Statuses after which a line is sent again, since the cause may be temporary: a full queue, or no
-# ready replica.
-TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
+# Statuses after which a line is sent again, since the cause may be temporary, such as no ready
+# replica.
+TRY_AGAIN = frozenset({408, 502, 503, 504})
 MAX_TRIES = 20  # a line fails after this many answers with a status in TRY_AGAIN
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # pause before the next try; it doubles with each try
 SYNC_INTERVAL_S = 1.0  # seconds between two calls of AnswerSink.sync
@@ -39,6 +42,7 @@ class RunProgress:
     usage: TokenUsage = field(default_factory=TokenUsage)  # tokens of this run
     open: int = 0  # requests without an answer
     away: str = ""  # why the cluster does not answer at the moment; empty: it answers
+    refusal: str = ""  # the latest answer with status 429 if no line was accepted after it
 
 
 class AnswerSink(Protocol):
@@ -100,6 +104,7 @@ class Runner:
         self._max_open = max_open or (lambda: window.size)
         self._headers = headers
         self._max_tries = max_tries
+        self._places = Places()
         self._threads = threads
         self.progress = RunProgress(total, done=total - len(self._waiting))
 
@@ -119,7 +124,9 @@ class Runner:
         try:
             while self._waiting or self._running:
                 self._start()
-                await self._changed.wait()
+                wait_s = self._places.wait_s(time.monotonic())
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), wait_s)
                 self._changed.clear()
                 if self._error:
                     raise self._error
@@ -136,7 +143,8 @@ class Runner:
 
     def _start(self) -> None:
         """Send as many lines as may be open."""
-        while self._waiting and len(self._running) < self._max_open():
+        self._places.try_more(time.monotonic(), enough=self._max_open())
+        while self._waiting and len(self._running) < min(self._max_open(), self._places.count):
             index = self._waiting.pop()
             self._sent.add(index)
             task = asyncio.create_task(self._answer(index))
@@ -151,10 +159,19 @@ class Runner:
         self._changed.set()
 
     async def _answer(self, index: int) -> None:
-        """Send a line until it has a final answer, and write the answer."""
+        """Send a line until it has a final answer, and write the answer.
+
+        If the cluster refuses the line (429), it waits again, and other lines may take its place.
+        """
         line = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, index)
         try:
-            self._write(line, await self._final_answer(line))
+            response = await self._final_answer(line)
+            if response.status_code == httpx.codes.TOO_MANY_REQUESTS and _may_retry(response):
+                self._refused(index, response)
+            else:
+                self._write(line, response)
+                self._places.answered(len(self._sent) - 1)
+                self.progress.refusal = ""
         except (OSError, RefusedKeyError):
             raise
         except Exception as error:  # whatever is wrong with a line must not end the others
@@ -163,10 +180,10 @@ class Runner:
             self._results.write(line.custom_id, status=500, request_id="", body=body)
             self.progress.done += 1
             self.progress.failed += 1
-        self._sent.remove(index)
+        self._sent.discard(index)
 
     async def _final_answer(self, line: SentLine) -> httpx.Response:
-        """Send a line until it has a final answer."""
+        """Send a line until it has a final answer, or the cluster refuses it (429)."""
         pause_s, tries = FIRST_PAUSE_S, 0
         content, id_ = _without_stream(line.body), uuid.uuid4().hex
         while True:
@@ -182,20 +199,24 @@ class Runner:
                 if response.status_code == httpx.codes.UNAUTHORIZED:
                     raise RefusedKeyError(response.text)
                 tries += 1
-                may_retry = response.headers.get("x-should-retry") != "false"
-                may_retry &= response.status_code in TRY_AGAIN and tries != self._max_tries
-                if not may_retry:
+                is_temporary = response.status_code in TRY_AGAIN and tries != self._max_tries
+                if not (is_temporary and _may_retry(response)):
                     if response.is_success:  # an error in a line says nothing about the cluster
                         now_s, waited_s = time.monotonic(), _queued_s(response)
                         self._window.answered(now_s, took_s=now_s - sent_s, waited_s=waited_s)
                     return response
-                if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-                    self._window.refused()
-                else:
-                    self._window.lost()
+                self._window.lost()
                 pause_s = max(pause_s, _retry_after_s(response))
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
+
+    def _refused(self, index: int, response: httpx.Response) -> None:
+        """Let a line that the cluster refused wait again."""
+        self._sent.remove(index)
+        self._waiting.append(index)
+        self.progress.refusal = response.text
+        again_s = min(MAX_PAUSE_S, _retry_after_s(response))
+        self._places.refused(time.monotonic(), open_lines=len(self._sent), again_s=again_s)
 
     def _write(self, line: SentLine, response: httpx.Response) -> None:
         self._results.write(
@@ -216,6 +237,11 @@ def _without_stream(body: msgspec.Raw) -> bytes:
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     kept = {name: value for name, value in fields.items() if not name.startswith("stream")}
     return msgspec.json.encode(kept)
+
+
+def _may_retry(response: httpx.Response) -> bool:
+    """Return whether the cluster allows that the line is sent again."""
+    return bool(response.headers.get("x-should-retry") != "false")
 
 
 def _retry_after_s(response: httpx.Response) -> float:

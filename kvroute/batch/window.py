@@ -92,10 +92,6 @@ class Window:
             else:
                 self._remain(level, is_waiting=is_waiting)
 
-    def refused(self) -> None:
-        """Record that the cluster had no place for a line: one line too many was open."""
-        self._stay(max(1.0, min(self._size, self._limit()) - 1))
-
     def lost(self) -> None:
         """Record that the cluster could not answer a line: it may have lost replicas."""
         if not self._skipped:  # otherwise, the window was made smaller after this line was sent

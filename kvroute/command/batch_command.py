@@ -247,6 +247,9 @@ def describe(progress: RunProgress, elapsed_s: float, first: int) -> str:
             parts.append(f"{cached:.0%} of prompt tokens cached")
         left_s = elapsed_s / answered * (progress.total - progress.done)
         parts.append(f"{_duration(left_s)} left")
+    if progress.refusal and not progress.open:
+        refusal = _message(progress.refusal)
+        parts.append(f"the cluster accepts no line at the moment ({refusal})")
     if progress.away:
         parts.append(f"the cluster does not answer ({progress.away})")
     return ", ".join(parts)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.batch import run
+from kvroute.batch import places, run
 from kvroute.batch.lines import open_lines
 from kvroute.batch.results import Results
 from kvroute.batch.run import MAX_TRIES, RefusedKeyError, Runner
@@ -30,6 +30,7 @@ ANSWER = {
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(places, "MIN_PAUSE_S", 0.001)
 
 
 @contextmanager
@@ -100,6 +101,44 @@ async def test_a_line_that_is_never_accepted_fails_and_the_others_do_not(tmp_pat
     (failed,) = written(tmp_path / "errors")
     assert (failed["custom_id"], failed["response"]["status_code"]) == ("3", 503)
     assert len(written(tmp_path / "out")) == 5
+
+
+async def test_a_refused_line_is_sent_again_when_another_line_of_the_batch_is_answered(
+    tmp_path: Path,
+) -> None:
+    """Without a pause: here, the batch would have to wait for the time of each refusal."""
+    running, most, refusals = 0, 0, 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal running, most, refusals
+        if running == 2:
+            refusals += 1
+            return httpx.Response(429, headers={"retry-after": "3600"}, text="limit reached")
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return httpx.Response(200, json=ANSWER)
+
+    with runner_of(tmp_path, 100, answer) as runner:  # type: ignore[arg-type]
+        await runner.run(lambda progress: None)
+    assert (runner.progress.done, runner.progress.failed) == (100, 0)
+    assert (most, refusals < START) == (2, True)
+
+
+async def test_a_line_waits_for_as_long_as_the_cluster_has_no_place_for_it(tmp_path: Path) -> None:
+    shown, tries = list[tuple[int, str]](), 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal tries
+        tries += 1
+        return httpx.Response(429 if tries <= MAX_TRIES + 5 else 200, text="full")
+
+    with runner_of(tmp_path, 1, answer) as runner:
+        await runner.run(lambda progress: shown.append((progress.open, progress.refusal)))
+    assert (runner.progress.done, runner.progress.failed) == (1, 0)
+    assert (0, "full") in shown
+    assert runner.progress.refusal == ""
 
 
 async def test_a_wrong_key_ends_the_batch_without_a_result(tmp_path: Path) -> None:

@@ -162,16 +162,6 @@ def test_batches_share_a_cluster_that_says_how_long_lines_wait() -> None:
     assert sorted(largest)[len(largest) // 2] < LIMIT / 2
 
 
-def test_a_refused_line_takes_one_open_request_away() -> None:
-    found = window()
-    for _ in range(10):
-        found.refused()
-    assert found.size == START - 10
-    for _ in range(100):
-        found.refused()
-    assert found.size == 1
-
-
 def test_many_lost_lines_halve_the_window_once() -> None:
     found = window()
     for _ in range(10):
