@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from kvroute.client import FIND, Url, fail
+from kvroute.client import FIND, GivenUrl, fail, find_url
 from kvroute.command.serve_command import parsed
 from kvroute.command.tables import Column, print_table, prose
 from kvroute.wording import plural
@@ -22,7 +22,7 @@ STYLES = {"wrong": "bold red", "warning": "yellow", "ok": "green"}  # the worst 
 
 
 def doctor(
-    url: Url = FIND,
+    url: GivenUrl = FIND,
     audit: Annotated[
         bool,
         typer.Option(
@@ -57,7 +57,7 @@ def doctor(
     if before_start:
         checks = list(_machine_checks(serve_options or []))
     else:
-        checks = _cluster_checks(url, audit=audit)
+        checks = _cluster_checks(find_url(url), audit=audit)
     if as_json:
         typer.echo(json.dumps([asdict(check) for check in checks]))
     else:

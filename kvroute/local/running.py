@@ -17,6 +17,10 @@ URL = "KVROUTE_URL"  # environment variable for --url
 KEY = "KVROUTE_API_KEY"  # variable for the API key, since other users could read an option
 
 
+# Errors if the folder cannot be used. RuntimeError: this user has no home folder.
+UNUSABLE = (OSError, RuntimeError)
+
+
 class RunningCluster(msgspec.Struct, frozen=True):
     """A running cluster, and the process that runs it."""
 
@@ -34,8 +38,9 @@ def registered(url: str) -> Iterator[None]:
     """
     process = psutil.Process()
     cluster = RunningCluster(url, socket.gethostname(), process.pid, process.create_time())
-    file = _folder() / f"{cluster.host}-{cluster.pid}.json"
-    with suppress(OSError):
+    file = Path()
+    with suppress(*UNUSABLE):
+        file = _folder() / f"{cluster.host}-{cluster.pid}.json"
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.write_bytes(msgspec.json.encode(cluster))
     try:
@@ -46,9 +51,14 @@ def registered(url: str) -> Iterator[None]:
 
 
 def running_urls() -> list[str]:
-    """Return the URLs of the clusters on this machine; delete the files of ended clusters."""
-    urls = []
-    for file in sorted(_folder().glob(f"{socket.gethostname()}-*.json")):
+    """Return the URLs of the clusters on this machine; delete the files of ended clusters.
+
+    If the folder cannot be read, no cluster is known.
+    """
+    urls, files = list[str](), list[Path]()
+    with suppress(*UNUSABLE):
+        files = sorted(_folder().glob(f"{socket.gethostname()}-*.json"))
+    for file in files:
         with suppress(OSError, msgspec.DecodeError):
             cluster = msgspec.json.decode(file.read_bytes(), type=RunningCluster)
             if _is_running(cluster):

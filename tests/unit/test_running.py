@@ -9,8 +9,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from kvroute import client
 from kvroute.cli import app
 from kvroute.client import LOCAL, find_url
+from kvroute.command import doctor_command
+from kvroute.doctor.checks import Check
 from kvroute.local.launch import first_steps
 from kvroute.local.running import registered, running_urls
 from kvroute.process.state_folder import state_folder
@@ -49,13 +52,27 @@ def test_a_cluster_of_another_machine_and_a_damaged_file_are_not_listed(folder: 
     assert running_urls() == []
 
 
-def test_a_folder_that_cannot_be_written_does_not_stop_a_cluster(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("fault", ["not a folder", "not readable", "no home folder"])
+def test_a_folder_that_cannot_be_used_stops_neither_a_cluster_nor_a_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    states = {
+        "not a folder": str(tmp_path / "file"),
+        "not readable": str(tmp_path / ("long" * 100)),  # an error for all users, also for root
+        "no home folder": "~nobody-has-this-name",
+    }
+    monkeypatch.setenv("XDG_STATE_HOME", states[fault])
     with registered("http://127.0.0.1:8123"):
         assert running_urls() == []
+        assert find_url("") == LOCAL
+
+
+def test_a_check_before_a_start_looks_for_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "running_urls", lambda: pytest.fail("it has looked"))
+    monkeypatch.setattr(doctor_command, "_machine_checks", lambda options: [Check("a", "ok", "b")])
+    result = CliRunner().invoke(app, ["doctor", "--before-start"])
+    assert (result.exit_code, "everything is ok" in result.output) == (0, True)
 
 
 def test_without_the_variable_the_folder_is_in_the_home_folder(
