@@ -19,7 +19,7 @@ from tests.support.waiting import until, wait_until
 from tests.support.whole_fleet import wait_for_fleet
 from tests.support.workloads import BLOCK, Answer, ask, people_table, user
 
-STREAMS = 16
+STREAMS = 8  # two for each replica
 TOKENS = 3000  # of each answer: a busy machine must kill the replica before they end
 
 

@@ -15,7 +15,7 @@ from kvroute.replica.sim_engine.sampling import UNSUPPORTED, Chat, Completion
 from kvroute.router.api.declaration import PrefixDeclaration
 from tests.support.fuzzed_grammars import GRAMMARS
 
-EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "600")) // 8  # number of examples for each test
+EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "320")) // 8  # number of examples for each test
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 BATCH = {"messages": [CHAT["messages"]] * 2, "max_tokens": 2}
 SCORING = {"query": "Hello", "items": ["a", "b"], "label_token_ids": [1, 2]}

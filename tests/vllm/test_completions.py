@@ -19,9 +19,7 @@ GREEDY = {"temperature": 1.0, "top_k": 1}  # in which vLLM allows several choice
 # Fields with which only a replica can render the prompts, or has to.
 RENDERED_BY_REPLICA: dict[str, Body] = {
     "without special tokens": {"add_special_tokens": False},
-    "truncated": {"truncate_prompt_tokens": 2},
     "truncated, several choices": {"truncate_prompt_tokens": 3, "n": 2, **GREEDY},
-    "echo": {"echo": True},
     "echo and log-probabilities": {"echo": True, "logprobs": 1, "max_tokens": 1},
     "echo, log-probabilities, several choices": {"echo": True, "logprobs": 1, "n": 2, **GREEDY},
     "echo alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
