@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from redis.exceptions import RedisError
-
 from kvroute.adapters.added import AdapterFiles, AddedAdapter, is_key, name_of
 from kvroute.adapters.files import check_digest, check_files, path_in
 from kvroute.adapters.uses import Uses
@@ -21,6 +19,7 @@ from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import GenerateRequest
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.adapters import Adapters
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.replica")
@@ -98,7 +97,7 @@ class AddedAdapters:
     async def run(self) -> None:
         """Warm and drop adapters as they are added and removed, until cancelled."""
         while True:
-            with suppress(RedisError, OSError):  # the publisher logs the outage
+            with suppress(*REDIS_ERRORS):  # the publisher logs the outage
                 await self._added.refresh()
             await self._drop_removed()
             await self._warm()

@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.audit_report import Comparison, ReplicaAudit
@@ -25,7 +24,7 @@ from kvroute.contract.records import Description, Load, Pins
 from kvroute.replica.block_table import BlockTable, Changes
 from kvroute.replica.engine.kv_events import BlocksHeld, EventsLost, KVEvent
 from kvroute.replica.engine.protocol import Engine
-from kvroute.store.connection import Outage
+from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.index import BATCH_BLOCKS, FencedError, Index
 from kvroute.store.index_values import WriterState
 
@@ -165,7 +164,7 @@ class Publisher:
                 await self._write_changes()
             except FencedError as error:
                 log.warning("replica %s registers again: %s", self._replica_id, error)
-            except (RedisError, OSError) as error:
+            except REDIS_ERRORS as error:
                 self._outage.begin(error)
             finally:
                 self._is_registered = False
@@ -176,7 +175,7 @@ class Publisher:
 
         If Redis does not respond, the replica's record expires with its lease.
         """
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._index.leave(self._replica_id, self._writer_state.incarnation)
 
     async def _register(self) -> None:

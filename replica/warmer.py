@@ -19,12 +19,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-from redis.exceptions import RedisError
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import ReplicaRecord, Warm
 from kvroute.replica.engine.pins import free_pin_blocks
 from kvroute.replica.engine.protocol import Engine
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.index import Index
 from kvroute.store.named_prefix import Prefix, assigned, shared_tokens
 from kvroute.store.prefixes import Prefixes
@@ -116,7 +116,7 @@ class Warmer:
             await self._warm(self._assigned())
 
     async def _read(self) -> None:
-        with suppress(RedisError, OSError):  # the publisher logs the outage
+        with suppress(*REDIS_ERRORS):  # the publisher logs the outage
             await self._declared.refresh()
             if any(prefix.replicas is not None for prefix in self._declared.values):
                 self._records = await self._index.records()

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from redis.exceptions import RedisError
 
 from kvroute.deployments import APPLICATION, deployment
 from kvroute.local.progress import StartProgress
@@ -31,7 +30,7 @@ from kvroute.settings.model_settings import ModelSettings
 from kvroute.settings.serve import ServeSettings, load
 from kvroute.settings.server_list import ServerList
 from kvroute.store.attached_servers import AttachedServers
-from kvroute.store.connection import connect
+from kvroute.store.connection import REDIS_ERRORS, connect
 
 READ_INTERVAL_S = 1.0  # seconds between two reads of the file of --attach-file
 EVENTS_HINT = (
@@ -213,7 +212,7 @@ class AttachedFleet:
         Print which servers are lost or back since the last call.
         """
         for name, model in self._models.items():
-            with suppress(RedisError, OSError):  # the routers report that Redis is away
+            with suppress(*REDIS_ERRORS):  # the routers report that Redis is away
                 lost, before = asyncio.run(_lost_servers(model)), self._lost[name]
                 for url, problem in lost.items():
                     if self._reported.get(url) != problem:

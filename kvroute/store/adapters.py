@@ -11,14 +11,13 @@ The adapters have no lease: they stay when the cluster is started again, if Redi
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from msgspec.structs import replace
 
 from kvroute.adapters.added import AddedAdapter, decode, encode
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.store.connection import with_timeout
-from kvroute.store.revision import RevisedStore
+from kvroute.store.revision import RevisedStore, Transaction
 
 
 class NameTakenError(Exception):
@@ -64,7 +63,7 @@ class Adapters(RevisedStore[AddedAdapter]):
                 adapter with this key is being removed.
         """
 
-        async def change(pipe: Any) -> None:
+        async def change(pipe: Transaction) -> None:
             replaced = []
             for other in await self._others(pipe):
                 if other.key == adapter.key and (other.is_leaving or not replaces):
@@ -83,7 +82,7 @@ class Adapters(RevisedStore[AddedAdapter]):
     async def leave(self, key: str) -> bool:
         """Mark an adapter as being removed. Returns False if there is none with this key."""
 
-        async def change(pipe: Any) -> bool:
+        async def change(pipe: Transaction) -> bool:
             packed = await pipe.hget(self._values, key)
             adapter = None if packed is None else self._decode(packed)
             if adapter is None:
@@ -92,7 +91,7 @@ class Adapters(RevisedStore[AddedAdapter]):
                 await self._write(pipe, [replace(adapter, is_leaving=True)])
             return True
 
-        return bool(await self._transaction(change))
+        return await self._transaction(change)
 
     @with_timeout
     async def is_unused(self, key: str, router: str) -> None:
@@ -101,7 +100,7 @@ class Adapters(RevisedStore[AddedAdapter]):
         An adapter that is no longer there is ignored, so that nothing of it stays in Redis.
         """
 
-        async def change(pipe: Any) -> None:
+        async def change(pipe: Transaction) -> None:
             packed = await pipe.hget(self._values, key)
             pipe.multi()
             if packed is not None:
@@ -118,7 +117,7 @@ class Adapters(RevisedStore[AddedAdapter]):
         """
         waiting = {_unused(router, key) for router in routers}
 
-        async def change(pipe: Any) -> bool:
+        async def change(pipe: Transaction) -> bool:
             packed = await pipe.hget(self._values, key)
             if packed is None:
                 return True
@@ -128,25 +127,21 @@ class Adapters(RevisedStore[AddedAdapter]):
             adapter = self._decode(packed)
             if not waiting <= members or (adapter is not None and not adapter.is_leaving):
                 return False
-            revision = await self._next_revision(pipe)
             mine = [member for member in members if member.endswith(f" {key}")]
-            pipe.multi()
-            pipe.set(self._revision, revision)
+            await self._begin_writes(pipe)
             pipe.hdel(self._values, key)
             if mine:
                 pipe.srem(self._unused, *mine)
             return True
 
-        return bool(await self._transaction(change))
+        return await self._transaction(change)
 
-    async def _others(self, pipe: Any) -> list[AddedAdapter]:
+    async def _others(self, pipe: Transaction) -> list[AddedAdapter]:
         packed = (await pipe.hgetall(self._values)).values()
         return [adapter for value in packed if (adapter := self._decode(value)) is not None]
 
-    async def _write(self, pipe: Any, adapters: Sequence[AddedAdapter]) -> None:
-        revision = await self._next_revision(pipe)
-        pipe.multi()
-        pipe.set(self._revision, revision)
+    async def _write(self, pipe: Transaction, adapters: Sequence[AddedAdapter]) -> None:
+        await self._begin_writes(pipe)
         for adapter in adapters:
             pipe.hset(self._values, adapter.key, encode(adapter))
 

@@ -9,11 +9,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import redis.asyncio as redis
-from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError
+from redis.exceptions import MasterDownError, OutOfMemoryError, ReadOnlyError, RedisError
 
 from kvroute.contract.unreadable import Unreadable
 from kvroute.store.keys import DEFAULT_CLUSTER, key_prefix
 
+REDIS_ERRORS = (RedisError, OSError)  # what a call to Redis raises during an outage
 OLDEST_REDIS = (6, 2)  # oldest version of Redis with all commands that kvroute's scripts use
 SAFE_POLICY = "noeviction"  # the only maxmemory-policy with which Redis keeps the whole index
 TIMEOUT_S = 5.0  # timeout of one call to Redis, in seconds

@@ -32,7 +32,7 @@ from kvroute.store.named_prefix import (
     is_same,
     terms_of,
 )
-from kvroute.store.revision import RevisedStore, number
+from kvroute.store.revision import RevisedStore, Transaction, number
 
 TOKEN_BYTES = 4  # bytes of one token id
 
@@ -80,7 +80,7 @@ class Prefixes(RevisedStore[Prefix]):
             OtherTenantError: another tenant declared the id's latest version.
         """
 
-        async def change(pipe: Any) -> Prefix:
+        async def change(pipe: Transaction) -> Prefix:
             last = await self._last_version(pipe, id)
             latest = await self._read(pipe, f"{id}@{last}")
             if latest is not None and tenant and latest.tenant not in ("", tenant):
@@ -97,8 +97,7 @@ class Prefixes(RevisedStore[Prefix]):
             await self._write(pipe, [new])
             return new
 
-        prefix: Prefix = await self._transaction(change)
-        return prefix
+        return await self._transaction(change)
 
     @with_timeout
     async def all(self) -> list[Prefix]:
@@ -137,7 +136,7 @@ class Prefixes(RevisedStore[Prefix]):
             uses: id -> (hits, saved tokens); ids that were dropped are ignored.
         """
 
-        async def change(pipe: Any) -> None:
+        async def change(pipe: Transaction) -> None:
             declared = uses.keys() & set(map(_id, await pipe.hkeys(self._values)))
             garbage = [
                 (key, id_)
@@ -167,14 +166,14 @@ class Prefixes(RevisedStore[Prefix]):
             for id_, n in hits.items()
         }
 
-    async def _read(self, pipe: Any, name: str) -> Prefix | None:
+    async def _read(self, pipe: Transaction, name: str) -> Prefix | None:
         packed, key = await pipe.hget(self._values, name), name.encode()
         terms = None if packed is None else self._terms(key, packed)
         if terms is None:
             return None
         return self._build(key, terms, await pipe.hget(self._tokens, name))
 
-    async def _last_version(self, pipe: Any, id_: str) -> int:
+    async def _last_version(self, pipe: Transaction, id_: str) -> int:
         """Return the number of the id's last version.
 
         If that number in Redis is unreadable, return the highest version in the declarations.
@@ -223,12 +222,10 @@ class Prefixes(RevisedStore[Prefix]):
             terms.is_in_host is True,
         )
 
-    async def _write(self, pipe: Any, prefixes: Sequence[Prefix]) -> None:
+    async def _write(self, pipe: Transaction, prefixes: Sequence[Prefix]) -> None:
         """Queue the writes in the transaction. A version that exists keeps its `order`."""
         existing = [await pipe.hget(self._values, prefix.name) for prefix in prefixes]
-        revision = await self._next_revision(pipe)
-        pipe.multi()
-        pipe.set(self._revision, revision + len(prefixes))
+        revision = await self._begin_writes(pipe, len(prefixes) + 1)
         for order, (prefix, packed) in enumerate(zip(prefixes, existing, strict=True), revision):
             terms = packed and self._terms(prefix.name.encode(), packed)
             new_terms = terms_of(prefix, order=terms.order if terms else order)
@@ -242,7 +239,7 @@ class Prefixes(RevisedStore[Prefix]):
         `is_removed` gets None for unreadable terms.
         """
 
-        async def change(pipe: Any) -> bool:
+        async def change(pipe: Transaction) -> bool:
             declared = await pipe.hgetall(self._values)
             removed = [
                 name
@@ -253,9 +250,7 @@ class Prefixes(RevisedStore[Prefix]):
                 return False
             left = declared.keys() - removed
             unused = {_id(name) for name in removed} - {_id(name) for name in left}
-            revision = await self._next_revision(pipe)
-            pipe.multi()
-            pipe.set(self._revision, revision)
+            await self._begin_writes(pipe)
             pipe.hdel(self._values, *removed)
             pipe.hdel(self._tokens, *removed)
             if unused:
@@ -263,7 +258,7 @@ class Prefixes(RevisedStore[Prefix]):
                 pipe.hdel(self._saved, *unused)
             return True
 
-        return bool(await self._transaction(change))
+        return await self._transaction(change)
 
 
 def _id(name: bytes) -> str:

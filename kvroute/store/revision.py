@@ -7,18 +7,34 @@ import asyncio
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import ClassVar, Generic, Protocol, TypeVar
 
-from redis.exceptions import RedisError
-
-from kvroute.store.connection import ModelStore, Outage, SharedClock, with_timeout
+from kvroute.store.connection import REDIS_ERRORS, ModelStore, Outage, SharedClock, with_timeout
 
 POLL_S = 0.25  # seconds between two reads of the revision
 RETRY_S = 0.5  # seconds between two attempts to reach Redis during an outage
 NUMBER_DIGITS = 18  # maximum number of digits in a number; longer numbers are unreadable
 
 T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Transaction(Protocol):
+    """Redis's pipeline in a transaction: it reads at once until `multi`, and then queues writes."""
+
+    async def get(self, key: str) -> bytes | None: ...
+    async def hget(self, key: str, field: str) -> bytes | None: ...
+    async def hgetall(self, key: str) -> Mapping[bytes, bytes]: ...
+    async def hkeys(self, key: str) -> Sequence[bytes]: ...
+    async def smembers(self, key: str) -> set[bytes]: ...
+    def multi(self) -> None: ...
+    def set(self, key: str, value: int) -> object: ...
+    def hset(self, key: str, field: str, value: bytes | int) -> object: ...
+    def hdel(self, key: str, *fields: str | bytes) -> object: ...
+    def hincrby(self, key: str, field: str, amount: int) -> object: ...
+    def sadd(self, key: str, *members: str) -> object: ...
+    def srem(self, key: str, *members: str) -> object: ...
 
 
 class RevisedStore(ModelStore, Generic[T]):
@@ -52,29 +68,30 @@ class RevisedStore(ModelStore, Generic[T]):
     async def restore(self, values: Sequence[T]) -> None:
         """Write the values again if Redis has lost its data, that is, if it has no revision."""
 
-        async def change(pipe: Any) -> None:
+        async def change(pipe: Transaction) -> None:
             if not number(await pipe.get(self._revision)):
                 await self._write(pipe, values)
 
         await self._transaction(change)
 
     @abstractmethod
-    async def _write(self, pipe: Any, values: Sequence[T]) -> None:
+    async def _write(self, pipe: Transaction, values: Sequence[T]) -> None:
         """Queue the writes of values and of the next revision in the transaction."""
 
-    async def _transaction(self, change: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run a change, again if another process changes the revision meanwhile; return its result.
+    async def _transaction(self, change: Callable[[Transaction], Awaitable[R]]) -> R:
+        """Run a change, again if another process changes the revision; return its result."""
+        run = self._redis.transaction
+        result: R = await run(change, self._revision, value_from_callable=True)
+        return result
 
-        Args:
-            change: gets the pipeline of the transaction.
-        """
-        return await self._redis.transaction(change, self._revision, value_from_callable=True)
-
-    async def _next_revision(self, pipe: Any) -> int:
-        """Return the next revision. The transaction has to set it, or a higher one."""
+    async def _begin_writes(self, pipe: Transaction, count: int = 1) -> int:
+        """Let the transaction write from now on; return the next revision, the first of `count`."""
         # The first revision is the current time, so that it is new even after Redis lost its data.
-        revision = number(await pipe.get(self._revision))
-        return revision + 1 if revision else time.time_ns() // 1000
+        before = number(await pipe.get(self._revision))
+        revision = before + 1 if before else time.time_ns() // 1000
+        pipe.multi()
+        pipe.set(self._revision, revision + count - 1)
+        return revision
 
 
 class Follower(Generic[T]):
@@ -113,7 +130,7 @@ class Follower(Generic[T]):
                 await work()
                 outage.end()
                 await asyncio.sleep(POLL_S)
-            except (RedisError, OSError) as error:
+            except REDIS_ERRORS as error:
                 outage.begin(error)
                 await asyncio.sleep(RETRY_S)
 
@@ -129,7 +146,7 @@ class Follower(Generic[T]):
                 self._error, began_s = None, time.monotonic()
                 try:
                     await self._read(began_s)
-                except (RedisError, OSError) as error:
+                except REDIS_ERRORS as error:
                     self._error = error
                 self._began_s = began_s
             if self._error is not None:

@@ -5,9 +5,8 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
-from redis.exceptions import RedisError
-
 from kvroute.store.attached_servers import AttachedServers
+from kvroute.store.connection import REDIS_ERRORS
 
 log = logging.getLogger("kvroute.attached")
 
@@ -53,7 +52,7 @@ class Claim:
         """Let another replica serve the server at once."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._servers.report(self.url, "")
             await self._servers.release(self.url, self._replica_id)
 
@@ -67,7 +66,7 @@ class Claim:
                 if not await self._servers.renew(self.url, self._replica_id):
                     return f"another replica serves {self.url}"
                 await self._servers.report(self.url, self.away_reason()[:MAX_REASON])
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 continue  # the publisher reports that Redis does not answer
 
 
@@ -81,7 +80,7 @@ async def claim(
             if (url := await servers.claim(urls(), replica_id)) is not None:
                 log.info("this replica serves %s", url)
                 return Claim(servers, urls, url, replica_id)
-        except (RedisError, OSError) as error:
+        except REDIS_ERRORS as error:
             log.warning("no server can be claimed, because Redis does not answer: %s", error)
         else:
             if not is_waiting:

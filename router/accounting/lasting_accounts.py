@@ -14,10 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from redis.exceptions import RedisError
-
 from kvroute.router.accounting.accounts import account_of
 from kvroute.store.accounts import KEPT_DAYS, MAX_TENANTS, Account, DailyAccounts, encode
+from kvroute.store.connection import REDIS_ERRORS
 
 FLUSH_S = 2.0  # seconds between two writes
 DAY_S = 86_400  # seconds per day
@@ -68,7 +67,7 @@ class LastingAccounts:
 
         An outage is not logged here, since the feed (index/feed.py) logs it.
         """
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self.flush()
 
     async def flush(self) -> None:

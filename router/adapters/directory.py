@@ -9,12 +9,10 @@ Every router does its part of every removal, so a removal goes on if the router 
 import logging
 from collections.abc import Awaitable, Callable, Collection
 
-from redis.exceptions import RedisError
-
 from kvroute.adapters.added import AddedAdapter, own_name
 from kvroute.adapters.uses import Uses
 from kvroute.store.adapters import Adapters
-from kvroute.store.connection import Outage
+from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.adapters")
@@ -79,7 +77,7 @@ class AdapterDirectory:
         """Read the adapters if they have changed. If Redis is away, they stay as they are."""
         try:
             await self.refresh()
-        except (RedisError, OSError) as error:
+        except REDIS_ERRORS as error:
             log.debug("the added LoRA adapters cannot be read: %s", error)
 
     def _learn(self, adapters: Collection[AddedAdapter]) -> None:

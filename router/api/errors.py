@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
-from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from kvroute.contract.error_codes import Code, anthropic_type_of, code_of, type_of
-from kvroute.store.connection import refusal
+from kvroute.store.connection import REDIS_ERRORS, refusal
 
 ANTHROPIC = "/v1/messages"  # route whose errors have Anthropic's format
 EVENTS = "text/event-stream"  # content type of streams
@@ -147,7 +146,7 @@ def needing_redis() -> Iterator[None]:
     """
     try:
         yield
-    except (RedisError, OSError) as error:
+    except REDIS_ERRORS as error:
         raise redis_away(error) from None
 
 

@@ -5,7 +5,6 @@ from typing import Annotated
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import StreamingResponse
-from redis.exceptions import RedisError
 
 from kvroute.router.api.calls import BACKGROUND, Call
 from kvroute.router.api.errors import (
@@ -21,6 +20,7 @@ from kvroute.router.api.response_object import encode
 from kvroute.router.background.service import BackgroundResponses
 from kvroute.router.conversations.continuing import OPTION
 from kvroute.router.serving.model_router import ModelRouter
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.conversations.background import Record
 
 
@@ -87,7 +87,7 @@ async def _with_error(events: AsyncIterator[bytes], number: int) -> AsyncIterato
         async for event in events:
             number = last_number(event, otherwise=number)
             yield event
-    except (RedisError, OSError) as failure:
+    except REDIS_ERRORS as failure:
         error = redis_away(failure)
     except ApiError as failure:
         error = failure

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
-from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
 from kvroute.contract.unreadable import DECODE_ERRORS
@@ -19,6 +18,7 @@ from kvroute.router.api.calls import RESPONSES
 from kvroute.router.api.response_object import DATA, Members, encode, members
 from kvroute.router.background.events import END, NUMBER, Events
 from kvroute.router.background.own_request import ask
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.conversations.background import (
     BackgroundBody,
     BackgroundStore,
@@ -104,7 +104,7 @@ class BackgroundRun:
 
     async def release(self) -> None:
         """Let another router run the response, since this router stops."""
-        with suppress(RedisError, OSError):
+        with suppress(*REDIS_ERRORS):
             found = await self._store.read(self.key)
             if found is not None and found.head.router == self._record.head.router:
                 await self._store.replace(found, replace(found.head, router=""))
@@ -171,7 +171,7 @@ class BackgroundRun:
             await asyncio.wait((asking,), timeout=FLUSH_S)
             if not asking.done():
                 # What fails is written later: when Redis is back, or at the end.
-                with suppress(RedisError, OSError, TooLongError):
+                with suppress(*REDIS_ERRORS, TooLongError):
                     await self._flush("in_progress" if self._events.response else "queued")
 
     async def _flush(self, status: Status, response: Members | None = None) -> None:
@@ -234,7 +234,7 @@ class BackgroundRun:
                 return await self._flush(status, response)
             except TooLongError:
                 status, response = self._failed({"message": TOO_LARGE})
-            except (RedisError, OSError) as error:
+            except REDIS_ERRORS as error:
                 log.warning("a background response cannot be written yet: %s", error)
                 await asyncio.sleep(AGAIN_S)
 

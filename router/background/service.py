@@ -11,7 +11,6 @@ from typing import Any, TypeVar, get_args
 
 import msgspec
 from msgspec.structs import replace
-from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
 from kvroute.contract.unreadable import DECODE_ERRORS, Unreadable
@@ -25,7 +24,7 @@ from kvroute.router.background.events import after
 from kvroute.router.background.run import BackgroundRun, RunEnvironment
 from kvroute.router.background.shared_reads import SharedReads
 from kvroute.settings.router import RouterSettings
-from kvroute.store.connection import connect
+from kvroute.store.connection import REDIS_ERRORS, connect
 from kvroute.store.conversations.background import (
     BackgroundBody,
     BackgroundStore,
@@ -249,7 +248,7 @@ class BackgroundResponses:
             await asyncio.sleep(WATCH_S)
             try:
                 await self._look()
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 self._seen.clear()  # without Redis, the other routers cannot show that they run
 
     async def _look(self) -> None:

@@ -8,7 +8,6 @@ from concurrent.futures import Executor
 from contextlib import suppress
 
 import httpx
-from redis.exceptions import RedisError
 
 from kvroute.batch.usage import TokenUsage
 from kvroute.batch.window import Window
@@ -19,6 +18,7 @@ from kvroute.router.batches.batches import Batches
 from kvroute.router.batches.files import Files
 from kvroute.router.batches.records import BatchRecord
 from kvroute.store.batch_leases import LEASE_S, BatchLeases
+from kvroute.store.connection import REDIS_ERRORS
 
 log = logging.getLogger("kvroute.batches")
 
@@ -154,7 +154,7 @@ class BatchRunner:
                     left -= 1
                 if not left:
                     return
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 return  # without Redis, a router takes no further batches
 
     async def _unfinished(self) -> list[Snapshot]:
@@ -184,7 +184,7 @@ class BatchRunner:
                     if isinstance(result, Exception):
                         log.error("batch %s failed", record.id, exc_info=result)
         finally:
-            with suppress(RedisError, OSError):
+            with suppress(*REDIS_ERRORS):
                 await self._leases.release(record.id)
             self._tasks.pop(record.id, None)
             self._reasons.pop(record.id, None)
@@ -197,7 +197,7 @@ class BatchRunner:
                 if not await self._leases.take(id_):
                     log.warning("another router runs batch %s now", id_)
                     return
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 continue  # without Redis, no other router can take it
 
     async def _work(self, record: BatchRecord) -> None:

@@ -13,7 +13,6 @@ from urllib.parse import quote
 
 import httpx
 from fastapi import Depends, Request
-from redis.exceptions import RedisError
 from starlette.types import ASGIApp
 
 from kvroute.files.folder import Folder
@@ -32,7 +31,7 @@ from kvroute.router.batches.runner import BatchRunner
 from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.router import RouterSettings
 from kvroute.store.batch_leases import BatchLeases
-from kvroute.store.connection import connect
+from kvroute.store.connection import REDIS_ERRORS, connect
 from kvroute.store.file_places import FilePlaces
 
 if TYPE_CHECKING:
@@ -163,7 +162,7 @@ class BatchService:
                     if places > 1
                     else ""
                 )
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 pass  # the folders are compared again when Redis is back
             await asyncio.sleep(ANNOUNCE_S)
 

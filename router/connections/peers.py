@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any
 
 from msgspec import Raw
-from redis.exceptions import RedisError
 
 from kvroute.contract.messages import (
     NOTHING,
@@ -44,7 +43,7 @@ from kvroute.router.admission.limits import Limits
 from kvroute.router.placement.attempts import Attempt, RequestObserver
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
-from kvroute.store.connection import Outage
+from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.index import Index
 
 log = logging.getLogger("kvroute.peers")
@@ -160,7 +159,7 @@ class PeerPublisher(RequestObserver):
             try:
                 await index.publish_to_routers(encode(self.next_message()))
                 await asyncio.sleep(BATCH_S)
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 self._events = [Restarted()]
                 if self._limits is not None:
                     self._limits.force_complete_report()
@@ -227,7 +226,7 @@ class PeerSubscriber:
                     if payload is not None:
                         self.receive_packed(payload, index)
                     self.forget_silent()
-            except (RedisError, OSError) as error:
+            except REDIS_ERRORS as error:
                 self._outage.begin(error)
                 self.forget_all()
                 await asyncio.sleep(RETRY_S)

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from redis.exceptions import RedisError
 
 from kvroute.contract.unreadable import DECODE_ERRORS
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
@@ -31,7 +30,7 @@ from kvroute.router.api.response_object import (
 )
 from kvroute.router.conversations.objects import ConversationObjects
 from kvroute.router.placement.receipts import RECEIPTS
-from kvroute.store.connection import Outage
+from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.conversations.leased_values import TooLongError
 from kvroute.store.conversations.responses import MAX_LINKS, Responses, StoredTurn, joined
 from kvroute.store.named_prefix import Prefix
@@ -225,7 +224,7 @@ class Conversations:
             async with asyncio.timeout(STORE_S):
                 await self._store.put(id_, salt, previous_id, turn, body)
             self._outage.end()
-        except (RedisError, OSError) as error:
+        except REDIS_ERRORS as error:
             self._store.counts["failed"] += 1
             self._outage.begin(error)
         except (*DECODE_ERRORS, LookupError) as error:

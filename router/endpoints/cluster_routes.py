@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
-from redis.exceptions import RedisError
 
 from kvroute.process import vllm_build
 from kvroute.router.accounting.days import days_between
@@ -19,6 +18,7 @@ from kvroute.router.serving.diagnosis import versions
 from kvroute.router.serving.models import Served, label_by_model
 from kvroute.router.serving.status import STATUS_S, ModelHealth, Status, feature_states
 from kvroute.store.accounts import KEPT_DAYS
+from kvroute.store.connection import REDIS_ERRORS
 
 routes = APIRouter()
 
@@ -112,7 +112,7 @@ async def cluster(models: Served) -> Response:
 
 async def _lost_servers(status: Status) -> list[dict[str, str]]:
     """Return the attached servers to which no requests can be sent; none if Redis is away."""
-    with suppress(RedisError, OSError):
+    with suppress(*REDIS_ERRORS):
         async with asyncio.timeout(STATUS_S):
             lost = await status.lost_servers()
         return [{"server": url, "problem": problem} for url, problem in sorted(lost.items())]

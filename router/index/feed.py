@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from redis.exceptions import RedisError
-
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.index.mirror import Mirror
-from kvroute.store.connection import Outage
+from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.index import READ_CHANGES, FencedError, Index
 from kvroute.store.index_values import END, START, BlockSet, Change, Position
 
@@ -122,7 +120,7 @@ class Feed:
                 await self._poll()
                 self._has_loaded.set()
                 await self._follow()
-            except (RedisError, OSError) as error:
+            except REDIS_ERRORS as error:
                 self._outage.begin(error)
                 self._mirror.is_fed = False
                 self._vanished_s.clear()  # records may have vanished because of the outage only

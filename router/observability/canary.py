@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from redis.exceptions import RedisError
 
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.contract.generation import GenerateRequest, TokenIds
 from kvroute.contract.records import ReplicaRecord
 from kvroute.router.connections.links import Links, UnansweredError
 from kvroute.router.placement.fleet import Fleet
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.index import Index
 from kvroute.wire.structs import encode_begin
 
@@ -141,7 +141,7 @@ class Canaries:
         try:
             record = await self._index.record(replica_id)
             return Account(record, await self._index.held(record, added) if record else 0)
-        except (RedisError, OSError):
+        except REDIS_ERRORS:
             return None
 
 

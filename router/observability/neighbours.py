@@ -5,9 +5,9 @@ import contextlib
 from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError
 
 from kvroute.store.clusters import SILENCE_S, ClusterModel, Clusters
+from kvroute.store.connection import REDIS_ERRORS
 
 
 class Neighbours:
@@ -24,13 +24,13 @@ class Neighbours:
             try:
                 await self._clusters.announce(self._own)
                 self.can_write = True
-            except (RedisError, OSError):  # index/feed.py logs an outage of Redis
+            except REDIS_ERRORS:  # index/feed.py logs an outage of Redis
                 self.can_write = False
             await asyncio.sleep(SILENCE_S / 3)
 
     async def leave(self) -> None:
         """Remove the cluster's registration; ignore errors of Redis."""
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._clusters.withdraw(self._own)
 
     async def report(self) -> dict[str, Any]:

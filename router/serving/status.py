@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from kvroute.adapters.added import name_of
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.contract.records import ReplicaRecord
@@ -22,6 +20,7 @@ from kvroute.router.page import waiting
 from kvroute.router.page.recent import Sums
 from kvroute.router.placement.replicas import own_degraded
 from kvroute.router.serving.assembly import Parts
+from kvroute.store.connection import REDIS_ERRORS
 
 STATUS_S = 1.0  # timeout in seconds for Redis when a client requests the replicas' status
 
@@ -97,7 +96,7 @@ class Status:
         try:
             async with asyncio.timeout(STATUS_S):
                 records, counts = await self._parts.index.replica_status()
-        except (RedisError, OSError):
+        except REDIS_ERRORS:
             records, counts = self._parts.fleet.replicas.records, {}
         states = (await self._parts.states.read()).by_id
         return [

@@ -65,7 +65,7 @@ MUTATIONS = {
     "outage": Mutation(
         "an outage of Redis heals by itself",
         "router/index/feed.py",
-        "            except (RedisError, OSError) as error:\n                self._outage.begin",
+        "            except REDIS_ERRORS as error:\n                self._outage.begin",
         "            except RecursionError as error:\n                self._outage.begin",
     ),
     "tenants": Mutation(
