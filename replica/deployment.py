@@ -313,7 +313,11 @@ class Replica:
         )
         return [
             Rank(
-                *(engine, index, prefixes, self._metrics, self._tracing),
+                engine,
+                index,
+                prefixes,
+                self._metrics,
+                self._tracing,
                 rank_id=rank_id,
                 description=Description(engine.facts, identity, location, name),
                 lease_s=settings.lease_s,

@@ -16,10 +16,8 @@ meanwhile. Unreadable entries are skipped and counted.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvroute.contract.records import encode
 from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
@@ -58,21 +56,8 @@ class Prefixes(RevisedStore[Prefix]):
         self._saved = f"{self._values}:saved"
 
     @with_timeout
-    async def declare(
-        self,
-        id: str,  # noqa: A002  # as in Prefix
-        *,
-        token_ids: NDArray[np.uint32],
-        source: Mapping[str, Any],
-        replicas: int | None = None,
-        is_pinned: bool = True,
-        expires_at_s: float | None = None,
-        tenant: str = "",
-        namespace: str = "",
-        is_shared: bool = False,
-        is_in_host: bool = False,
-    ) -> Prefix:
-        """Declare the next version of an id.
+    async def declare(self, wanted: Prefix) -> Prefix:
+        """Declare the next version of a prefix, and return it. The version of `wanted` is ignored.
 
         A declaration that is equal to the latest version only updates that version's expiry.
 
@@ -81,19 +66,13 @@ class Prefixes(RevisedStore[Prefix]):
         """
 
         async def change(pipe: Transaction) -> Prefix:
-            last = await self._last_version(pipe, id)
-            latest = await self._read(pipe, f"{id}@{last}")
-            if latest is not None and tenant and latest.tenant not in ("", tenant):
-                raise OtherTenantError(id)
-            new = Prefix(
-                *(id, last + 1, token_ids, source, replicas, is_pinned, expires_at_s),
-                tenant=tenant,
-                namespace=namespace,
-                is_shared=is_shared,
-                is_in_host=is_in_host,
-            )
+            last = await self._last_version(pipe, wanted.id)
+            latest = await self._read(pipe, f"{wanted.id}@{last}")
+            if latest is not None and wanted.tenant and latest.tenant not in ("", wanted.tenant):
+                raise OtherTenantError(wanted.id)
+            new = replace(wanted, version=last + 1)
             if latest is not None and is_same(latest, new):
-                new = replace(latest, expires_at_s=expires_at_s)
+                new = replace(latest, expires_at_s=wanted.expires_at_s)
             await self._write(pipe, [new])
             return new
 

@@ -241,9 +241,7 @@ class Catalogue:
             except ApiError as error:
                 log.error("cannot declare task %r as a prefix: %s", task.task_id, error)
                 continue
-            await self.store.declare(
-                task.task_id, token_ids=token_ids, source=source, is_shared=True
-            )
+            await self.store.declare(Prefix(task.task_id, 0, token_ids, source, is_shared=True))
         await self.refresh()
 
     async def _retire(self) -> None:

@@ -176,18 +176,7 @@ class Declarations:
             check_limits(wanted, self._catalogue.all(), limits, block_size=self._block_size)
             self._check_budget(wanted, await self._read_records())
         try:
-            prefix = await self._catalogue.store.declare(
-                wanted.id,
-                token_ids=wanted.token_ids,
-                source=wanted.source,
-                replicas=wanted.replicas,
-                is_pinned=wanted.is_pinned,
-                expires_at_s=wanted.expires_at_s,
-                tenant=wanted.tenant,
-                namespace=wanted.namespace,
-                is_shared=wanted.is_shared,
-                is_in_host=wanted.is_in_host,
-            )
+            prefix = await self._catalogue.store.declare(wanted)
         except OtherTenantError:
             raise _other_tenant(wanted.label) from None
         return prefix, before is None or before.version != prefix.version

@@ -66,7 +66,7 @@ def warm(*names: str) -> dict[str, Warm]:
 async def declare(store: Prefixes, id_: str, *, tokens: int = 20, **more: Any) -> Prefix:
     """Other tokens each time."""
     token_ids = np.random.default_rng().integers(0, 1000, tokens).astype(np.uint32)
-    return await store.declare(id_, token_ids=token_ids, source={"prompt": "?"}, **more)
+    return await store.declare(Prefix(id_, 0, token_ids, {"prompt": "?"}, **more))
 
 
 async def test_a_router_that_knows_nothing_yet_looks_before_it_refuses(

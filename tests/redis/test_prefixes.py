@@ -28,7 +28,9 @@ def ids(tokens: int, first: int = 0) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 
 async def declare(prefixes: Prefixes, id_: str, tokens: int = 100, **changes: Any) -> Prefix:
-    return await prefixes.declare(id_, **{"token_ids": ids(tokens), "source": TEXT, **changes})
+    return await prefixes.declare(
+        Prefix(id_, 0, **{"token_ids": ids(tokens), "source": TEXT, **changes})
+    )
 
 
 async def names(prefixes: Prefixes) -> list[str]:
@@ -38,7 +40,7 @@ async def names(prefixes: Prefixes) -> list[str]:
 async def test_what_was_declared_is_read_as_it_was(prefixes: Prefixes) -> None:
     source = {"messages": [{"role": "system", "content": "你是律师。"}]}
     declared = await prefixes.declare(
-        "legal@v3", token_ids=ids(70_000), source=source, replicas=2, is_pinned=False
+        Prefix("legal@v3", 0, ids(70_000), source, replicas=2, is_pinned=False)
     )
     (found,) = await prefixes.all()
     assert found == declared == Prefix("legal@v3", 1, ids(0), source, 2, is_pinned=False)

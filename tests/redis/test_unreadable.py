@@ -39,6 +39,7 @@ from kvroute.store.connection import connect
 from kvroute.store.index import FencedError, Index
 from kvroute.store.index_values import START
 from kvroute.store.keys import key_prefix
+from kvroute.store.named_prefix import Prefix
 from kvroute.store.prefixes import Prefixes
 from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, FACTS, LOAD, facts
@@ -143,8 +144,12 @@ async def read_all(redis: Any) -> tuple[Index, set[str], set[str], set[str]]:
     await prefixes.uses()
     await prefixes.count({"law": (1, 2)})
     known = {prefix.name for prefix in await prefixes.all()}
-    await prefixes.declare("new", token_ids=np.arange(9, dtype=np.uint32), source={"prompt": "b"})
+    await prefixes.declare(prefix("new"))
     return index, {record.id for record in records}, set(await index.routers()), known
+
+
+def prefix(id_: str) -> Prefix:
+    return Prefix(id_, 0, np.arange(9, dtype=np.uint32), {"prompt": "a"})
 
 
 async def write_valid(redis: Any) -> None:
@@ -158,9 +163,7 @@ async def write_valid(redis: Any) -> None:
     for router_id in "rs":
         await index.announce_router(router_id, RouterDescription(ProcessLocation()), lease_s=60)
     for name in ("law", "roman"):
-        await prefixes.declare(
-            name, token_ids=np.arange(9, dtype=np.uint32), source={"prompt": "a"}
-        )
+        await prefixes.declare(prefix(name))
 
 
 @WAYS
@@ -424,7 +427,7 @@ async def test_two_clusters_in_one_redis_do_not_mix(redis_url: str) -> None:
         await asyncio.sleep(0.05)
         await one.publish_to_routers(valid)
         mine, theirs = (Prefixes(redis, MODEL, cluster=name) for name in ("one", "other"))
-        await mine.declare("law", token_ids=np.arange(9, dtype=np.uint32), source={"prompt": "a"})
+        await mine.declare(prefix("law"))
         assert await heard is None
         assert await other.records() == []
         assert await other.routers() == {}
@@ -472,9 +475,7 @@ async def test_a_prefix_without_tokens_is_skipped_and_can_be_dropped(redis_url: 
     async with redis_on(redis_url) as redis:
         prefixes = Prefixes(redis, MODEL)
         for name in ("law", "roman"):
-            await prefixes.declare(
-                name, token_ids=np.arange(9, dtype=np.uint32), source={"prompt": "a"}
-            )
+            await prefixes.declare(prefix(name))
         await redis.hdel(f"{PREFIX}:prefixes:tokens", "law@1")
         assert [prefix.name for prefix in await prefixes.all()] == ["roman@1"]
         assert prefixes.unreadable.last["prefix"].name == "law@1"

@@ -106,7 +106,7 @@ class Replica:
 async def declare(prefixes: Prefixes, id_: str, blocks: int = 10, **changes: Any) -> Prefix:
     first = sum(id_.encode()) * 10_000
     token_ids = np.arange(first, first + blocks * SIZE + 5, dtype=np.uint32)
-    return await prefixes.declare(id_, token_ids=token_ids, source={"prompt": id_}, **changes)
+    return await prefixes.declare(Prefix(id_, 0, token_ids, {"prompt": id_}, **changes))
 
 
 async def until_record_has(replica: Replica, pins: dict[str, Warm]) -> None:
@@ -313,7 +313,7 @@ async def test_a_tenants_prefix_uses_the_blocks_that_all_tenants_share(
         assert await replica.cached_blocks(long, Scope("", "salt")) == 10
         assert await replica.cached_blocks(long) == 0
         start = long.token_ids[: 4 * SIZE]
-        await prefixes.declare("start", token_ids=start, source={"prompt": "s"}, is_shared=True)
+        await prefixes.declare(Prefix("start", 0, start, {"prompt": "s"}, is_shared=True))
         await until_kept(replica, "long@1", "start@1")
         scope = Scope("", "salt", 4 * SIZE)
         await until(lambda: replica.warmer._cached["long@1"].shared_tokens == 4 * SIZE)
