@@ -31,7 +31,8 @@ app = typer_app(no_args_is_help=True)
 
 
 def main() -> None:
-    app()
+    # Without the name, a cluster that another command starts would name itself `-c` in its errors.
+    app(prog_name="kvroute")
 
 
 def _print_version(is_set: bool) -> None:

@@ -34,6 +34,8 @@ TYPES = {  # Typer's name of a type -> word that stands for a value in the help 
 ALIAS = re.compile(r"(?<=\w), --?[\w-]+")  # a further name of an option
 SHOWS_ALL = "kvroute.help_all"  # key of a context's meta: whether --help-all is set
 
+REMOVES = ("rm", "remove", "delete", "revoke")  # names of a command that removes something
+
 NAMES_WIDTH = 32  # width of the column of names; a longer name gets a line of its own
 GAP = 2  # spaces between the columns of names and of descriptions
 
@@ -97,7 +99,15 @@ def show_all(ctx: typer.Context, is_set: bool) -> None:
 
 
 class HelpfulGroup(TyperGroup):
-    """A group of commands with this module's help text."""
+    """A group of commands with this module's help text.
+
+    A command that removes something also has the other names in REMOVES, which are not shown.
+    """
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in REMOVES and cmd_name not in self.commands:
+            cmd_name = next((name for name in self.commands if name in REMOVES), cmd_name)
+        return super().get_command(ctx, cmd_name)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)

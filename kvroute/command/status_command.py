@@ -9,6 +9,9 @@ from kvroute.doctor.fleet_checks import ready
 from kvroute.features import FEATURES
 from kvroute.store.connection import WITHOUT_REDIS
 
+# What a router says of itself from the first Ctrl-C in the terminal of `kvroute serve`.
+STOPPING = "the cluster finishes its running answers, refuses new requests, and then ends"
+
 Facts = dict[str, Any]  # the response of GET /v1/cluster, or a part of it
 
 
@@ -17,9 +20,13 @@ def status(url: Url = FIND) -> None:
     cluster, console = call("GET", url, "/v1/cluster"), plain_console()
     version = cluster.get("version")
     console.print(f"{url}: kvroute {version}" if version else url, soft_wrap=True)
-    if problem := _redis_problem(cluster.get("index")):
+    problems = {
+        "STOPPING": STOPPING if cluster.get("stopping") else "",
+        "REDIS": _redis_problem(cluster.get("index")),
+    }
+    if shown := [(name, problem) for name, problem in problems.items() if problem]:
         console.print()
-        print_lines([("REDIS", problem)])
+        print_lines(shown)
     models = dict.fromkeys(part["model"] for part in (*cluster["queues"], *cluster["replicas"]))
     for model in models:
         console.print()

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -21,8 +22,12 @@ from kvroute.local.processes import (
     end_descendants,
     kill_descendants,
 )
-from kvroute.local.signals import STOPPING
+from kvroute.local.progress import StartProgress
+from kvroute.local.signals import KILLED, STOPPING
 
+# Added to the exit code of a child that has itself said why it ends. Ray's library ends the child
+# with exit code 1 if Ray's head service does not answer any more.
+EXPLAINED = 64
 GRACE_S = 3.0  # seconds from SIGTERM until the remaining processes are killed
 
 
@@ -35,16 +40,30 @@ def guarded(work: Callable[[], int]) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        os._exit(_run(work))
+        leave(_run(work))
     _forward_signals(child)
     try:
         ended, status = os.wait()
         while ended != child:  # the ended process was an orphan that this process has adopted
             ended, status = os.wait()
+        exit_code = os.waitstatus_to_exitcode(status)
+        if EXPLAINED <= exit_code < KILLED:
+            return exit_code - EXPLAINED
+        if exit_code == KILLED:
+            return KILLED
+        StartProgress().fail(
+            f"the process of kvroute that uses Ray has ended {_cause(exit_code)}; Ray ends it when "
+            "Ray's head service does not answer any more, and Linux when the memory is full; the "
+            "cluster shuts down; then run kvroute serve again"
+        )
+        return 1
     finally:
         end_descendants(grace_s=GRACE_S)
-    exit_code = os.waitstatus_to_exitcode(status)
-    return exit_code if exit_code >= 0 else 1
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this child at once; it has said why. Other threads, and Ray, cannot delay the end."""
+    os._exit(EXPLAINED + exit_code)
 
 
 def ray_processes() -> dict[psutil.Process, str]:
@@ -55,6 +74,13 @@ def ray_processes() -> dict[psutil.Process, str]:
             if (name := child.name()) in (HEAD_SERVICE, DAEMON):
                 found[child] = name
     return found
+
+
+def _cause(exit_code: int) -> str:
+    """Return how a process has ended, in words."""
+    if exit_code >= 0:
+        return f"with exit code {exit_code}"
+    return f"by the signal {signal.strsignal(-exit_code) or -exit_code}"
 
 
 def _run(work: Callable[[], int]) -> int:

@@ -1,7 +1,6 @@
 """Starts a whole cluster in the foreground and runs it until a signal stops it."""
 
 import json
-import os
 import shlex
 import shutil
 import socket
@@ -35,7 +34,7 @@ from kvroute.local.embedded_redis import (
     redis_warnings,
     without_password,
 )
-from kvroute.local.guard import guarded, ray_processes
+from kvroute.local.guard import guarded, leave, ray_processes
 from kvroute.local.haproxy.health import fail_health_checks
 from kvroute.local.kept_logs import cluster_id, keep_logs, kept_logs, logs_in
 from kvroute.local.last_answers import finish_answers
@@ -92,7 +91,7 @@ def _serve(settings: ServeSettings, folder: Path) -> int:
                 f"{ended} has ended, and Ray cannot run without it; the cluster shuts down; then "
                 "run kvroute serve again"
             )
-            os._exit(1)  # do not call ray.shutdown(), which would wait for the lost process
+            leave(1)  # do not call ray.shutdown(), which would wait for the lost process
         except BaseException as error:  # a signal inside Ray can raise any exception
             # Ray's own SIGTERM handler raises SystemExit.
             if signals.was_received or isinstance(error, SystemExit):
@@ -232,7 +231,9 @@ def first_steps(url: str, model: str, settings: ServeSettings) -> Iterator[str]:
     has_keys = settings.api_keys is not None
     key = f' -H "authorization: Bearer ${KEY}"' if has_keys else ""
     hello = [{"role": "user", "content": "Hello"}]
-    body = json.dumps({"model": model, "messages": hello}, ensure_ascii=False)
+    # Without max_tokens, the answer of a simulated engine would be as long as the model's context.
+    request = {"model": model, "messages": hello, "max_tokens": 40}
+    body = json.dumps(request, ensure_ascii=False)
     yield "for other terminals:"
     yield f"  export {URL}={url}"
     if has_keys:

@@ -9,6 +9,8 @@ from kvroute.local.processes import kill_descendants
 
 # Printed when the first signal arrives.
 NOTICE = b"\nstopping; press Ctrl-C again to kill everything at once\n"
+KILLING = b"\nkilling everything\n"  # printed when the second signal arrives
+KILLED = 128 + signal.SIGINT  # exit code after the second signal
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the signals that stop the cluster
 
 
@@ -44,8 +46,20 @@ class StopSignals:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._is_stopping:
+            os.write(1, KILLING)
+            _silence()
             kill_descendants()
-            os._exit(128 + signal.SIGINT)
+            os._exit(KILLED)
         self.was_received = self._is_stopping = True
         os.write(1, NOTICE)  # not print(), since the signal may have interrupted a print()
         raise Stopped
+
+
+def _silence() -> None:
+    """Drop what this process prints from now on.
+
+    Other threads, and Ray's library, would report each process that is killed on purpose.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        os.dup2(nowhere, output)

@@ -80,7 +80,7 @@ async def version() -> Response:
 
 
 @routes.get("/v1/cluster")
-async def cluster(models: Served) -> Response:
+async def cluster(request: Request, models: Served) -> Response:
     """Return the replicas in the index, and this router's recent requests, queues and features.
 
     If Redis does not answer in time, the response has the replicas that were read last. The queues
@@ -94,6 +94,7 @@ async def cluster(models: Served) -> Response:
     return JSONResponse(
         {
             "version": versions()["kvroute"],
+            "stopping": request.app.state.answers.is_stopping,
             "model": models.only,
             "ray_address": ray.get_runtime_context().gcs_address,
             "index": _index(healths),

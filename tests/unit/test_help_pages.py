@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvroute.cli import app
+from kvroute.cli import app, main
 from kvroute.replay.policies.names import POLICY_NAMES
 from kvroute.replay.policies.production import POLICIES
 from kvroute.settings.help import Option, option
@@ -134,3 +134,28 @@ def test_the_shell_completes_commands_and_options() -> None:
     }
     found = CliRunner().invoke(app, [], prog_name="kvroute", env=variables)
     assert found.output.split() == ["status"]
+
+
+@pytest.mark.parametrize("group", ["prefixes", "adapters", "keys"])
+def test_a_command_that_removes_something_has_every_usual_name(group: str) -> None:
+    pages = {
+        help_page(f"{group} {name}").split("[OPTIONS]")[1] for name in ("rm", "remove", "delete")
+    }
+    assert len(pages) == 1
+    listed = re.findall(r"^  (\w+)", help_page(group), re.MULTILINE)
+    assert len({"rm", "remove", "delete", "revoke"} & {*listed}) == 1
+
+
+def test_a_group_without_a_command_that_removes_something_has_no_such_name() -> None:
+    result = CliRunner().invoke(app, ["batch", "rm"])
+    assert "No such command 'rm'" in result.output
+
+
+def test_an_error_names_the_command_and_not_the_program_that_runs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a cluster that another command starts: `python -c PROGRAM serve`."""
+    monkeypatch.setattr("sys.argv", ["-c", "serve", "--replcas", "3"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Usage: kvroute serve" in capsys.readouterr().err

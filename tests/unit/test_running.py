@@ -136,7 +136,8 @@ def test_the_first_steps_work_with_any_port() -> None:
     assert f"live page: {url}/ui" in lines
     (curl,) = (shlex.split(line)[1:] for line in lines if "curl" in line)
     assert curl[:2] == ["curl", f"{url}/v1/chat/completions"]
-    assert json.loads(curl[-1])["model"] == "it's"
+    body = json.loads(curl[-1])
+    assert (body["model"], body["max_tokens"]) == ("it's", 40)
     assert "authorization" not in "".join(lines)
 
 

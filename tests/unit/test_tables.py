@@ -84,6 +84,16 @@ def test_status(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert not {"pid", "incarnation"} & {*text.split()}
 
 
+@pytest.mark.parametrize("is_stopping", [True, False])
+def test_status_says_whether_the_cluster_stops(
+    monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+) -> None:
+    seen = cluster(SHORT) | {"stopping": is_stopping}
+    monkeypatch.setattr(status_command, "call", lambda *_: seen)
+    text = " ".join(shown("status", "--url", "http://x").split())
+    assert ("STOPPING the cluster finishes its running answers" in text) == is_stopping
+
+
 def test_status_says_when_redis_is_away_and_which_replicas_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -29,6 +29,7 @@ def test_vllms_benchmark_gets_all_its_answers(
             *(str(VLLM), "bench", "serve", "--base-url", suite_cluster.url),
             *("--model", BUILTIN_MODEL, "--tokenizer", str(suite_model), "--num-prompts", "4"),
             *("--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "8"),
+            *("--max-concurrency", "8"),
         ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
