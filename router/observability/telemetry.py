@@ -25,7 +25,7 @@ from kvroute.router.observability.observers import RequestObservers
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.targets import Announcer
 from kvroute.router.observability.tenant_metrics import TenantMetrics
-from kvroute.router.page.places import Places
+from kvroute.router.page.prompt_changes import PromptChanges
 from kvroute.router.page.recent import Recent
 from kvroute.router.page.recent_answers import RecentAnswers
 from kvroute.router.page.recent_waits import RecentWaits
@@ -61,7 +61,7 @@ class Telemetry:
         self.recent = Recent()
         self.recent_waits = RecentWaits()
         self.recent_answers = RecentAnswers()
-        self.places = Places()
+        self.places = PromptChanges()
         self.traffic = Traffic() if settings.ui else None  # None: there is no live page
         self._router_id = router_id
         self._settings = settings

@@ -24,7 +24,7 @@ from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.connections.replica_states import ReplicaStates
 from kvroute.router.index.feed import Feed
 from kvroute.router.page.live import State
-from kvroute.router.page.places import Places
+from kvroute.router.page.prompt_changes import PromptChanges
 from kvroute.router.page.recent import Decision, Recent, Sums, summed
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.pulls import PullRate
@@ -50,7 +50,7 @@ class View:
         recent: Recent,
         settings: RouterSettings,
         *,
-        places: Places,
+        places: PromptChanges,
         index: Index,
         fleet: Fleet,
         feed: Feed,

@@ -22,7 +22,7 @@ from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.connections.replica_states import StatesReader
 from kvroute.router.index.feed import Feed
 from kvroute.router.page import waiting
-from kvroute.router.page.places import Places
+from kvroute.router.page.prompt_changes import PromptChanges
 from kvroute.router.page.recent import DECISIONS, Recent
 from kvroute.router.page.view import RECEIPT_REPLICAS, View
 from kvroute.router.placement.attempts import Attempt, RequestContext
@@ -84,7 +84,7 @@ class Seen:
             self.recent,
             RouterSettings(model="m", served_model_name="m", redis_url="", block_size=4),
             index=index,
-            places=Places(),
+            places=PromptChanges(),
             fleet=self.fleet,
             feed=Feed(index, self.fleet),
             states=StatesReader(links, self.liveness, self.fleet, DeployedReplicas(in_serve)).read,

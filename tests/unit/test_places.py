@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvroute.router.page.places import KEPT, WORST, Places
+from kvroute.router.page.prompt_changes import KEPT, WORST, PromptChanges
 from kvroute.router.page.rolling_window import BUCKET_S, WINDOW_S
 from kvroute.router.sessions.breaks import Break, Difference, Span
 from kvroute.router.sessions.chats import PLACES
@@ -24,21 +24,21 @@ def at(token: int, role: str = "system") -> Break:
     return Break(role, 0, Difference(token, SPAN, SPAN, common=100))
 
 
-def worst(places: Places) -> list[tuple[str, int, int, int]]:
+def worst(places: PromptChanges) -> list[tuple[str, int, int, int]]:
     """Return role, token, lost tokens and requests of each place."""
     names = ("role", "token", "tokens", "requests")
     return [tuple(place[name] for name in names) for place in places.worst()]
 
 
 def test_changes_near_each_other_are_one_place_that_begins_with_the_first() -> None:
-    places = Places(Clock())
+    places = PromptChanges(Clock())
     for token in (1217, 1216, 1220):
         places.add(at(token), 100)
     assert worst(places) == [("system", 1216, 300, 3)]
 
 
 def test_the_costliest_place_comes_first_and_roles_are_separate() -> None:
-    places = Places(Clock())
+    places = PromptChanges(Clock())
     places.add(at(10), 100)
     places.add(at(10, "tools"), 300)
     places.add(at(5000), 200)
@@ -51,7 +51,7 @@ def test_the_costliest_place_comes_first_and_roles_are_separate() -> None:
 
 def test_changes_older_than_the_window_are_forgotten() -> None:
     clock = Clock()
-    places = Places(clock)
+    places = PromptChanges(clock)
     places.add(at(10), 100)
     clock.now_s += WINDOW_S / 2
     places.add(at(10), 50)
@@ -67,7 +67,7 @@ def test_the_numbers_of_kept_and_shown_places_are_limited(
     changes: list[tuple[str, int]],
 ) -> None:
     clock = Clock()
-    places = Places(clock)
+    places = PromptChanges(clock)
     for (role, token), moved_s in zip(changes, itertools.cycle((0.0, 0.1, 6.0))):
         clock.now_s += moved_s
         places.add(at(token, role), 1)

@@ -32,7 +32,7 @@ class Place:
         self.requests += requests
 
 
-class Places(RequestObserver):
+class PromptChanges(RequestObserver):
     """Lost tokens by place, over the last WINDOW_S."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
