@@ -100,15 +100,16 @@ def test_an_output_that_is_not_xml_does_not_stop_the_start(smi: Smi) -> None:
     assert found() == []
 
 
-def test_more_replicas_than_visible_gpus_are_final(
+def test_only_as_many_replicas_start_as_visible_gpus_allow(
     smi: Smi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi(prints(81000, 81000, 81000))
     assert found(replicas=3) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     (problem,) = found(replicas=3)
-    assert problem.is_final
+    assert not problem.is_final
     assert "3 GPUs for 3 replicas" in problem.text
+    assert "at most 2 replicas can run" in problem.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert "hides all GPUs" in found(replicas=1)[0].text
 

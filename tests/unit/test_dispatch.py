@@ -288,6 +288,9 @@ async def test_the_prompts_of_a_call_begin_and_end_one_by_one(leaves_early: bool
     """However many prompts one client sends, others wait for no more than one of them."""
     client, prompts = Client(*[IMMORTAL] * MANY), [(PROMPT + n, completion()) for n in range(MANY)]
     begun, ended = list[int](), list[int]()
+    if leaves_early:  # before the first token of any prompt
+        slow = replace(INSTANT, prefill_tokens_per_s=1)
+        client.engines.all |= {id_: SimulatedEngine(slow) for id_ in client.wired.ids()}
     async with client.serving():
         rounds = Rounds()
         placed = client.fleet.place
