@@ -259,8 +259,9 @@ async def test_an_engine_names_the_requests_that_it_has_not_started(running: Run
     requests = [request_of(prompt_of(900, seed=seed), max_tokens=100) for seed in range(30, 33)]
     ids = [f"r{running.requests + number}" for number in (1, 2, 3)]
     asked = [asyncio.create_task(running.run(request)) for request in requests]
-    await until(lambda: running.engine.load().waiting > 0)
-    assert await running.engine.unstarted([*ids, "another"]) == ids[2:]
+    async with asyncio.timeout(60):
+        while await running.engine.unstarted([*ids, "another"]) != ids[2:]:
+            await asyncio.sleep(0.001)
     assert [len(ids_of(chunks)) for chunks in await asyncio.gather(*asked)] == [100] * 3
     assert await running.engine.unstarted(ids) == []
 

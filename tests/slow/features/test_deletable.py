@@ -19,8 +19,8 @@ NAMES = [feature.name for feature in FEATURES]
 ENTRIES = ("kvroute.cli", "kvroute.router.ingress", "kvroute.replica.deployment", "kvroute.app")
 # Tests of documents, whose pages about a feature stay, and of this checkout as a whole.
 OF_DOCUMENTS = (
-    *("architecture", "contributing", "dashboards", "documents", "help_pages", "mutations"),
-    *("packaging", "parts", "printed", "untested", "without_units"),
+    *("architecture", "containers", "contributing", "dashboards", "documents", "help_pages"),
+    *("mutations", "packaging", "parts", "printed", "test_order", "untested", "without_units"),
 )
 
 
