@@ -255,14 +255,16 @@ async def test_a_caller_that_leaves_frees_the_engine(running: Running) -> None:
 
 
 async def test_an_engine_names_the_requests_that_it_has_not_started(running: Running) -> None:
-    """Two of these prompts fit into the cache with their answers, and the third one waits."""
-    requests = [request_of(prompt_of(900, seed=seed), max_tokens=100) for seed in range(30, 33)]
-    ids = [f"r{running.requests + number}" for number in (1, 2, 3)]
+    """Two or three of these prompts fit into the cache; the others wait."""
+    requests = [request_of(prompt_of(900, seed=seed), max_tokens=100) for seed in range(30, 34)]
+    ids = [f"r{running.requests + number}" for number in (1, 2, 3, 4)]
     asked = [asyncio.create_task(running.run(request)) for request in requests]
     async with asyncio.timeout(60):
-        while await running.engine.unstarted([*ids, "another"]) != ids[2:]:
+        while not (unstarted := await running.engine.unstarted([*ids, "another"])):
             await asyncio.sleep(0.001)
-    assert [len(ids_of(chunks)) for chunks in await asyncio.gather(*asked)] == [100] * 3
+    assert unstarted == ids[-len(unstarted) :]
+    assert len(unstarted) <= 2
+    assert [len(ids_of(chunks)) for chunks in await asyncio.gather(*asked)] == [100] * 4
     assert await running.engine.unstarted(ids) == []
 
 
