@@ -5,6 +5,7 @@ cluster accepts (places.py).
 """
 
 import asyncio
+import math
 import time
 import uuid
 from array import array
@@ -206,7 +207,7 @@ class Runner:
                         self._window.answered(now_s, took_s=now_s - sent_s, waited_s=waited_s)
                     return response
                 self._window.lost()
-                pause_s = max(pause_s, _retry_after_s(response))
+                pause_s = max(pause_s, min(MAX_PAUSE_S, _retry_after_s(response)))
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_PAUSE_S, 2 * pause_s)
 
@@ -253,8 +254,9 @@ def _queued_s(response: httpx.Response) -> float:
 
 
 def _seconds(response: httpx.Response, header: str) -> float:
-    """Return the number in a header; 0 if there is none."""
+    """Return the number in a header; 0 if there is none, or none that a time can be."""
     try:
-        return float(response.headers.get(header) or 0)
+        seconds = float(response.headers.get(header) or 0)
     except ValueError:
         return 0.0
+    return max(0.0, seconds) if math.isfinite(seconds) else 0.0

@@ -20,6 +20,9 @@ def serve_environment() -> dict[str, str]:
         # When no memory is left, the kernel ends the largest process. Ray's default, 1000, would
         # let it end all processes that Ray has started before any other, however small they are.
         "RAY_worker_oom_score_adjustment": "0",
+        # Ray's default, 15, would give routers and replicas a thirtieth of the CPU time that any
+        # other busy program on the machine gets.
+        "RAY_worker_niceness": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         # Number of lines that Serve buffers before it writes them to its logs. A larger number

@@ -1,4 +1,4 @@
-"""What listens in a cluster with `--host 127.0.0.1` is what docs/operations/ports.md lists."""
+"""The processes of a cluster: where they listen, and their share of the processors."""
 
 import contextlib
 import re
@@ -39,6 +39,16 @@ def is_loopback(address: str) -> bool:
     parsed = ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, IPv6Address) else None
     return is_local(str(mapped or parsed))
+
+
+def test_no_process_yields_to_other_programs_on_the_machine(cluster: Cluster) -> None:
+    wanted = psutil.Process(cluster.process.pid).nice()
+    found = dict[str, int]()
+    for process in cluster.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[f"{name_of(process)} {process.pid}"] = process.nice()
+    assert any("Replica" in name for name in found)
+    assert {name: nice for name, nice in found.items() if nice != wanted} == {}
 
 
 def test_every_process_that_listens_is_documented_and_on_loopback(cluster: Cluster) -> None:

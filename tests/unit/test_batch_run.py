@@ -103,6 +103,24 @@ async def test_a_line_that_is_never_accepted_fails_and_the_others_do_not(tmp_pat
     assert len(written(tmp_path / "out")) == 5
 
 
+@pytest.mark.parametrize("pause", ["inf", "nan", "-1", "1e99"])
+async def test_no_answer_makes_a_line_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pause: str
+) -> None:
+    monkeypatch.setattr(run, "MAX_PAUSE_S", 0.01)
+    sent = Counter[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        sent[prompt_of(request)] += 1
+        if sent[prompt_of(request)] == 1:
+            return httpx.Response(503, headers={"retry-after": pause})
+        return httpx.Response(200, json=ANSWER)
+
+    with runner_of(tmp_path, 3, answer) as runner:
+        await asyncio.wait_for(runner.run(lambda progress: None), timeout=60)
+    assert (runner.progress.done, runner.progress.failed) == (3, 0)
+
+
 async def test_a_refused_line_is_sent_again_when_another_line_of_the_batch_is_answered(
     tmp_path: Path,
 ) -> None:
