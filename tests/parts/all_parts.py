@@ -12,7 +12,9 @@ from pathlib import Path
 from tests.support.environments import environment
 from tests.support.repository import ROOT
 
-PYTEST = ("-m", "pytest", "--numprocesses", "2", "--dist", "loadscope", "--no-loadscope-reorder")
+TIMEOUT_S = 1800  # that a test may take: on a busy machine, some take longer than make test allows
+WORKERS = ("--numprocesses", "2", "--dist", "loadscope", "--no-loadscope-reorder")
+PYTEST = ("-m", "pytest", "--timeout", f"{TIMEOUT_S}", *WORKERS)
 COUNTING = ("-p", "tests.parts.counting")
 FUZZ = {"KVROUTE_FUZZ": "24000"}
 ON_VLLM = {**FUZZ, "KVROUTE_FUZZ_CLUSTER": "vllm_cluster"}

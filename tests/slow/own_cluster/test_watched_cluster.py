@@ -18,7 +18,7 @@ from dashboards.promql import filled_in
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.clients import openai_client
 from tests.support.prometheus_server import Prometheus, prometheus
-from tests.support.serving import start_cluster
+from tests.support.serving import START_S, start_cluster
 
 DEPLOY = FOLDER.parent / "deploy"
 RULES: list[dict[str, Any]] = [
@@ -66,7 +66,7 @@ def test_every_panel_of_a_cluster_at_work_shows_something(
         for query in QUERIES
         if not re.search("vllm:|_tenant_|_(queue|seat)_wait|_queue_forecast", query)
     }
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + START_S
     while blank:
         assert time.monotonic() < deadline, blank
         work(client)
