@@ -1,6 +1,6 @@
 """The types and codes of errors in the format of OpenAI's API. docs/errors.md explains them."""
 
-from typing import Literal, get_args
+from typing import Literal, NewType, get_args
 
 Type = Literal["invalid_request_error", "permission_error", "rate_limit_error", "server_error"]
 Code = Literal[
@@ -17,7 +17,6 @@ Code = Literal[
     "invalid_value",
     "method_not_allowed",
     "model_not_found",
-    "no_seat",
     "not_found",
     "overloaded",
     "pin_budget_exceeded",
@@ -47,6 +46,7 @@ Code = Literal[
     "wait_too_long",
 ]
 CODES: tuple[Code, ...] = get_args(Code)
+FeatureCode = NewType("FeatureCode", str)  # a code that one feature has (Feature.codes)
 # HTTP status -> the code of errors that have no code of their own.
 _CODES: dict[int, Code] = {
     401: "invalid_api_key",

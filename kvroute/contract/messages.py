@@ -109,7 +109,7 @@ class LearnedScale(Struct, array_like=True, frozen=True):
     requests: Count  # number of requests in these means
 
 
-NOTHING = msgspec.Raw(msgspec.msgpack.encode([0, 0.0]))  # the feature shares nothing
+RESERVED = msgspec.Raw(msgspec.msgpack.encode([0, 0.0]))
 
 
 class RouterMessage(Struct, array_like=True):
@@ -121,17 +121,14 @@ class RouterMessage(Struct, array_like=True):
     tenants: list[TenantCounts] = []  # usage of the tenants whose counts have changed
     is_complete: bool = False  # True: tenants that are not listed have no usage at this router
     waiting: Waiting | None = None  # None: the queue has not changed
-    seats: msgspec.Raw = NOTHING  # what the feature of this name shares, which only it can read
+    # Older routers read two numbers here, which tell them nothing if both are 0. Newer ones send
+    # them, so that both read each other's messages, and ignore what they get.
+    reserved: msgspec.Raw = RESERVED
     scale: LearnedScale | None = None  # only heartbeats have it
     # The router's Ray cluster and application. Routers of other ones have other replicas. Empty:
     # unknown, because the router has an older version.
     origin: Name = ""
-
-    @property
-    def shared(self) -> dict[str, bytes]:
-        """Return what the router's features share, by their names."""
-        data = bytes(self.seats)
-        return {} if data == bytes(NOTHING) else {"seats": data}
+    features: dict[Name, bytes] = {}  # name of a feature -> what it shares, which only it can read
 
 
 class _Versioned(Struct, array_like=True):

@@ -1,5 +1,6 @@
 """The features of kvroute. Without its folder and its line in FEATURES, a feature is gone."""
 
+from kvroute.contract.error_codes import CODES, Code, FeatureCode
 from kvroute.features import seats
 from kvroute.features.feature import Feature, RefusalText
 
@@ -10,3 +11,7 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
 REFUSALS: dict[str, RefusalText] = {
     reason: text for feature in FEATURES for reason, text in feature.refusals.items()
 }
+ALL_CODES: tuple[Code | FeatureCode, ...] = (  # of the errors of the core and of the features
+    *CODES,
+    *(code for feature in FEATURES for code in feature.codes),
+)

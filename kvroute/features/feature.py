@@ -8,6 +8,8 @@ folder only inside its methods.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from kvroute.contract.error_codes import FeatureCode
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -33,6 +35,7 @@ class Feature:
 
     name = ""  # the name of its folder, which is also the key of its data and its states
     refusals: ClassVar[Mapping[str, RefusalText]] = {}  # by the reason that metrics have as label
+    codes: Sequence[FeatureCode] = ()  # of its errors, besides those of the core
     has_state = False  # whether GET /v1/cluster and the doctor get a list of its states, by model
 
     # Its options, each of which has a description as in kvroute/settings/options.

@@ -84,7 +84,7 @@ class PlacingFeatures:
         shares = own_methods(features, PlacingFeature.share)
         self.sharing: list[PlacingFeature] = [share.__self__ for share in shares]
 
-    def share(self, now_s: float) -> Mapping[str, bytes]:
+    def share(self, now_s: float) -> dict[str, bytes]:
         """Return what other routers should know now, by the name of the feature."""
         shared = {each.name: each.share(now_s) for each in self.sharing}
         return {name: data for name, data in shared.items() if data is not None}

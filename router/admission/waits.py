@@ -1,6 +1,7 @@
 """The urgency of a request, and the record of its wait in the router."""
 
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -74,13 +75,15 @@ class Wait(Struct, frozen=True):
     reason: str = "none"  # a QueueReason, or the reason of a feature's line
     waited_s: float = 0.0  # seconds from its arrival until it was sent to a replica
     forecast_s: float = 0.0  # wait in seconds that was forecast when the request arrived
-    held_s: float = 0.0  # the part of waited_s during which it waited for features
+    # Reason of a feature's line -> the part of waited_s during which it waited in this line.
+    held_s: Mapping[str, float] = {}
 
-    def after_line(self, reason: str, held_s: float) -> "Wait":
-        """Return this wait together with an earlier wait for a feature, for this reason."""
-        if not held_s:
-            return self
-        return replace(self, reason=reason, waited_s=self.waited_s + held_s, held_s=held_s)
+    def after_lines(self, held_s: Mapping[str, float]) -> "Wait":
+        """Return this wait together with the earlier waits in the lines of features."""
+        waited_s = self.waited_s + sum(held_s.values())
+        waits = [reason for reason, wait_s in held_s.items() if wait_s]
+        reason = waits[-1] if waits else self.reason
+        return replace(self, reason=reason, waited_s=waited_s, held_s=held_s)
 
 
 NO_WAIT = Wait()

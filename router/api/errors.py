@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 from starlette.responses import Response
 
-from kvroute.contract.error_codes import Code, anthropic_type_of, code_of, type_of
+from kvroute.contract.error_codes import Code, FeatureCode, anthropic_type_of, code_of, type_of
 from kvroute.store.connection import REDIS_ERRORS, refusal
 
 ANTHROPIC = "/v1/messages"  # route whose errors have Anthropic's format
@@ -29,7 +29,8 @@ class ApiError(Exception):
     status: int
     message: str
     param: str | None = None  # name of the field to change
-    code: Code | None = None  # name of the error for programs; None: the one of its status
+    # Name of the error for programs; None: the one of its status.
+    code: Code | FeatureCode | None = None
     headers: Mapping[str, str] = field(default_factory=dict)  # further headers of the response
 
     def __post_init__(self) -> None:

@@ -20,10 +20,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from msgspec import Raw
-
 from kvroute.contract.messages import (
-    NOTHING,
     Dispatch,
     Event,
     FirstToken,
@@ -122,7 +119,6 @@ class PeerPublisher(RequestObserver):
         now_s = self._clock()
         tenants, is_complete = self._limits.report(now_s) if self._limits else ([], False)
         waiting = None if self._queue is None else self._queue.report(now_s)
-        shared = self._features.share(now_s)
         scale = self._scale() if now_s >= self._scale_sent_s + ALIVE_S else None
         if scale is not None:
             self._scale_sent_s = now_s
@@ -133,9 +129,9 @@ class PeerPublisher(RequestObserver):
             tenants=tenants,
             is_complete=is_complete,
             waiting=waiting,
-            seats=Raw(data) if (data := shared.get("seats")) else NOTHING,
             scale=scale,
             origin=self._origin,
+            features=self._features.share(now_s),
         )
 
     async def run(self, index: Index, others: "PeerSubscriber") -> None:
@@ -266,7 +262,7 @@ class PeerSubscriber:
         """Count the requests of another router that has the same replicas."""
         if self._queue is not None and message.waiting is not None:
             self._queue.receive(message.router, message.waiting, now_s)
-        self._fleet.features.receive(message.router, message.shared, now_s)
+        self._fleet.features.receive(message.router, message.features, now_s)
         if message.scale is not None:
             self._fleet.loads.scale.adopt(message.scale)
         attempts = self._attempts.setdefault(message.router, {})

@@ -84,8 +84,8 @@ class Ticket:
         self.context = context
         self._gate = gate
         self._rooms = [] if context.is_resumed else [*gate.rooms]  # which the prompt has to leave
-        self._held_s = 0.0  # seconds that the prompt has waited in them
-        self._held_for = ""  # the reason of the latest of these waits
+        # Reason of a feature's line -> seconds that the prompt has waited in it.
+        self._waits_s = {room.line.reason: 0.0 for room in self._rooms}
         self._refused_s = (
             math.inf
         )  # time at which all replicas refused the prompt for the first time
@@ -157,6 +157,11 @@ class Ticket:
         )
 
     @property
+    def _held_s(self) -> float:
+        """Return the seconds that the prompt has waited in the lines of features."""
+        return sum(self._waits_s.values())
+
+    @property
     def limit_s(self) -> float:
         """Return the time at which the prompt has waited up to its limit for a replica."""
         if self.context.is_resumed:
@@ -198,7 +203,7 @@ class Ticket:
         while self._rooms:
             room = self._rooms.pop(0)
             if waited_s := await room.leave(placement, self.context):
-                self._held_s, self._held_for = self._held_s + waited_s, room.line.reason
+                self._waits_s[room.line.reason] = waited_s
                 urgency = self.context.urgency.after_waiting(waited_s)
                 self.context = replace(self.context, urgency=urgency)
                 return False
@@ -212,7 +217,7 @@ class Ticket:
         wait = self._admitted.wait
         self.context = replace(
             self.context,
-            wait=wait.after_line(self._held_for, self._held_s),
+            wait=wait.after_lines(self._waits_s),
             is_in_lane=self._admitted.is_in_lane,
         )
         # The queue has chosen the replica of a batch request, perhaps not the first of `placement`.

@@ -117,7 +117,7 @@ class Generation:
             "cached_tokens": self.cached_tokens,
             "queued_s": round(self.wait.waited_s, 3),
             "queued_for": self.wait.reason,
-            "seat_s": round(self.wait.held_s, 3),
+            **{f"{reason}_s": round(held_s, 3) for reason, held_s in self.wait.held_s.items()},
         }
 
     async def next(self) -> Chunk | None:

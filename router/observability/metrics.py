@@ -13,9 +13,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvroute.blocks.tiers import GPU, PEER, SLOWER, TIERS
-from kvroute.contract.error_codes import CODES
 from kvroute.contract.ranks import replicas_of
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features import ALL_CODES
 from kvroute.keys.limits import OTHER
 from kvroute.process.exposition import FastHistogram, Readings
 from kvroute.router.accounting.accounts import MAX_NAMES, name_of
@@ -49,7 +49,7 @@ REQUESTS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 BACKLOGS_S = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 DECISIONS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1)
 REFUSED_BY_ENGINE = "refused_by_engine"  # label in place of a code: a replica sent the error
-REFUSALS = (*CODES, REFUSED_BY_ENGINE)  # values of the label `code`
+REFUSALS = (*ALL_CODES, REFUSED_BY_ENGINE)  # values of the label `code`
 
 
 class Waits(RequestObserver):

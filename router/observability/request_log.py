@@ -66,7 +66,6 @@ class LogLine(msgspec.Struct):
     host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens reloaded from host memory
     evicted_why: str | msgspec.UnsetType = msgspec.UNSET  # reason for the ledger's evicted tokens
     queued_s: float | msgspec.UnsetType = msgspec.UNSET  # wait before it was sent, if any
-    seat_s: float | msgspec.UnsetType = msgspec.UNSET  # part of queued_s spent in features' lines
     priority: str | msgspec.UnsetType = msgspec.UNSET  # priority, if it is not `default`
     session: int | msgspec.UnsetType = msgspec.UNSET  # hash of the client's session id
     session_end: bool | msgspec.UnsetType = msgspec.UNSET  # True for a session's last request
@@ -82,16 +81,22 @@ class RequestLog(RequestObserver):
         self._model = model
         self._blocks_per_id = -(-ID_TOKENS // block_size)
         self._block_size = block_size
-        self._lines: list[LogLine] = []
+        self._lines: list[LogLine | dict[str, Any]] = []
 
     def ended(self, attempt: Attempt) -> None:
-        """Add a line for an ended request, unless it moved to another replica."""
+        """Add a line for an ended request, unless it moved to another replica.
+
+        A line has REASON_s, a part of `queued_s`, for each feature that the request waited for.
+        """
         if attempt.placement is None or attempt.outcome == "moved":
             return
         if len(self._lines) >= WAITING_LINES:
             self._drop(1, "the disk is slow")
             return
-        self._lines.append(self._line(attempt, attempt.placement))
+        line = self._line(attempt, attempt.placement)
+        held_s = attempt.context.wait.held_s
+        held = {f"{reason}_s": wait_s for reason, wait_s in held_s.items() if wait_s}
+        self._lines.append(msgspec.to_builtins(line) | held if held else line)
 
     async def run(self) -> None:
         """Write the waiting lines every WRITE_S until cancelled."""
@@ -142,7 +147,6 @@ class RequestLog(RequestObserver):
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),
             evicted_why=attempt.evicted_why if ledger and ledger.evicted else msgspec.UNSET,
             queued_s=waited_s or msgspec.UNSET,
-            seat_s=attempt.context.wait.held_s or msgspec.UNSET,
             priority=_unless_default(attempt.context.urgency.priority),
             session=attempt.context.hints.session & ID_BITS or msgspec.UNSET,
             session_end=attempt.context.hints.is_end or msgspec.UNSET,
@@ -167,7 +171,7 @@ def _unless_default(priority: Priority) -> str | msgspec.UnsetType:
     return msgspec.UNSET if priority == "default" else priority
 
 
-def _append(file: Path, lines: Sequence[LogLine]) -> None:
+def _append(file: Path, lines: Sequence[LogLine | dict[str, Any]]) -> None:
     """Append all lines or none, since a partial line would corrupt the log."""
     text = msgspec.json.Encoder().encode_lines(lines)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import requests
 
-from kvroute.contract.error_codes import CODES, anthropic_type_of, type_of
+from kvroute.contract.error_codes import anthropic_type_of, type_of
+from kvroute.features import ALL_CODES
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.api.calls import AUDIO_ROUTES
 from tests.support.serving import Cluster
@@ -39,7 +40,7 @@ def error_of(response: requests.Response) -> dict[str, Any]:
         assert {*body} == {"error"}
         assert {*error} == {"message", "type", "param", "code"}
         assert error["type"] == type_of(response.status_code)
-        assert error["code"] in CODES
+        assert error["code"] in ALL_CODES
     return error
 
 

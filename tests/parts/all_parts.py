@@ -16,6 +16,7 @@ TIMEOUT_S = 1800  # that a test may take: on a busy machine, some take longer th
 WORKERS = ("--numprocesses", "2", "--dist", "loadscope", "--no-loadscope-reorder")
 PYTEST = ("-m", "pytest", "--timeout", f"{TIMEOUT_S}", *WORKERS)
 COUNTING = ("-p", "tests.parts.counting")
+SLOW = "slow"  # a folder in that of a feature, with tests that only `make test-all` runs
 FUZZ = {"KVROUTE_FUZZ": "24000"}
 ON_VLLM = {**FUZZ, "KVROUTE_FUZZ_CLUSTER": "vllm_cluster"}
 
@@ -43,7 +44,8 @@ class Part:
         for name in self.tests:
             path = ROOT / "tests" / name
             assert path.exists(), f"there is no tests/{name}"
-            found |= {*path.rglob("test_*.py")} if path.is_dir() else {path}
+            modules = {*path.rglob("test_*.py")} if path.is_dir() else {path}
+            found |= {each for each in modules if path.name == SLOW or each.parent.name != SLOW}
         return found
 
     def arguments(self) -> tuple[str, ...]:
@@ -58,6 +60,12 @@ class Part:
 def _in(folder: str, names: str) -> tuple[str, ...]:
     """Return the paths of a folder's modules, from names without "test_" and ".py"."""
     return tuple(f"slow/{folder}/test_{name}.py" for name in names.split())
+
+
+def _of_features() -> tuple[str, ...]:
+    """Return the folders of the slow tests of all features."""
+    tests = ROOT / "tests"
+    return tuple(sorted(str(path.relative_to(tests)) for path in tests.glob(f"features/*/{SLOW}")))
 
 
 # What `make test` runs.
@@ -78,10 +86,10 @@ CLUSTERS = {
         tests=_in("own_cluster", "api_keys tenant_limits other_users inside wire_tls"),
     ),
     "queues": Part(
-        about="the queue, seats, batches and responses in the background",
+        about="the queue, batches and responses in the background",
         tests=_in(
             "own_cluster",
-            "queue queue_seen seats batch_order batch_survival background_survival long_prompt"
+            "queue queue_seen batch_order batch_survival background_survival long_prompt"
             " idle_connections",
         ),
     ),
@@ -139,6 +147,7 @@ ENGINES = {
     ),
 }
 OTHERS = {
+    "features": Part(about="clusters that use one feature", tests=_of_features()),
     "without-features": Part(
         about="types and tests of copies of this checkout without features",
         tests=("slow/features",),

@@ -9,7 +9,8 @@ import httpx
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from kvroute.contract.error_codes import CODES, type_of
+from kvroute.contract.error_codes import type_of
+from kvroute.features import ALL_CODES
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.sim_engine.sampling import UNSUPPORTED, Chat, Completion
 from kvroute.router.api.declaration import PrefixDeclaration
@@ -80,7 +81,7 @@ def check(answer: httpx.Response) -> None:
         else:
             assert error.keys() == {"message", "type", "param", "code"}
             assert error["type"] == type_of(answer.status_code)
-            assert error["code"] in CODES
+            assert error["code"] in ALL_CODES
         assert 0 < len(error["message"]) < 2000
         return
     if answer.headers.get("content-type", "").startswith("text/event-stream"):

@@ -156,6 +156,13 @@ def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id:
     assert log._ids(chain)[0] == chain[of_one_id // block_size - 1]
 
 
+async def test_a_line_has_the_waits_for_features(router: Router) -> None:
+    await router.answer(300, wait=Wait(waited_s=5.0).after_lines({"place": 2.0, "turn": 0.0}))
+    (line,) = await logged(router)
+    assert (line["queued_s"], line["place_s"]) == (7.0, 2.0)
+    assert "turn_s" not in line
+
+
 async def test_a_line_has_the_place_where_its_chat_changed(router: Router) -> None:
     await router.answer(400, broken=Break("user", 3, Difference(40, SPAN, SPAN, common=300)))
     (line,) = await logged(router)

@@ -37,7 +37,7 @@ MESSAGE = (
     b'"stop_sequence":null},"usage":{"output_tokens":1}}\n\n'
     b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 )
-NO_SEAT = ApiError(429, "has waited 600 s", code="no_seat")
+TOO_LATE = ApiError(429, "has waited 600 s", code="wait_too_long")
 
 
 class Model:
@@ -132,7 +132,7 @@ async def test_notices_come_before_the_stream(path: str, notice: str) -> None:
 async def test_without_a_long_wait_the_response_has_its_own_headers() -> None:
     found = await posted(Model(0, stream(b"data: 1\n\n")), CHATS, stream=True, messages=[USER])
     assert (found.headers["x-kvroute-replica"], found.text) == ("0", "data: 1\n\n")
-    refused = await posted(Model(0, NO_SEAT), CHATS, stream=True, messages=[USER])
+    refused = await posted(Model(0, TOO_LATE), CHATS, stream=True, messages=[USER])
     assert refused.status_code == 429
 
 
@@ -159,7 +159,7 @@ REFUSAL = {"error": {"message": "no such tool", "type": "invalid_request_error",
 
 @pytest.mark.parametrize(
     ("result", "message"),
-    [(NO_SEAT, "has waited 600 s"), (JSONResponse(REFUSAL, 400), "no such tool")],
+    [(TOO_LATE, "has waited 600 s"), (JSONResponse(REFUSAL, 400), "no such tool")],
 )
 async def test_an_error_after_a_notice_is_an_event_that_clients_raise(
     result: Response | ApiError, message: str
@@ -178,6 +178,6 @@ async def test_an_error_after_a_notice_is_an_event_that_clients_raise(
 
 
 async def test_an_error_after_a_notice_is_counted_like_other_errors() -> None:
-    model = Model(1, NO_SEAT)
+    model = Model(1, TOO_LATE)
     await posted(model, CHATS, stream=True, messages=[USER])
-    assert model.errors == [NO_SEAT]
+    assert model.errors == [TOO_LATE]

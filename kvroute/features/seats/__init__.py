@@ -6,6 +6,7 @@ A seat is the permission of a session to send requests (seats.py). README.md exp
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from kvroute.contract.error_codes import FeatureCode
 from kvroute.features.feature import Feature, RefusalText, State
 
 if TYPE_CHECKING:
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
 
+NO_SEAT = FeatureCode("no_seat")  # the code of its error, and the reason of its refusals
+
 
 class Seating(Feature):
     """The limit of active sessions."""
 
     name = "seats"
+    codes = (NO_SEAT,)
     has_state = True
     refusals: ClassVar[Mapping[str, RefusalText]] = {
-        "no_seat": RefusalText(
+        NO_SEAT: RefusalText(
             metric="the wait of their session for a seat was above the limit, or predicted to be",
             finding="waited too long for a seat of their session",
             option="--max-seat-wait-s",

@@ -2,6 +2,7 @@
 
 import math
 
+from kvroute.features.seats import NO_SEAT
 from kvroute.router.api.errors import ApiError
 from kvroute.router.queueing.refusals import retry_s
 
@@ -29,6 +30,6 @@ def no_seat(
         429,
         f"this request {problem}{duration} for a seat of its session{limit}: more sessions are "
         f"active than --max-sessions allows at once; try again in {again_s} s, or add replicas",
-        code="no_seat",
+        code=NO_SEAT,
         headers={"retry-after": str(again_s)},
     )

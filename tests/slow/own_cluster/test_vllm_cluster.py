@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from dashboards.replica import REPLICA
-from kvroute.contract.error_codes import CODES
+from kvroute.features import ALL_CODES
 from kvroute.local.processes import is_alive
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.bodies import (
@@ -357,7 +357,7 @@ def test_what_the_model_cannot_do_is_refused_in_vllms_words(cluster: Cluster) ->
         assert 400 <= answer.status_code < 500
         assert said in answer.text
         if path != MESSAGES:
-            assert answer.json()["error"]["code"] in CODES
+            assert answer.json()["error"]["code"] in ALL_CODES
 
 
 def test_a_named_prefix_stands_before_any_body(cluster: Cluster) -> None:
