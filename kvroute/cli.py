@@ -21,6 +21,7 @@ from kvroute.command.scale_command import scale
 from kvroute.command.serve_command import AttachOptions, ServeOptions, attach, serve
 from kvroute.command.status_command import status
 from kvroute.command.tenants_command import tenants
+from kvroute.features import FEATURES
 
 # The headings of the groups of commands in --help.
 RUN = "Run a cluster"
@@ -69,6 +70,9 @@ app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
 app.add_typer(adapters, name="adapters", rich_help_panel=RUN)
 app.add_typer(keys, name="keys", rich_help_panel=RUN)
 app.add_typer(batch, name="batch", rich_help_panel=RUN)
+for feature in FEATURES:
+    for name, group in feature.commands().items():
+        app.add_typer(group, name=name, rich_help_panel=RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
+from kvroute.features import FEATURES
+from kvroute.features.router_service import RouterServices
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
@@ -48,7 +50,7 @@ from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models
-from kvroute.router.serving.router_base import router_base
+from kvroute.router.serving.router_base import RouterBase, router_base
 from kvroute.settings.router import RouterSettings
 
 log = logging.getLogger("kvroute.ingress")
@@ -56,10 +58,20 @@ log = logging.getLogger("kvroute.ingress")
 # Unfinished answers are ended with an error this many seconds before Serve ends a router.
 LAST_ERRORS_S = 1.0
 
-ROUTE_MODULES = (  # the modules with the router's HTTP routes
+ROUTE_MODULES = (  # the modules with HTTP routes of the core
     *(openai_routes, response_routes, conversation_routes, session_routes, file_routes),
     *(batch_routes, prefix_routes, adapter_routes, cluster_routes, docs_routes, ui_routes),
 )
+
+
+def core_routes() -> list[APIRouter]:
+    """Return the HTTP routes of the core."""
+    return [module.routes for module in ROUTE_MODULES]
+
+
+def feature_routes() -> list[APIRouter]:
+    """Return the HTTP routes of all features."""
+    return [routes for feature in FEATURES for routes in feature.routes()]
 
 
 @serve.deployment
@@ -89,6 +101,8 @@ class Router:
             limits = None if self._all else self._limits
             self._all.append(await _model_router(id_, model_settings, replicas, limits))
         self._models = Models(id_, self._all)
+        base = self._models.first.base
+        self._services = await asyncio.to_thread(_services, base, self._keys)
         self._file_api = await asyncio.to_thread(batch_service, id_, settings[0], self._keys)
         self._batches = self._file_api if isinstance(self._file_api, BatchService) else None
         unreadable = self._models.first.unreadable
@@ -107,6 +121,7 @@ class Router:
             self._batches.start(readings)
         if self._background:
             self._background.start(readings)
+        self._services.start(readings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP application. Serve calls this after the constructor."""
@@ -119,6 +134,7 @@ class Router:
             recordings=self._recordings,
             batches=self._file_api,
             background=self._background,
+            services=self._services,
         )
 
     async def stop(self) -> int:
@@ -142,6 +158,7 @@ class Router:
             self._batches.check()
         if self._background:
             self._background.check()
+        self._services.check()
         if self._watching and self._watching.done():
             self._watching.result()
 
@@ -153,6 +170,7 @@ class Router:
         await self._stop_own_requests()
         if self._batches:
             self._batches.close()
+        self._services.close()
         await asyncio.gather(
             self._bodies.close(), *(model.lifecycle.close() for model in self._all)
         )
@@ -161,7 +179,8 @@ class Router:
     async def _stop_own_requests(self) -> None:
         """Let other routers go on with the batches and background responses of this one."""
         await asyncio.gather(
-            *(service.stop() for service in (self._batches, self._background) if service)
+            *(service.stop() for service in (self._batches, self._background) if service),
+            self._services.stop(),
         )
 
     async def _end_before_serve(self, drain_s: float) -> None:
@@ -178,6 +197,11 @@ class Router:
 
 async def _keys(path: Path | None) -> WatchedKeys | None:
     return await asyncio.to_thread(WatchedKeys, path) if path else None
+
+
+def _services(base: RouterBase, keys: WatchedKeys | None) -> RouterServices:
+    services = (feature.service(base, keys) for feature in FEATURES)
+    return RouterServices(service for service in services if service is not None)
 
 
 async def _model_router(
@@ -203,6 +227,7 @@ def application(
     recordings: Recordings | None = None,
     batches: BatchService | Unusable | None = None,
     background: BackgroundResponses | None = None,
+    services: RouterServices | None = None,
 ) -> FastAPI:
     """Return an application with all routes for these models.
 
@@ -215,6 +240,7 @@ def application(
         recordings: reads the bodies of requests with a recording.
         batches: the Files and Batch API; None: it is off.
         background: the background responses; None: the cluster does not store responses.
+        services: the services of features.
     """
     answers = answers or RunningAnswers()
     http = FastAPI(title="kvroute", docs_url=None, redoc_url=None, openapi_url=None)
@@ -226,6 +252,8 @@ def application(
     http.state.limits = limits
     http.state.batches = batches
     http.state.background = background
+    http.state.services = services = services or RouterServices()
+    services.attach(http)
     if isinstance(batches, BatchService):
         batches.application = http
     if background is not None:
@@ -243,8 +271,8 @@ def application(
         local_only=models.settings.local_only,
         refused=refused,
     )
-    for module in ROUTE_MODULES:
-        http.include_router(module.routes)
+    for routes in core_routes() + feature_routes():
+        http.include_router(routes)
     http.exception_handler(ApiError)(_refuse)
     http.exception_handler(HTTPException)(_refuse_route)
     http.exception_handler(Exception)(_fail)

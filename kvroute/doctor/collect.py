@@ -130,7 +130,10 @@ class _Collection:
         yield from load_checks.pulls(replicas.get("pulls", {}))
         yield from load_checks.queues(diagnosis.get("queues", ()))
         for feature in FEATURES:
-            yield from feature.checks(diagnosis.get(feature.name, ()))
+            if feature.has_state:
+                yield from feature.checks(diagnosis.get(feature.name, ()))
+            else:
+                yield from feature.service_checks(diagnosis.get(feature.name))
         yield from batch_checks.batches(diagnosis.get("batches"))
         yield checks.haproxy(diagnosis["serve"])
         yield checks.access(diagnosis["access"])

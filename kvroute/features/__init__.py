@@ -2,7 +2,7 @@
 
 from kvroute.contract.error_codes import CODES, Code, FeatureCode
 from kvroute.features import seats
-from kvroute.features.feature import Feature, RefusalText
+from kvroute.features.feature import Feature, Paths, RefusalText
 
 FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
     seats.Seating(),
@@ -15,3 +15,4 @@ ALL_CODES: tuple[Code | FeatureCode, ...] = (  # of the errors of the core and o
     *CODES,
     *(code for feature in FEATURES for code in feature.codes),
 )
+PATHS = Paths.joined(feature.paths for feature in FEATURES)  # of all routes of features

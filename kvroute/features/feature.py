@@ -1,4 +1,4 @@
-"""The entry of a feature: what it is called, its options, and how its side in a router is built.
+"""The entry of a feature: its name, options, routes and commands, and how its sides are built.
 
 A feature is a folder of this package, with an instance of a subclass of `Feature` in its
 `__init__.py`. Every process and every command imports that module, so it imports the rest of its
@@ -6,16 +6,21 @@ folder only inside its methods.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvroute.contract.error_codes import FeatureCode
 
 if TYPE_CHECKING:
+    import typer
+    from fastapi import APIRouter
     from pydantic import BaseModel
 
     from kvroute.doctor.checks import Check
     from kvroute.features.placing_feature import PlacingFeature
     from kvroute.features.router_feature import RouterFeature
+    from kvroute.features.router_service import RouterService
+    from kvroute.keys.watched import WatchedKeys
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
 
@@ -30,13 +35,35 @@ class RefusalText(NamedTuple):
     option: str  # the option with a larger value of which fewer are refused
 
 
+class Paths(NamedTuple):
+    """What the router has to know about the paths of HTTP routes before it finds their route.
+
+    `use`, `observe`, `read` and `manage` say which role a key needs. Each path in them stands for
+    the paths below it, too. A path that is in none of them needs the role manage.
+    """
+
+    use: Sequence[str] = ()  # the role use
+    observe: Sequence[str] = ()  # the role observe
+    read: Sequence[str] = ()  # the role observe for GET, and the role manage for other methods
+    manage: Sequence[str] = ()  # the role manage, if the path is below one of another role
+    forms: Sequence[str] = ()  # bodies are multipart/form-data, which other routes refuse
+
+    @classmethod
+    def joined(cls, all_: "Iterable[Paths]") -> "Paths":
+        """Return the paths of several features together."""
+        return cls(*(tuple(chain.from_iterable(kind)) for kind in zip(*all_, strict=True)))
+
+
 class Feature:
     """One feature of kvroute. Every method has an empty default."""
 
     name = ""  # the name of its folder, which is also the key of its data and its states
     refusals: ClassVar[Mapping[str, RefusalText]] = {}  # by the reason that metrics have as label
     codes: Sequence[FeatureCode] = ()  # of its errors, besides those of the core
-    has_state = False  # whether GET /v1/cluster and the doctor get a list of its states, by model
+    # Whether GET /v1/cluster and the doctor get a list of its states, by model. If not, the doctor
+    # gets the facts of its service.
+    has_state = False
+    paths = Paths()  # of its routes
 
     # Its options, each of which has a description as in kvroute/settings/options.
 
@@ -54,9 +81,31 @@ class Feature:
         """Return its side in the router of one model; None: it is off."""
         return None
 
+    def service(self, base: "RouterBase", keys: "WatchedKeys | None") -> "RouterService | None":
+        """Return what a router has once for all of its models; None: it is off.
+
+        This runs in a thread, so it may wait for a disk.
+
+        Args:
+            base: that of the first model. Its settings are the cluster's, where models cannot
+                differ.
+            keys: the API keys; None: clients need none.
+        """
+        return None
+
     def replayed(self) -> "PlacingFeature | None":
         """Return its side in a router of a replay, which has a clock of its own and no Redis."""
         return None
+
+    # What clients and operators use.
+
+    def routes(self) -> "Sequence[APIRouter]":
+        """Return its HTTP routes, which every router has, also if the feature is off."""
+        return ()
+
+    def commands(self) -> "Mapping[str, typer.Typer]":
+        """Return its groups of commands, by name: `kvroute NAME ...`."""
+        return {}
 
     # What operators see.
 
@@ -66,4 +115,12 @@ class Feature:
 
     def checks(self, states: Sequence[State]) -> "Iterator[Check]":
         """Check the states of all models, for `kvroute doctor`."""
+        yield from ()
+
+    def service_checks(self, facts: "Mapping[str, Any] | None") -> "Iterator[Check]":
+        """Check the state of its service in one router, for `kvroute doctor`.
+
+        Args:
+            facts: what RouterService.facts has returned; None: the service is off.
+        """
         yield from ()

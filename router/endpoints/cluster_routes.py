@@ -143,6 +143,7 @@ async def diagnosis(request: Request, models: Served) -> Response:
     _, port = request.scope["server"]
     findings = await models.diagnosis.run(port=port, keys=request.app.state.keys)
     batches = request.app.state.batches
+    findings |= await request.app.state.services.facts()
     findings["batches"] = await batches.facts() if batches else None
     return JSONResponse({"router": models.router_id} | findings)
 

@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
+from kvroute.features.router_service import RouterServices
 from kvroute.router.api.errors import ApiError
 from kvroute.router.batches.service import BatchService, Unusable
 from kvroute.router.page.live import Live, State
@@ -69,10 +70,12 @@ async def live(
     recorder = _recorder(models, model)
 
     batches: BatchService | Unusable | None = request.app.state.batches
+    services: RouterServices = request.app.state.services
 
     def more() -> State:
         unfinished = msgspec.json.encode(batches.live() if batches else None)
-        return {"history": recorder.encoded(replica), "batches": unfinished}
+        states = {name: msgspec.json.encode(state) for name, state in services.live().items()}
+        return {"history": recorder.encoded(replica), "batches": unfinished, **states}
 
     events = await _live(models, model).listen(more)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}

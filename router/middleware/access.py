@@ -13,6 +13,7 @@ from functools import lru_cache
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvroute.features import PATHS
 from kvroute.keys.key_file import ROLES, Role
 from kvroute.keys.keyring import Caller, Keyring
 from kvroute.router.api.calls import (
@@ -34,13 +35,16 @@ USE = (  # the role use is needed
     *(CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, MESSAGES, SCORING, *STATELESS_ROUTES),
     *AUDIO_ROUTES,
     *("/v1/route", "/v1/conversations", "/v1/sessions", "/v1/files", "/v1/batches"),
+    *PATHS.use,
 )
-OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics")  # the role observe is needed
+# The role observe is needed.
+OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics", *PATHS.observe)
 # GET needs the role observe; other methods need the role manage.
-READ = ("/v1/prefixes", "/v1/adapters")
+READ = ("/v1/prefixes", "/v1/adapters", *PATHS.read)
 MANAGE = (  # the role manage is needed
     *("/v1/cluster/audit", "/v1/cluster/canary"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *PATHS.manage,
 )
 
 # Key in the ASGI scope of requests that this process sends to itself: their caller.

@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvroute.features import PATHS
 from kvroute.router.api.calls import AUDIO_ROUTES
 from kvroute.router.api.errors import ApiError, response, shown
 
@@ -34,7 +35,7 @@ SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 METHODS = ("GET", "HEAD", "POST", "DELETE")  # methods of the router's routes
 NO_JSON = ("text/plain", "multipart/form-data")  # content types that are always rejected
 # The routes whose bodies are multipart/form-data.
-UPLOADS = frozenset({"/v1/files", *AUDIO_ROUTES})
+UPLOADS = frozenset({"/v1/files", *AUDIO_ROUTES, *PATHS.forms})
 FORM = "application/x-www-form-urlencoded"
 DEFAULT_PORT = re.compile(r":(80|443)?$")
 PORT = re.compile(r":\d*$")

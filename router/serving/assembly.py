@@ -77,6 +77,7 @@ class Parts:
         deployments = tuple(handle.deployment_name for handle in replicas)
         running = partial(serve_replicas.running_replicas, deployments)
         replica_set = partial(serve_replicas.replicas, deployments)
+        self.base = base
         settings, redis, router_id = base.settings, base.redis, base.router_id
         model, cluster = base.model, base.cluster
         self.settings, self.tokenizer = settings, base.tokenizer

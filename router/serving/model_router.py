@@ -16,6 +16,7 @@ class ModelRouter:
 
     def __init__(self, parts: Parts) -> None:
         settings = parts.settings
+        self.base = parts.base
         self.name = settings.served_model_name
         self.settings = settings
         self._named_adapters = frozenset(adapter.name for adapter in settings.adapters)

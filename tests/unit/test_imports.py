@@ -73,13 +73,13 @@ ORDER = (
     "kvroute.controller",
     "kvroute.client",
     "kvroute.doctor",
-    *(f"kvroute.features.{feature.name}" for feature in FEATURES),
     "kvroute.replay.hardware",
     "kvroute.replay.workload",
     "kvroute.replay.policies",
     "kvroute.replay",
     "kvroute.command",
     "kvroute.command.changes",
+    *(f"kvroute.features.{feature.name}" for feature in FEATURES),
     "kvroute.cli",
 )
 

@@ -1,0 +1,102 @@
+"""What a feature does once in a router, for all of its models. Each method has an empty default."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvroute.features.own_methods import own_methods
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from kvroute.process.exposition import Readings
+
+
+class RouterService:
+    """What one feature has once in a router. It may import the core, and no other feature."""
+
+    name = ""  # the name of its folder, which is the key of its facts and of its live state
+
+    # Its life, in this order.
+
+    def attach(self, application: "ASGIApp") -> None:
+        """Keep the router's HTTP application, if the service sends requests to it."""
+
+    def metrics(self, readings: "Readings") -> None:
+        """Export its metrics; called once, unless metrics are off."""
+
+    def start(self) -> None:
+        """Start its tasks. All models can take requests now."""
+
+    def check(self) -> None:
+        """Raise the error of a task that has ended. Ray Serve then replaces the router."""
+
+    async def stop(self) -> None:
+        """End what other routers can go on with. This can be called more than once."""
+
+    def close(self) -> None:
+        """Release what it holds, when the process ends."""
+
+    # What operators see.
+
+    async def facts(self) -> Mapping[str, Any]:
+        """Return its state as JSON, for `Feature.service_checks` of the doctor."""
+        return {}
+
+    def live(self) -> Mapping[str, Any] | None:
+        """Return its state as JSON, for the live page; None: it has nothing to show."""
+        return None
+
+
+class RouterServices:
+    """The services of one router, in the order of kvroute/features/__init__.py."""
+
+    def __init__(self, services: Iterable[RouterService] = ()) -> None:
+        services = tuple(services)
+        self._all = services
+        self._by_name = {service.name: service for service in services}
+        self._factual = own_methods(services, RouterService.facts)
+        self._live = own_methods(services, RouterService.live)
+
+    def get(self, name: str) -> RouterService | None:
+        """Return the service of a feature; None: it is off."""
+        return self._by_name.get(name)
+
+    def attach(self, application: "ASGIApp") -> None:
+        """Give the services the router's HTTP application."""
+        for service in self._all:
+            service.attach(application)
+
+    def start(self, readings: "Readings | None") -> None:
+        """Start the services.
+
+        Args:
+            readings: gets their metrics; None: metrics are off.
+        """
+        for service in self._all:
+            if readings is not None:
+                service.metrics(readings)
+            service.start()
+
+    def check(self) -> None:
+        """Raise the error of a task that has ended."""
+        for service in self._all:
+            service.check()
+
+    async def stop(self) -> None:
+        """End what other routers can go on with."""
+        await asyncio.gather(*(service.stop() for service in self._all))
+
+    def close(self) -> None:
+        """Release what the services hold."""
+        for service in self._all:
+            service.close()
+
+    async def facts(self) -> dict[str, Mapping[str, Any]]:
+        """Return the facts for the doctor, by the name of the feature."""
+        found = await asyncio.gather(*(facts() for facts in self._factual))
+        return {facts.__self__.name: each for facts, each in zip(self._factual, found, strict=True)}
+
+    def live(self) -> dict[str, Mapping[str, Any] | None]:
+        """Return the states for the live page, by the name of the feature."""
+        return {live.__self__.name: live() for live in self._live}
