@@ -9,7 +9,6 @@ import typer
 from kvroute.command.batches_command import batch
 from kvroute.command.changes.adapters_command import adapters
 from kvroute.command.changes.keys_command import keys
-from kvroute.command.changes.prefixes_command import prefixes
 from kvroute.command.doctor_command import doctor
 from kvroute.command.drain_command import drain
 from kvroute.command.explain import explain
@@ -66,7 +65,6 @@ _add(serve, ServeOptions, RUN)
 _add(attach, AttachOptions, RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(drain)
-app.add_typer(prefixes, name="prefixes", rich_help_panel=RUN)
 app.add_typer(adapters, name="adapters", rich_help_panel=RUN)
 app.add_typer(keys, name="keys", rich_help_panel=RUN)
 app.add_typer(batch, name="batch", rich_help_panel=RUN)

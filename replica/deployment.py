@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -28,7 +29,9 @@ from kvroute.contract.http_call import decode_call, encode_part, encode_rendered
 from kvroute.contract.identity import identify
 from kvroute.contract.pull import encode_result, pull_key
 from kvroute.contract.ranks import rank_ids
-from kvroute.contract.records import Description, ProcessLocation
+from kvroute.contract.records import Description, Pins, ProcessLocation, Warm
+from kvroute.features import FEATURES
+from kvroute.features.replica_feature import ReplicaBase, ReplicaFeature
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
@@ -45,7 +48,6 @@ from kvroute.settings.replica import ReplicaSettings
 from kvroute.store.adapters import Adapters
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefixes
 from kvroute.wire.address import Address
 from kvroute.wire.server import HOST, Server, new_secret
 from kvroute.wire.structs import decode_begin
@@ -78,7 +80,12 @@ class Replica:
         self._redis = connect(self._settings.redis_url)
         self._metrics = ReplicaMetrics()
         self._exposition = await self._expose() if self._settings.metrics else None
-        self._ranks = self._make_ranks(engines)
+        index = Index(self._redis, self._settings.served_model_name, cluster=self._settings.cluster)
+        self._features: list[ReplicaFeature] = []
+        self._ranks = self._make_ranks(engines, index)
+        base = ReplicaBase(self._settings, self._redis, index, self._ranks)
+        sides = (feature.replica(base) for feature in FEATURES)
+        self._features = [side for side in sides if side is not None]
         self._metrics.export(
             engines,
             [rank.publisher for rank in self._ranks],
@@ -102,9 +109,12 @@ class Replica:
         if self._settings.lora_root:
             self._tasks.append(asyncio.create_task(self._adapters.run(), name="adapters"))
         self._bodies = UploadedBodies(limit_mb=self._settings.max_audio_mb)
-        warmers = [rank.warmer for rank in self._ranks]
-        await asyncio.gather(*(warmer.start(self._settings.declared) for warmer in warmers))
-        self._tasks += [asyncio.create_task(warmer.run(), name="warmer") for warmer in warmers]
+        await asyncio.gather(*(side.start() for side in self._features))
+        self._tasks += [
+            asyncio.create_task(task, name=name)
+            for side in self._features
+            for name, task in side.tasks().items()
+        ]
         methods = {
             "audit": self._audit,
             "canary": self._canary,
@@ -299,12 +309,8 @@ class Replica:
             token_file=self._settings.metrics_token_file,
         )
 
-    def _make_ranks(self, engines: Sequence[Engine]) -> list[Rank]:
-        settings, redis = self._settings, self._redis
-        name, cluster = settings.served_model_name, settings.cluster
-        index = Index(redis, name, cluster=cluster)
-        prefixes = Prefixes(redis, name, cluster=cluster, unreadable=index.unreadable)
-        location = self._location()
+    def _make_ranks(self, engines: Sequence[Engine], index: Index) -> list[Rank]:
+        settings, location = self._settings, self._location()
         identity = identify(
             resolve(settings.model),
             revision=settings.revision,
@@ -315,15 +321,26 @@ class Replica:
             Rank(
                 engine,
                 index,
-                prefixes,
                 self._metrics,
                 self._tracing,
                 rank_id=rank_id,
-                description=Description(engine.facts, identity, location, name),
+                description=Description(
+                    engine.facts, identity, location, settings.served_model_name
+                ),
                 lease_s=settings.lease_s,
+                pins=partial(self._pins, number),
             )
-            for rank_id, engine in zip(rank_ids(self.id, len(engines)), engines, strict=True)
+            for number, (rank_id, engine) in enumerate(
+                zip(rank_ids(self.id, len(engines)), engines, strict=True)
+            )
         ]
+
+    def _pins(self, rank: int) -> Pins:
+        """Return which prompts a rank's engine keeps for features, by the name of the pin."""
+        pins: dict[str, Warm] = {}
+        for side in self._features:
+            pins |= side.pins(rank)
+        return pins
 
     def _location(self) -> ProcessLocation:
         metrics = self._exposition.address if self._exposition else None

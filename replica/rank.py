@@ -1,20 +1,20 @@
 """A data parallel rank of a replica: one engine, and everything that belongs to it.
 
-The publisher writes the engine's blocks to the index. The warmer computes named prefixes. Backlog,
-ghost list and missed share are statistics about the engine.
+The publisher writes the engine's blocks to the index. Backlog, ghost list and missed share are
+statistics about the engine.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from msgspec import structs
 
 from kvroute.blocks.tiers import DISK, GROUPS, HOST
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
-from kvroute.contract.records import Description, Load
+from kvroute.contract.records import Description, Load, Pins
 from kvroute.process.tracing import Tracing
 from kvroute.replica.backlog import Backlog, occupancy
 from kvroute.replica.block_table import BlockTable
@@ -24,9 +24,7 @@ from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.ghosts import MissedShare, make_ghosts
 from kvroute.replica.publisher import Publisher
-from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefixes
 
 log = logging.getLogger("kvroute.replica")
 
@@ -38,14 +36,15 @@ class Rank:
         self,
         engine: Engine,
         index: Index,
-        prefixes: Prefixes,
         metrics: ReplicaMetrics,
         tracing: Tracing | None,
         *,
         rank_id: str,
         description: Description,
         lease_s: float,
+        pins: Callable[[], Pins],
     ) -> None:
+        self.id = rank_id
         self.engine = engine
         self.backlog = Backlog(engine.facts.prefill_tokens_per_s)
         table = BlockTable(engine.group_entries)
@@ -65,11 +64,8 @@ class Rank:
             replica_id=rank_id,
             description=description,
             load=self._load,
-            pins=lambda: self.warmer.cached(),
+            pins=pins,
             lease_s=lease_s,
-        )
-        self.warmer = Warmer(
-            engine, prefixes, index, replica_id=rank_id, on_change=self.publisher.renew_soon
         )
 
     def follow_events(self) -> "asyncio.Task[None]":

@@ -34,7 +34,6 @@ from kvroute.router.endpoints import (
     file_routes,
     missing_routes,
     openai_routes,
-    prefix_routes,
     response_routes,
     session_routes,
     ui_routes,
@@ -60,7 +59,7 @@ LAST_ERRORS_S = 1.0
 
 ROUTE_MODULES = (  # the modules with HTTP routes of the core
     *(openai_routes, response_routes, conversation_routes, session_routes, file_routes),
-    *(batch_routes, prefix_routes, adapter_routes, cluster_routes, docs_routes, ui_routes),
+    *(batch_routes, adapter_routes, cluster_routes, docs_routes, ui_routes),
 )
 
 

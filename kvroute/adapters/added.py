@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvroute.contract.adapters import Adapter
-from kvroute.contract.prefix_id import TENANT_SEPARATOR
+from kvroute.contract.own_names import TENANT_SEPARATOR
 from kvroute.contract.records import VERSION, Versioned, check_version
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"  # the names that adapters can have

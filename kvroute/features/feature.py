@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvroute.doctor.checks import Check
     from kvroute.features.placing_feature import PlacingFeature
+    from kvroute.features.replica_feature import ReplicaBase, ReplicaFeature
     from kvroute.features.router_feature import RouterFeature
     from kvroute.features.router_service import RouterService
     from kvroute.keys.watched import WatchedKeys
@@ -54,12 +55,21 @@ class Paths(NamedTuple):
         return cls(*(tuple(chain.from_iterable(kind)) for kind in zip(*all_, strict=True)))
 
 
+class FeatureSettings(NamedTuple):
+    """What the sides of a feature get of the options of one model, as JSON data."""
+
+    routers: Mapping[str, Any] = {}
+    replicas: Mapping[str, Any] = {}
+
+
 class Feature:
     """One feature of kvroute. Every method has an empty default."""
 
     name = ""  # the name of its folder, which is also the key of its data and its states
     refusals: ClassVar[Mapping[str, RefusalText]] = {}  # by the reason that metrics have as label
     codes: Sequence[FeatureCode] = ()  # of its errors, besides those of the core
+    headers: Sequence[str] = ()  # of requests, for Call.headers
+    fields: Sequence[str] = ()  # of the bodies of generating requests, which the core ignores
     # Whether GET /v1/cluster and the doctor get a list of its states, by model. If not, the doctor
     # gets the facts of its service.
     has_state = False
@@ -67,9 +77,22 @@ class Feature:
 
     # Its options, each of which has a description as in kvroute/settings/options.
 
-    def router_options(self) -> "type[BaseModel] | None":
-        """Return the class of the options that routers receive."""
+    def options(self) -> "type[BaseModel] | None":
+        """Return the class of its options."""
         return None
+
+    def settings(self, options: Any) -> FeatureSettings:
+        """Return what its sides get; by default, routers get all of its options.
+
+        Args:
+            options: an object with all options of one model.
+
+        Raises:
+            SettingsError: its options contradict each other, or name a file that cannot be used.
+        """
+        kind = self.options()
+        names = kind.model_fields if kind else ()
+        return FeatureSettings({name: getattr(options, name) for name in names})
 
     def needs(self) -> "Sequence[Need]":
         """Return which of its options have no effect without another option."""
@@ -91,6 +114,10 @@ class Feature:
                 differ.
             keys: the API keys; None: clients need none.
         """
+        return None
+
+    def replica(self, base: "ReplicaBase") -> "ReplicaFeature | None":
+        """Return its side in a replica; None: it is off."""
         return None
 
     def replayed(self) -> "PlacingFeature | None":

@@ -1,11 +1,13 @@
 """Checks the options of one model, and reads the files that the options name."""
 
+from collections.abc import Mapping
 from functools import cached_property
 
 from kvroute.contract.adapters import Adapter, read_adapter
+from kvroute.features import FEATURES
+from kvroute.features.feature import FeatureSettings
 from kvroute.settings import owned_engine_args
 from kvroute.settings.help import SettingsError
-from kvroute.settings.multi_task import Task, read_tasks
 from kvroute.settings.options.model import ModelOptions
 from kvroute.settings.server_list import ServerList
 
@@ -62,23 +64,9 @@ class CheckedOptions(ModelOptions):
         return urls
 
     @cached_property
-    def tasks(self) -> tuple[Task, ...]:
-        """Return the named prefixes (see multi_task.py) to declare at the start."""
-        file, text = self.multi_task_prompt, self.multi_task_prompt_str
-        if file and text:
-            raise SettingsError(
-                f"--multi-task-prompt is {str(file)!r}, and --multi-task-prompt-str is set as well "
-                "(perhaps by the variable MULTI_TASK_PROMPT or MULTI_TASK_PROMPT_STR); keep one of "
-                "them"
-            )
-        try:
-            return read_tasks(file.read_bytes() if file else text or "[]")
-        except OSError as error:
-            reason = f"the file cannot be read ({error.strerror}); give a readable file"
-        except ValueError as error:
-            reason = str(error)
-        source = f"--multi-task-prompt is {str(file)!r}" if file else "--multi-task-prompt-str"
-        raise SettingsError(f"{source}: {reason}")
+    def of_features(self) -> Mapping[str, FeatureSettings]:
+        """Return what the sides of features get of these options, by the feature's name."""
+        return {feature.name: feature.settings(self) for feature in FEATURES}
 
     @cached_property
     def adapters(self) -> tuple[Adapter, ...]:
@@ -105,7 +93,7 @@ class CheckedOptions(ModelOptions):
         self._check_gpus()
         self._check_engine_args()
         self._check_wire_tls()
-        _ = self.tasks, self.adapters  # read now, so that errors are raised
+        _ = self.of_features, self.adapters  # read now, so that errors are raised
 
     def _check_attach(self) -> None:
         """Refuse options that need an engine which kvroute starts itself."""

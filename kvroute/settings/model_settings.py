@@ -5,7 +5,6 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
-from kvroute.features import FEATURES
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.options.common import CPU_BLOCK_SIZE, GPU_BLOCK_SIZE
 from kvroute.settings.options.deployment import DeploymentOptions
@@ -83,17 +82,11 @@ def resolve(
         "tensor_parallel_size": max(1, gpus // options.data_parallel_size),
         "cores": max(1, (os.cpu_count() or 1) // replicas),
         "adapters": options.adapters,
-        "tasks": options.tasks,
-        "declared": tuple(task.task_id for task in options.tasks),
-        "features": _features(options),
+        "features": {
+            name: parts.routers for name, parts in options.of_features.items() if parts.routers
+        },
+        "replica_features": {
+            name: parts.replicas for name, parts in options.of_features.items() if parts.replicas
+        },
     }
     return ModelSettings(**chosen | derived)
-
-
-def _features(options: CheckedOptions) -> dict[str, dict[str, Any]]:
-    """Return the options of each feature that has some, by its name."""
-    return {
-        feature.name: {name: getattr(options, name) for name in kind.model_fields}
-        for feature in FEATURES
-        if (kind := feature.router_options())
-    }

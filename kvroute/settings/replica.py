@@ -1,9 +1,15 @@
 """The settings that each replica of a model receives at its start."""
 
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
 from kvroute.settings import parsers
 from kvroute.settings.options.replica import ReplicaOptions
 from kvroute.settings.server_list import ServerList
 from kvroute.settings.shared_settings import CommonSettings
+
+T = TypeVar("T", bound=BaseModel)
 
 
 class ReplicaSettings(CommonSettings, ReplicaOptions):
@@ -12,8 +18,13 @@ class ReplicaSettings(CommonSettings, ReplicaOptions):
     tensor_parallel_size: int = 1  # GPUs of one data parallel rank; also 1 on CPUs
     cores: int = 1  # number of CPU cores for a replica's engine if it has no GPU
     server_model: str = ""  # the model's name at the attached servers; empty: it may be any
-    declared: tuple[str, ...] = ()  # ids of the named prefixes that are declared at the start
+    # Name of a feature -> its settings.
+    replica_features: dict[str, dict[str, Any]] = {}  # noqa: RUF012
     lease_s: float = 3.0  # seconds until a replica's record in Redis expires if it is not renewed
+
+    def in_replica(self, feature: str, kind: type[T]) -> T:
+        """Return the settings of a feature, as an instance of the feature's own class."""
+        return kind.model_validate(self.replica_features.get(feature, {}))
 
     @property
     def server_list(self) -> ServerList:

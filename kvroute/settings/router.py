@@ -4,7 +4,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from kvroute.settings.multi_task import Task
 from kvroute.settings.options.router import RouterOptions
 from kvroute.settings.shared_settings import CommonSettings
 
@@ -16,13 +15,12 @@ class RouterSettings(CommonSettings, RouterOptions):
 
     tensor_parallel_size: int = 1  # GPUs of one data parallel rank; also 1 on CPUs
     drain_timeout_s: float = 600.0  # seconds that a removed replica has to finish its requests
-    tasks: tuple[Task, ...] = ()  # named prefixes to declare at the start
     own_redis: bool = False  # True: kvroute serve has started Redis, and starts it again
-    features: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # name of a feature -> its options
+    features: dict[str, dict[str, Any]] = {}  # noqa: RUF012  # name of a feature -> its settings
     local_only: bool = False  # True: only this machine can reach the cluster, and there are no keys
 
     def of(self, feature: str, kind: type[T]) -> T:
-        """Return the options of a feature, as an instance of the feature's own class."""
+        """Return the settings of a feature, as an instance of the feature's own class."""
         return kind.model_validate(self.features.get(feature, {}))
 
     @property

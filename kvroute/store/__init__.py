@@ -1,1 +1,1 @@
-"""All data in Redis, such as the index and named prefixes. No other package knows Redis keys."""
+"""Data in Redis, such as the index. Besides features, no other package knows Redis keys."""

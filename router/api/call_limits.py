@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from kvroute.router.api.declaration import MAX_MESSAGES
+from kvroute.router.api.chat_message import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError, invalid, shown, unsupported
 
 MAX_N = 128  # largest number of choices for one prompt

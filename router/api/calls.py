@@ -12,11 +12,9 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
-from pydantic import TypeAdapter, ValidationError
 
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.prefix_id import PrefixId
 from kvroute.keys.keyring import Caller, owner, salted
 from kvroute.router.api.call_limits import (
     MAX_CHOICES,
@@ -79,11 +77,6 @@ BACKGROUND = "background"  # the field with which a response runs although its c
 MESSAGES_FIELDS = frozenset({"system", "stop_sequences"})
 MESSAGES_PARTS = frozenset({"tool_use", "tool_result"})
 
-PREFIX = "x-kvroute-prefix"  # header with the name of a declared prefix
-# Description of a valid name, for error messages.
-PREFIX_NAME = "the name of a declared prefix: a number, or up to 128 characters without ␟"
-_PREFIX_ID = TypeAdapter[str](PrefixId)
-
 
 class Call(Struct, frozen=True):
     """A request to one of the routes above, with its parsed body."""
@@ -94,7 +87,7 @@ class Call(Struct, frozen=True):
     input_values: int = 0  # number of JSON values in the field `input`, if it is a list
     caller: Caller | None = None  # owner of the API key; None if the cluster has no API keys
     is_stored: bool = False  # the response will be stored
-    prefix_name: str = ""  # value of the header PREFIX; empty if there is none
+    headers: Mapping[str, str] = {}  # the headers that features read (Feature.headers)
     # The response should include receipts, which explain to which replica each prompt was sent.
     wants_receipts: bool = False
     adapter: Adapter | None = None  # the added LoRA adapter that `model` names, by its key
@@ -179,30 +172,6 @@ class Call(Struct, frozen=True):
         """Return the number of a completion's prompts, including those that are embeddings."""
         embeds, prompts = _listed(self.body.get("prompt_embeds")), _listed(self.body.get("prompt"))
         return len(embeds) + len(prompts)
-
-    def prefix(self) -> tuple[str, str] | None:
-        """Return the name of the prefix that the request uses.
-
-        Returns:
-            The field or header that has the name, and the name. None if there is no prefix.
-
-        Raises:
-            ApiError: the body has both task_id and prefix_id, or the name is not valid.
-        """
-        given = {
-            name: self.body[name]
-            for name in ("task_id", "prefix_id")
-            if self.body.get(name) is not None
-        }
-        if len(given) == 2:
-            raise invalid(
-                "prefix_id",
-                f"prefix_id is {shown(given['prefix_id'])} and task_id is "
-                f"{shown(given['task_id'])}; both name the prefix, so send only one of them",
-            )
-        for field, value in given.items():
-            return field, _prefix_id(field, value)
-        return (PREFIX, self.prefix_name) if self.prefix_name else None
 
     @property
     def needs_prompt_text(self) -> bool:
@@ -331,13 +300,6 @@ def _check_images(raw: bytes, body: Mapping[str, Any]) -> None:
             raise invalid(
                 field, f"{field} is null, with the uuid {shown(uuid)}; send the image each time"
             )
-
-
-def _prefix_id(field: str, value: object) -> str:
-    try:
-        return _PREFIX_ID.validate_python(value)
-    except ValidationError:
-        raise invalid(field, f"{field} is {shown(value)}; expected {PREFIX_NAME}") from None
 
 
 def _compact(prompt: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from pydantic import BaseModel, Field
 
 from kvroute.contract.generation import TokenIds
+from kvroute.features import FIELDS
 from kvroute.router.api.call_limits import MAX_CHOICES, check_copies
 from kvroute.router.api.calls import COMPLETIONS, Call, parse_call
 from kvroute.router.api.errors import ApiError
@@ -28,8 +29,9 @@ SCORING = "/generative_scoring"
 MAX_TOKENS = 1 << 20
 # Fields of the body that are copied to the completion.
 COPIED_FIELDS = (
-    *("model", "cache_salt", "priority", "timeout", "user", "prefix_id", "task_id"),
+    *("model", "cache_salt", "priority", "timeout", "user"),
     *("session_id", "session_end", "prompt_cache_retention", "prompt_cache_options"),
+    *FIELDS,
 )
 # Fields of the completion that make it return the log-probabilities of its first token.
 OWN_FIELDS = {

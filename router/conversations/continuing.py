@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.opening import Opening
 from kvroute.router.api.call_limits import MAX_ITEMS, MAX_NAME, MAX_VALUES, values_in
 from kvroute.router.api.calls import BACKGROUND, RESPONSES, Call
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown, unsupported
@@ -33,7 +34,6 @@ from kvroute.router.placement.receipts import RECEIPTS
 from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.conversations.leased_values import TooLongError
 from kvroute.store.conversations.responses import MAX_LINKS, Responses, StoredTurn, joined
-from kvroute.store.named_prefix import Prefix
 
 log = logging.getLogger("kvroute.conversations")
 
@@ -57,14 +57,14 @@ MESSAGE_VALUES = 3  # JSON values of an input message: the object, its role and 
 
 
 class Expanded(Struct, frozen=True):
-    """A call with its conversation and the named prefix of its prompts."""
+    """A call with its conversation and the opening of its prompts."""
 
     call: Call  # the call with the complete conversation in its body
     # Members that its response objects get: the id of the previous response or of the conversation.
     continued: Members = {}
     # Each of these stores the response to the call, or its items.
     keepers: tuple[Callable[[Members], Awaitable[None]], ...] = ()
-    prefix: Prefix | None = None  # the named prefix at the start of its prompts
+    opening: Opening | None = None  # the beginning that a feature adds to its prompts
 
 
 async def with_conversation(call: Call, conversations: "Conversations | None") -> Expanded:

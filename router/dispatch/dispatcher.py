@@ -61,7 +61,7 @@ class Dispatcher:
     """Sends each prompt to the first replica in the fleet's ranking that accepts it.
 
     Args:
-        shared_tokens: returns how many tokens at the start of a text belong to a shared prefix.
+        shared_tokens: each returns how many tokens at the start of a text all namespaces share.
         blamed: requests that crashed a replica or made it hang. The dispatcher refuses them, and
             adds new ones.
     """
@@ -72,13 +72,13 @@ class Dispatcher:
         fleet: Fleet,
         gate: Gate,
         *,
-        shared_tokens: Callable[[TokenIds], int] = lambda token_ids: 0,
+        shared_tokens: Iterable[Callable[[TokenIds], int]] = (),
         blamed: PoisonList | None = None,
     ) -> None:
         self._links = links
         self._fleet = fleet
         self.gate = gate
-        self._shared_tokens = shared_tokens
+        self._shared_tokens = tuple(shared_tokens)
         self._blamed = blamed or PoisonList()
         self.unstarted = Unstarted(links.call, fleet, gate.liveness.trusted)
         self._waiting = 0  # requests that pause because all replicas have refused them
@@ -124,14 +124,16 @@ class Dispatcher:
     ) -> int:
         """Return how many tokens at the start of a prompt are shared, whatever its cache salt is.
 
-        Images are not shared: a shared prefix consists of token ids.
+        Images are not shared: only token ids are.
 
         Args:
             namespace: the cache salt. Without it, 0 is returned, since all blocks are shared.
             features: the prompt's images and the like.
         """
+        if not namespace:
+            return 0
         text = token_ids[: features[0].offset] if features else token_ids
-        return self._shared_tokens(text) if namespace else 0
+        return max((shared_tokens(text) for shared_tokens in self._shared_tokens), default=0)
 
     async def generate_further(
         self,

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvroute.adapters.added import name_of
 from kvroute.contract.adapters import Adapter
+from kvroute.features import HEADERS
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
 from kvroute.router.api.bodies import Bodies, BodyReader
@@ -22,7 +23,6 @@ from kvroute.router.api.calls import (
     COMPLETIONS,
     INVOCATIONS,
     MESSAGES,
-    PREFIX,
     RESPONSES,
     STATELESS_ROUTES,
     Call,
@@ -157,19 +157,24 @@ def _with_headers(call: Call, request: Request) -> Call:
     """Return the call with its caller and the values of its headers."""
     return replace(
         call.with_caller(caller_of(request)),
-        prefix_name=_prefix_name(request),
+        headers=_for_features(request),
         wants_receipts=request.headers.get(RECEIPT, "0") not in ("0", ""),
     )
 
 
-def _prefix_name(request: Request) -> str:
-    """Return the name in the header PREFIX, decoded as UTF-8; empty if there is no such header."""
-    name = request.headers.get(PREFIX, "")  # the server decodes headers as Latin-1
-    if name.isascii():
-        return name
+def _for_features(request: Request) -> dict[str, str]:
+    """Return the headers that features read, decoded as UTF-8."""
+    given = {name: request.headers[name] for name in HEADERS if name in request.headers}
+    return {name: _as_utf8(value) for name, value in given.items()}
+
+
+def _as_utf8(value: str) -> str:
+    """Return the value of a header, which the server has decoded as Latin-1, decoded as UTF-8."""
+    if value.isascii():
+        return value
     with suppress(UnicodeDecodeError):
-        return name.encode("latin-1").decode()
-    return name
+        return value.encode("latin-1").decode()
+    return value
 
 
 async def _respond(

@@ -37,7 +37,6 @@ from kvroute.router.placement.attempts import (
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.placement.ledger import CAUSES
 from kvroute.router.placement.replicas import own_degraded
-from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.sessions.returns import EVICTION_REASONS
 from kvroute.store.conversations.responses import Responses
@@ -313,15 +312,6 @@ class RouterMetrics(RequestObservers):
     def readings(self) -> Readings:
         """Return the metrics that are read at scrape time, to add further ones."""
         return self._readings
-
-    def export_prefixes(self, catalogue: Catalogue) -> None:
-        """Export a series for each declared prefix. MAX_PREFIXES limits their number."""
-        self._readings.labelled_counter(
-            "prefix",
-            "kvroute_prefix_saved_tokens",
-            "Tokens of a declared prefix that came from a cache.",
-            catalogue.saved_tokens,
-        )
 
     def export_audit(self, audit: Audit) -> None:
         """Export how many wrong blocks the audits found."""

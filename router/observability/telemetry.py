@@ -32,7 +32,6 @@ from kvroute.router.page.recent_waits import RecentWaits
 from kvroute.router.page.traffic import Traffic
 from kvroute.router.placement.attempts import RequestObserver
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.router.queueing.queue import Queue
 from kvroute.settings.router import RouterSettings
 from kvroute.store.conversations.responses import Responses
@@ -96,7 +95,6 @@ class Telemetry:
         *,
         fleet: Fleet,
         feed: Feed,
-        catalogue: Catalogue,
         audit: Audit,
         unreadable: Unreadable,
         links: Links,
@@ -110,7 +108,6 @@ class Telemetry:
         if self._metrics is None:
             return
         self._metrics.export(fleet, feed)
-        self._metrics.export_prefixes(catalogue)
         self._metrics.export_audit(audit)
         self._metrics.export_unreadable(unreadable)
         self._metrics.export_links(links)

@@ -2,17 +2,16 @@
 
 router          this router, its model, and how recent its knowledge of the index is
 queue           requests that wait in this router and in all routers, recent waits and rejections
-FEATURE         the state of a feature, by its name; missing if the feature is off
+FEATURE         the state of a feature, or what only this page shows of it, by its name; missing if
+                the feature is off
 ledger          prompt tokens by cause, for the requests in recent.Window, and the places where
                 chats' prompts changed
-named           the named prefixes that saved most tokens, and how many others there are
 replica/ID      a replica's record, and the sums of its requests
 decision/N      where a request went, its result, and a receipt that explains the placement; without
                 any text of the request
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -34,8 +33,6 @@ from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.index import Index
 
 COUNTED = 100  # replicas counted in one snapshot; all others keep their last numbers of blocks
-NAMED_S = 5.0  # time between two updates of the named prefixes, whose counts are in Redis
-NAMED = 20  # named prefixes that the page shows
 RECEIPT_REPLICAS = 8  # best-ranked replicas that a receipt shows
 STEP = 50  # after this many replicas, a snapshot lets other tasks run
 
@@ -55,9 +52,9 @@ class View:
         fleet: Fleet,
         feed: Feed,
         states: Callable[[], Awaitable[ReplicaStates]],
-        named: Callable[[int], Awaitable[dict[str, Any]]],
         queue: Callable[[], dict[str, Any]],
         features: Callable[[], Mapping[str, dict[str, Any]]],
+        live: Callable[[], Awaitable[Mapping[str, Mapping[str, Any]]]],
         peers: PeerSubscriber,
     ) -> None:
         self._recent = recent
@@ -67,14 +64,12 @@ class View:
         self._fleet = fleet
         self._feed = feed
         self._read_states = states
-        self._read_named = named
         self._queue = queue
         self._features = features
+        self._live = live
         self._peers = peers
         self._blocks: dict[str, int] = {}  # last counted number of blocks by replica id
         self._counted = 0  # index of the replica at which the next count starts
-        self._named = b""
-        self._named_at_s = -NAMED_S
 
     async def snapshot(self) -> State:
         """Return the current state."""
@@ -87,7 +82,7 @@ class View:
             "queue": encode(self._queue()),
             **{name: encode(state) for name, state in self._features().items()},
             "ledger": encode(summed(sums.values()) | {"broken": self._places.worst()}),
-            "named": await self._named_prefixes(),
+            **{name: encode(state) for name, state in (await self._live()).items()},
         }
         speeds = self._fleet.pulls.speeds()
         by_id = {record.id: record for record in records}
@@ -195,12 +190,6 @@ class View:
         if attempt.outcome and (attempt.outcome != "failed" or _has_ended(continued)):
             decision.summary = summary
         return summary
-
-    async def _named_prefixes(self) -> bytes:
-        if time.monotonic() - self._named_at_s >= NAMED_S:
-            self._named = encode(await self._read_named(NAMED))
-            self._named_at_s = time.monotonic()
-        return self._named
 
     async def _count_blocks(self, records: Sequence[ReplicaRecord]) -> None:
         """Count the blocks of the next COUNTED replicas in rotation.

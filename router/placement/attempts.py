@@ -127,7 +127,7 @@ class RequestContext(Struct, frozen=True):
     tenant: str = ""  # tenant of the API key; empty: the cluster has no keys
     entry: Entry | None = None  # counts the call in its tenant's limits; None: no limits
     variant: str = ""  # the variant of the model to use; see Scope
-    named_tokens: int = 0  # tokens, in full blocks, of the named prefix that the prompts start with
+    kept_tokens: int = 0  # leading tokens that replicas have to keep in their caches
     broken: Break | None = None  # first change from the chat's earlier prompt; None: no change
     is_resumed: bool = False  # true: a lost replica has generated the first part of the response
     # Images, videos and sounds in the prompt; calls with several prompts have none.
@@ -384,7 +384,7 @@ class Attempt:
             reusable=self.placement.reusable_tokens,
             expected=self.placement.expected_tokens(self.replica_id),
             delivered=self.cached_tokens,
-            named=max(self.context.named_tokens, self.placement.shared_tokens),
+            kept=max(self.context.kept_tokens, self.placement.shared_tokens),
             partial=self.placement.partial_tokens,
             known=self.placement.known_tokens,
             broken=self.context.broken.lost if self.context.broken else NOTHING,

@@ -6,8 +6,8 @@ token. They are in tokens from the start of the prompt:
     delivered   tokens that the engine took from its cache
     expected    tokens that the router expected in the chosen replica's cache
     reusable    the longest part that any replica had cached, or was about to have cached
-    named       full blocks of the declared prefix that the prompt starts with, if this request may
-                share its cached blocks
+    kept        full blocks at the start of the prompt that replicas have to keep in their caches,
+                if this request may share them
     partial     the longest part that a replica's layers with full attention have cached, whether or
                 not its other layers have; 0 for models with one kind of attention
     known       the longest part that any replica ever had cached, as far as the router remembers
@@ -24,7 +24,7 @@ of such a token is the first one in this list whose length is greater than the t
     cause       length      meaning
     stale       expected    evicted in the meantime, not computed yet, or the index was wrong
     spilled     reusable    another replica had it cached, but the request was not sent there
-    unpinned    named       part of a prefix that was declared to stay cached, but no replica had it
+    unpinned    kept        in blocks that replicas have to keep, but no replica had it
     partial     partial     cached, but the layers with windows or states have nothing at its end
     evicted     known       some replica had it cached before, but none has it now; or it is in host
                             memory, and copying it back would take longer than computing it
@@ -76,7 +76,7 @@ def account(
     reusable: int,
     expected: int,
     delivered: int,
-    named: int = 0,
+    kept: int = 0,
     partial: int = 0,
     known: int = 0,
     broken: range = NOTHING,
@@ -111,7 +111,7 @@ def account(
         "unexpected_hit": begin - hit,
         "stale": until(expected),
         "spilled": until(reusable),
-        "unpinned": until(named),
+        "unpinned": until(kept),
         "partial": until(partial),
         "evicted": until(known),
     }

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 
 from kvroute.contract.generation import TokenIds
 from kvroute.router.api.calls import Call
-from kvroute.router.api.declaration import ChatMessage
+from kvroute.router.api.chat_message import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.chat_template import ChatTemplate, OnlyReplicaError
 from kvroute.router.prompts.escape import Escape
@@ -219,6 +219,35 @@ class Prompts:
             raise OnlyReplicaError(str(error)) from error
         except RecursionError:
             raise invalid(None, "the body is nested too deep; send fewer nested values") from None
+
+    async def chat(
+        self, body: Mapping[str, Any], content_format: str | None, *, max_model_len: int
+    ) -> TokenIds:
+        """Return the ids of a chat, up to the start of the assistant's message.
+
+        Raises:
+            OnlyReplicaError: see `chat_text`.
+            ApiError: the chat is too long, or has too many nested values.
+        """
+        text = await self.chat_text(body, content_format)
+        self.check_length("messages", text, max_model_len)
+        return await self.rendered(text)
+
+    async def completions(
+        self, prompts: Sequence[str] | Sequence[TokenIds], *, max_model_len: int
+    ) -> list[TokenIds]:
+        """Return the ids of each prompt of a completion.
+
+        Args:
+            prompts: either all texts, or all token ids.
+
+        Raises:
+            ApiError: a prompt is too long, empty, or has an invalid token id.
+        """
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if texts:
+            return await self.texts(texts, max_model_len=max_model_len)
+        return [self.ids(ids) for ids in prompts if not isinstance(ids, str)]
 
     async def rendered(self, text: str) -> TokenIds:
         """Return the ids of a rendered chat. The text already contains the special tokens."""

@@ -1,18 +1,22 @@
 """Builds the parts of a router that serve one model, in the order of their dependencies."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from ray.serve.handle import DeploymentHandle
 
 from kvroute.contract.identity import identify
 from kvroute.features import FEATURES
+from kvroute.features.opening import Opening
+from kvroute.features.own_methods import own_methods
 from kvroute.features.placing_feature import PlacingFeatures
+from kvroute.features.router_feature import RouterFeature
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.admission.limits import Limits
+from kvroute.router.api.calls import Call
 from kvroute.router.connections import serve_replicas
 from kvroute.router.connections.deployed import DeployedReplicas, read_deployed
 from kvroute.router.connections.links import Links
@@ -41,7 +45,6 @@ from kvroute.router.queueing.holding import Answer, Holding
 from kvroute.router.queueing.queue import Queue
 from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
-from kvroute.router.serving.prefix_service import PrefixService
 from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.adapters import Adapters
@@ -49,7 +52,6 @@ from kvroute.store.attached_servers import AttachedServers
 from kvroute.store.clusters import Clusters
 from kvroute.store.conversations.objects import ConversationStore
 from kvroute.store.conversations.responses import Responses
-from kvroute.store.prefixes import Prefixes
 
 # Limit of prompt and response together in tokens, until a replica has reported its limit.
 UNKNOWN_CONTEXT = 2**31
@@ -86,6 +88,9 @@ class Parts:
         # The features that are on.
         sides = (feature.router(base) for feature in FEATURES)
         self.features = [side for side in sides if side is not None]
+        self._openings: list[Callable[[Call], Awaitable[Opening | None]]] = own_methods(
+            self.features, RouterFeature.opening
+        )
         placing = PlacingFeatures(self.features, partial(self.unreadable.add, "message"))
 
         # The stores in Redis.
@@ -153,8 +158,6 @@ class Parts:
         self.liveness = Liveness(
             replica_set, self.links, self.fleet, hang_timeout_s=settings.hang_timeout_s
         )
-        store = Prefixes(redis, model, cluster=cluster, unreadable=self.unreadable)
-        self.prefixes = PrefixService(settings, store, self.index, self.fleet, self.tokenizer)
         self.holding = Holding(
             self.queue,
             self.fleet,
@@ -177,7 +180,7 @@ class Parts:
             self.links,
             self.fleet,
             gate,
-            shared_tokens=self.prefixes.catalogue.shared_tokens,
+            shared_tokens=own_methods(self.features, RouterFeature.shared_tokens),
             blamed=self.blamed,
         )
         self.adapters = AdapterDirectory(
@@ -201,6 +204,20 @@ class Parts:
             self.links.able,
             block_size=settings.block_size,
         )
+
+        for side in self.features:
+            side.attach(self)
+
+    async def opening(self, call: Call) -> Opening | None:
+        """Return the beginning that a feature adds to the prompts of a call; None: there is none.
+
+        Raises:
+            ApiError: the call names a beginning that does not exist.
+        """
+        for opening in self._openings:
+            if found := await opening(call):
+                return found
+        return None
 
     def max_model_len(self) -> int:
         """Return the most tokens that a prompt and its response may have together."""

@@ -19,14 +19,15 @@ async def forward(call: Call, request_id: str, parts: Parts, renderer: Renderer)
     """Forward a call to any replica, and return the response.
 
     The router itself answers calls that count the tokens of a response's input, or of a prompt with
-    a named prefix, since replicas know neither of these.
+    an opening, since replicas know neither of these.
 
     Raises:
-        ApiError: no replica answers, or the named prefix or the previous response is unknown.
+        ApiError: no replica answers, or the opening or the previous response is unknown.
         RefusedCallError: a replica refuses the body.
     """
     generating = call.as_generating()
-    if generating is not None and (call.path == INPUT_TOKENS or call.prefix()):
+    is_expanded = call.path == INPUT_TOKENS or await parts.opening(call) is not None
+    if generating is not None and is_expanded:
         return await _count_tokens(call, generating, parts, renderer)
     call = await parts.tokenizer.escaped(call)
     http = msgspec.structs.replace(
@@ -44,7 +45,7 @@ async def _count_tokens(call: Call, generating: Call, parts: Parts, renderer: Re
         generating: the call that would generate an answer to the same prompt.
     """
     expanded = await expand(generating, parts)
-    prompts = (await renderer.render(expanded.call, expanded.prefix)).token_ids
+    prompts = (await renderer.render(expanded.call, expanded.opening)).token_ids
     if len(prompts) != 1:
         raise invalid("prompt", f"prompt has {len(prompts)} texts; expected one")
     (ids,) = prompts

@@ -28,7 +28,6 @@ class Lifecycle:
             parts.index,
             fleet=parts.fleet,
             feed=parts.feed,
-            catalogue=parts.prefixes.catalogue,
             audit=parts.audit,
             unreadable=parts.unreadable,
             links=parts.links,
@@ -77,4 +76,6 @@ class Lifecycle:
             coroutines["recorder"] = parts.recorder.run()
         for room in parts.rooms:
             coroutines[f"waiting room: {room.line.reason}"] = room.run()
-        return coroutines | parts.prefixes.tasks()
+        for side in parts.features:
+            coroutines |= side.tasks()
+        return coroutines

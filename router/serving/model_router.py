@@ -1,5 +1,9 @@
 """The parts of one model's router that the HTTP routes use."""
 
+from functools import partial
+from typing import TypeVar
+
+from kvroute.features.router_feature import RouterFeature, live_states
 from kvroute.process.draining import draining
 from kvroute.router.page.live import Live
 from kvroute.router.page.view import View
@@ -7,6 +11,8 @@ from kvroute.router.serving.assembly import Parts
 from kvroute.router.serving.lifecycle import Lifecycle
 from kvroute.router.serving.request_handler import RequestHandler
 from kvroute.router.serving.status import Status
+
+F = TypeVar("F", bound=RouterFeature)
 
 MAX_NAME = 129  # the most characters of an adapter's name, with the colon before it
 
@@ -25,7 +31,7 @@ class ModelRouter:
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
         self.status = Status(parts)
-        self.prefixes = parts.prefixes
+        self._features = parts.features
         self.max_model_len = parts.max_model_len
         self.conversations = parts.conversations
         self.telemetry = parts.telemetry
@@ -54,6 +60,10 @@ class ModelRouter:
         added = self.adapters.find(name, tenant)
         return added.key if added else None
 
+    def feature(self, kind: type[F]) -> F:
+        """Return the side of a feature that is never off."""
+        return next(side for side in self._features if isinstance(side, kind))
+
     async def look_for(self, model: str) -> None:
         """Read the added adapters in Redis again if this may be the name of a new one."""
         if self.settings.lora_root and len(model) <= MAX_NAME + len(self.name):
@@ -69,7 +79,7 @@ def _live(parts: Parts, status: Status) -> Live:
         fleet=parts.fleet,
         feed=parts.feed,
         states=parts.states.read,
-        named=parts.prefixes.declarations.most_useful,
+        live=partial(live_states, parts.features),
         queue=status.queue,
         features=status.features,
         peers=parts.subscriber,

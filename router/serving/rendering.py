@@ -16,14 +16,14 @@ from msgspec import Struct
 from kvroute.blocks.fingerprint import MediaFeature
 from kvroute.contract.generation import TokenIds
 from kvroute.contract.http_call import HttpCall, HttpPart, decode_rendered, encode_call
+from kvroute.features.opening import Opening
 from kvroute.router.api.calls import CHAT_COMPLETIONS, COMPLETIONS, Call
 from kvroute.router.api.errors import ApiError
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.prompts.chat_template import OnlyReplicaError
-from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.image_affinity import ImageAffinity, first_image
-from kvroute.store.named_prefix import Prefix
+from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.wire.structs import token_ids_of
 
 CHECKED = 100  # a replica renders one in this many prompts again, to detect differences
@@ -50,7 +50,7 @@ class RenderedCall(Struct, frozen=True):
     # True: the replica uses these token ids. False: it renders the body itself, and the token ids
     # are only used for placement.
     is_rendered: bool = True
-    has_prefix: bool = False  # true: the prompts start with a named prefix, which the body lacks
+    has_prefix: bool = False  # True: the prompts start with an opening, which the body lacks
     features: tuple[
         MediaFeature, ...
     ] = ()  # images, videos and sounds; only in calls with one prompt
@@ -103,7 +103,7 @@ def http_call(
         body: the call's body, with only one of its prompts.
         is_rendered: whether the replica uses the router's token ids.
         is_checked: whether the replica renders the body as well, to compare the token ids.
-        has_prefix: whether the token ids begin with a named prefix, which the body lacks.
+        has_prefix: whether the token ids begin with an opening, which the body lacks.
     """
     return HttpCall(
         call.path,
@@ -125,51 +125,54 @@ class Renderer:
         self,
         questions: Questions,
         fleet: Fleet,
-        composer: PrefixComposer,
+        prompts: Prompts,
         image_affinity: ImageAffinity,
         *,
         max_model_len: Callable[[], int],
     ) -> None:
         self._questions = questions
         self._fleet = fleet
-        self._composer = composer
+        self._prompts = prompts
         self._image_affinity = image_affinity
         self._max_model_len = max_model_len
 
-    async def render(self, call: Call, prefix: Prefix | None) -> RenderedCall:
+    async def render(self, call: Call, opening: Opening | None) -> RenderedCall:
         """Return the call's prompts.
 
+        Args:
+            opening: the beginning that a feature adds to them.
+
         Raises:
-            ApiError: a prompt is too long, or the prefix cannot be used with it.
+            ApiError: a prompt is too long, or the opening cannot be used with it.
             RefusedCallError: a replica refuses the body.
         """
-        has_prefix = prefix is not None
+        has_prefix = opening is not None
         # If the response includes the prompt's text, vLLM has to render the body to get the text.
-        # It cannot do so with a named prefix, since the body lacks it.
+        # It cannot do so with an opening, since the body lacks it.
         is_rendered = has_prefix or not call.needs_prompt_text
         try:
             if call.path == CHAT_COMPLETIONS:
-                ids = [await self._chat(call, prefix)]
+                ids = [await self._chat(call, opening)]
                 return RenderedCall(call, ids, is_rendered, has_prefix)
             if call.path == COMPLETIONS:
-                prompts = await self._completions(call, prefix)
+                prompts = await self._completions(call, opening)
                 return RenderedCall(call, prompts, is_rendered, has_prefix)
         except OnlyReplicaError as error:
             problem = str(error)
         else:
             problem = "routers do not render bodies of this route"
         rendered = await self._in_replica(call, problem)
-        return rendered if prefix is None else self._with_prefix(prefix, rendered)
+        if opening is None:
+            return rendered
+        ids = opening.before(rendered.token_ids, has_media=bool(rendered.features))
+        return RenderedCall(rendered.call, ids, has_prefix=True)
 
-    async def _chat(self, call: Call, prefix: Prefix | None) -> TokenIds:
-        return await self._composer.chat(
-            call.body,
-            prefix,
-            self._fleet.replicas.content_format,
-            max_model_len=self._max_model_len(),
+    async def _chat(self, call: Call, opening: Opening | None) -> TokenIds:
+        return await (opening or self._prompts).chat(
+            call.body, self._fleet.replicas.content_format, max_model_len=self._max_model_len()
         )
 
-    async def _completions(self, call: Call, prefix: Prefix | None) -> list[TokenIds]:
+    async def _completions(self, call: Call, opening: Opening | None) -> list[TokenIds]:
         prompts = call.prompts()
         if prompts is None or any(call.body.get(name) is not None for name in ONLY_REPLICAS):
             raise OnlyReplicaError(
@@ -177,11 +180,11 @@ class Renderer:
                 f"one of the fields {', '.join(ONLY_REPLICAS)}"
             )
         try:
-            return await self._composer.completions(
-                prompts, prefix, max_model_len=self._max_model_len()
+            return await (opening or self._prompts).completions(
+                prompts, max_model_len=self._max_model_len()
             )
         except ApiError as error:
-            if error.code == "context_length_exceeded" or prefix is not None:
+            if error.code == "context_length_exceeded" or opening is not None:
                 raise
             raise OnlyReplicaError(error.message) from error
 
@@ -206,19 +209,3 @@ class Renderer:
             features=() if any(prompt.is_text for prompt in rendered.more) else rendered.features,
             image=image,
         )
-
-    def _with_prefix(self, prefix: Prefix, rendered: RenderedCall) -> RenderedCall:
-        """Return the call with the named prefix before each prompt that a replica has rendered.
-
-        Raises:
-            ApiError: the prefix or the call contains more than text.
-        """
-        if "prompt" not in prefix.source or rendered.features:
-            raise ApiError(
-                400,
-                f"prefix {prefix.label!r} cannot be used with this body; declare the prefix with a "
-                "prompt instead of messages, and send a body without images",
-                code="unsupported_parameter",
-            )
-        ids = [self._composer.after_prefix(prefix, prompt) for prompt in rendered.token_ids]
-        return RenderedCall(rendered.call, ids, has_prefix=True)

@@ -2,7 +2,7 @@
 
 stage      module                     what it does
 parse      endpoints/openai_routes    reads the body into a Call, the headers into a RequestContext
-expand     serving/expansion          adds the earlier conversation and the named prefix
+expand     serving/expansion          adds the earlier conversation and the opening
 render     serving/rendering          turns the prompts into token ids
 place      placement/fleet            ranks the replicas for a prompt
 admit      dispatch/admission         checks the tenant's limits; waits until all features let the
@@ -56,7 +56,7 @@ class RequestHandler:
         self._renderer = Renderer(
             parts.questions,
             parts.fleet,
-            parts.prefixes.composer,
+            parts.tokenizer,
             self._image_affinity,
             max_model_len=parts.max_model_len,
         )
@@ -89,7 +89,7 @@ class RequestHandler:
         parts.holding.check(context.urgency, context.sharer)
         expanded = await expand(call, self._parts)
         with request_spans.step("tokenise"):
-            rendered = await self._renderer.render(expanded.call, expanded.prefix)
+            rendered = await self._renderer.render(expanded.call, expanded.opening)
         if context.entry is not None:
             context.entry.add_prompt_tokens(rendered.tokens)
         context = self._with_prompts(context, expanded, rendered)
@@ -108,7 +108,7 @@ class RequestHandler:
         """
         expanded = await expand(call, self._parts)
         call = expanded.call
-        rendered = await self._renderer.render(call, expanded.prefix)
+        rendered = await self._renderer.render(call, expanded.opening)
         broken = self._broken(expanded, rendered, context.variant, self._chats.compare)
         features = rendered.placed_features()
         receipts = []
@@ -133,7 +133,7 @@ class RequestHandler:
             RefusedCallError: a replica would refuse the body.
         """
         expanded = await expand(call, self._parts)
-        await self._renderer.render(expanded.call, expanded.prefix)
+        await self._renderer.render(expanded.call, expanded.opening)
 
     async def scoring(self, scoring: Scoring, raw: bytes) -> Call:
         """Return the completion call whose response has the scores of a request.
@@ -170,14 +170,12 @@ class RequestHandler:
         self, context: RequestContext, expanded: Expanded, rendered: RenderedCall
     ) -> RequestContext:
         """Return the context with the facts about the rendered prompts."""
-        named_tokens = 0
-        if expanded.call.reads_cache:
-            named_tokens = self._parts.prefixes.named_tokens(expanded.prefix, context.namespace)
+        opening = expanded.opening
         return replace(
             context,
             ready_s=time.monotonic(),
             prompts=len(rendered.token_ids),
-            named_tokens=named_tokens,
+            kept_tokens=opening.kept_tokens if opening and expanded.call.reads_cache else 0,
             broken=self._broken(expanded, rendered, context.variant, self._chats.store),
             features=rendered.placed_features(),
         )
@@ -196,11 +194,11 @@ class RequestHandler:
         Args:
             compare: compares the chat with earlier chats; it may also record the chat.
         """
-        call, prefix = expanded.call, expanded.prefix
+        call, opening = expanded.call, expanded.opening
         messages = conversation(call.path, call.body)
         if messages is None:
             return None
-        scope = f"{variant}|{prefix.id if prefix else ''}|{call.cache_salt}"
+        scope = f"{variant}|{opening.name if opening else ''}|{call.cache_salt}"
         ids = with_image_numbers(rendered.token_ids[0], rendered.features)
         broken = compare(messages, ids, tools=call.body.get("tools"), scope=scope)
         if broken and broken.difference.after.tokens <= MAX_TOKENS:
@@ -216,13 +214,14 @@ class RequestHandler:
         expanded: Expanded,
         rendered: RenderedCall,
     ) -> Generation:
-        """Start a prompt. At its first token, update prefixes, tenant limits and images."""
+        """Start a prompt. At its first token, update the opening, tenant limits and images."""
         generation = await start()
         if rendered.image is not None:
             self._image_affinity.record(rendered.image, generation.replica_id)
         if generation.is_refused:
             return generation
-        self._parts.prefixes.count(generation, expanded.prefix)
+        if expanded.opening is not None:
+            expanded.opening.first_token(generation)
         self._parts.hand_over.remember(generation)
         if context.entry is not None:
             new_tokens = max(0, len(generation.token_ids) - generation.cached_tokens)

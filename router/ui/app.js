@@ -104,7 +104,7 @@ function show() {
   showCharts(things.get("history"), router);
   showFleet(replicas);
   showLedger(ledger);
-  showNamed(things.get("named"));
+  showNamed(things.get("prefixes"));
   showBatches(things.get("batches"));
   showDecisions(decisions, router.policy);
   live.setAttribute("aria-busy", "false");

@@ -5,7 +5,9 @@ import { arrange, compact, count, el, percent, plural, setText } from "./dom.js"
 const list = document.getElementById("named");
 const more = document.getElementById("named-more");
 
-export function showNamed({ prefixes, others, of_tenants: ofTenants }) {
+export function showNamed(named) {
+  if (!named) return;
+  const { prefixes, others, of_tenants: ofTenants } = named;
   const none = el("li", "none", "None is declared. ", el("code", "", "kvroute prefixes"), " declares one, so that it stays in the caches.");
   arrange(list, prefixes.length ? prefixes.map((prefix, i) => row(prefix, list.children[i])) : [list.querySelector(".none") ?? none]);
   const notes = [others ? `${plural(others, "more prefix", "more prefixes")} saved less` : null, ofTenants ? `${plural(ofTenants, "prefix", "prefixes")} of tenants are not shown` : null];

@@ -94,7 +94,7 @@ MUTATIONS = {
     ),
     "prefixes": Mutation(
         "a named prefix is cached before its first request",
-        "replica/warmer.py",
+        "kvroute/features/prefixes/warmer.py",
         "        await self._warm(pinned, ",
         "        await self._warm([], ",
     ),

@@ -44,8 +44,8 @@ def in_serve() -> Deployed:
     return Deployed(3, {"r000": "RUNNING"}, frozenset())
 
 
-async def no_named(_: int) -> dict[str, Any]:
-    return {"prefixes": [], "others": 0, "of_tenants": 0}
+async def nothing_more() -> dict[str, Any]:
+    return {}
 
 
 class Serving:
@@ -88,9 +88,9 @@ class Seen:
             fleet=self.fleet,
             feed=Feed(index, self.fleet),
             states=StatesReader(links, self.liveness, self.fleet, DeployedReplicas(in_serve)).read,
-            named=no_named,
             queue=lambda: waiting.as_json(self.queue, 3.0),
             features=dict,
+            live=nothing_more,
             peers=PeerSubscriber(self.fleet, own="me"),
         )
         self.update()

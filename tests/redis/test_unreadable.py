@@ -26,6 +26,9 @@ from kvroute.contract.records import (
     Warm,
 )
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features.prefixes.catalogue import Catalogue
+from kvroute.features.prefixes.named_prefix import Prefix
+from kvroute.features.prefixes.prefix_store import Prefixes
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine.kv_events import BlockStored
 from kvroute.replica.publisher import Publisher
@@ -33,14 +36,11 @@ from kvroute.router.connections.peers import PeerSubscriber
 from kvroute.router.index.feed import Feed
 from kvroute.router.index.handshake import Handshake
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.catalogue import Catalogue
 from kvroute.store.clusters import KEY, ClusterModel, Clusters
 from kvroute.store.connection import connect
 from kvroute.store.index import FencedError, Index
 from kvroute.store.index_values import START
 from kvroute.store.keys import key_prefix
-from kvroute.store.named_prefix import Prefix
-from kvroute.store.prefixes import Prefixes
 from tests.support.mirrors import held_by
 from tests.support.records import DESCRIPTION, FACTS, LOAD, facts
 from tests.support.waiting import until
@@ -469,18 +469,6 @@ async def test_a_cluster_that_went_silent_is_forgotten(redis_url: str) -> None:
         await clusters.announce(ClusterModel("one", MODEL, "", ""))
         assert await redis.zcard(KEY) == 1
         assert 0 < await redis.ttl(KEY) <= 30
-
-
-async def test_a_prefix_without_tokens_is_skipped_and_can_be_dropped(redis_url: str) -> None:
-    async with redis_on(redis_url) as redis:
-        prefixes = Prefixes(redis, MODEL)
-        for name in ("law", "roman"):
-            await prefixes.declare(prefix(name))
-        await redis.hdel(f"{PREFIX}:prefixes:tokens", "law@1")
-        assert [prefix.name for prefix in await prefixes.all()] == ["roman@1"]
-        assert prefixes.unreadable.last["prefix"].name == "law@1"
-        assert await prefixes.drop("law")
-        assert prefixes.unreadable.counts["prefix"] == 1
 
 
 async def test_a_renewal_puts_right_what_a_record_says(redis_url: str) -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvroute.contract.error_codes import type_of
 from kvroute.features import ALL_CODES
+from kvroute.features.prefixes.declaration import PrefixDeclaration
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.replica.sim_engine.sampling import UNSUPPORTED, Chat, Completion
-from kvroute.router.api.declaration import PrefixDeclaration
 from tests.support.fuzzed_grammars import GRAMMARS
 
 EXAMPLES = int(os.environ.get("KVROUTE_FUZZ", "320")) // 8  # number of examples for each test

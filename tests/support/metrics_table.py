@@ -5,16 +5,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
-from kvroute.features import FEATURES
 from kvroute.files.folder import Folder
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
@@ -43,8 +41,6 @@ from kvroute.router.observability.metrics import RouterMetrics
 from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.router.queueing.queue import Queue
 from kvroute.store.accounts import DailyAccounts
 from kvroute.store.batch_leases import BatchLeases
@@ -52,9 +48,7 @@ from kvroute.store.connection import connect
 from kvroute.store.conversations.background import BackgroundStore
 from kvroute.store.conversations.responses import Responses
 from kvroute.store.index import Index
-from kvroute.store.named_prefix import Prefix
-from kvroute.store.prefixes import Prefixes
-from tests.support.router_parts import fake_base
+from tests.support.router_parts import builtin_prompts, fake_parts
 
 NOWHERE = "redis://127.0.0.1"
 
@@ -80,7 +74,6 @@ def router() -> CollectorRegistry:
     fleet = Fleet(model="m", revision="", block_size=32, rng=random.Random(0))
     feed = Feed(index(), fleet)
     metrics.export(fleet, feed)
-    metrics.export_prefixes(_catalogue(fleet))
     metrics.export_audit(Audit(index(), feed, fleet, _nobody))
     metrics.export_unreadable(Unreadable())
     metrics.export_queue(Queue[None](lambda: 1.0))
@@ -88,10 +81,8 @@ def router() -> CollectorRegistry:
     metrics.export_links(links)
     pull_metrics.export(HandOver(fleet, links, list, within_s=1.0), metrics.readings)
     metrics.export_blamed(PoisonList())
-    base = fake_base(cast("Prompts", None))
-    for side in (feature.router(base) for feature in FEATURES):
-        if side is not None:
-            side.metrics(registry, metrics.readings)
+    for side in fake_parts(builtin_prompts()).features:
+        side.metrics(registry, metrics.readings)
     nothing: Any = {"unreadable": Unreadable(), "limit_bytes": 0, "ttl_s": 1, "max_bytes": 0}
     responses = Responses(connect(NOWHERE), "m", **nothing)
     metrics.export_responses(responses)
@@ -149,13 +140,6 @@ def replica() -> CollectorRegistry:
     return registry
 
 
-def _catalogue(fleet: Fleet) -> Catalogue:
-    """Return a catalogue with one prefix, so that the prefix's metrics have a series."""
-    catalogue = Catalogue(Prefixes(connect(NOWHERE), "m"), fleet, block_size=32)
-    catalogue.learn([Prefix("p", 1, np.arange(9, dtype=np.uint32), {"prompt": "a"})])
-    return catalogue
-
-
 def _accounts() -> Accounts:
     """Return accounts with one tenant, so that the tenant's metrics have series."""
     lasting = LastingAccounts(DailyAccounts(connect(NOWHERE), "m"), "r")
@@ -175,8 +159,9 @@ def index() -> Index:
 
 def _labels(metric: Metric) -> str:
     """Return the metric's labels, except the label `le` of histograms."""
-    names = {name for sample in metric.samples for name in sample.labels} - {"le"}
-    return "".join(f" `{name}`" for name in sorted(names))
+    names = {name for sample in metric.samples for name in sample.labels}
+    names |= {*getattr(metric, "_labelnames", ())}  # of one that has no series yet
+    return "".join(f" `{name}`" for name in sorted(names - {"le"}))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def page_state(replicas: int, *, samples: int = SAMPLES) -> dict[str, Any]:
                 "evicted": dict.fromkeys(EVICTION_REASONS, 0),
                 "broken": [],
             },
-            "named": {"prefixes": [_named(ids)], "others": 3, "of_tenants": 1},
+            "prefixes": {"prefixes": [_named(ids)], "others": 3, "of_tenants": 1},
             "history": _history(ids, samples),
         }
         | {f"replica/{id_}": _replica(id_, number) for number, id_ in enumerate(ids)}

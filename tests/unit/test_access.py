@@ -89,15 +89,11 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
         "GET /v1/cluster/live",
         "GET /v1/cluster/tenants",
         "GET /v1/metrics/targets",
-        "GET /v1/prefixes",
-        "GET /v1/prefixes/{name:path}",
     ],
     "manage": [
-        "DELETE /v1/prefixes/{name:path}",
         "GET /v1/cluster/audit",
         "POST /v1/cluster/canary",
         "POST /v1/load_lora_adapter",
-        "POST /v1/prefixes",
         "POST /v1/unload_lora_adapter",
     ],
 }
@@ -114,7 +110,7 @@ def test_each_route_has_its_role() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/v1", "", "/v1/prefixesx", "//v1/models", "/v1/modelsx", "/V1/models", "/healthz"],
+    ["/v1", "", "/v1/adaptersx", "//v1/models", "/v1/modelsx", "/V1/models", "/healthz"],
 )
 def test_an_unknown_route_needs_the_role_manage(path: str) -> None:
     assert roles_for("GET", path) == ("manage",)

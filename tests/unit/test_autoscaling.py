@@ -41,7 +41,6 @@ from kvroute.settings.help import SettingsError
 from kvroute.settings.serve import load
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
-from kvroute.store.prefixes import Prefixes
 from tests.support.metrics_table import NOWHERE
 from tests.support.records import FACTS, LOAD
 from tests.support.serving import Cluster
@@ -142,11 +141,11 @@ def test_the_busy_share_decays_within_seconds() -> None:
 def idle_rank() -> Rank:
     engine, redis = SimulatedEngine(SimulatedConfig()), connect(NOWHERE)
     return Rank(
-        *(engine, Index(redis, "m"), Prefixes(redis, "m"), ReplicaMetrics(CollectorRegistry())),
-        None,
+        *(engine, Index(redis, "m"), ReplicaMetrics(CollectorRegistry()), None),
         rank_id="r",
         description=Description(engine.facts),
         lease_s=3.0,
+        pins=dict,
     )
 
 

@@ -31,7 +31,7 @@ from kvroute.router.api.calls import (
     parse_any,
     parse_call,
 )
-from kvroute.router.api.declaration import MAX_MESSAGES
+from kvroute.router.api.chat_message import MAX_MESSAGES
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.rendering import RenderedCall
@@ -62,7 +62,6 @@ def refusal(path: str = COMPLETIONS, **body: Any) -> ApiError:
 def test_any_body_is_parsed_or_refused(body: dict[str, Any], path: str) -> None:
     try:
         call = called(path, **body)
-        call.prefix()
     except ApiError as error:
         status = error.status
     else:
@@ -205,15 +204,6 @@ def test_uuids_of_images_are_refused_from_tenants(spelt: str) -> None:
     assert without.with_caller(caller).cache_salt == "salt"
     tool = {"type": "tool_use", "input": {"uuid": "7", "image_url": "x"}}
     assert called(CHAT_COMPLETIONS, **seen(**tool)).with_caller(caller).caller is caller
-
-
-def test_a_request_can_name_only_one_prefix() -> None:
-    assert called(prefix_id=5).prefix() == ("prefix_id", "5")
-    assert called(task_id="law").prefix() == ("task_id", "law")
-    assert called().prefix() is None
-    for body in ({"prefix_id": "a", "task_id": "b"}, {"prefix_id": [1]}, {"prefix_id": "x" * 129}):
-        with pytest.raises(ApiError, match="prefix_id"):
-            called(**body).prefix()
 
 
 @pytest.mark.parametrize(

@@ -132,13 +132,17 @@ def metrics_in(expression: str) -> set[str]:
 
 
 def names_exported() -> set[str]:
-    """Return the names of all samples of a router and a replica, and the one Prometheus adds."""
+    """Return the names of all metrics of a router and a replica, and the one Prometheus adds."""
     registries = (metrics_table.router(), metrics_table.replica(), REGISTRY)
-    return {"up"}.union(*map(_samples, registries))
+    return {"up"}.union(*map(_names, registries))
 
 
-def _samples(registry: CollectorRegistry) -> set[str]:
-    return {sample.name for metric in registry.collect() for sample in metric.samples}
+def _names(registry: CollectorRegistry) -> set[str]:
+    names = set[str]()
+    for metric in registry.collect():
+        names |= {sample.name for sample in metric.samples}
+        names.add(f"{metric.name}_total" if metric.type == "counter" else metric.name)
+    return names
 
 
 def test_grafana_is_told_where_prometheus_and_the_dashboards_are() -> None:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import pytest
 from fastapi import FastAPI
 
 from kvroute.router.api.bodies import Bodies
@@ -19,7 +20,7 @@ class Model:
     def __init__(self) -> None:
         self.name = "m"
         self.settings = SimpleNamespace(adapters=[])
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[tuple[str, Any]] = []
         self.requests = self
         self.adapters = none_added()
 
@@ -27,11 +28,14 @@ class Model:
         return ""
 
     async def explain(self, call: Call, _: Any) -> list[Any]:
-        self.asked.append((call.path, call.prefix_name))
+        self.asked.append((call.path, call.headers))
         return []
 
 
-async def test_the_header_with_a_prefix_and_the_body_of_a_message() -> None:
+async def test_the_headers_that_features_read_and_the_body_of_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_routes, "HEADERS", ("x-name",))
     model = Model()
     models: Any = object.__new__(Models)
     models.all, models.first, models.router_id, models._started = [model], model, "r", 0
@@ -42,6 +46,7 @@ async def test_the_header_with_a_prefix_and_the_body_of_a_message() -> None:
     transport = httpx.ASGITransport(http)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         body = {"messages": [], "system": "Be brief.", "max_tokens": 1}
-        answer = await client.post("/v1/route", json=body, headers={"x-kvroute-prefix": "law"})
+        headers = {b"x-name": "法律".encode(), b"x-other": b"b"}
+        answer = await client.post("/v1/route", json=body, headers=headers)
     assert answer.status_code == 200
-    assert model.asked == [(MESSAGES, "law")]
+    assert model.asked == [(MESSAGES, {"x-name": "法律"})]

@@ -54,7 +54,6 @@ ORDER = (
     "kvroute.router.prompts",
     "kvroute.router.connections",
     "kvroute.router.dispatch",
-    "kvroute.router.prefixes",
     "kvroute.router.adapters",
     "kvroute.router.page",
     "kvroute.router.accounting",

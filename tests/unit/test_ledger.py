@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvroute.router.placement.ledger import account
 
 TOKENS = st.integers(0, 10_000)
-LENGTHS = "cacheable reusable expected delivered named partial known pulled disk".split()
+LENGTHS = "cacheable reusable expected delivered kept partial known pulled disk".split()
 
 
 def ledger(**lengths: Any) -> dict[str, int]:
@@ -92,17 +92,17 @@ def test_evicted_tokens_of_a_salted_prompt_are_not_isolated() -> None:
     assert ledger(known=64, is_salted=True) == {"evicted": 64, "isolated": 32, "tail": 4}
 
 
-def test_an_uncached_named_prefix_is_unpinned_even_if_it_was_evicted() -> None:
-    assert ledger(named=64) == {"unpinned": 64, "new": 32, "tail": 4}
-    assert ledger(named=64, known=80) == {"unpinned": 64, "evicted": 16, "new": 16, "tail": 4}
+def test_tokens_to_keep_that_no_cache_has_are_unpinned_even_if_they_were_evicted() -> None:
+    assert ledger(kept=64) == {"unpinned": 64, "new": 32, "tail": 4}
+    assert ledger(kept=64, known=80) == {"unpinned": 64, "evicted": 16, "new": 16, "tail": 4}
 
 
-def test_a_named_prefix_that_is_cached_on_another_replica_is_spilled() -> None:
-    assert ledger(reusable=64, named=64) == {"spilled": 64, "new": 32, "tail": 4}
+def test_tokens_to_keep_that_another_replica_has_cached_are_spilled() -> None:
+    assert ledger(reusable=64, kept=64) == {"spilled": 64, "new": 32, "tail": 4}
 
 
 def test_a_shared_prefix_is_unpinned_under_a_salt_too() -> None:
-    assert ledger(named=64, is_salted=True) == {"unpinned": 64, "isolated": 32, "tail": 4}
+    assert ledger(kept=64, is_salted=True) == {"unpinned": 64, "isolated": 32, "tail": 4}
 
 
 def test_text_after_a_change_is_broken_and_changed_or_added_text_is_new() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvroute.contract.generation import TokenIds
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.router.api.declaration import ChatMessage
+from kvroute.router.api.chat_message import ChatMessage
 from kvroute.router.api.errors import ApiError
 from kvroute.router.prompts.chat_template import OnlyReplicaError
 from kvroute.router.prompts.tokenizer import INLINE_CHARACTERS, Prompts

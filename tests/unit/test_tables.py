@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from kvroute.cli import app
 from kvroute.client import fail
 from kvroute.command import explain, status_command, tenants_command
-from kvroute.command.changes import prefixes_command
 from kvroute.command.tables import Column, number, print_lines, print_table, prose, seconds
 from kvroute.deployments import plain
 from kvroute.doctor.checks import Check
@@ -104,27 +103,6 @@ def test_status_says_when_redis_is_away_and_which_replicas_are_missing(
     text = " ".join(shown("status", "--url", "http://x").split())
     assert "REDIS has not answered for 12.0 s; requests are answered meanwhile" in text
     assert "replicas 1 of 2 replicas are ready; lost: b" in text
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("models", [1, 2])
-def test_prefixes_list(monkeypatch: pytest.MonkeyPatch, name: str, models: int) -> None:
-    prefix = {
-        "id": name,
-        "version": 1,
-        "tokens": 120_421,
-        "warm_on": ["a"],
-        "assigned_to": ["a"],
-        "pinned": "host",
-        "shared": True,
-        "hits": 1_000_000,
-        "tokens_saved": 123_456_789,
-    }
-    declared = [prefix | {"model": f"{name}-{number}"} for number in range(models)]
-    monkeypatch.setattr(prefixes_command, "call", lambda *_, **__: {"data": declared})
-    text = shown("prefixes", "list", "--url", "http://x")
-    assert is_whole(text, name, "120,421", "123,456,789", "tokens", "version")
-    assert (f"{name}-1" in text) is (models == 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -39,9 +39,6 @@ def errors(*command: str, **env: str) -> str:
         (["attach", "nope"], "URL is 'nope'; expected http://HOST:PORT"),
         (["status", "--url", "http://"], "(or the variable KVROUTE_URL) is 'http://'; expected"),
         (["status", "--url", "a:99999"], "(or the variable KVROUTE_URL) is 'a:99999'; expected"),
-        (["prefixes", "add", "x", "--prompt", ""], "--prompt is empty; expected the text"),
-        (["prefixes", "add", "x", "--prompt", "a", "--ttl-s", "inf"], "--ttl-s is inf; expected"),
-        (["prefixes", "rm", ""], "ID is ''; expected the name of a prefix"),
         (["batch", "show", ""], "BATCH is ''; expected the id of a batch"),
         (["batch", "cancel", "../a"], "BATCH is '../a'; expected the id of a batch"),
         (["batch", "run", "a", "-o", ""], "--output is '.'; expected the path of a file"),
@@ -52,11 +49,6 @@ def test_a_wrong_value_is_named_with_its_option_and_what_is_expected(
     command: list[str], message: str
 ) -> None:
     assert message in errors(*command)
-
-
-def test_a_pin_in_host_memory_and_no_pin_exclude_each_other() -> None:
-    command = ("prefixes", "add", "x", "--prompt", "a", "--host", "--unpinned")
-    assert "--host pins the prefix, and --unpinned does not" in errors(*command)
 
 
 def test_options_for_a_batchs_own_cluster_need_closed_quotes(tmp_path: Path) -> None:
@@ -91,9 +83,6 @@ def answered(monkeypatch: pytest.MonkeyPatch, status: int, content: bytes) -> No
     [
         ("tenants", "since", 'since is "x"; expected', '--since is "x"; expected'),
         ("tenants", "since", "since is A and until is B;", "--since is A and --until is B;"),
-        ("prefixes add a --prompt b", "replicas", "replicas is 0;", "--replicas is 0;"),
-        ("prefixes add a --prompt b", "ttl_s", "ttl_s is -1;", "--ttl-s is -1;"),
-        ("prefixes add a --prompt b", "id", 'id is "";', 'ID is "";'),
         ("tenants", "x", "what is since is unknown", "what is since is unknown"),
     ],
 )

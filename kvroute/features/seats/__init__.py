@@ -34,7 +34,7 @@ class Seating(Feature):
         )
     }
 
-    def router_options(self) -> "type[BaseModel]":
+    def options(self) -> "type[BaseModel]":
         from kvroute.features.seats.seat_options import SeatOptions
 
         return SeatOptions

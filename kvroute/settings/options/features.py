@@ -16,5 +16,5 @@ if TYPE_CHECKING:
         """The options of all features."""
 
 else:
-    _CLASSES = tuple(options for each in FEATURES if (options := each.router_options()))
+    _CLASSES = tuple(options for each in FEATURES if (options := each.options()))
     FeatureOptions = create_model("FeatureOptions", __base__=_CLASSES or BaseModel)

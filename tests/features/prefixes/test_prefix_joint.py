@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, processors
 
 from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import TokenIds
+from kvroute.features.prefixes.composer import PrefixComposer
+from kvroute.features.prefixes.named_prefix import Prefix
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from kvroute.router.api.errors import ApiError
-from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.store.named_prefix import Prefix
 
 BLOCK = 4
 SYSTEM = {"role": "system", "content": "You are a lawyer. Rule 1: be brief. " * 5}
@@ -41,11 +41,11 @@ def composer(prompts: Prompts) -> PrefixComposer:
 
 
 @pytest.fixture
-def altered(folder: Path, tmp_path: Path) -> Iterator[Callable[..., PrefixComposer]]:
-    """Yield a function that makes a composer with another chat template or a BOS token."""
+def altered(folder: Path, tmp_path: Path) -> Iterator[Callable[..., Prompts]]:
+    """Yield a function that makes prompts with another chat template or a BOS token."""
     made: list[Prompts] = []
 
-    def alter(template: str | None = None, bos: str | None = None) -> PrefixComposer:
+    def alter(template: str | None = None, bos: str | None = None) -> Prompts:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         if bos is not None:
             special = [(bos, tokenizer.token_to_id(bos))]
@@ -58,7 +58,7 @@ def altered(folder: Path, tmp_path: Path) -> Iterator[Callable[..., PrefixCompos
         config = json.loads((folder / "tokenizer_config.json").read_text())
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         made.append(Prompts(tmp_path))
-        return PrefixComposer(made[-1])
+        return made[-1]
 
     yield alter
     for prompts in made:
@@ -69,13 +69,20 @@ async def declared(composer: PrefixComposer, source: dict[str, Any]) -> Prefix:
     return Prefix("law", 1, await composer.prefix_tokens(source), source)
 
 
-async def follow(
-    composer: PrefixComposer, prefix: Prefix | None, endpoint: str, text: str
-) -> TokenIds:
+async def follow(composer: PrefixComposer, prefix: Prefix, endpoint: str, text: str) -> TokenIds:
     if endpoint == "chat":
         body = {"messages": [{"role": "user", "content": text}]}
         return await composer.chat(body, prefix, "string", max_model_len=8192)
     (token_ids,) = await composer.completions([text], prefix, max_model_len=8192)
+    return token_ids
+
+
+async def alone(prompts: Prompts, endpoint: str, text: str) -> TokenIds:
+    """Return the tokens of a prompt without a prefix."""
+    if endpoint == "chat":
+        body = {"messages": [{"role": "user", "content": text}]}
+        return await prompts.chat(body, "string", max_model_len=8192)
+    (token_ids,) = await prompts.completions([text], max_model_len=8192)
     return token_ids
 
 
@@ -101,12 +108,12 @@ def test_the_prefixs_blocks_are_the_same_before_any_text(
 
 @given(text=st.text())
 def test_a_chat_after_messages_has_the_tokens_of_the_whole_chat(
-    composer: PrefixComposer, text: str
+    composer: PrefixComposer, prompts: Prompts, text: str
 ) -> None:
     async def both() -> tuple[TokenIds, TokenIds]:
         prefix = await declared(composer, {"messages": [SYSTEM]})
         body = {"messages": [SYSTEM, {"role": "user", "content": text}]}
-        whole = await composer.chat(body, None, "string", max_model_len=8192)
+        whole = await prompts.chat(body, "string", max_model_len=8192)
         return await follow(composer, prefix, "chat", text), whole
 
     joined, whole = asyncio.run(both())
@@ -123,31 +130,34 @@ async def test_token_ids_follow_unchanged(composer: PrefixComposer) -> None:
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 async def test_a_bos_token_is_there_once_and_first(
-    altered: Callable[..., PrefixComposer], endpoint: str
+    altered: Callable[..., Prompts], endpoint: str
 ) -> None:
     template = "<|endoftext|>{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
-    composer = altered(template, bos="<|endoftext|>")
+    prompts = altered(template, bos="<|endoftext|>")
+    composer = PrefixComposer(prompts)
     prefix = await declared(composer, SOURCES[0])
-    for named in (prefix, None):
-        token_ids = (await follow(composer, named, endpoint, "Hello there")).tolist()
+    joined = await follow(composer, prefix, endpoint, "Hello there")
+    for token_ids in (joined, await alone(prompts, endpoint, "Hello there")):
         assert token_ids[0] == 0
-        assert token_ids.count(0) == 1
+        assert token_ids.tolist().count(0) == 1
 
 
 async def test_a_template_that_renders_a_prefix_differently_later_is_refused(
-    altered: Callable[..., PrefixComposer],
+    altered: Callable[..., Prompts],
 ) -> None:
-    composer = altered("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    composer = PrefixComposer(altered(template))
     with pytest.raises(ApiError, match="differently when other messages follow") as refusal:
         await composer.prefix_tokens({"messages": [SYSTEM]})
     assert (refusal.value.status, refusal.value.param) == (400, "messages")
 
 
 async def test_messages_that_change_the_prefix_before_them_are_refused(
-    altered: Callable[..., PrefixComposer],
+    altered: Callable[..., Prompts],
 ) -> None:
     template = "{% if messages[-1].content == 'shout' %}!{% endif %}"
-    composer = altered(template + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    messages = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    composer = PrefixComposer(altered(template + messages))
     prefix = await declared(composer, {"messages": [SYSTEM]})
     assert len(await follow(composer, prefix, "chat", "say")) > len(prefix.token_ids)
     with pytest.raises(ApiError, match="put its messages into the request instead"):

@@ -5,10 +5,13 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.features.prefixes.declaration import PrefixDeclaration
+from kvroute.features.prefixes.declarations import Declarations
+from kvroute.features.prefixes.router_prefixes import RouterPrefixes
 from kvroute.router.api.bodies import BodyReader
-from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.endpoints.limited import limits_of
 from kvroute.router.middleware.access import caller_of
+from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Served, label_by_model
 
 routes = APIRouter()
@@ -19,7 +22,7 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
     """Declare a prefix. The status is 201 if this creates a new version, else 200."""
     declaration = await bodies.parsed(PrefixDeclaration, request)
     model = models.select(declaration.model)
-    prefix, is_new = await model.prefixes.declarations.declare(
+    prefix, is_new = await _of(model).declare(
         declaration,
         caller_of(request),
         max_model_len=model.max_model_len(),
@@ -32,9 +35,7 @@ async def declare(request: Request, models: Served, bodies: BodyReader) -> Respo
 async def list_prefixes(request: Request, models: Served, model: str | None = None) -> Response:
     """Return the prefixes that the client may use, of `model` or of all models."""
     selected = models.all if model is None else [models.select(model)]
-    prefixes = await asyncio.gather(
-        *(served.prefixes.declarations.list(caller_of(request)) for served in selected)
-    )
+    prefixes = await asyncio.gather(*(_of(served).list(caller_of(request)) for served in selected))
     return JSONResponse({"object": "list", "data": label_by_model(selected, prefixes)})
 
 
@@ -46,7 +47,7 @@ async def get_prefix(
     selected = models.select(model)
     return JSONResponse(
         {
-            **await selected.prefixes.declarations.get(name, caller_of(request)),
+            **await _of(selected).get(name, caller_of(request)),
             "model": selected.name,
         }
     )
@@ -57,6 +58,8 @@ async def drop_prefix(
     name: str, request: Request, models: Served, model: str | None = None
 ) -> Response:
     """Drop all versions of a prefix."""
-    return JSONResponse(
-        await models.select(model).prefixes.declarations.drop(name, caller_of(request))
-    )
+    return JSONResponse(await _of(models.select(model)).drop(name, caller_of(request)))
+
+
+def _of(model: ModelRouter) -> Declarations:
+    return model.feature(RouterPrefixes).declarations

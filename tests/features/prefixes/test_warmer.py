@@ -16,14 +16,14 @@ from redis.asyncio import Redis
 from kvroute.blocks.chain import Scope
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Description, TierFacts, Warm
+from kvroute.features.prefixes.named_prefix import Prefix, assigned
+from kvroute.features.prefixes.prefix_store import Prefixes
+from kvroute.features.prefixes.warmer import Warmer
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.publisher import Publisher
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.replica.warmer import Warmer
 from kvroute.store.index import Index
-from kvroute.store.named_prefix import Prefix, assigned
-from kvroute.store.prefixes import Prefixes
 from tests.support.chunks import collected
 from tests.support.waiting import until
 
@@ -42,7 +42,7 @@ PINNED_BLOCKS = 60  # number of the 200 blocks that pins may take
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.POLL_S", 0.02)
+    monkeypatch.setattr("kvroute.features.prefixes.warmer.POLL_S", 0.02)
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ async def test_a_start_waits_for_pinned_prefixes_only(prefixes: Prefixes) -> Non
 async def test_a_start_computes_pinned_prefixes_for_a_limited_time(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.MAX_START_S", 0.0)
+    monkeypatch.setattr("kvroute.features.prefixes.warmer.MAX_START_S", 0.0)
     await declare(prefixes, "x")
     async with Replica(prefixes._redis).running() as replica:
         assert replica.warmer.cached() == {}
@@ -156,7 +156,7 @@ async def test_a_start_waits_a_limited_time_for_the_prefixes_in_its_settings(
     await declare(prefixes, "x")
     await start
     assert replica.warmer.cached() == {"x@1": Warm(10, is_pinned=True)}
-    monkeypatch.setattr("kvroute.replica.warmer.MAX_DECLARATION_WAIT_S", 0.1)
+    monkeypatch.setattr("kvroute.features.prefixes.warmer.MAX_DECLARATION_WAIT_S", 0.1)
     await replica.warmer.start(["x", "never"])
     await replica.engine.close()
 
@@ -348,14 +348,14 @@ async def until_known(prefixes: Prefixes, replica_id: str) -> None:
 async def test_a_replica_that_serves_computes_slices_of_a_few_hundred_tokens(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.MAX_SLICE_S", 60.0)
+    monkeypatch.setattr("kvroute.features.prefixes.warmer.MAX_SLICE_S", 60.0)
     assert 128 < await largest_slice(prefixes, prefill_tokens_per_s=100_000.0) <= 256 + 1
 
 
 async def test_a_slow_replica_computes_small_slices(
     prefixes: Prefixes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.replica.warmer.MAX_SLICE_S", 0.0)
+    monkeypatch.setattr("kvroute.features.prefixes.warmer.MAX_SLICE_S", 0.0)
     assert 0 < await largest_slice(prefixes, prefill_tokens_per_s=100_000.0) <= 64 + 1
 
 

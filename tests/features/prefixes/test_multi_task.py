@@ -2,11 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from kvroute.features.prefixes.prefix_options import (
+    PrefixOptions,
+    PrefixSettings,
+    ReplicaPrefixSettings,
+    read_tasks,
+    tasks_of,
+)
 from kvroute.settings.help import SettingsError, env_names
-from kvroute.settings.multi_task import read_tasks
+from kvroute.settings.replica import ReplicaSettings
+from kvroute.settings.router import RouterSettings
 from kvroute.settings.serve import ServeSettings, load
 
 TASKS = [{"task_id": 1, "prompt": "You are brief."}, {"task_id": "法律", "prompt": "你是律师。"}]
@@ -26,21 +35,28 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def named(settings: ServeSettings) -> PrefixOptions:
+    """Return the settings as what they also are: the options of named prefixes."""
+    return cast("PrefixOptions", settings)
+
+
 def test_a_number_names_a_task_as_its_digits_do() -> None:
     assert [task.task_id for task in read_tasks(json.dumps(TASKS))] == ["1", "法律"]
 
 
 def test_the_file_is_found_by_rtp_llms_name(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     monkeypatch.setenv("MULTI_TASK_PROMPT", str(file))
-    assert [task.prompt for task in load({}).tasks] == ["You are brief.", "你是律师。"]
+    assert [task.prompt for task in tasks_of(named(load({})))] == ["You are brief.", "你是律师。"]
 
 
 def test_the_json_itself_does_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTI_TASK_PROMPT_STR", json.dumps(TASKS))
     settings = load({"redis_url": "redis://r"})
     (decided,) = settings.resolve()
-    assert decided.tasks == settings.tasks
-    assert decided.for_replicas()["declared"] == ["1", "法律"]
+    routers = RouterSettings.model_validate(decided.for_routers())
+    assert routers.of("prefixes", PrefixSettings).tasks == tasks_of(named(settings))
+    replicas = ReplicaSettings.model_validate(decided.for_replicas())
+    assert replicas.in_replica("prefixes", ReplicaPrefixSettings).declared == ("1", "法律")
 
 
 def test_two_sources_stop_the_start(file: Path) -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
+from kvroute.features.prefixes import TENANT_HAS_TOO_MANY, TENANT_PINS_TOO_MUCH
+from kvroute.features.prefixes.named_prefix import Prefix
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
-from kvroute.store.named_prefix import Prefix
 
 
 def check_limits(
@@ -39,7 +40,7 @@ def _check_number(wanted: Prefix, number: int, limit: int | None) -> None:
         f"tenant {wanted.tenant} may declare {limit} prefixes, and {wanted.label!r} would be "
         f"number {number}; drop one with DELETE /v1/prefixes/ID",
         param="id",
-        code="tenant_prefixes_exceeded",
+        code=TENANT_HAS_TOO_MANY,
     )
 
 
@@ -51,5 +52,5 @@ def _check_blocks(wanted: Prefix, blocks: int, limit: int | None) -> None:
         f"with prefix {wanted.label!r}, tenant {wanted.tenant} would pin {blocks} KV blocks, but "
         f'may pin only {limit}; drop a prefix, or send "pinned": false for one that may be evicted',
         param="pinned",
-        code="tenant_pins_exceeded",
+        code=TENANT_PINS_TOO_MUCH,
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvroute.blocks.tiers import GPU, HOST, Tier
-from kvroute.contract.prefix_id import TENANT_SEPARATOR
+from kvroute.contract.own_names import TENANT_SEPARATOR
 from kvroute.contract.records import VERSION, AtLeastOne, Versioned, check_version
 from kvroute.contract.unreadable import UnreadableError, text
 
@@ -109,11 +109,6 @@ class PrefixKey(NamedTuple):
 
 _terms = msgspec.json.Decoder(PrefixTerms)
 _versions = msgspec.json.Decoder(Versioned)
-
-
-def own_id(tenant: str, name: str) -> str:
-    """Return the id of a tenant's own prefix, so that two tenants can use the same name."""
-    return f"{tenant}{TENANT_SEPARATOR}{name}"
 
 
 def shared_tokens(

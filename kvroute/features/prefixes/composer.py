@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from kvroute.contract.generation import TokenIds
-from kvroute.router.api.declaration import ChatMessage
+from kvroute.features.prefixes.named_prefix import Prefix
+from kvroute.router.api.chat_message import ChatMessage
 from kvroute.router.api.errors import ApiError, context_length_exceeded, invalid
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.store.named_prefix import Prefix
 
 CACHED_PREFIXES = 1_000  # prefixes whose rendered text is cached
 
@@ -56,7 +56,7 @@ class PrefixComposer:
     async def chat(
         self,
         body: Mapping[str, Any],
-        prefix: Prefix | None,
+        prefix: Prefix,
         content_format: str | None,
         *,
         max_model_len: int,
@@ -69,18 +69,13 @@ class PrefixComposer:
         Raises:
             OnlyReplicaError: only a replica can render the body.
         """
-        before = () if prefix is None else prefix.source.get("messages", ())
+        before = prefix.source.get("messages", ())
         text = await self._prompts.chat_text(body, content_format, before=before)
         self._prompts.check_length("messages", text, max_model_len)
-        if not before or prefix is None:
-            rest = await self._prompts.rendered(text)
-            return self.after_prefix(prefix, rest) if prefix else rest
+        if not before:
+            return self.after_prefix(prefix, await self._prompts.rendered(text))
         rest = await self._prompts.rendered(self._text_after(prefix, text))
         return _joined(prefix, rest)
-
-    def token_strings(self, token_ids: TokenIds) -> list[str]:
-        """Return the vocabulary's string for each token."""
-        return self._prompts.token_strings(token_ids)
 
     def after_prefix(self, prefix: Prefix, prompt: TokenIds) -> TokenIds:
         """Return one prompt: a prefix that was declared as text, then a rendered prompt."""
@@ -89,23 +84,21 @@ class PrefixComposer:
     async def completions(
         self,
         prompts: Sequence[str] | Sequence[TokenIds],
-        prefix: Prefix | None,
+        prefix: Prefix,
         *,
         max_model_len: int,
     ) -> list[TokenIds]:
-        """Return the tokens of each prompt, joined to the prefix if there is one.
+        """Return the tokens of each prompt, joined to the prefix.
 
         Args:
             prompts: either all texts, or all token ids.
         """
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if texts and prefix is not None:
+        if texts:
             rests = await self._prompts.continuations(texts, max_model_len)
-        elif texts:
-            rests = await self._prompts.texts(texts, max_model_len=max_model_len)
         else:
             rests = [self._prompts.ids(ids) for ids in prompts if not isinstance(ids, str)]
-        return rests if prefix is None else [_joined(prefix, rest) for rest in rests]
+        return [_joined(prefix, rest) for rest in rests]
 
     def _text_after(self, prefix: Prefix, text: str) -> str:
         """Return the part of a rendered chat that follows the prefix's messages.

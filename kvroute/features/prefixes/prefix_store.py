@@ -21,8 +21,7 @@ import numpy as np
 
 from kvroute.contract.records import encode
 from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
-from kvroute.store.connection import with_timeout
-from kvroute.store.named_prefix import (
+from kvroute.features.prefixes.named_prefix import (
     Prefix,
     PrefixKey,
     PrefixTerms,
@@ -30,6 +29,7 @@ from kvroute.store.named_prefix import (
     is_same,
     terms_of,
 )
+from kvroute.store.connection import with_timeout
 from kvroute.store.revision import RevisedStore, Transaction, number
 
 TOKEN_BYTES = 4  # bytes of one token id

@@ -4,8 +4,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 
-# Stands between a tenant's name and the name of its prefix. Names from clients may not contain it.
-TENANT_SEPARATOR = "␟"
+from kvroute.contract.own_names import TENANT_SEPARATOR
 
 
 def _number_to_text(value: object) -> object:

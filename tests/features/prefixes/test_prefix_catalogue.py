@@ -13,15 +13,15 @@ import pytest
 from redis.exceptions import RedisError
 
 from kvroute.contract.records import Warm
+from kvroute.features.prefixes.catalogue import Catalogue
+from kvroute.features.prefixes.composer import PrefixComposer
+from kvroute.features.prefixes.named_prefix import Prefix
+from kvroute.features.prefixes.prefix_options import Task
+from kvroute.features.prefixes.prefix_store import Prefixes
 from kvroute.router.api.errors import ApiError
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
-from kvroute.settings.multi_task import Task
 from kvroute.store.connection import connect
-from kvroute.store.named_prefix import Prefix
-from kvroute.store.prefixes import Prefixes
 from tests.support.records import record
 from tests.support.waiting import until
 
@@ -156,7 +156,7 @@ async def running(known: Catalogue, composer: Any = None, *tasks: Task) -> Async
 async def test_old_versions_are_let_go_once_the_new_one_is_in_use(
     store: Prefixes, known: Catalogue, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.router.prefixes.catalogue.RETIRE_S", 0.1)
+    monkeypatch.setattr("kvroute.features.prefixes.catalogue.RETIRE_S", 0.1)
     for _ in range(3):
         await declare(store, "law")
     see(fleet, a=warm("law@1"))
@@ -171,7 +171,7 @@ async def test_a_prefix_that_is_declared_again_and_again_keeps_few_versions(
     store: Prefixes, known: Catalogue, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each new version is warm before the one before it has been in use for RETIRE_S."""
-    monkeypatch.setattr("kvroute.router.prefixes.catalogue.RETIRE_S", 3.0)
+    monkeypatch.setattr("kvroute.features.prefixes.catalogue.RETIRE_S", 3.0)
     names: list[str] = []
     async with running(known):
         for version in range(1, 60):

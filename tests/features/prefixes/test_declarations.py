@@ -12,19 +12,19 @@ import pytest
 
 from kvroute.blocks.chain import Scope
 from kvroute.blocks.tiers import HOST
-from kvroute.contract.prefix_id import TENANT_SEPARATOR
+from kvroute.contract.own_names import TENANT_SEPARATOR
 from kvroute.contract.records import ReplicaRecord, TierFacts, Warm
+from kvroute.features.prefixes.catalogue import Catalogue
+from kvroute.features.prefixes.composer import PrefixComposer
+from kvroute.features.prefixes.declaration import MAX_TTL_S, PrefixDeclaration
+from kvroute.features.prefixes.declarations import Declarations
+from kvroute.features.prefixes.prefix_store import Prefixes
 from kvroute.keys.keyring import Caller
-from kvroute.router.api.declaration import MAX_TTL_S, PrefixDeclaration
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.parsing import parse
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prefixes.catalogue import Catalogue
-from kvroute.router.prefixes.declarations import Declarations
-from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.store.connection import connect
-from kvroute.store.prefixes import Prefixes
 from tests.support.records import record
 from tests.support.waiting import until
 
@@ -266,7 +266,7 @@ async def test_a_dropped_prefix_is_gone_and_so_is_what_it_took(declarations: Dec
 async def test_there_are_only_so_many(
     declarations: Declarations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvroute.router.prefixes.declarations.MAX_PREFIXES", 2)
+    monkeypatch.setattr("kvroute.features.prefixes.declarations.MAX_PREFIXES", 2)
     for id_ in ("law", "tax"):
         await declare(declarations, id_, 1)
     with pytest.raises(ApiError, match="exceed the limit of 2 prefixes") as refusal:

@@ -1,6 +1,6 @@
 """Computes the named prefixes that are assigned to this replica, so that they are cached.
 
-A named prefix is a beginning of prompts that was declared in advance (store/named_prefix.py). Each
+A named prefix is a beginning of prompts that was declared in advance (named_prefix.py). Each
 replica reads the declarations and the records of live replicas in Redis, and derives from them
 which prefixes are assigned to it. Before the replica serves requests, it computes only the pinned
 prefixes, for a limited time. It computes the other prefixes while it serves.
@@ -22,12 +22,12 @@ import numpy as np
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import ReplicaRecord, Warm
+from kvroute.features.prefixes.named_prefix import Prefix, assigned, shared_tokens
+from kvroute.features.prefixes.prefix_store import Prefixes
 from kvroute.replica.engine.pins import free_pin_blocks
 from kvroute.replica.engine.protocol import Engine
 from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.index import Index
-from kvroute.store.named_prefix import Prefix, assigned, shared_tokens
-from kvroute.store.prefixes import Prefixes
 from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.warmer")

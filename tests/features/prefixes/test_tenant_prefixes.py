@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from kvroute.features.prefixes.named_prefix import Prefix
+from kvroute.features.prefixes.tenant_limits import check_limits
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
-from kvroute.router.prefixes.tenant_limits import check_limits
-from kvroute.store.named_prefix import Prefix
 
 BLOCK = 4
 

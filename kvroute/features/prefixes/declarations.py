@@ -7,17 +7,19 @@ from heapq import nlargest
 from typing import Any
 
 from kvroute.blocks.tiers import GPU, HOST, Tier, up_to
+from kvroute.contract.own_names import own_id
 from kvroute.contract.records import ReplicaRecord
+from kvroute.features.prefixes import CANNOT_PIN, OF_ANOTHER_TENANT, TOO_MANY
+from kvroute.features.prefixes.catalogue import Catalogue, assigned_records, is_visible, is_warm
+from kvroute.features.prefixes.composer import PrefixComposer
+from kvroute.features.prefixes.declaration import PrefixDeclaration
+from kvroute.features.prefixes.named_prefix import Prefix, is_same
+from kvroute.features.prefixes.prefix_store import OtherTenantError
+from kvroute.features.prefixes.tenant_limits import check_limits
 from kvroute.keys.keyring import Caller, tenant_of
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.api.declaration import PrefixDeclaration
 from kvroute.router.api.errors import ApiError, needing_redis
-from kvroute.router.prefixes.catalogue import Catalogue, assigned_records, is_visible, is_warm
-from kvroute.router.prefixes.tenant_limits import check_limits
-from kvroute.router.prompts.composer import PrefixComposer
 from kvroute.store.connection import REDIS_ERRORS
-from kvroute.store.named_prefix import Prefix, is_same, own_id
-from kvroute.store.prefixes import OtherTenantError
 from kvroute.wording import plural
 
 MAX_PREFIXES = 1_000  # the most versions of all named prefixes together
@@ -188,7 +190,7 @@ class Declarations:
                 f"prefix {id_!r} would exceed the limit of {MAX_PREFIXES} prefixes; drop one with "
                 "DELETE /v1/prefixes/ID",
                 param="id",
-                code="too_many_prefixes",
+                code=TOO_MANY,
             )
 
     def _check_budget(self, wanted: Prefix, records: Records) -> None:
@@ -212,7 +214,7 @@ class Declarations:
                     f"prefix {wanted.label!r} cannot be pinned: {record.facts.server} is an "
                     'attached server; send "pinned": false for a prefix that may be evicted',
                     param="pinned",
-                    code="pin_budget_exceeded",
+                    code=CANNOT_PIN,
                 )
             if wanted.tier != GPU and wanted.tier not in record.facts.tiers:
                 raise _without_tier(wanted, record)
@@ -224,7 +226,7 @@ class Declarations:
                     f"{wanted.tier.label}); drop a prefix, raise {wanted.tier.pin_options}, or "
                     'send "pinned": false for a prefix that may be evicted',
                     param="pinned",
-                    code="pin_budget_exceeded",
+                    code=CANNOT_PIN,
                 )
 
     def _warm(self, prefix: Prefix, assigned: Records) -> Records:
@@ -317,7 +319,7 @@ def _other_tenant(name: str) -> ApiError:
         f"prefix {name!r} is shared by another tenant, and only that tenant can change it; use "
         "another name",
         param="id",
-        code="prefix_of_another_tenant",
+        code=OF_ANOTHER_TENANT,
     )
 
 
@@ -329,7 +331,7 @@ def _without_tier(wanted: Prefix, record: ReplicaRecord) -> ApiError:
         "keeps no cache there. Start the cluster with --host-cache-gb, or pin the prefix in GPU "
         'memory: with "pinned": true, or with kvroute prefixes add without --host',
         param="pinned",
-        code="pin_budget_exceeded",
+        code=CANNOT_PIN,
     )
 
 

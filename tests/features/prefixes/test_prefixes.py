@@ -9,9 +9,9 @@ import pytest
 from redis.asyncio import Redis
 
 from kvroute.contract.records import Warm
+from kvroute.features.prefixes.named_prefix import Prefix, assigned
+from kvroute.features.prefixes.prefix_store import Prefixes
 from kvroute.store.index import Index
-from kvroute.store.named_prefix import Prefix, assigned
-from kvroute.store.prefixes import Prefixes
 from tests.support.records import DESCRIPTION, LOAD
 
 TEXT = {"prompt": "You are a lawyer."}
@@ -208,3 +208,15 @@ def test_prefixes_spread_over_the_replicas() -> None:
     prefixes = [Prefix(f"prefix-{n}", 1, ids(1), TEXT, 1) for n in range(400)]
     kept = [assigned(prefix, REPLICAS)[0] for prefix in prefixes]
     assert all(25 <= kept.count(name) <= 75 for name in REPLICAS)  # 50 each, give or take 3.8 sigma
+
+
+async def test_a_prefix_without_tokens_is_skipped_and_can_be_dropped(
+    prefixes: Prefixes, empty_redis: Redis
+) -> None:
+    for name in ("law", "roman"):
+        await declare(prefixes, name)
+    await empty_redis.hdel(prefixes._tokens, "law@1")
+    assert await names(prefixes) == ["roman@1"]
+    assert prefixes.unreadable.last["prefix"].name == "law@1"
+    assert await prefixes.drop("law")
+    assert prefixes.unreadable.counts["prefix"] == 1

@@ -14,16 +14,17 @@ from difflib import get_close_matches
 from kvroute.blocks.chain import Scope
 from kvroute.blocks.tiers import Tier
 from kvroute.contract.generation import TokenIds
-from kvroute.contract.prefix_id import TENANT_SEPARATOR
+from kvroute.contract.own_names import TENANT_SEPARATOR, own_id
 from kvroute.contract.records import ReplicaRecord
+from kvroute.features.prefixes import NOT_FOUND
+from kvroute.features.prefixes.composer import PrefixComposer
+from kvroute.features.prefixes.named_prefix import Prefix, assigned, shared_tokens
+from kvroute.features.prefixes.prefix_options import Task
+from kvroute.features.prefixes.prefix_store import Prefixes
 from kvroute.keys.keyring import Caller
 from kvroute.router.api.errors import ApiError, redis_away
 from kvroute.router.placement.fleet import Fleet
-from kvroute.router.prompts.composer import PrefixComposer
-from kvroute.settings.multi_task import Task
 from kvroute.store.connection import REDIS_ERRORS, Outage
-from kvroute.store.named_prefix import Prefix, assigned, own_id, shared_tokens
-from kvroute.store.prefixes import Prefixes
 from kvroute.store.revision import Follower
 
 log = logging.getLogger("kvroute.prefixes")
@@ -191,7 +192,7 @@ class Catalogue:
             404,
             f"{param} is {name!r}, and no prefix of this name is declared; {hint}",
             param=param,
-            code="prefix_not_found",
+            code=NOT_FOUND,
         )
 
     def learn(self, declared: Iterable[Prefix]) -> None:

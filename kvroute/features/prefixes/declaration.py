@@ -4,23 +4,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     StrictBool,
-    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, ValidationError
 
-from kvroute.contract.prefix_id import PrefixId
-from kvroute.router.api.errors import invalid, shown
+from kvroute.features.prefixes.prefix_id import PrefixId
+from kvroute.router.api.chat_message import MAX_MESSAGES, ChatMessage
+from kvroute.router.api.errors import invalid
 
-MAX_MESSAGES = 8192  # largest number of messages in a chat
-MAX_TTL_S = 1_000_000_000  # 31 years, far below the latest time that store/ can read
-MAX_PARTS = 1024  # largest number of parts in a message's content
+MAX_TTL_S = 1_000_000_000  # 31 years, far below the latest time that prefix_store.py can read
 
 Name = Annotated[str, Field(max_length=256)]
 # Number of replicas that keep the prefix in their caches.
@@ -29,58 +25,12 @@ Replicas = Literal["all"] | Annotated[int, Field(strict=True, ge=1)]
 Pinned = StrictBool | Literal["host"]
 
 
-def _problem(message: str) -> PydanticCustomError:
-    """Return an error for a validator to raise. Braces in the message are not interpreted."""
-    return PydanticCustomError("kvroute", "{message}", {"message": message})
-
-
 def _as_one(value: object, validate: ValidatorFunctionWrapHandler) -> object:
     """Validate a union, with one error for the whole union instead of one per member."""
     try:
         return validate(value)
     except ValidationError:
         raise PydanticCustomError("union", "expected another type") from None
-
-
-def _part_text(index: int, part: object) -> str:
-    """Return the text of one part of a message."""
-    if not isinstance(part, dict):
-        raise _problem(f'part {index} is not an object such as {{"type": "text", "text": "hi"}}')
-    if part.get("type") != "text":
-        raise _problem(
-            f"part {index} has type {shown(part.get('type'))}; a prefix can have text parts only"
-        )
-    if not isinstance(part.get("text"), str):
-        raise _problem(f"the text of part {index} is not a string")
-    return str(part["text"])
-
-
-def _plain_text(content: object, info: ValidationInfo) -> str:
-    """Return the text of a message. As in vLLM, text parts are joined by newlines."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and 0 < len(content) <= MAX_PARTS:
-        return "\n".join(_part_text(index, part) for index, part in enumerate(content))
-    if content is None and info.data.get("role") == "assistant":
-        return ""
-    raise _problem(
-        f"expected a string, or a list of up to {MAX_PARTS} parts such as "
-        '{"type": "text", "text": "hi"}'
-    )
-
-
-class ChatMessage(BaseModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_plain_text)]
-    tool_calls: object = None
-    function_call: object = None
-
-    @field_validator("tool_calls", "function_call")
-    @classmethod
-    def _no_tools(cls, value: object) -> object:
-        if value:
-            raise _problem("a prefix cannot contain tool calls; send only the text")
-        return value
 
 
 class PrefixDeclaration(BaseModel):

@@ -1,1 +1,0 @@
-"""Named prefixes: prompt beginnings that clients declare, and that replicas keep warm."""
