@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from kvroute.command.batches_command import batch
-from kvroute.command.changes.adapters_command import adapters
 from kvroute.command.changes.keys_command import keys
 from kvroute.command.doctor_command import doctor
 from kvroute.command.drain_command import drain
@@ -65,7 +64,6 @@ _add(serve, ServeOptions, RUN)
 _add(attach, AttachOptions, RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(drain)
-app.add_typer(adapters, name="adapters", rich_help_panel=RUN)
 app.add_typer(keys, name="keys", rich_help_panel=RUN)
 app.add_typer(batch, name="batch", rich_help_panel=RUN)
 for feature in FEATURES:

@@ -14,7 +14,6 @@ import ray
 from msgspec.structs import replace
 from ray import serve
 
-from kvroute.adapters.added import decode_order, encode_files
 from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import (
     NO_TOKENS,
@@ -29,23 +28,21 @@ from kvroute.contract.http_call import decode_call, encode_part, encode_rendered
 from kvroute.contract.identity import identify
 from kvroute.contract.pull import encode_result, pull_key
 from kvroute.contract.ranks import rank_ids
-from kvroute.contract.records import Description, Pins, ProcessLocation, Warm
+from kvroute.contract.records import Description, Pins, ProcessLocation
 from kvroute.features import FEATURES
-from kvroute.features.replica_feature import ReplicaBase, ReplicaFeature
+from kvroute.features.replica_feature import ReplicaBase, ReplicaFeatures
 from kvroute.process.builtin_model import resolve
 from kvroute.process.draining import draining
 from kvroute.process.logs import log_to_serve
 from kvroute.process.metrics_port import Exposition, expose
 from kvroute.process.ray_internals import listen_on_node_address
 from kvroute.process.tracing import start_tracing
-from kvroute.replica.added_adapters import AddedAdapters
 from kvroute.replica.engine.protocol import Engine
 from kvroute.replica.engine_metrics import ReplicaMetrics
 from kvroute.replica.engines import start_engines
 from kvroute.replica.rank import Rank, autoscaling_stats
 from kvroute.replica.uploaded_bodies import UploadedBodies
 from kvroute.settings.replica import ReplicaSettings
-from kvroute.store.adapters import Adapters
 from kvroute.store.connection import connect
 from kvroute.store.index import Index
 from kvroute.wire.address import Address
@@ -81,11 +78,11 @@ class Replica:
         self._metrics = ReplicaMetrics()
         self._exposition = await self._expose() if self._settings.metrics else None
         index = Index(self._redis, self._settings.served_model_name, cluster=self._settings.cluster)
-        self._features: list[ReplicaFeature] = []
+        self._features = ReplicaFeatures()
         self._ranks = self._make_ranks(engines, index)
         base = ReplicaBase(self._settings, self._redis, index, self._ranks)
         sides = (feature.replica(base) for feature in FEATURES)
-        self._features = [side for side in sides if side is not None]
+        self._features = ReplicaFeatures(side for side in sides if side is not None)
         self._metrics.export(
             engines,
             [rank.publisher for rank in self._ranks],
@@ -100,20 +97,10 @@ class Replica:
             *(rank.follow_events() for rank in self._ranks),
             asyncio.create_task(self._die_with_engine(), name="die-with-engine"),
         ]
-        self._adapters = AddedAdapters(
-            engines,
-            Adapters(self._redis, self._settings.served_model_name, cluster=self._settings.cluster),
-            root=self._settings.lora_root,
-            on_change=self._renew_soon,
-        )
-        if self._settings.lora_root:
-            self._tasks.append(asyncio.create_task(self._adapters.run(), name="adapters"))
         self._bodies = UploadedBodies(limit_mb=self._settings.max_audio_mb)
-        await asyncio.gather(*(side.start() for side in self._features))
+        await self._features.start()
         self._tasks += [
-            asyncio.create_task(task, name=name)
-            for side in self._features
-            for name, task in side.tasks().items()
+            asyncio.create_task(task, name=name) for name, task in self._features.tasks().items()
         ]
         methods = {
             "audit": self._audit,
@@ -122,9 +109,9 @@ class Replica:
             "http": self._http,
             "end_session": self._end_session,
             "pull": self._pull,
-            "check_adapter": self._check_adapter,
             "upload": self._upload,
             "unstarted": self._unstarted,
+            **self._features.methods(),
         }
         max_requests = MAX_REQUESTS * len(self._ranks)
         self._server = Server(
@@ -146,7 +133,7 @@ class Replica:
         return Address(self._host, server.port, server.secret, ranks, tls).as_stats()
 
     async def _generate(self, request: GenerateRequest, emit: Emit) -> None:
-        async with self._adapters.used_by(request):
+        async with self._features.around(request):
             with self._bodies.used_by(request) as request:
                 await self._ranks[request.rank].generate(request, emit)
 
@@ -169,18 +156,6 @@ class Replica:
         _, request = decode_begin(begin)
         return encode_result(await self._ranks[rank].engine.pull(replace(request, rank=rank)))
 
-    async def _check_adapter(self, adapter: bytes, rank: int) -> bytes:
-        """Load an adapter that is to be added, and unload it again.
-
-        Args:
-            adapter: An encoded Adapter. Its name is used in error messages only.
-            rank: The number of the rank that loads it.
-
-        Returns:
-            An encoded AdapterFiles.
-        """
-        return encode_files(await self._adapters.check(decode_order(adapter), rank))
-
     async def _unstarted(self, request_ids: bytes, rank: int) -> bytes:
         """Return those of these requests that wait in the engine's queue.
 
@@ -190,10 +165,6 @@ class Replica:
         """
         waiting = await self._ranks[rank].engine.unstarted(decode_ids(request_ids))
         return encode_ids(waiting)
-
-    def _renew_soon(self) -> None:
-        for rank in self._ranks:
-            rank.publisher.renew_soon()
 
     async def _render(self, call: bytes, rank: int) -> bytes:
         """Render the prompt of an HTTP request that the router cannot render, and return it."""
@@ -209,7 +180,7 @@ class Replica:
             rank=rank,
         )
         chunks: list[Chunk] = []
-        async with self._adapters.used_by(request):
+        async with self._features.around(request):
             await self._ranks[rank].engine.generate(request, chunks.append)
         return encode_part(joined_parts([chunk.http for chunk in chunks if chunk.http]))
 
@@ -337,10 +308,7 @@ class Replica:
 
     def _pins(self, rank: int) -> Pins:
         """Return which prompts a rank's engine keeps for features, by the name of the pin."""
-        pins: dict[str, Warm] = {}
-        for side in self._features:
-            pins |= side.pins(rank)
-        return pins
+        return self._features.pins(rank)
 
     def _location(self) -> ProcessLocation:
         metrics = self._exposition.address if self._exposition else None

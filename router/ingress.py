@@ -26,7 +26,6 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.background.service import BackgroundResponses, background_responses
 from kvroute.router.batches.service import BatchService, Unusable, batch_service
 from kvroute.router.endpoints import (
-    adapter_routes,
     batch_routes,
     cluster_routes,
     conversation_routes,
@@ -59,7 +58,7 @@ LAST_ERRORS_S = 1.0
 
 ROUTE_MODULES = (  # the modules with HTTP routes of the core
     *(openai_routes, response_routes, conversation_routes, session_routes, file_routes),
-    *(batch_routes, adapter_routes, cluster_routes, docs_routes, ui_routes),
+    *(batch_routes, cluster_routes, docs_routes, ui_routes),
 )
 
 

@@ -30,8 +30,6 @@ Code = Literal[
     "stopping",
     "storage_full",
     "storage_unavailable",
-    "tenant_adapters_exceeded",
-    "too_many_adapters",
     "unavailable",
     "unknown_host",
     "unsupported_media_type",

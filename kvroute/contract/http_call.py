@@ -50,10 +50,8 @@ class HttpCall(Struct, frozen=True, array_like=True):
     namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
     has_prefix: bool = False  # True: the token ids begin with a named prefix that the body lacks
-    # The added LoRA adapter that the body asks for (adapters/added.py): its key and its
-    # folder. Empty: the body asks for the model, or for an adapter of --lora.
-    variant: str = ""
-    lora_path: str = ""
+    variant: str = ""  # the variant of the model that the body asks for; see Scope
+    features: dict[str, bytes] = {}  # name of a feature -> its data for its side in the replica
     upload: Upload | None = None  # the body, if the replica gets it in parts before the request
 
 

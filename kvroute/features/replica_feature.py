@@ -1,16 +1,31 @@
 """What a feature does in a replica. Each method has an empty default."""
 
-from collections.abc import Coroutine, Mapping, Sequence
+import asyncio
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from kvroute.features.own_methods import own_methods
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+    from kvroute.contract.generation import GenerateRequest
     from kvroute.contract.records import Warm
     from kvroute.replica.rank import Rank
     from kvroute.settings.replica import ReplicaSettings
     from kvroute.store.index import Index
+
+Method = Callable[[bytes, int], Awaitable[bytes]]  # gets a body and the number of a rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +41,8 @@ class ReplicaBase:
 class ReplicaFeature:
     """One feature in one replica. It may import the core, and no other feature."""
 
+    name = ""  # the name of its folder, which is the key of its data in requests
+
     async def start(self) -> None:
         """Prepare the engines. The replica takes requests when this has returned."""
 
@@ -33,6 +50,60 @@ class ReplicaFeature:
         """Return its background tasks by name. None of them ends by itself."""
         return {}
 
+    def methods(self) -> Mapping[str, Method]:
+        """Return the methods by name that routers can call."""
+        return {}
+
+    def around(self, request: "GenerateRequest", data: bytes) -> AbstractAsyncContextManager[None]:
+        """Return a context in which the engine runs a request that has data for this feature.
+
+        The context raises ValueError if the request cannot be run.
+        """
+        return nullcontext()
+
     def pins(self, rank: int) -> "Mapping[str, Warm]":
         """Return which prompts the engine of a rank keeps for it, by the name of the pin."""
         return {}
+
+
+class ReplicaFeatures:
+    """The features of one replica, in the order of kvroute/features/__init__.py."""
+
+    def __init__(self, features: Iterable[ReplicaFeature] = ()) -> None:
+        self._all = tuple(features)
+        arounds = own_methods(self._all, ReplicaFeature.around)
+        self._pins = own_methods(self._all, ReplicaFeature.pins)
+        self._arounds = {around.__self__.name: around for around in arounds}
+
+    async def start(self) -> None:
+        """Prepare the engines."""
+        await asyncio.gather(*(each.start() for each in self._all))
+
+    def tasks(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """Return the background tasks by name."""
+        return {name: task for each in self._all for name, task in each.tasks().items()}
+
+    def methods(self) -> dict[str, Method]:
+        """Return the methods by name that routers can call."""
+        return {name: method for each in self._all for name, method in each.methods().items()}
+
+    def pins(self, rank: int) -> "dict[str, Warm]":
+        """Return which prompts the engine of a rank keeps for them, by the name of the pin."""
+        return {name: warm for pins in self._pins for name, warm in pins(rank).items()}
+
+    def around(self, request: "GenerateRequest") -> AbstractAsyncContextManager[None]:
+        """Return the context in which the engine runs a request.
+
+        Data that no feature knows is ignored.
+        """
+        call = request.call
+        return self._entered(request, call.features) if call and call.features else nullcontext()
+
+    @asynccontextmanager
+    async def _entered(
+        self, request: "GenerateRequest", data: Mapping[str, bytes]
+    ) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for name in data.keys() & self._arounds.keys():
+                await stack.enter_async_context(self._arounds[name](request, data[name]))
+            yield

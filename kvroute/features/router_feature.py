@@ -1,6 +1,7 @@
 """What a feature does in the router of one model. Each method has an empty default."""
 
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvroute.features.placing_feature import PlacingFeature
@@ -30,7 +31,28 @@ class RouterFeature(PlacingFeature):
         """Return its background tasks by name. None of them ends by itself."""
         return {}
 
-    # The requests of clients to this router.
+    # Variants of the model, and the requests of clients to this router.
+
+    def variant(self, name: str, tenant: str) -> str | None:
+        """Return the variant that a tenant's clients request by a name; None: it has none.
+
+        Cached blocks depend on the variant (blocks/variants.py).
+        """
+        return None
+
+    async def look_for(self, name: str) -> None:
+        """Look for a variant that it does not know by this name, since another router may."""
+
+    def cards(self, tenant: str) -> Sequence[Mapping[str, Any]]:
+        """Return what clients of a tenant read about its variants, as JSON (GET /v1/models)."""
+        return ()
+
+    def entered(self, call: "Call") -> AbstractContextManager["Call"]:
+        """Return a context that lasts until a call has ended, and that gives the call to answer.
+
+        That call can have data for this feature in the replicas (`features`).
+        """
+        return nullcontext(call)
 
     async def opening(self, call: "Call") -> "Opening | None":
         """Return the beginning that it adds to the prompts of a call; None: it adds none.

@@ -18,7 +18,7 @@ from msgspec.structs import astuple, replace
 from kvroute.contract.generation import Chunk, GenerateRequest, TokenIds
 from kvroute.contract.records import Count
 
-VERSION = 3  # version of the protocol
+VERSION = 4  # version of the protocol
 NONCE_BYTES = 16  # size of the nonce: random bytes that the other end's proof must include
 MAX_ORDER_S = 1e6  # limit of received times in seconds, also of negative ones; no wait is so long
 

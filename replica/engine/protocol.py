@@ -1,7 +1,7 @@
 """The interface that all engines implement for the replica: vLLM, attached and simulated ones."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Protocol
 
 from kvroute.contract.adapters import Adapter
@@ -10,6 +10,12 @@ from kvroute.contract.http_call import HttpCall, Rendered
 from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import KVEvent
+
+AdapterCheck = Callable[[Adapter], None]
+
+
+def any_files(adapter: Adapter) -> None:
+    """Accept the files of any adapter."""
 
 
 class Engine(Protocol):
@@ -56,10 +62,15 @@ class Engine(Protocol):
         """
         ...
 
-    def admit_adapter(self, adapter: Adapter) -> None:
-        """Accept requests for an added adapter (adapters/added.py) from now on.
+    def admit_adapter(self, adapter: Adapter, check: AdapterCheck = any_files) -> None:
+        """Accept requests for an adapter from now on.
 
         It is loaded when it is first needed. Engines whose `max_lora_rank` is 0 refuse.
+
+        Args:
+            adapter: The adapter; its name is the variant in requests.
+            check: Called in a thread before each load. It raises ValueError if the files cannot be
+                used.
 
         Raises:
             ValueError: The engine cannot load adapters after its start.

@@ -6,7 +6,7 @@ Requests to other routes, and fields that the engine does not support, are rejec
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from kvroute.adapters.added import name_of
+from kvroute.blocks.variants import name_of
 from kvroute.contract.generation import Chunk, Emit, GenerateRequest, client_id
 from kvroute.contract.http_call import NO_RECORD, HttpCall, HttpPart, Rendered
 from kvroute.replica.sim_engine.choice_output import ChoiceOutput

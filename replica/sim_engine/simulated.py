@@ -24,7 +24,7 @@ from kvroute.prefill.speed import PrefillModel
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.modelled_adapters import ModelledAdapters
 from kvroute.replica.engine.pins import admit_pin
-from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.engine.protocol import AdapterCheck, Engine, any_files
 from kvroute.replica.fabric.block_format import format_of
 from kvroute.replica.sim_engine import http_response
 from kvroute.replica.sim_engine.blocks import Table
@@ -132,7 +132,7 @@ class SimulatedEngine(Engine):
             return await super().pull(request)
         return await self._pulls.pull(request.using_all_blocks(), request.pull)
 
-    def admit_adapter(self, adapter: Adapter) -> None:
+    def admit_adapter(self, adapter: Adapter, check: AdapterCheck = any_files) -> None:
         self._adapters.admit(adapter)
 
     async def load_adapter(self, name: str) -> None:

@@ -35,7 +35,7 @@ from kvroute.contract.pull import PullResult
 from kvroute.contract.records import EngineFacts, Load
 from kvroute.replica.engine.kv_events import EventsLost, KVEvent
 from kvroute.replica.engine.pins import admit_pin
-from kvroute.replica.engine.protocol import Engine
+from kvroute.replica.engine.protocol import AdapterCheck, Engine, any_files
 from kvroute.replica.vllm_engine.blocks.cache_salt import cache_salt
 from kvroute.replica.vllm_engine.blocks.division import Division
 from kvroute.replica.vllm_engine.blocks.events import EventBatch, event_of
@@ -197,10 +197,10 @@ class VllmEngine(Engine):
         finally:
             self._unfinished -= 1
 
-    def admit_adapter(self, adapter: Adapter) -> None:
+    def admit_adapter(self, adapter: Adapter, check: AdapterCheck = any_files) -> None:
         if not self.facts.max_lora_rank:
             super().admit_adapter(adapter)
-        self._adapters.admit(adapter)
+        self._adapters.admit(adapter, check)
 
     async def load_adapter(self, name: str) -> None:
         await self._adapters.ready(name)

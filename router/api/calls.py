@@ -13,7 +13,6 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import TokenIds
 from kvroute.keys.keyring import Caller, owner, salted
 from kvroute.router.api.call_limits import (
@@ -90,7 +89,8 @@ class Call(Struct, frozen=True):
     headers: Mapping[str, str] = {}  # the headers that features read (Feature.headers)
     # The response should include receipts, which explain to which replica each prompt was sent.
     wants_receipts: bool = False
-    adapter: Adapter | None = None  # the added LoRA adapter that `model` names, by its key
+    variant: str = ""  # the variant of the model that `model` names; see Scope
+    features: Mapping[str, bytes] = {}  # name of a feature -> its data for replicas
 
     @property
     def model(self) -> str | None:

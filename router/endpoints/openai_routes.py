@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvroute.adapters.added import name_of
-from kvroute.contract.adapters import Adapter
+from kvroute.blocks.variants import name_of
 from kvroute.features import HEADERS
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.admission.limits import Entry
@@ -53,7 +52,6 @@ from kvroute.router.forms.recordings import Recording, Recordings
 from kvroute.router.middleware.access import caller_of
 from kvroute.router.middleware.request_id import request_id
 from kvroute.router.placement.attempts import RequestContext
-from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Models, Served
 from kvroute.router.serving.rendering import RefusedCallError
 
@@ -78,7 +76,7 @@ class Answers:
         request, notices = Request(scope, receive), WaitNotices(send)
         entry = entered(request)
         try:
-            # The stack keeps the request's LoRA adapters and its recording until it has ended.
+            # The stack keeps what features use and the recording until the request has ended.
             with leaving(entry), ExitStack() as request.state.kept:
                 response = await _respond(self.path, request, entry, notices)
                 if not notices.has_started:
@@ -122,10 +120,11 @@ async def route(request: Request, models: Served, bodies: BodyReader) -> Respons
             hints = hints_of(request.headers, call)
             tenant = tenant_of(call.caller)
             model = await models.find(call.model, limits_of(request), tenant)
-            variant = model.adapter(call.model, tenant) or ""
-            call = replace(call, adapter=_added_adapter(model, variant))
+            variant = model.variant(call.model, tenant) or ""
             context = RequestContext(namespace=call.cache_salt, variant=variant, hints=hints)
-            receipts = await model.requests.explain(call, context)
+            with ExitStack() as kept:
+                call = model.entered(replace(call, variant=variant), kept)
+                receipts = await model.requests.explain(call, context)
         except RefusedCallError as error:
             return complete_response(error.refusal, path=call.path)
     body = {"object": "route", "router": models.router_id, "receipts": receipts}
@@ -148,7 +147,7 @@ async def get_model(name: str, request: Request, models: Served) -> Response:
     """Return one model or adapter."""
     tenant = tenant_of(caller_of(request))
     model = await models.find(name, limits_of(request), tenant)
-    id_ = name_of(model.adapter(name, tenant) or model.name)
+    id_ = name_of(model.variant(name, tenant) or model.name)
     (card,) = (card for card in models.cards(model, tenant=tenant) if card["id"] == id_)
     return JSONResponse(card)
 
@@ -203,12 +202,6 @@ async def _respond(
     return response
 
 
-def _added_adapter(model: ModelRouter, variant: str) -> Adapter | None:
-    """Return the added adapter with this key; None: `variant` is the name of one of --lora."""
-    added = model.adapters.get(variant)
-    return added.as_adapter if added else None
-
-
 async def _score(request: Request, entry: Entry | None) -> Response:
     """Return the response to a scoring request."""
     models: Models = request.app.state.models
@@ -257,10 +250,8 @@ async def _answer(
     call = _with_headers(call, request)
     tenant = tenant_of(call.caller)
     request.state.model = model = await models.find(call.model, limits_of(request), tenant)
-    variant = model.adapter(call.model, tenant) or ""
-    if added := _added_adapter(model, variant):
-        request.state.kept.enter_context(model.adapters.uses.use(variant))
-        call = replace(call, adapter=added)
+    variant = model.variant(call.model, tenant) or ""
+    call = model.entered(replace(call, variant=variant), request.state.kept)
     if call.body.get(BACKGROUND) and not request.scope.get(IS_BACKGROUND):
         try:
             return await begin(call, model, request)

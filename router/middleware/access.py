@@ -40,10 +40,9 @@ USE = (  # the role use is needed
 # The role observe is needed.
 OBSERVE = ("/v1/cluster", "/v1/metrics/targets", "/metrics", *PATHS.observe)
 # GET needs the role observe; other methods need the role manage.
-READ = ("/v1/adapters", *PATHS.read)
+READ = PATHS.read
 MANAGE = (  # the role manage is needed
     *("/v1/cluster/audit", "/v1/cluster/canary"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *PATHS.manage,
 )
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from kvroute.adapters.added import name_of
 from kvroute.blocks.fingerprint import Fingerprint
 from kvroute.blocks.tiers import HOST
+from kvroute.blocks.variants import name_of
 from kvroute.contract.priority import Priority
 from kvroute.router.placement.attempts import Attempt, Placement, RequestObserver
 from kvroute.router.placement.ledger import Ledger

@@ -5,8 +5,8 @@ from itertools import zip_longest
 from operator import itemgetter
 from typing import Any
 
-from kvroute.adapters.added import name_of
 from kvroute.blocks.tiers import Tier
+from kvroute.blocks.variants import name_of
 from kvroute.router.placement.attempts import Placement
 from kvroute.router.placement.policy import Candidate, CostTerms, prices, terms_s
 from kvroute.router.sessions.breaks import Break

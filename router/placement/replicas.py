@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from kvroute.adapters.added import is_key
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.blocks.tiers import HOST, Tier
+from kvroute.blocks.variants import is_key
 from kvroute.contract.adapters import LOAD_S
 from kvroute.contract.pull import LinkSpeed
 from kvroute.contract.ranks import replica_of

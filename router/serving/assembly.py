@@ -13,8 +13,6 @@ from kvroute.features.own_methods import own_methods
 from kvroute.features.placing_feature import PlacingFeatures
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
-from kvroute.router.adapters.directory import AdapterDirectory
-from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.calls import Call
 from kvroute.router.connections import serve_replicas
@@ -47,7 +45,6 @@ from kvroute.router.queueing.waiting_room import WaitingRoom
 from kvroute.router.queueing.wake import Wake
 from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.accounts import DailyAccounts
-from kvroute.store.adapters import Adapters
 from kvroute.store.attached_servers import AttachedServers
 from kvroute.store.clusters import Clusters
 from kvroute.store.conversations.objects import ConversationStore
@@ -182,14 +179,6 @@ class Parts:
             gate,
             shared_tokens=own_methods(self.features, RouterFeature.shared_tokens),
             blamed=self.blamed,
-        )
-        self.adapters = AdapterDirectory(
-            Adapters(redis, model, cluster=cluster, unreadable=self.unreadable),
-            router_id,
-            self.index.routers,
-        )
-        self.adapter_operations = AdapterOperations(
-            self.adapters, self.questions, self.fleet.replicas, settings
         )
         # Monitoring.
         deployed = DeployedReplicas(partial(read_deployed, deployments))

@@ -70,8 +70,6 @@ class Lifecycle:
             "neighbours": parts.neighbours.run(),
             "ended sessions": parts.ended_sessions.run(parts.links),
         }
-        if parts.settings.lora_root is not None:
-            coroutines["adapters"] = parts.adapters.run()
         if parts.recorder is not None:
             coroutines["recorder"] = parts.recorder.run()
         for room in parts.rooms:

@@ -1,10 +1,15 @@
 """The parts of one model's router that the HTTP routes use."""
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from kvroute.blocks.variants import MAX_NAME
+from kvroute.features.own_methods import own_methods
 from kvroute.features.router_feature import RouterFeature, live_states
 from kvroute.process.draining import draining
+from kvroute.router.api.calls import Call
 from kvroute.router.page.live import Live
 from kvroute.router.page.view import View
 from kvroute.router.serving.assembly import Parts
@@ -13,8 +18,6 @@ from kvroute.router.serving.request_handler import RequestHandler
 from kvroute.router.serving.status import Status
 
 F = TypeVar("F", bound=RouterFeature)
-
-MAX_NAME = 129  # the most characters of an adapter's name, with the colon before it
 
 
 class ModelRouter:
@@ -26,12 +29,17 @@ class ModelRouter:
         self.name = settings.served_model_name
         self.settings = settings
         self._named_adapters = frozenset(adapter.name for adapter in settings.adapters)
-        self.adapters = parts.adapters  # those that were added while the cluster runs
-        self.adapter_operations = parts.adapter_operations
+        self._features = parts.features
+        self._variants = own_methods(self._features, RouterFeature.variant)
+        self._look_for = own_methods(self._features, RouterFeature.look_for)
+        # The methods of features that override them.
+        self.cards: list[Callable[[str], Sequence[Mapping[str, Any]]]] = own_methods(
+            self._features, RouterFeature.cards
+        )
+        self._entered = own_methods(self._features, RouterFeature.entered)
         self.lifecycle = Lifecycle(parts)
         self.requests = RequestHandler(parts)
         self.status = Status(parts)
-        self._features = parts.features
         self.max_model_len = parts.max_model_len
         self.conversations = parts.conversations
         self.telemetry = parts.telemetry
@@ -41,33 +49,44 @@ class ModelRouter:
         self.live = _live(parts, self.status) if settings.ui else None  # None: the page is off
         self.recorder = parts.recorder  # None: the page is off
 
-    def adapter(self, model: str | None, tenant: str = "") -> str | None:
-        """Return the LoRA adapter that a client requests as `adapter` or as `model:adapter`.
+    def variant(self, model: str | None, tenant: str = "") -> str | None:
+        """Return the variant that a client requests as `variant` or as `model:variant`.
 
         Args:
             model: the field `model` of the request; None: the request has no such field.
             tenant: the request's tenant; empty: the cluster has no API keys.
 
         Returns:
-            The name of an adapter of --lora, or the key of an added adapter; empty for the base
-            model; None if the name is neither this model's nor that of one of its adapters.
+            The name of an adapter of --lora, or the variant of a feature; empty for the base model;
+            None if the name is neither this model's nor that of one of its variants.
         """
         if model in (None, self.name):
             return ""
         name = model.removeprefix(f"{self.name}:")
         if name in self._named_adapters:
             return name
-        added = self.adapters.find(name, tenant)
-        return added.key if added else None
+        variants = (variant(name, tenant) for variant in self._variants)
+        return next((variant for variant in variants if variant is not None), None)
 
     def feature(self, kind: type[F]) -> F:
         """Return the side of a feature that is never off."""
         return next(side for side in self._features if isinstance(side, kind))
 
     async def look_for(self, model: str) -> None:
-        """Read the added adapters in Redis again if this may be the name of a new one."""
-        if self.settings.lora_root and len(model) <= MAX_NAME + len(self.name):
-            await self.adapters.refresh_if_possible()
+        """Let features look for the variant of a name, unless it is longer than any name."""
+        if len(model) <= len(f"{self.name}:") + MAX_NAME:
+            for look_for in self._look_for:
+                await look_for(model.removeprefix(f"{self.name}:"))
+
+    def entered(self, call: Call, kept: ExitStack) -> Call:
+        """Return the call with the data of features for the replicas.
+
+        Args:
+            kept: closed when the call has ended.
+        """
+        for entered in self._entered:
+            call = kept.enter_context(entered(call))
+        return call
 
 
 def _live(parts: Parts, status: Status) -> Live:

@@ -1,12 +1,12 @@
 """All models that one router serves, and the choice of the model for a request."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
-from kvroute.adapters.added import AddedAdapter, name_of
+from kvroute.blocks.variants import name_of
 from kvroute.contract.adapters import Adapter
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError, invalid
@@ -52,8 +52,8 @@ class Models:
     async def find(
         self, model: str | None, limits: TenantLimits | None = None, tenant: str = ""
     ) -> ModelRouter:
-        """Return the same as `select`, and look in Redis for an adapter of an unknown name."""
-        if model is not None and all(each.adapter(model, tenant) is None for each in self.all):
+        """Return the same as `select`, and let features look for a variant of an unknown name."""
+        if model is not None and all(each.variant(model, tenant) is None for each in self.all):
             for each in self.all:
                 await each.look_for(model)
         return self.select(model, limits, tenant)
@@ -78,8 +78,8 @@ class Models:
             served = self._served(limits, tenant)
             raise invalid("model", f"model is missing; this server has {served}")
         for candidate in self.all:
-            adapter = candidate.adapter(model, tenant)
-            if adapter is not None and _may_use(adapter, limits):
+            variant = candidate.variant(model, tenant)
+            if variant is not None and _may_use(variant, limits):
                 return candidate
         name = model if len(model) <= MAX_SHOWN else model[:MAX_SHOWN] + "…"
         raise ApiError(
@@ -109,15 +109,15 @@ class Models:
             "max_model_len": model.status.max_model_len,
             "permission": [PERMISSION | {"created": self._started}],
         }
-        adapters = [_adapter(adapter) for adapter in model.settings.adapters]
-        adapters += [_added(adapter) for adapter in model.adapters.usable(tenant)]
-        usable = [adapter for adapter in adapters if _may_use(adapter["id"], limits)]
-        return [card, *(card | adapter | {"parent": model.name} for adapter in usable)]
+        variants = [_adapter(adapter) for adapter in model.settings.adapters]
+        variants += [variant for cards in model.cards for variant in cards(tenant)]
+        usable = [variant for variant in variants if _may_use(variant["id"], limits)]
+        return [card, *({**card, **variant, "parent": model.name} for variant in usable)]
 
 
-def _may_use(adapter: str, limits: TenantLimits | None) -> bool:
-    """Return whether a tenant may use an adapter, or the base model if `adapter` is empty."""
-    return not adapter or limits is None or limits.allows(name_of(adapter))
+def _may_use(variant: str, limits: TenantLimits | None) -> bool:
+    """Return whether a tenant may use a variant, or the base model if `variant` is empty."""
+    return not variant or limits is None or limits.allows(name_of(variant))
 
 
 def label_by_model(
@@ -136,10 +136,6 @@ async def _served(request: Request) -> Models:
 Served = Annotated[Models, Depends(_served)]  # a route's parameter of this type gets the models
 
 
-def _adapter(adapter: Adapter) -> dict[str, Any]:
+def _adapter(adapter: Adapter) -> Mapping[str, Any]:
     """Return the fields of an adapter's card that differ from the card of its model."""
     return {"id": adapter.name, "root": adapter.path}
-
-
-def _added(adapter: AddedAdapter) -> dict[str, Any]:
-    return {"id": adapter.name, "root": adapter.path, "created": int(adapter.created_s)}

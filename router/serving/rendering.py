@@ -113,8 +113,8 @@ def http_call(
         is_checked=is_checked,
         is_stored=call.is_stored,
         has_prefix=has_prefix,
-        variant=call.adapter.name if call.adapter else "",
-        lora_path=call.adapter.path if call.adapter else "",
+        variant=call.variant,
+        features=dict(call.features),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvroute.adapters.added import name_of
+from kvroute.blocks.variants import name_of
 from kvroute.contract.ranks import replica_of, replicas_of
 from kvroute.contract.records import ReplicaRecord
 from kvroute.features import FEATURES

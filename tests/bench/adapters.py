@@ -19,9 +19,9 @@ import numpy as np
 import psutil
 import typer
 
-from kvroute.adapters.added import AddedAdapter
 from kvroute.blocks.chain import Scope
 from kvroute.contract.records import Load, ReplicaRecord
+from kvroute.features.adapters.added import AddedAdapter
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.router.placement.fleet import Fleet
 from tests.bench.report import Row, Section

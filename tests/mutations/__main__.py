@@ -82,13 +82,13 @@ MUTATIONS = {
     ),
     "adapters": Mutation(
         "a name of an adapter that is used again finds no blocks of the earlier weights",
-        "kvroute/adapters/added.py",
+        "kvroute/features/adapters/added.py",
         'return f"{self.id}@{self.digest}"',
         "return f\"{self.id}@{32 * '0'}\"",
     ),
     "removals": Mutation(
         "an adapter is removed after the last request of every router",
-        "kvroute/store/adapters.py",
+        "kvroute/features/adapters/adapter_store.py",
         "if not waiting <= members or (",
         "if (",
     ),

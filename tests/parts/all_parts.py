@@ -111,8 +111,8 @@ CLUSTERS = {
         tests=_in("own_cluster", "vllm_cluster models ranks_cluster full_caches"),
     ),
     "caches": Part(
-        about="clusters with host memory, pulled blocks and adapters",
-        tests=_in("own_cluster", "host_memory pulling_cluster added_adapters"),
+        about="clusters with host memory and pulled blocks",
+        tests=_in("own_cluster", "host_memory pulling_cluster"),
     ),
     "attached": Part(
         about="attached servers; models that see, hear or embed",

@@ -2,14 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
-from kvroute.router.adapters.directory import AdapterDirectory
 
 MODULES = ("q_proj", "v_proj")
 STRENGTH = 1.0  # factor for the weights; large enough to change the model's answers
@@ -43,12 +41,6 @@ def write_adapter(
     }
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
-
-
-def none_added() -> AdapterDirectory:
-    """Return the directory of a model to which no adapters can be added."""
-    store: Any = None
-    return AdapterDirectory(store, "router", store)
 
 
 def _weights(

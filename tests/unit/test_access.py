@@ -82,7 +82,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
     ],
     "observe": [
         "GET /metrics",
-        "GET /v1/adapters",
         "GET /v1/cluster",
         "GET /v1/cluster/diagnosis",
         "GET /v1/cluster/history",
@@ -93,8 +92,6 @@ EXPECTED: dict[str, list[str]] = {  # by role: all routes of the core
     "manage": [
         "GET /v1/cluster/audit",
         "POST /v1/cluster/canary",
-        "POST /v1/load_lora_adapter",
-        "POST /v1/unload_lora_adapter",
     ],
 }
 

@@ -17,13 +17,13 @@ from kvroute.router.endpoints import openai_routes
 from kvroute.router.forms.recordings import Recording, Recordings
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
-from tests.support.adapters import none_added
 from tests.support.tiny_audio import form, sound
+from tests.support.without_features import WithoutFeatures
 
 LIMIT_MB = 1
 
 
-class Model:
+class Model(WithoutFeatures):
     """Streams the form that it gets back to the client."""
 
     def __init__(self) -> None:
@@ -31,14 +31,11 @@ class Model:
         self.settings = SimpleNamespace(adapters=[], max_wait_s=30.0)
         self.asked: list[tuple[Call, RequestContext]] = []
         self.requests = self
-        self.adapters = none_added()
         self.errors: list[Exception] = []
         self.telemetry = SimpleNamespace(refused=self.errors.append)
 
-    def adapter(self, name: str | None, tenant: str = "") -> str | None:
+    def variant(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, self.name) else None
-
-    async def look_for(self, model: str) -> None: ...
 
     async def answer(self, call: Call, context: RequestContext) -> Response:
         self.asked.append((call, context))

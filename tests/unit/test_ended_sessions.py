@@ -29,7 +29,6 @@ from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.serving.models import Models
 from kvroute.router.sessions.returns import ENDED, NO_HINTS, Retention, Returns, SessionHints
-from tests.support.adapters import none_added
 from tests.support.answers import completion
 from tests.support.waiting import until
 from tests.support.wired import Wired, dispatcher_of
@@ -155,8 +154,8 @@ class Application:
 
         return SimpleNamespace(
             name=name,
-            adapters=none_added(),
-            adapter=lambda given, tenant="": "" if given == name else None,
+            cards=(),
+            variant=lambda given, tenant="": "" if given == name else None,
             settings=SimpleNamespace(adapters=(), model="m"),
             status=SimpleNamespace(max_model_len=None),
             requests=SimpleNamespace(end_session=end),

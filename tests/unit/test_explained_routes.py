@@ -11,10 +11,10 @@ from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.calls import MESSAGES, Call
 from kvroute.router.endpoints import openai_routes
 from kvroute.router.serving.models import Models
-from tests.support.adapters import none_added
+from tests.support.without_features import WithoutFeatures
 
 
-class Model:
+class Model(WithoutFeatures):
     """Records the call that it explains."""
 
     def __init__(self) -> None:
@@ -22,9 +22,8 @@ class Model:
         self.settings = SimpleNamespace(adapters=[])
         self.asked: list[tuple[str, Any]] = []
         self.requests = self
-        self.adapters = none_added()
 
-    def adapter(self, name: str | None, tenant: str = "") -> str | None:
+    def variant(self, name: str | None, tenant: str = "") -> str | None:
         return ""
 
     async def explain(self, call: Call, _: Any) -> list[Any]:

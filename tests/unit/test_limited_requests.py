@@ -27,18 +27,17 @@ from kvroute.router.middleware.limit_headers import duration
 from kvroute.router.observability.metrics import OverLimit
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
-from tests.support.adapters import none_added
 from tests.support.waiting import until
+from tests.support.without_features import WithoutFeatures
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
-class Model:
+class Model(WithoutFeatures):
     """A model whose prompts have `tokens` tokens, `new` of them uncached; `then` answers them."""
 
     def __init__(self) -> None:
         self.name = "m"
-        self.adapters = none_added()
         self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0, model="m")
         self.status = SimpleNamespace(max_model_len=100)
         self.requests = self.telemetry = self
@@ -48,10 +47,7 @@ class Model:
         self.refusals: list[tuple[str, str]] = []
         self.errors: list[Exception] = []
 
-    async def look_for(self, name: str) -> None:
-        """Look for an added adapter; there is none."""
-
-    def adapter(self, name: str | None, tenant: str = "") -> str | None:
+    def variant(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, "m") else name if name in ("x", "y") else None
 
     async def answer(self, call: Any, context: RequestContext) -> Response:

@@ -7,8 +7,8 @@ from tests.support.repository import product_modules
 
 # Modules that share their names. Remove an entry when you give one of its modules another name.
 SHARED_MODULES = {
-    *("accounts", "adapters", "app", "bodies", "deployment", "events", "features"),
-    *("files", "generation", "lane", "limits", "links", "objects", "peers", "policy", "priority"),
+    *("accounts", "app", "bodies", "deployment", "events", "features"),
+    *("generation", "lane", "limits", "links", "objects", "peers", "policy", "priority"),
     *("protocol", "pulls", "records", "replica", "responding", "router", "run", "server"),
     *("service",),
 }

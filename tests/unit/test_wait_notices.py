@@ -15,7 +15,7 @@ from kvroute.router.api.errors import ApiError, response
 from kvroute.router.endpoints import openai_routes
 from kvroute.router.placement.attempts import RequestContext
 from kvroute.router.serving.models import Models
-from tests.support.adapters import none_added
+from tests.support.without_features import WithoutFeatures
 
 CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER: Any = {"role": "user", "content": "Hi"}
@@ -40,21 +40,17 @@ MESSAGE = (
 TOO_LATE = ApiError(429, "has waited 600 s", code="wait_too_long")
 
 
-class Model:
+class Model(WithoutFeatures):
     """A model whose requests wait for a seat for `notices` notices, and then get `result`."""
 
     def __init__(self, notices: int, result: Response | ApiError) -> None:
         self.name = "m"
-        self.adapters = none_added()
         self.settings = SimpleNamespace(adapters=[], max_wait_s=0.0)
         self.errors: list[Exception] = []
         self.requests = self.telemetry = self
         self._notices, self._result = notices, result
 
-    async def look_for(self, name: str) -> None:
-        """Look for an added adapter; there is none."""
-
-    def adapter(self, name: str | None, tenant: str = "") -> str | None:
+    def variant(self, name: str | None, tenant: str = "") -> str | None:
         return "" if name in (None, "m") else None
 
     async def answer(self, call: Any, context: RequestContext) -> Response:

@@ -192,7 +192,7 @@ def crossed(request: GenerateRequest) -> GenerateRequest:
     return decode_begin(encode_begin(0, request))[1]
 
 
-def test_the_bytes_of_a_request_are_those_of_version_3() -> None:
+def test_the_bytes_of_a_request_are_those_of_version_4() -> None:
     """Routers and replicas of two releases work together: fields may only be added at an end."""
     call = HttpCall("/v1/completions", b"{}", 1.5)
     told = request(
@@ -203,7 +203,7 @@ def test_the_bytes_of_a_request_are_those_of_version_3() -> None:
 
 BEGIN = (
     "dc001107a172c4080000000001000000a16e0081ab7472616365706172656e74a178a000dc0010af"
-    "2f76312f636f6d706c6574696f6e73c4027b7dcb3ff8000000000000c3c2900000a0a0a0c2c2a0a0"
+    "2f76312f636f6d706c6574696f6e73c4027b7dcb3ff8000000000000c3c2900000a0a0a0c2c2a080"
     "c0050000cb0000000000000000cb0000000000000000920200c2c0"
 )
 

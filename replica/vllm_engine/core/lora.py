@@ -7,14 +7,15 @@ Here, such an error affects only the request that needs the adapter.
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kvroute.adapters.added import is_key, name_of
-from kvroute.adapters.files import check_digest
+from kvroute.blocks.variants import name_of
 from kvroute.contract.adapters import LOAD_S, Adapter
+from kvroute.replica.engine.protocol import AdapterCheck
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 
 
@@ -34,6 +35,7 @@ class RankAdapters:
         self._numbers = itertools.count(
             1 + len(self.lora_requests)
         )  # numbers of the adapters that are added later
+        self._checks: dict[str, Callable[[], None]] = {}  # of the adapters that are added later
         self._loading = asyncio.Lock()
         self.loaded: list[str] = []  # names of loaded adapters; the first one is evicted next
         self.load_s = LOAD_S  # moving average of the seconds to load an adapter
@@ -60,16 +62,23 @@ class RankAdapters:
             self.loaded.append(name)
         return self.lora_requests[name]
 
-    def admit(self, adapter: Adapter) -> None:
-        """Accept requests for an adapter that is added after the engine's start."""
+    def admit(self, adapter: Adapter, check: AdapterCheck) -> None:
+        """Accept requests for an adapter that is added after the engine's start.
+
+        Args:
+            adapter: The adapter.
+            check: Called before each load. It raises ValueError if the files cannot be used.
+        """
         if adapter.name not in self.lora_requests:
             request = LoRARequest(adapter.name, next(self._numbers), adapter.path)
             self.lora_requests[adapter.name] = request
+            self._checks[adapter.name] = partial(check, adapter)
 
     async def drop(self, name: str) -> None:
         """Unload an adapter that no request uses, and refuse requests for it."""
         async with self._loading:
             request = self.lora_requests.pop(name, None)
+            self._checks.pop(name, None)
             if request is not None and name in self.loaded:
                 self.loaded.remove(name)
                 await self._core.call("remove_lora", request.lora_int_id)
@@ -77,9 +86,8 @@ class RankAdapters:
     async def _load(self, adapter: LoRARequest) -> None:
         began_s = time.monotonic()
         try:
-            if is_key(adapter.lora_name):
-                added = Adapter(name=adapter.lora_name, path=adapter.lora_path)
-                await asyncio.to_thread(check_digest, added)
+            if check := self._checks.get(adapter.lora_name):
+                await asyncio.to_thread(check)
             await self._core.call("add_lora", adapter)
         except EngineDeadError:
             raise

@@ -1,6 +1,6 @@
 """The LoRA adapters by name, as vLLM's application finds the one that a body asks for.
 
-The router has checked the name of an added adapter, and sends its key and its folder along
+The router has checked the name of an adapter that was added later, and sends its key along
 (HttpCall.variant). So the application accepts the name in this request only: it is known to no
 other request, since another tenant may have another adapter with this name.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from kvroute.adapters.added import name_of
+from kvroute.blocks.variants import name_of
 from kvroute.replica.vllm_engine.http.request_run import CURRENT
 
 
@@ -38,7 +38,8 @@ class RequestedAdapters(dict[str, LoRARequest]):
     def _requested(self, model: object) -> LoRARequest | None:
         """Return the current request's adapter if the body asks for it by this name.
 
-        The application only uses the result's name. The engine gets the request of core/lora.py.
+        The application only uses the result's name: the path is not one. The engine gets the
+        request of core/lora.py.
         """
         run = CURRENT.get()
         if run is None or not run.call.variant:
@@ -46,4 +47,4 @@ class RequestedAdapters(dict[str, LoRARequest]):
         name = name_of(run.call.variant)
         if model not in (name, f"{self._served_name}:{name}"):
             return None
-        return LoRARequest(name, 1, run.call.lora_path)
+        return LoRARequest(name, 1, name)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvroute.adapters.added import AddedAdapter
-from kvroute.adapters.files import check_files
 from kvroute.blocks.fingerprint import Fingerprint, fingerprints, root
 from kvroute.contract.generation import GenerateRequest
+from kvroute.features.adapters.adapter_files import check_files
+from kvroute.features.adapters.added import AddedAdapter
 from tests.support.answers import completion, events_of, ids_of, status_of
 from tests.support.engines import (
     BLOCK,
@@ -115,7 +115,7 @@ def late(running: Running) -> AddedAdapter:
 
 def under_late(adapter: AddedAdapter, prompt: list[int]) -> GenerateRequest:
     call = completion(model=LATE, max_tokens=TOKENS)
-    call = replace(call, variant=adapter.key, lora_path=adapter.path)
+    call = replace(call, variant=adapter.key)
     return replace(request_of(prompt), variant=adapter.key, call=call)
 
 

@@ -58,7 +58,7 @@ OF_A_SLOW_MACHINE = {
 OTHER_FORMATS = {  # of records and messages, of fingerprints, and of the wire
     "kvroute/contract/records.py": ("\nVERSION = 1", "\nVERSION = 2"),
     "kvroute/blocks/fingerprint.py": ('"kvroute/2"', '"kvroute/3"'),
-    "kvroute/wire/structs.py": ("\nVERSION = 3", "\nVERSION = 4"),
+    "kvroute/wire/structs.py": ("\nVERSION = 4", "\nVERSION = 5"),
 }
 
 

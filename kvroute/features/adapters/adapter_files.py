@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvroute.adapters.added import MAX_PATH, AdapterFiles, digest_in
+from kvroute.blocks.variants import digest_in
 from kvroute.contract.adapters import CONFIG_FILE, WEIGHTS_FILES, Adapter, rank_of
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.adapters.added import MAX_PATH, AdapterFiles
 
 WEIGHTS_FILE = WEIGHTS_FILES[0]  # the only format: the others can contain code
 MAX_CONFIG_BYTES = 1 << 20  # largest configuration; usual ones have less than 2,000 bytes

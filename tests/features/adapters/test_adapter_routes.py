@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 from redis.asyncio import Redis
 
-from kvroute.adapters.added import NAME, AdapterFiles
+from kvroute.blocks.variants import NAME
+from kvroute.features.adapters import adapter_operations
+from kvroute.features.adapters.adapter_store import Adapters
+from kvroute.features.adapters.added import AdapterFiles
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.adapters import operations
-from kvroute.store.adapters import Adapters
 from kvroute.store.connection import connect
-from tests.support.adapter_routes import Client, Model, message, serving
+from tests.features.adapters.adapter_client import Client, Model, message, serving
 from tests.support.records import record
 
 
@@ -123,7 +124,7 @@ async def test_a_tenant_has_as_many_adapters_as_it_may(client: Client) -> None:
 async def test_a_model_has_as_many_adapters_as_it_may(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "MAX_ADAPTERS", 1)
+    monkeypatch.setattr(adapter_operations, "MAX_ADAPTERS", 1)
     await client.load("sql")
     assert "which is the maximum" in message(await client.load("law"), 409)
 
@@ -131,7 +132,7 @@ async def test_a_model_has_as_many_adapters_as_it_may(
 async def test_a_removal_that_takes_long_goes_on_after_the_answer(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operations, "REMOVAL_S", 0.0)
+    monkeypatch.setattr(adapter_operations, "REMOVAL_S", 0.0)
     await client.load("sql")
     answer = await client.unload("sql")
     assert answer.status_code == 202

@@ -9,9 +9,9 @@ Every router does its part of every removal, so a removal goes on if the router 
 import logging
 from collections.abc import Awaitable, Callable, Collection
 
-from kvroute.adapters.added import AddedAdapter, own_name
-from kvroute.adapters.uses import Uses
-from kvroute.store.adapters import Adapters
+from kvroute.features.adapters.adapter_store import Adapters
+from kvroute.features.adapters.adapter_uses import Uses
+from kvroute.features.adapters.added import AddedAdapter, own_name
 from kvroute.store.connection import REDIS_ERRORS, Outage
 from kvroute.store.revision import Follower
 

@@ -1,24 +1,19 @@
 """LoRA adapters that are added while the cluster runs: their records and keys.
 
-An adapter's *key* is its name and the digest of its files. Routers and replicas use the key in
-place of the name: in fingerprints, in the engine, and in the list of loaded adapters. So an adapter
-that gets the name of an earlier one shares no cached blocks with it, unless its files are equal.
+Routers and replicas use an adapter's key in place of its name (blocks/variants.py).
 """
 
-import re
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
+from kvroute.blocks.variants import DIGEST, NAME
 from kvroute.contract.adapters import Adapter
-from kvroute.contract.own_names import TENANT_SEPARATOR
+from kvroute.contract.own_names import own_id
 from kvroute.contract.records import VERSION, Versioned, check_version
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"  # the names that adapters can have
-DIGEST = "[0-9a-f]{32}"
 MAX_PATH = 4096  # characters of a path
-_KEY = re.compile(rf"(?:.*{TENANT_SEPARATOR})?({NAME})@{DIGEST}", re.DOTALL)
 
 Text = Annotated[str, Meta(max_length=MAX_PATH)]
 
@@ -61,27 +56,7 @@ class AdapterFiles(Struct, frozen=True):
 
 def own_name(tenant: str, name: str) -> str:
     """Return the id of a tenant's adapter, so that two tenants can use one name."""
-    return f"{tenant}{TENANT_SEPARATOR}{name}" if tenant else name
-
-
-def is_key(lora: str) -> bool:
-    """Return whether this is the key of an added adapter, not the name of one of --lora."""
-    return _KEY.fullmatch(lora) is not None
-
-
-def name_of(lora: str) -> str:
-    """Return the name by which clients request an adapter.
-
-    Args:
-        lora: the key of an added adapter, or the name of one of --lora.
-    """
-    match = _KEY.fullmatch(lora)
-    return match[1] if match else lora
-
-
-def digest_in(key: str) -> str:
-    """Return the digest that is part of a key."""
-    return key.rpartition("@")[2]
+    return own_id(tenant, name) if tenant else name
 
 
 encode = msgspec.json.Encoder().encode
@@ -103,7 +78,7 @@ def encode_order(adapter: Adapter) -> bytes:
 
 
 def decode_order(packed: bytes) -> Adapter:
-    """Decode the name and the folder of an adapter to check. Raises one of DECODE_ERRORS."""
+    """Decode the name and the folder of an adapter. Raises one of DECODE_ERRORS."""
     name, path = msgspec.json.decode(packed, type=tuple[Text, Text])
     return Adapter(name=name, path=path)
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from kvroute.adapters.added import AddedAdapter
-from kvroute.router.adapters.directory import AdapterDirectory
-from kvroute.store.adapters import Adapters, NameTakenError
+from kvroute.features.adapters.adapter_directory import AdapterDirectory
+from kvroute.features.adapters.adapter_store import Adapters, NameTakenError
+from kvroute.features.adapters.added import AddedAdapter
 from kvroute.store.connection import connect
 from kvroute.store.keys import key_prefix
 from tests.support.waiting import until

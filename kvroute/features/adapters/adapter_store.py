@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from kvroute.adapters.added import AddedAdapter, decode, encode
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.adapters.added import AddedAdapter, decode, encode
 from kvroute.store.connection import with_timeout
 from kvroute.store.revision import RevisedStore, Transaction
 

@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
-from kvroute.adapters.added import AdapterFiles, AddedAdapter, is_key, name_of
-from kvroute.adapters.files import check_digest, check_files, path_in
-from kvroute.adapters.uses import Uses
+from kvroute.blocks.variants import is_key, name_of
 from kvroute.contract.adapters import Adapter
-from kvroute.contract.generation import GenerateRequest
+from kvroute.features.adapters.adapter_files import check_digest, check_files, path_in
+from kvroute.features.adapters.adapter_store import Adapters
+from kvroute.features.adapters.adapter_uses import Uses
+from kvroute.features.adapters.added import AdapterFiles, AddedAdapter
 from kvroute.replica.engine.protocol import Engine
-from kvroute.store.adapters import Adapters
 from kvroute.store.connection import REDIS_ERRORS
 from kvroute.store.revision import Follower
 
@@ -58,17 +58,12 @@ class AddedAdapters:
         self._checks = 0  # number of checks so far
 
     @asynccontextmanager
-    async def used_by(self, request: GenerateRequest) -> AsyncIterator[None]:
+    async def using(self, adapter: Adapter) -> AsyncIterator[None]:
         """Admit the adapter of a request, and keep it admitted while the request runs.
 
         Raises:
             ValueError: The adapter's files cannot be used.
         """
-        call = request.call
-        if call is None or not call.variant:
-            yield
-            return
-        adapter = Adapter(name=call.variant, path=call.lora_path)
         with self._in_use(adapter.name):
             await self._admit(adapter)
             yield
@@ -120,7 +115,7 @@ class AddedAdapters:
                     f"{adapter.path}: {error}"
                 ) from None
             for engine in self._engines:
-                engine.admit_adapter(adapter)
+                engine.admit_adapter(adapter, check=check_digest)
             self._used_s[adapter.name] = time.monotonic()
 
     @contextmanager

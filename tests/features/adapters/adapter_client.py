@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from kvroute.adapters.added import AdapterFiles, decode_order, encode_files
+from kvroute.features.adapters import adapter_routes
+from kvroute.features.adapters.adapter_directory import AdapterDirectory
+from kvroute.features.adapters.adapter_operations import AdapterOperations
+from kvroute.features.adapters.adapter_store import Adapters
+from kvroute.features.adapters.added import AdapterFiles, decode_order, encode_files
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.adapters.directory import AdapterDirectory
-from kvroute.router.adapters.operations import AdapterOperations
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.endpoints import adapter_routes
-from kvroute.store.adapters import Adapters
 from tests.support.records import record
 
 ROOT = Path("/srv/adapters")
@@ -38,12 +38,15 @@ class Model:
         self.replicas: Any = SimpleNamespace(own_records=[replica], get=lambda _: replica)
         self.adapters = AdapterDirectory(store, "router", self._routers)
         parts: list[Any] = [self.adapters, self, self.replicas, self.settings]
-        self.adapter_operations = AdapterOperations(*parts)
+        self.operations = AdapterOperations(*parts)
+
+    def feature(self, kind: object) -> "Model":
+        return self
 
     async def _routers(self) -> list[str]:
         return ["router"]
 
-    def adapter(self, name: str, tenant: str = "") -> str | None:
+    def variant(self, name: str, tenant: str = "") -> str | None:
         found = self.adapters.find(name, tenant)
         return found.key if found else None
 

@@ -9,24 +9,25 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kvroute.adapters.added import (
+from kvroute.blocks.variants import NAME
+from kvroute.contract.adapters import Adapter
+from kvroute.features.adapters import TENANT_ADAPTERS_EXCEEDED, TOO_MANY_ADAPTERS
+from kvroute.features.adapters.adapter_directory import AdapterDirectory
+from kvroute.features.adapters.adapter_files import path_in
+from kvroute.features.adapters.adapter_store import NameTakenError
+from kvroute.features.adapters.added import (
     MAX_PATH,
-    NAME,
     AdapterFiles,
     AddedAdapter,
     decode_files,
     encode_order,
     own_name,
 )
-from kvroute.adapters.files import path_in
-from kvroute.contract.adapters import Adapter
 from kvroute.keys.limits import TenantLimits
-from kvroute.router.adapters.directory import AdapterDirectory
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
 from kvroute.router.dispatch.questions import Questions
 from kvroute.router.placement.replicas import ReplicaRegistry
 from kvroute.settings.router import RouterSettings
-from kvroute.store.adapters import NameTakenError
 from kvroute.wording import plural
 
 MAX_ADAPTERS = 10_000  # adapters of one model; each takes about 1 KB in Redis and in each router
@@ -212,7 +213,7 @@ class AdapterOperations:
                 409,
                 f"the model has {MAX_ADAPTERS:,} added adapters, which is the maximum; remove some "
                 "that are not needed",
-                code="too_many_adapters",
+                code=TOO_MANY_ADAPTERS,
             )
 
     def _check_limit(self, new: NewAdapter, limit: int | None) -> None:
@@ -224,7 +225,7 @@ class AdapterOperations:
                 f"tenant {new.tenant} may have {plural(limit, 'adapter')}, and {new.lora_name!r} "
                 f"would be number {len(own) + 1}; remove one with kvroute adapters remove",
                 param="tenant",
-                code="tenant_adapters_exceeded",
+                code=TENANT_ADAPTERS_EXCEEDED,
             )
 
     def _with_room(self, running: Collection[str]) -> str:

@@ -14,15 +14,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from redis.exceptions import RedisError
 
-from kvroute.adapters.added import AdapterFiles, AddedAdapter, is_key, name_of, own_name
-from kvroute.adapters.files import MAX_HEADER_BYTES, MAX_TENSORS, check_files, path_in
 from kvroute.blocks.chain import Scope, Space
+from kvroute.blocks.variants import is_key, name_of
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.generation import GenerateRequest
-from kvroute.replica.added_adapters import AddedAdapters
+from kvroute.features.adapters.adapter_files import (
+    MAX_HEADER_BYTES,
+    MAX_TENSORS,
+    check_files,
+    path_in,
+)
+from kvroute.features.adapters.adapter_store import Adapters
+from kvroute.features.adapters.added import AdapterFiles, AddedAdapter, own_name
+from kvroute.features.adapters.added_adapters import AddedAdapters
 from kvroute.replica.sim_engine.config import SimulatedConfig
 from kvroute.replica.sim_engine.simulated import SimulatedEngine
-from kvroute.store.adapters import Adapters
 from tests.support.adapters import write_adapter
 from tests.support.answers import completion
 from tests.support.waiting import until
@@ -213,12 +219,12 @@ class Replica:
 
     async def ask(self, adapter: AddedAdapter) -> str:
         """Ask for the adapter; return the response's model."""
-        call = replace(completion(max_tokens=1), variant=adapter.key, lora_path=adapter.path)
+        call = replace(completion(max_tokens=1), variant=adapter.key)
         ids = np.arange(8, dtype=np.uint32)
         request = GenerateRequest("r-0", ids, variant=adapter.key, call=call)
         data = b""
         chunks: list[Any] = []
-        async with self.adapters.used_by(request):
+        async with self.adapters.using(adapter.as_adapter):
             await self.engine.generate(request, chunks.append)
         data = b"".join(chunk.http.data for chunk in chunks if chunk.http)
         return data.decode()

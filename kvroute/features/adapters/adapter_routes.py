@@ -5,10 +5,12 @@ import re
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from kvroute.features.adapters.adapter_operations import NewAdapter, OldAdapter
+from kvroute.features.adapters.router_adapters import RouterAdapters
 from kvroute.keys.key_file import TENANT
-from kvroute.router.adapters.operations import NewAdapter, OldAdapter
 from kvroute.router.api.bodies import BodyReader
 from kvroute.router.api.errors import invalid, shown
+from kvroute.router.serving.model_router import ModelRouter
 from kvroute.router.serving.models import Served, label_by_model
 
 routes = APIRouter()
@@ -26,11 +28,11 @@ async def load(request: Request, models: Served, bodies: BodyReader) -> Response
         for name in (each.name, *(adapter.name for adapter in each.settings.adapters))
     ]
     for each in models.all:
-        if each is not model and each.adapter(new.lora_name, new.tenant):
+        if each is not model and each.variant(new.lora_name, new.tenant):
             names.append(new.lora_name)
     keys = request.app.state.keys
     limits = keys.limits(new.tenant) if keys and new.tenant else None
-    await model.adapter_operations.add(new, taken=names, limits=limits)
+    await _adapters(model).operations.add(new, taken=names, limits=limits)
     return PlainTextResponse(f"Success: LoRA adapter '{new.lora_name}' added successfully.")
 
 
@@ -38,7 +40,7 @@ async def load(request: Request, models: Served, bodies: BodyReader) -> Response
 async def unload(request: Request, models: Served, bodies: BodyReader) -> Response:
     """Remove an adapter, and return when its requests have ended. 202: some still run."""
     old = await bodies.parsed(OldAdapter, request)
-    if await models.select(old.model).adapter_operations.remove(old):
+    if await _adapters(models.select(old.model)).operations.remove(old):
         return PlainTextResponse(f"Success: LoRA adapter '{old.lora_name}' removed successfully.")
     return PlainTextResponse(
         f"LoRA adapter '{old.lora_name}' gets no new requests; it is removed after the last one.",
@@ -50,8 +52,12 @@ async def unload(request: Request, models: Served, bodies: BodyReader) -> Respon
 async def list_adapters(models: Served, model: str | None = None) -> Response:
     """Return the added adapters of all tenants, and which replicas have them in memory."""
     selected = models.all if model is None else [models.select(model)]
-    adapters = [await each.adapter_operations.list() for each in selected]
+    adapters = [await _adapters(each).operations.list() for each in selected]
     return JSONResponse({"object": "list", "data": label_by_model(selected, adapters)})
+
+
+def _adapters(model: ModelRouter) -> RouterAdapters:
+    return model.feature(RouterAdapters)
 
 
 def _check_tenant(request: Request, tenant: str) -> None:

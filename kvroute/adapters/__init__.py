@@ -1,1 +1,0 @@
-"""LoRA adapters that are added while the cluster runs: their records and their files."""

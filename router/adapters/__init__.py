@@ -1,1 +1,0 @@
-"""The LoRA adapters that operators add while the cluster runs: adding, finding, removing."""
