@@ -164,12 +164,12 @@ class ReplicaMetrics:
         )
         gauge(
             "kvroute_engine_pinned_blocks",
-            "KV blocks that named prefixes hold; a block that two of them share counts twice.",
+            "KV blocks that pins hold; a block that two of them share counts twice.",
             lambda: sum(sum(engine.pins.values()) for engine in engines),
         )
         gauge(
             "kvroute_engine_pin_capacity_blocks",
-            "KV blocks that named prefixes may hold.",
+            "KV blocks that pins may hold.",
             lambda: sum(rank.pin_blocks for rank in facts),
         )
         gauge("kvroute_engine_block_tokens", "Tokens in one KV block.", lambda: facts[0].block_size)

@@ -49,7 +49,7 @@ class HttpCall(Struct, frozen=True, array_like=True):
     request_id: str = ""  # the client's request id, for calls without a GenerateRequest
     namespace: str = ""  # the cache salt, for calls without a GenerateRequest
     is_stored: bool = False  # value of `store` in the response object
-    has_prefix: bool = False  # True: the token ids begin with a named prefix that the body lacks
+    has_prefix: bool = False  # True: the token ids begin with an opening that the body lacks
     variant: str = ""  # the variant of the model that the body asks for; see Scope
     features: dict[str, bytes] = {}  # name of a feature -> its data for its side in the replica
     upload: Upload | None = None  # the body, if the replica gets it in parts before the request

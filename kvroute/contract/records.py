@@ -127,9 +127,9 @@ class ProcessLocation(Struct, frozen=True):
 
 
 class Warm(Struct, frozen=True, array_like=True):
-    """The state of a named prefix that a replica keeps warm, that is, in its cache."""
+    """What a replica keeps warm, that is, in its cache: the beginning of some prompts."""
 
-    blocks: Count  # full blocks of the prefix, all of which this replica has computed
+    blocks: Count  # full blocks of the beginning, all of which this replica has computed
     is_pinned: bool  # whether the blocks cannot be evicted
     is_in_host: bool = False  # whether they are pinned in host memory instead of the KV cache
 

@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NewType, get_args
 
 import msgspec
 
@@ -14,7 +14,6 @@ Kind = Literal[
     "message",
     "change",
     "blocks",
-    "prefix",
     "adapter",
     "audit",
     "cluster",
@@ -23,6 +22,7 @@ Kind = Literal[
     "account",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+FeatureKind = NewType("FeatureKind", str)  # a kind of one feature (Feature.unreadable)
 REASON_CHARS = 300  # longest reason or name that is kept, since other processes choose them
 
 # The errors that decoding arbitrary bytes may raise.
@@ -43,13 +43,17 @@ class Example:
 
 
 class Unreadable:
-    """The unreadable items that one process has skipped for one model: counts and examples."""
+    """The unreadable items that one process has skipped for one model: counts and examples.
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
-        self.last: dict[Kind, Example] = {}
+    Args:
+        further: the kinds of features.
+    """
 
-    def add(self, kind: Kind, name: str | bytes, error: Exception | str) -> str:
+    def __init__(self, further: Iterable[str] = ()) -> None:
+        self.counts: Counter[str] = Counter(dict.fromkeys((*KINDS, *further), 0))
+        self.last: dict[str, Example] = {}
+
+    def add(self, kind: Kind | FeatureKind, name: str | bytes, error: Exception | str) -> str:
         """Count one skipped item, and return the reason in words."""
         shown = name if isinstance(name, str) else name.decode(errors="backslashreplace")
         reason = (str(error) or type(error).__name__)[:REASON_CHARS]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvroute.contract.ranks import replicas_of
+from kvroute.features import UNREADABLE
 from kvroute.local.ports import is_local
 from kvroute.process import vllm_build
 from kvroute.store.connection import OLDEST_REDIS, SAFE_POLICY, WITHOUT_REDIS
@@ -37,19 +38,19 @@ RESTARTED_REDIS = (
     "seconds; if Redis stays away, see the output of kvroute serve for the reason"
 )
 FOREIGN = "does another program write to this Redis? give each cluster its own --cluster"
-UNREADABLE_REMEDIES = {  # kind of an unreadable item in Redis -> remedy
+UNREADABLE_REMEDIES: dict[str, str] = {  # kind of an unreadable item in Redis -> remedy
     "replica": f"restart the replica with the router's version; if it is not yours: {FOREIGN}",
     "router": f"restart that router with this one's version; if it is not yours: {FOREIGN}",
     "message": f"do all routers have the same version? {FOREIGN}",
     "change": FOREIGN,
     "blocks": FOREIGN,
-    "prefix": "declare it again, or drop it: kvroute prefixes rm ID",
     "adapter": "add it again: kvroute adapters add NAME FOLDER",
     "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: the entry is skipped, and it expires",
     "account": f"the usage that it counted is lost; {FOREIGN}",
     "conversation": f"it is lost; do all routers have the same version? {FOREIGN}",
     "response": f"its conversation is lost; do all routers have the same version? {FOREIGN}",
+    **UNREADABLE,
 }
 # Sources of the block counts that an audit compares -> their names in findings.
 ACCOUNTS = {"engine": "the engine", "replica": "the replica", "redis": "Redis"}
@@ -164,7 +165,7 @@ def clusters(models: Sequence[Facts] | None) -> Iterator[Check]:
             finding = (
                 f"another deployment of {ours['cluster']!r} serves {ours['model']} through this "
                 f"Redis: its Ray is at {twin['ray_address']}, ours at {ours['ray_address']}; both "
-                "have the same named prefixes, stored responses, batches and tenants' limits"
+                "have the same declarations, stored responses, batches and tenants' limits"
             )
             remedy = (
                 "nothing to do during an upgrade: a stopped deployment disappears here after 30 s; "

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from kvroute.doctor.checks import Check, Facts
+from kvroute.features import FEATURES
 from kvroute.features import REFUSALS as FEATURE_REFUSALS
 from kvroute.wording import plural
 
@@ -37,7 +38,7 @@ CACHED = ("hit", "pulled", "disk", "unexpected_hit")  # causes of tokens from a 
 COMPUTED = {  # cause of misses in the ledger -> which tokens had to be computed
     "stale": "were expected in a cache that did not have them",
     "spilled": "were cached on a busier replica",
-    "unpinned": "belong to named prefixes that were cached nowhere",
+    "unpinned": "had to be kept in caches, and were in none",
     "partial": "were cached for some layers only",
     "evicted": "were evicted",
     "broken": "came after a change in a chat",
@@ -54,12 +55,12 @@ LIMITS = {  # cause of misses in the ledger -> when it is a warning
     "spilled": Limit(
         0.2,
         "the replicas that had cached the prompts were too busy to get them",
-        "add replicas; or declare prefixes that many prompts share: kvroute prefixes add",
+        "add replicas",
     ),
     "unpinned": Limit(
         0.1,
-        "named prefixes were cached nowhere",
-        "kvroute prefixes list shows how many replicas have them; a larger --pin-share pins more",
+        "they had to be kept in caches, and were in none",
+        "a larger --pin-share pins more",
     ),
     "evicted": Limit(
         0.2,
@@ -108,7 +109,9 @@ def hits(ledger: Facts) -> Iterator[Check]:
     for cause in causes:
         share, limit = tokens[cause] / total, LIMITS[cause]
         finding = f"{cause}: {share:.0%} of the prompts' tokens; {limit.meaning}"
-        yield Check("hits", "warning", finding, limit.remedy)
+        further = (feature.misses.get(cause) for feature in FEATURES)
+        remedy = "; ".join([limit.remedy, *filter(None, further)])
+        yield Check("hits", "warning", finding, remedy)
     if not causes and not broken:
         yield Check("hits", "ok", f"in {_minutes(ledger)}, {_shares(tokens, total)}")
 

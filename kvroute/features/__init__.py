@@ -11,6 +11,10 @@ FEATURES: tuple[Feature, ...] = (  # nothing else registers a feature
 )
 HEADERS = tuple(header for feature in FEATURES for header in feature.headers)
 FIELDS = tuple(field for feature in FEATURES for field in feature.fields)
+GROUPS = tuple(group for feature in FEATURES for group in feature.groups)
+UNREADABLE: dict[str, str] = {
+    kind: remedy for feature in FEATURES for kind, remedy in feature.unreadable.items()
+}
 # Reason of a feature's refusal -> what operators read about it.
 REFUSALS: dict[str, RefusalText] = {
     reason: text for feature in FEATURES for reason, text in feature.refusals.items()

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvroute.contract.error_codes import FeatureCode
+from kvroute.contract.unreadable import FeatureKind
 
 if TYPE_CHECKING:
     import typer
@@ -68,12 +69,19 @@ class Feature:
     name = ""  # the name of its folder, which is also the key of its data and its states
     refusals: ClassVar[Mapping[str, RefusalText]] = {}  # by the reason that metrics have as label
     codes: Sequence[FeatureCode] = ()  # of its errors, besides those of the core
+    # Kind of its records in Redis that could not be read -> what operators can do.
+    unreadable: ClassVar[Mapping[FeatureKind, str]] = {}
+    # Cause of cache misses in the ledger (router/placement/ledger.py) -> what operators can do.
+    misses: ClassVar[Mapping[str, str]] = {}
     headers: Sequence[str] = ()  # of requests, for Call.headers
     fields: Sequence[str] = ()  # of the bodies of generating requests, which the core ignores
     # Whether GET /v1/cluster and the doctor get a list of its states, by model. If not, the doctor
     # gets the facts of its service.
     has_state = False
     paths = Paths()  # of its routes
+
+    # Headings of its options in --help-all, besides those of kvroute/settings/options/common.py.
+    groups: Sequence[str] = ()
 
     # Its options, each of which has a description as in kvroute/settings/options.
 

@@ -29,8 +29,8 @@ SECRET_BYTES = 32  # number of random bytes in a key's secret
 MAX_BYTES = 16 << 20  # maximum size of the file
 
 # What a key allows. use: generate and embed. observe: read the live page, the metrics and the state
-# of the cluster, all of which show every tenant's requests. manage: change named prefixes, run
-# audits.
+# of the cluster, all of which show every tenant's requests. manage: change what the cluster serves,
+# run audits.
 Role = Literal["use", "observe", "manage"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TENANT = r"^[\w.@-]{1,64}\Z"  # pattern of a tenant's name

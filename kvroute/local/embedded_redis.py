@@ -34,7 +34,7 @@ MODES = {  # mode of a server that kvroute cannot use -> remedy
     "many keys at once",
 }
 AFTERWARDS = (  # what is lost, and what is written again, when the server starts again empty
-    "replicas write the index of cached blocks again, and routers the named prefixes and adapters; "
+    "replicas write the index of cached blocks again, and routers what was declared and added; "
     "stored responses and the usage of tenants are lost"
 )
 ABSENCE = (  # the remedy for a server that kvroute does not start again
@@ -230,7 +230,7 @@ def redis_warnings(url: str) -> Iterator[str]:
     if policy != SAFE_POLICY:
         yield (
             f"--redis-url is {shown!r}, whose maxmemory-policy is {policy}, so that it deletes "
-            f"records of cached blocks, named prefixes and responses when its memory is full; set "
+            f"records of cached blocks, declarations and responses when its memory is full; set "
             f"maxmemory-policy to {SAFE_POLICY}"
         )
     clock = offset(seconds + microseconds / 1e6, sent_s=sent_s, received_s=received_s)

@@ -26,7 +26,7 @@ OWNED = {
 }
 FIXED = {
     "kv_events_config": "kvroute's index needs the engine's KV events",
-    "scheduler_cls": "named prefixes need kvroute's scheduler",
+    "scheduler_cls": "pins need kvroute's scheduler",
     "async_scheduling": "kvroute chooses the scheduler",
     "scheduling_policy": "the router sets the order of requests",
     "disable_log_stats": "routers need the engine's statistics",

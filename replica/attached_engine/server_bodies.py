@@ -67,15 +67,15 @@ def forwarded(path: str, body: bytes, *, namespace: str, reports_hits: bool) -> 
 
 
 def with_token_ids(path: str, body: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return a body whose prompt is these token ids: a named prefix and the client's prompt.
+    """Return a body whose prompt is these token ids: an opening and the client's prompt.
 
     Raises:
         ValueError: The route takes no token ids.
     """
     if path != COMPLETIONS:
         raise ValueError(
-            f"a named prefix works only on {COMPLETIONS} here, because vLLM runs without kvroute's "
-            "changes; send the prefix as a part of the messages"
+            f"a prefix by name works only on {COMPLETIONS} here, because vLLM runs without "
+            "kvroute's changes; send the prefix as a part of the messages"
         )
     return _encode(_decode(body) | {"prompt": [*token_ids]})
 

@@ -1,6 +1,6 @@
 """Limits the share of each tier of the KV cache that pins may take, and counts pinned blocks.
 
-A pin keeps the blocks of a named prefix from being evicted. A tier is the part of the cache in one
+A pin keeps the blocks of a prompt from being evicted. A tier is the part of the cache in one
 kind of memory: GPU memory or host memory.
 """
 
@@ -36,7 +36,7 @@ def admit_pin(request: GenerateRequest, engine: Engine) -> None:
         limit = engine.facts.pin_blocks_in(tier)
         raise PinRefusedError(
             f"{request.pin} needs {blocks} KV blocks, but only {free} of the {limit} that pins may "
-            f"take in {tier.label} are free; delete a named prefix, or raise {tier.pin_options}"
+            f"take in {tier.label} are free; remove another pin, or raise {tier.pin_options}"
         )
 
 

@@ -158,7 +158,7 @@ class SimulatedEngine(Engine):
         )
 
     async def _generate_raw(self, request: GenerateRequest, emit: Emit) -> None:
-        """Generate tokens without an HTTP response: for named prefixes and test requests."""
+        """Generate tokens without an HTTP response: for requests that no client has sent."""
         sampling = Sampling(max_tokens=request.max_tokens, temperature=0.0)
         async with aclosing(self._outputs(request, sampling)) as outputs:
             async for output in outputs:

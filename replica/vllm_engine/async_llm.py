@@ -220,7 +220,7 @@ class VllmEngine(Engine):
     async def _generate_raw(
         self, request: GenerateRequest, emit: Emit, *, only_pulls: bool = False
     ) -> None:
-        """Generate tokens without vLLM's HTTP application: for named prefixes and test requests."""
+        """Generate tokens without vLLM's HTTP application: for requests that no client has sent."""
         check_takes_tokens(self._llm.model_config)
         if request.pin:
             admit_pin(request, self)

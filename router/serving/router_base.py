@@ -7,6 +7,7 @@ from ray import serve
 from redis.asyncio import Redis
 
 from kvroute.contract.unreadable import Unreadable
+from kvroute.features import UNREADABLE
 from kvroute.router.prompts.tokenizer import Prompts
 from kvroute.settings.router import RouterSettings
 from kvroute.store.clusters import ClusterModel
@@ -44,7 +45,7 @@ class RouterBase:
 
 def router_base(router_id: str, settings: RouterSettings, tokenizer: Prompts) -> RouterBase:
     """Return the base of a router in this process, which Ray Serve has started."""
-    redis, unreadable = connect(settings.redis_url), Unreadable()
+    redis, unreadable = connect(settings.redis_url), Unreadable(UNREADABLE)
     model, cluster = settings.served_model_name, settings.cluster
     return RouterBase(
         router_id,

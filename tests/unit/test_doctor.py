@@ -26,6 +26,7 @@ from kvroute.doctor.cache_size import CacheReading
 from kvroute.doctor.checks import Check
 from kvroute.doctor.collect import collect_checks
 from kvroute.doctor.metrics_ports import Probe
+from kvroute.features import UNREADABLE
 from kvroute.local.ports import free_port
 from kvroute.process.clock_offset import Offset
 from kvroute.process.metrics_port import Exposition
@@ -142,7 +143,7 @@ def test_items_that_could_not_be_read_lately_are_named_with_the_reason() -> None
     (fresh,) = checks.records([last | {"count": 9, "age_s": 0.5}])
     assert (well.grade, over.grade, fresh.grade) == ("ok", "ok", "warning")
     assert "replica 'b' of m cannot be read: it is of version 2" in fresh.finding
-    assert checks.UNREADABLE_REMEDIES.keys() == set(KINDS)
+    assert checks.UNREADABLE_REMEDIES.keys() == {*KINDS, *UNREADABLE}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ name in place of the text. README.md explains the parts.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvroute.contract.error_codes import FeatureCode
+from kvroute.contract.unreadable import FeatureKind
 from kvroute.features.feature import Feature, FeatureSettings, Paths
 
 if TYPE_CHECKING:
@@ -28,12 +29,22 @@ TOO_MANY = FeatureCode("too_many_prefixes")
 TENANT_HAS_TOO_MANY = FeatureCode("tenant_prefixes_exceeded")
 TENANT_PINS_TOO_MUCH = FeatureCode("tenant_pins_exceeded")
 CANNOT_PIN = FeatureCode("pin_budget_exceeded")
+KIND = FeatureKind("prefix")  # of its records in Redis
+GROUP = "Named prefixes"  # heading of its options
 
 
 class NamedPrefixes(Feature):
     """The named prefixes."""
 
     name = "prefixes"
+    unreadable: ClassVar[Mapping[FeatureKind, str]] = {
+        KIND: "declare it again, or drop it: kvroute prefixes rm ID"
+    }
+    misses: ClassVar[Mapping[str, str]] = {
+        "spilled": "declare prefixes that many prompts share: kvroute prefixes add",
+        "unpinned": "kvroute prefixes list shows how many replicas have the named prefixes",
+    }
+    groups = (GROUP,)
     headers = ("x-kvroute-prefix",)
     fields = ("prefix_id", "task_id")
     codes = (

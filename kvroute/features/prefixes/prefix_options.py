@@ -8,10 +8,10 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from kvroute.features.prefixes import GROUP
 from kvroute.features.prefixes.prefix_id import PrefixId
 from kvroute.settings import parsers
 from kvroute.settings.help import Option, SettingsError
-from kvroute.settings.options.common import PREFIXES
 
 MAX_TASKS = 100  # maximum number of named prefixes in one file or text
 FORMAT = 'expected a list such as [{"task_id": 1, "prompt": "You are ..."}]'
@@ -24,7 +24,7 @@ class PrefixOptions(BaseModel):
         Path | None,
         AfterValidator(parsers.absolute),
         Option(
-            PREFIXES,
+            GROUP,
             'File of named prefixes to declare at the start: [{"task_id": 1, "prompt": "..."}, '
             "...].",
             example="tasks.json",
@@ -35,7 +35,7 @@ class PrefixOptions(BaseModel):
     multi_task_prompt_str: Annotated[
         str | None,
         Option(
-            PREFIXES,
+            GROUP,
             "Named prefixes to declare at the start, as JSON.",
             example='[{"task_id": 1, "prompt": "You are ..."}]',
             default="none",

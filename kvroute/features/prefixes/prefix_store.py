@@ -21,6 +21,7 @@ import numpy as np
 
 from kvroute.contract.records import encode
 from kvroute.contract.unreadable import DECODE_ERRORS, UnreadableError
+from kvroute.features.prefixes import KIND
 from kvroute.features.prefixes.named_prefix import (
     Prefix,
     PrefixKey,
@@ -168,7 +169,7 @@ class Prefixes(RevisedStore[Prefix]):
         try:
             return PrefixKey.parse(name)
         except UnreadableError as error:
-            self.unreadable.add("prefix", name, error)
+            self.unreadable.add(KIND, name, error)
             return None
 
     def _terms(self, name: bytes, packed: bytes) -> PrefixTerms | None:
@@ -177,14 +178,14 @@ class Prefixes(RevisedStore[Prefix]):
             PrefixKey.parse(name)
             return decode_terms(packed)
         except DECODE_ERRORS as error:
-            self.unreadable.add("prefix", name, error)
+            self.unreadable.add(KIND, name, error)
             return None
 
     def _build(self, name: bytes, terms: PrefixTerms, packed: bytes | None) -> Prefix | None:
         """Build a prefix; return None if its token ids are missing or unreadable."""
         if not packed or len(packed) % TOKEN_BYTES:
             reason = f"its token ids have {len(packed or b'')} bytes; expected a multiple of 4"
-            self.unreadable.add("prefix", name, reason)
+            self.unreadable.add(KIND, name, reason)
             return None
         id_, version = PrefixKey.parse(name)
         return Prefix(

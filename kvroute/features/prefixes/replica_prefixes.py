@@ -14,6 +14,8 @@ from kvroute.features.replica_feature import ReplicaBase, ReplicaFeature
 class ReplicaPrefixes(ReplicaFeature):
     """Keeps named prefixes in the cache of each rank."""
 
+    name = "prefixes"
+
     def __init__(self, base: ReplicaBase, settings: ReplicaPrefixSettings) -> None:
         self._declared = settings.declared
         name, cluster = base.settings.served_model_name, base.settings.cluster

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic.fields import FieldInfo
 
+from kvroute.features import GROUPS as FEATURE_GROUPS
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from kvroute.settings import parsers
 from kvroute.settings.help import Option, option
@@ -23,12 +24,11 @@ QUEUE = "Routing and the queue"
 CLUSTER = "Cluster"
 LOGS = "Logs, metrics and the live page"
 CACHE = "KV cache"
-PREFIXES = "Named prefixes"
 ADAPTERS = "LoRA adapters"
 ATTACHED = "Your own vLLM servers (--attach)"
 SIMULATED = "Simulated engine (--engine simulated)"
 GROUPS = (  # all groups in the order of --help-all and of the documents
-    *(MODEL, REPLICAS, ENDPOINT, CACHE, QUEUE, PREFIXES, ADAPTERS),
+    *(MODEL, REPLICAS, ENDPOINT, CACHE, QUEUE, *FEATURE_GROUPS, ADAPTERS),
     *(ATTACHED, CLUSTER, LOGS, SIMULATED),
 )
 # The commands that can have an option in their short --help, see Option.basic.
