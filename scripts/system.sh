@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Installs what tests need besides Python packages: Prometheus with promtool, Chromium, debootstrap, which makes
-# the bare machine of `make test-all`, and podman, which builds and runs images. For Debian and Ubuntu, as root. Fails if something is still missing; a test run
-# ends with a list of the tests that it left out.
+# Installs what tests need besides Python packages: Prometheus with promtool, Chromium, debootstrap,
+# which makes the bare machine of `make test-all`, podman, which builds and runs images, and rsync and
+# SSH, with which the simulated hosts of `make test-cluster` are reached. For Debian and Ubuntu, as
+# root. Fails if something is still missing; a test run ends with a list of the tests that it left out.
 set -euo pipefail
 
 policy=/usr/sbin/policy-rc.d
@@ -15,6 +16,10 @@ main() {
     has runc || wanted+=(runc)           # also works where cgroups of both versions are mounted
     has catatonit || wanted+=(catatonit) # podman's `--init`
     has ip || wanted+=(iproute2)
+    has rsync || wanted+=(rsync)
+    has ssh || wanted+=(openssh-client)
+    has sshd || [ -x /usr/sbin/sshd ] || wanted+=(openssh-server)
+    has curl || wanted+=(curl)
     [ ${#wanted[@]} -gt 0 ] || exit 0
     [ "$(id -u)" = 0 ] || fail "not root; run: sudo apt-get install ${wanted[*]}"
     has apt-get || fail "there is no apt-get; install with your own tools: ${wanted[*]}"

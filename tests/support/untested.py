@@ -9,7 +9,10 @@ import pytest
 MISSING = "not installed: "
 COMMANDS = {"chromium": ("chromium", "chromium-browser")}  # commands with several names
 # Commands that scripts/system.sh installs.
-FROM_SYSTEM_SH = ("catatonit", "chromium", "debootstrap", "podman", "prometheus", "promtool")
+FROM_SYSTEM_SH = (
+    *("catatonit", "chromium", "curl", "debootstrap", "ip", "podman", "prometheus", "promtool"),
+    *("rsync", "ssh", "sshd"),
+)
 
 
 def find(name: str) -> str | None:

@@ -253,19 +253,24 @@ class Work(Protocol):
 
 
 def begin(fleet: Fleet, *, is_vllm: bool) -> list[Work]:
-    """Begin work that takes longer than a switch to another cluster."""
+    """Begin work before a switch to another cluster."""
+    batch = BegunBatch(fleet, is_vllm=is_vllm)
     if is_vllm:
-        return [BegunBatch(fleet, 300), Stored(fleet), *(Background(fleet, n) for n in range(2))]
-    return [BegunBatch(fleet, 4000)]
+        return [batch, Stored(fleet), *(Background(fleet, number) for number in range(2))]
+    return [batch]
 
 
 class BegunBatch:
     """A batch, each line of which must have one result."""
 
-    def __init__(self, fleet: Fleet, lines: int) -> None:
-        self._lines = lines
+    def __init__(self, fleet: Fleet, *, is_vllm: bool) -> None:
+        self._lines = 200 if is_vllm else 1500
         with fleet.client("stored") as client:
-            self._id = create(client, questions(BUILTIN_MODEL, lines)).id
+            self._id = create(client, questions(BUILTIN_MODEL, self._lines)).id
+
+    def has_begun(self, fleet: Fleet) -> bool:
+        with fleet.client("stored") as client:
+            return completed(client, self._id) > 0
 
     def is_running(self, fleet: Fleet) -> bool:
         with fleet.client("stored") as client:

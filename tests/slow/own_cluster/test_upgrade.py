@@ -14,9 +14,10 @@ from kvroute.doctor.checks import Check
 from kvroute.local.running import KEY
 from kvroute.process.builtin_model import BUILTIN_MODEL
 from tests.support.engines import terse_model
-from tests.support.serving import Cluster
+from tests.support.serving import START_S, Cluster
 from tests.support.upgraded_fleet import (
     PREFIX,
+    BegunBatch,
     Fleet,
     Work,
     begin,
@@ -136,12 +137,12 @@ def there_and_back(
                 work = begin(upgraded, is_vllm=is_vllm)
                 after = second.enter_context(THIS.start(*upgraded.options))
                 switch(upgraded, ("node1", old, before), ("node2", THIS, after))
-                leave(upgraded, first, work)
+                work += leave(upgraded, first, work, is_vllm=is_vllm)
                 assert upgraded.is_served_by(after)
                 work += begin(upgraded, is_vllm=is_vllm)
                 again = third.enter_context(old.start(*upgraded.options))
                 switch(upgraded, ("node2", THIS, after), ("node1", old, again))
-                leave(upgraded, second, work)
+                work += leave(upgraded, second, work, is_vllm=is_vllm)
                 assert upgraded.is_served_by(again)
             for each in work:
                 each.end(upgraded)
@@ -168,12 +169,19 @@ def switch(
         assert is_warm(client)
 
 
-def leave(fleet: Fleet, cluster: ExitStack, work: list[Work]) -> None:
-    """Stop the cluster that has no clients any more; the other one goes on with its work."""
-    assert any(each.is_running(fleet) for each in work)
+def leave(fleet: Fleet, cluster: ExitStack, work: list[Work], *, is_vllm: bool) -> list[BegunBatch]:
+    """Stop the cluster that has no clients any more; the other one goes on with its work.
+
+    Returns:
+        Batches that have begun just before. Each of the clusters may have begun some of them.
+    """
+    batches = [BegunBatch(fleet, is_vllm=is_vllm) for _ in range(3)]
+    wait_until(lambda: all(each.has_begun(fleet) for each in batches), within_s=START_S)
+    assert any(each.is_running(fleet) for each in batches)
     cluster.close()
-    for each in work:
+    for each in [*work, *batches]:
         each.check(fleet)
+    return batches
 
 
 def assert_found(version: Version, cluster: Cluster, *names: str) -> None:
