@@ -15,8 +15,8 @@ OWN_REPLICAS = "OwnReplica"  # deployment of kvroute's own replicas beside attac
 
 PROGRESS = {  # part of a message of Ray Serve -> what it means
     "health check failed": "Ray Serve replaces one that has ended or hangs",
-    "to be scheduled": "no machine has enough free GPUs or CPUs for all of them",
-    "to initialize": "some take long to load the model",
+    "to be scheduled": "some wait for a process, or for free GPUs or CPUs",
+    "to initialize": "some take long to start",
 }
 SHORT_CHARS = 200  # the most characters of a message from Ray that are shown as one line
 

@@ -1,6 +1,7 @@
 """The command `kvroute scale`."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -25,12 +26,23 @@ def scale(
             f"REPLICAS is {replicas}; expected 1 or more. To stop all replicas, stop kvroute serve"
         )
     try:
-        address = call("GET", url, "/v1/cluster")["ray_address"]
-        scale_to(replicas, _scaled_model(model, url), address, StartProgress())
+        cluster = call("GET", url, "/v1/cluster")
+        scale_to(
+            replicas,
+            _scaled_model(model, url),
+            cluster["ray_address"],
+            StartProgress(),
+            is_attached=has_servers(cluster),
+        )
     except (ScaleError, UnreachableError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         fail("stopped waiting; the cluster continues to scale")
+
+
+def has_servers(cluster: Mapping[str, Any]) -> bool:
+    """Return whether a cluster, as GET /v1/cluster describes it, has attached servers."""
+    return bool(cluster["servers"]) or any(each.get("server") for each in cluster["replicas"])
 
 
 def _scaled_model(model: str | None, url: str) -> str | None:

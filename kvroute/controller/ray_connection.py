@@ -1,6 +1,7 @@
 """Connects a command to the Ray of a running cluster."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,9 @@ class UnreachableError(RuntimeError):
 @contextmanager
 def connected(ray_address: str) -> Iterator[None]:
     """Connect this process to the cluster as a Ray driver.
+
+    From then on, SIGTERM raises KeyboardInterrupt, as Ctrl-C does. Ray's own handler would print
+    the stack of its C++ code.
 
     Args:
         ray_address: Address of the cluster's Ray, or "auto" for the one that runs on this machine.
@@ -36,6 +40,7 @@ def connected(ray_address: str) -> Iterator[None]:
             f"the cluster's Ray {where} cannot be reached ({error}); "
             "run this on a machine of the cluster, as the user who started it"
         ) from None
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

@@ -27,7 +27,14 @@ class ReplicaCounts:
     bounds: tuple[int, int] | None = None  # limits of the target in autoscaling; None: it is off
 
 
-def scale(replicas: int, model: str | None, ray_address: str, progress: StartProgress) -> None:
+def scale(
+    replicas: int,
+    model: str | None,
+    ray_address: str,
+    progress: StartProgress,
+    *,
+    is_attached: bool,
+) -> None:
     """Change the number of replicas, and wait until the change is complete.
 
     It is complete when new replicas are ready, and removed replicas have finished their requests.
@@ -37,10 +44,11 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: StartPro
         model: Name of the model; None if there is only one.
         ray_address: Address of the cluster's Ray.
         progress: Prints the states of the replicas.
+        is_attached: Whether the cluster has attached servers.
 
     Raises:
-        ScaleError: Ray has too few resources, another user has changed the target meanwhile, or
-            autoscaling is on.
+        ScaleError: Ray has too few resources, another user has changed the target meanwhile,
+            autoscaling is on, or all replicas are those of attached servers.
         UnreachableError: The cluster's Ray cannot be reached.
     """
     with connected(ray_address):
@@ -48,7 +56,7 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: StartPro
 
         from kvroute.process.ray_internals import set_replicas
 
-        name = _scaled(model)
+        name = _scaled(model, is_attached=is_attached)
         deployed = _deployed(name)
         check_not_autoscaling(deployed)
         check_resources(replicas, deployed, ray.available_resources())
@@ -56,11 +64,17 @@ def scale(replicas: int, model: str | None, ray_address: str, progress: StartPro
         _wait(replicas, name, progress)
 
 
-def _scaled(model: str | None) -> str:
+def _scaled(model: str | None, *, is_attached: bool) -> str:
     """Return the deployment to scale; beside attached servers, that of kvroute's own replicas."""
     try:
         _deployed(OWN_REPLICAS)
     except LookupError:
+        if is_attached:
+            raise ScaleError(
+                "all replicas are attached servers, each of which has one; to add or remove "
+                "servers, change the file of --attach-file, or restart with other addresses; to "
+                "scale kvroute's own replicas beside them, restart with --own-replicas"
+            ) from None
         return deployment(model)
     return OWN_REPLICAS
 

@@ -90,7 +90,12 @@ def redis(facts: Facts) -> Iterator[Check]:
         yield Check("redis", "wrong", f"Redis {state} and refuses writes; {WITHOUT_REDIS}", remedy)
         return
     if "error" in facts:
-        finding = f"Redis is away or refuses writes: {facts['error']}; {WITHOUT_REDIS}"
+        problem = f"is away or refuses writes: {facts['error']}"
+        if "timeout" in facts["error"].lower():
+            problem = (
+                f"has not answered in time, it or the router's machine is slow ({facts['error']})"
+            )
+        finding = f"Redis {problem}; {WITHOUT_REDIS}"
         remedy = RESTARTED_REDIS if facts.get("is_own") else USERS_REDIS
         yield Check("redis", "wrong", finding, remedy)
         return

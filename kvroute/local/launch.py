@@ -133,6 +133,7 @@ def _start(
         try:
             running.enter_context(local_ray(settings, folder, lost, before_serve=port.close))
         except StartError:
+            port.close()  # which this process may still hold
             check_port(settings.host, settings.port)  # another program may have taken it meanwhile
             raise
     signals.install()  # again, because Ray has replaced a handler

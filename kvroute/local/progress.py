@@ -20,16 +20,19 @@ class StartProgress:
 
     def step(self, text: str) -> None:
         """Print a line with the seconds since the start."""
-        elapsed = f"{time.monotonic() - self._started:6.1f} s  "
-        self._console.print(Text.assemble((elapsed, "dim"), text))
+        self._print_with_time(text)
 
     def say(self, text: str, style: str = "") -> None:
         """Print a line without a time."""
         self._console.print(text, style=style)
 
     def warn(self, text: str) -> None:
-        """Print a problem in spite of which the cluster can run."""
-        self.say(f"WARNING: {text}", style="yellow")
+        """Print a problem in spite of which the cluster can run, with the seconds like `step`."""
+        self._print_with_time(f"WARNING: {text}", style="yellow")
+
+    def _print_with_time(self, text: str, style: str = "") -> None:
+        elapsed = f"{time.monotonic() - self._started:6.1f} s  "
+        self._console.print(Text.assemble((elapsed, "dim"), (text, style)))
 
     def fail(self, text: str) -> None:
         """Print an error. On a terminal, long lines are broken between words."""

@@ -11,6 +11,7 @@ from kvroute.replica.attached_engine.server_facts import (
     Samples,
     ServerError,
     ServerFacts,
+    get,
     read_facts,
     read_samples,
     silence,
@@ -19,7 +20,10 @@ from kvroute.replica.attached_engine.server_facts import (
 log = logging.getLogger("kvroute.attached")
 
 CHECK_INTERVAL_S = 0.5  # seconds between two checks of the server's health
-HEALTH_S = 5.0  # timeout in seconds of a health check; a busy server answers late
+CONNECT_S = 5.0  # timeout in seconds of a new connection
+# Seconds that an idle connection is kept. It is less than half of the 5 s after which vLLM's HTTP
+# server closes one: a request that is sent just then has no answer.
+KEEP_ALIVE_S = 2.0
 
 
 class ServerConnection:
@@ -34,10 +38,12 @@ class ServerConnection:
             socket: The server's Unix socket; None: it is reached by its address.
         """
         self.url = url
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEP_ALIVE_S
+        )
         self.client = httpx.AsyncClient(
             headers=dict(headers),
-            timeout=httpx.Timeout(None, connect=HEALTH_S),
+            timeout=httpx.Timeout(None, connect=CONNECT_S),
             transport=httpx.AsyncHTTPTransport(
                 uds=None if socket is None else str(socket), limits=limits, trust_env=False
             ),
@@ -107,7 +113,7 @@ class ServerConnection:
     async def _problem(self) -> str:
         """Return why the server cannot answer; empty: it can."""
         try:
-            response = await self.client.get(f"{self.url}/health", timeout=HEALTH_S)
+            response = await get(self.client, f"{self.url}/health")
             if response.status_code != httpx.codes.OK:
                 status = response.status_code
                 return f"{self.url}/health has answered with status {status}; see the server's log"

@@ -259,9 +259,22 @@ def silence(url: str, error: Exception) -> str:
     return f"{url} does not answer ({reason}); start it"
 
 
+async def get(client: httpx.AsyncClient, address: str) -> httpx.Response:
+    """Return the answer to a question; it is asked again if the connection was just being closed.
+
+    Raises:
+        httpx.HTTPError: the server does not answer.
+        httpx.InvalidURL: this is no address.
+    """
+    try:
+        return await client.get(address, timeout=QUESTION_S)
+    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+        return await client.get(address, timeout=QUESTION_S)
+
+
 async def _get(client: httpx.AsyncClient, url: str, path: str) -> httpx.Response:
     try:
-        response = await client.get(url + path, timeout=QUESTION_S)
+        response = await get(client, url + path)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(silence(url, error)) from None
     if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):

@@ -95,7 +95,10 @@ def combine(
     in_serve = dict(deployed.states) if deployed else {}
     # A record stays in the index for some seconds after its replica has ended.
     ended = deployed.ended - in_serve.keys() if deployed else frozenset[str]()
-    ranks = [id_ for id_ in {*indexed, *running} if replica_of(id_) not in ended]
+    # Serve's announcement of the replicas that run may be older than the controller's list.
+    removed = {*running} - {*known, *connected} if deployed else set[str]()
+    removed = {id_ for id_ in removed if replica_of(id_) not in in_serve}
+    ranks = [id_ for id_ in {*indexed, *running} - removed if replica_of(id_) not in ended]
     unregistered = in_serve.keys() - replicas_of(ranks)
     states = {
         id_: _unconnected(

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ class LogLine(msgspec.Struct):
     outcome: str  # ok | cancelled | refused | failed (the replica was lost; perhaps sent again)
     ledger: Ledger | None  # prompt tokens by cause; None without a first token
     request_id: str  # x-request-id of the response
-    replicas: int  # number of replicas among which the router chose
+    replicas: int  # number of replicas that served, even if the request waited for some of them
     step_tokens: int  # maximum tokens in a step of the replica's engine
     # Position in a prompt at which a token takes this engine twice as long as the first one.
     attention_tokens: float
@@ -75,8 +75,19 @@ class LogLine(msgspec.Struct):
 class RequestLog(RequestObserver):
     """Writes one router's lines of one model to a file."""
 
-    def __init__(self, file: Path, *, model: str, block_size: int) -> None:
+    def __init__(
+        self, file: Path, *, model: str, block_size: int, ranks: Callable[[], int]
+    ) -> None:
+        """Create a log.
+
+        Args:
+            file: where the lines are written.
+            model: the name of the model.
+            block_size: tokens of a block.
+            ranks: returns how many ranks get requests at the moment.
+        """
         self.dropped = 0  # lines that were not written
+        self._ranks = ranks
         self._file = file
         self._model = model
         self._blocks_per_id = -(-ID_TOKENS // block_size)
@@ -137,7 +148,8 @@ class RequestLog(RequestObserver):
             outcome=attempt.outcome or "ok",
             ledger=ledger,
             request_id=attempt.context.request_id,
-            replicas=len(placement.ranking),
+            # The ranking of a request that has waited has only those that it was admitted to.
+            replicas=max(len(placement.ranking), self._ranks()),
             step_tokens=attempt.load.step_tokens,
             attention_tokens=attempt.load.model.attention_tokens,
             kv_tokens=attempt.load.capacity_tokens or msgspec.UNSET,

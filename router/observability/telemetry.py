@@ -1,7 +1,7 @@
 """A router's telemetry for one model: request observers, and the tasks that publish their data."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 from urllib.parse import quote
 
@@ -48,6 +48,7 @@ class Telemetry:
         *,
         additional: RequestObserver,
         lasting: LastingAccounts | None,
+        ranks: Callable[[], int],
     ) -> None:
         """Create the observers that the settings require.
 
@@ -56,6 +57,7 @@ class Telemetry:
             settings: the settings of the model.
             additional: the observer of the router's other parts, which is called first.
             lasting: the tenants' accounts in Redis; None: the cluster has no API keys.
+            ranks: returns how many ranks get requests at the moment.
         """
         self.recent = Recent()
         self.recent_waits = RecentWaits()
@@ -64,7 +66,7 @@ class Telemetry:
         self.traffic = Traffic() if settings.ui else None  # None: there is no live page
         self._router_id = router_id
         self._settings = settings
-        self._log = _request_log(router_id, settings)
+        self._log = _request_log(router_id, settings, ranks)
         self._registry = CollectorRegistry()  # one for each model, since a router may serve several
         self._metrics = RouterMetrics(self._registry) if settings.metrics else None
         self._announcer: Announcer | None = None
@@ -175,10 +177,12 @@ def _accounts(settings: RouterSettings, lasting: LastingAccounts | None) -> Acco
     return Accounts(gpus=settings.tensor_parallel_size, lasting=lasting)
 
 
-def _request_log(router_id: str, settings: RouterSettings) -> RequestLog | None:
+def _request_log(
+    router_id: str, settings: RouterSettings, ranks: Callable[[], int]
+) -> RequestLog | None:
     """Return the request log; None if it is off."""
     if settings.request_log is None:
         return None
     model = settings.served_model_name
     file = settings.request_log / f"{router_id}-{quote(model, safe='')}.jsonl"
-    return RequestLog(file, model=model, block_size=settings.block_size)
+    return RequestLog(file, model=model, block_size=settings.block_size, ranks=ranks)

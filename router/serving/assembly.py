@@ -128,6 +128,7 @@ class Parts:
                 self.publisher, wake, *self.line_wakes, self.ended_sessions
             ),
             lasting=self.accounts,
+            ranks=lambda: len(self.liveness.trusted()),
         )
         self.fleet = Fleet(
             model=model,

@@ -86,7 +86,7 @@ def router() -> CollectorRegistry:
     nothing: Any = {"unreadable": Unreadable(), "limit_bytes": 0, "ttl_s": 1, "max_bytes": 0}
     responses = Responses(connect(NOWHERE), "m", **nothing)
     metrics.export_responses(responses)
-    metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32))
+    metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32, ranks=lambda: 1))
     report.export(_batch_runner(), metrics.readings)
     store = BackgroundStore(connect(NOWHERE), **nothing)
     BackgroundResponses("r", store, keys=None, ttl_s=1).export(metrics.readings)

@@ -1,6 +1,7 @@
 """What a server says about itself, and the lists and options of attached servers."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,20 @@ async def test_the_facts_of_a_server() -> None:
     assert (first.block_size, first.capacity_blocks) == (16, 100)
     assert first.events == EventAddress("tcp://gpu-1:5557", "tcp://gpu-1:6557", "kv")
     assert second.events is None, "events that cannot be replayed are not followed"
+
+
+async def test_a_connection_that_the_server_closes_just_then_costs_no_answer() -> None:
+    asked = Counter[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked[request.url.path] += 1
+        if asked[request.url.path] == 1:
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        body = ANSWERS[request.url.path]
+        return httpx.Response(200, text=body if isinstance(body, str) else json.dumps(body))
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    assert await read_facts(client, URL) == await read_facts(server(ANSWERS), URL)
 
 
 async def test_the_prefill_speed_is_the_measured_one_if_there_is_one() -> None:

@@ -3,6 +3,8 @@
 import importlib.util
 import io
 import socket
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from rich.console import Console
 
 from kvroute.deployments import REPLICAS, final_error, short
 from kvroute.keys.key_file import new_file, new_key, write
+from kvroute.local import launch
 from kvroute.local.before_start import (
     check_access,
     check_engine_installed,
@@ -40,6 +43,22 @@ def test_a_taken_port_is_refused_and_a_free_one_is_suggested() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(StartError, match=f"port {port} of 127.0.0.1 .* try --port 2"):
             check_port("127.0.0.1", port)
+
+
+def test_a_ray_that_cannot_start_is_not_taken_for_a_port_that_is_in_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ray_that_fails(*_: object, **__: object) -> None:
+        raise StartError("Ray cannot start: the dashboard has ended")
+
+    monkeypatch.setattr(launch, "local_ray", ray_that_fails)
+    for step in ("examine", "_check_own_redis", "_model"):
+        monkeypatch.setattr(launch, step, lambda *_: "")
+    port, lost = free_port(), LostProcesses(tmp_path, StartProgress())
+    settings = load({"engine": "simulated", "port": port, "redis_url": "redis://127.0.0.1:1"})
+    signals: Any = SimpleNamespace(sleep=time.sleep)
+    with ExitStack() as running, pytest.raises(StartError, match="the dashboard has ended"):
+        launch._start(settings, tmp_path, signals, StartProgress(), lost, running)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.1.2.3"])
@@ -242,7 +261,7 @@ def test_the_end_of_a_start_says_in_kvroutes_words_what_is_not_ready() -> None:
     )
     assert start_problem(status) == (
         "not ready: 1 of 1 replicas, which load the model; 1 of 1 routers\n"
-        "replicas: no machine has enough free GPUs or CPUs for all of them\n"
+        "replicas: some wait for a process, or for free GPUs or CPUs\n"
         "routers cannot start:\nTraceback:\n  at x\nValueError: no"
     )
 

@@ -43,6 +43,11 @@ STATES = {
         1,
         {"c": "starting"},
     ),
+    "Serve has removed c after `kvroute scale`, and still announces it": (
+        of_two(RUNNING, indexed="abc", running="abc", known="ab"),
+        2,
+        {},
+    ),
     "b does not answer": (of_two(RUNNING, trusted="a"), 1, {"b": "silent"}),
     "b has another tokenizer": (of_two(RUNNING, degraded="b"), 2, {}),
     "c drains, and is not wanted": (of_two(RUNNING | {"c": "STOPPING"}, indexed="abc"), 2, {}),

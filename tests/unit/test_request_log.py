@@ -49,8 +49,9 @@ class Router:
     """A fleet of one simulated engine and its log."""
 
     def __init__(self, file: Path) -> None:
+        self.ranks = 1
         self.engine = SimulatedEngine(SimulatedConfig(prefill_tokens_per_s=0, decode_step_s=0))
-        self.log = RequestLog(file, model="m", block_size=BLOCK)
+        self.log = RequestLog(file, model="m", block_size=BLOCK, ranks=lambda: self.ranks)
         self.fleet = Fleet(
             model="m", revision="", block_size=BLOCK, rng=random.Random(0), observer=self.log
         )
@@ -131,6 +132,15 @@ async def test_a_line_has_the_prediction_and_the_outcome(router: Router) -> None
     assert first["kv_tokens"] == FACTS.capacity_blocks * FACTS.block_size
 
 
+async def test_a_line_counts_the_replicas_that_a_waiting_request_was_not_admitted_to(
+    router: Router,
+) -> None:
+    router.ranks = 3
+    await router.answer(1000)
+    (line,) = await logged(router)
+    assert line["replicas"] == 3
+
+
 async def test_ids_stand_for_128_tokens_and_survive_any_reader(router: Router) -> None:
     await router.answer(300)
     await router.answer(600)
@@ -151,7 +161,7 @@ async def test_other_images_have_other_ids(router: Router) -> None:
 
 @pytest.mark.parametrize(("block_size", "of_one_id"), [(16, 128), (48, 144), (256, 256)])
 def test_an_id_stands_for_whole_blocks_of_the_engine(block_size: int, of_one_id: int) -> None:
-    log = RequestLog(Path("unused"), model="m", block_size=block_size)
+    log = RequestLog(Path("unused"), model="m", block_size=block_size, ranks=lambda: 1)
     chain = [Fingerprint(1000 + i) for i in range(12)]
     assert log._ids(chain)[0] == chain[of_one_id // block_size - 1]
 

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from kvroute.command.scale_command import has_servers
 from kvroute.controller.replica_count import ReplicaCounts, ScaleError, check_resources, describe
 from tests.support.serving import KVROUTE, Cluster
 
@@ -43,11 +44,26 @@ def test_a_reason_is_shown_in_our_words_and_only_while_replicas_are_missing() ->
     for message, ready, reason in (
         ("Traceback\nValueError: no GPU", 1, "; ValueError: no GPU"),
         ("Traceback\nValueError: no GPU", 2, ""),
-        (slow, 1, "; some take long to load the model"),
+        (slow, 1, "; some take long to start"),
         ("This deployment will be UNHEALTHY until the replica recovers.", 1, ""),
     ):
         deployed = ReplicaCounts(2, {"RUNNING": ready}, message, {})
         assert describe(deployed) == f"{ready} of 2 replicas ready{reason}"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "lost", "expected"),
+    [
+        ([{"id": "a"}], [], False),
+        ([{"id": "a", "server": None}], [], False),
+        ([{"id": "a"}, {"id": "b", "server": "http://10.0.0.5:8001"}], [], True),
+        ([{"id": "a"}], [{"server": "http://10.0.0.5:8001", "problem": "start it"}], True),
+    ],
+)
+def test_a_cluster_with_attached_servers_is_known_even_if_none_answers(
+    replicas: list[dict[str, str]], lost: list[dict[str, str]], expected: bool
+) -> None:
+    assert has_servers({"replicas": replicas, "servers": lost}) is expected
 
 
 @pytest.mark.parametrize(

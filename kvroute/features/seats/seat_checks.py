@@ -9,9 +9,13 @@ from collections.abc import Iterable, Iterator
 from kvroute.doctor.checks import Check, Facts
 from kvroute.wording import plural
 
-REMEDY = (
+MORE_CACHE = (
     "add replicas, or host memory for caches (--host-cache-gb); with --max-sessions off no request "
     "waits for a seat, but sessions evict each other's blocks, which are then computed again"
+)
+MORE_SEATS = (
+    "raise --max-sessions; with --max-sessions auto sessions wait only while their contexts do not "
+    "fit in the caches"
 )
 
 
@@ -24,7 +28,8 @@ def seats(models: Iterable[Facts]) -> Iterator[Check]:
     for model in models:
         is_waiting = model["is_limited"] and model["all_routers"]["waiting"]
         if is_waiting:
-            yield Check("seats", "warning", seated(model), REMEDY)
+            remedy = MORE_CACHE if model["most"] is None else MORE_SEATS
+            yield Check("seats", "warning", seated(model), remedy)
         else:
             yield Check("seats", "ok", _without_waits(model))
 

@@ -36,6 +36,12 @@ def test_the_doctor_warns_while_sessions_wait_and_gives_the_reason() -> None:
     assert "--max-sessions off" in check.remedy
 
 
+def test_where_the_number_of_seats_is_fixed_the_remedy_is_a_larger_number() -> None:
+    (check,) = seats([report(thrashing()) | {"most": 2}])
+    assert "since --max-sessions is 2" in check.finding
+    assert check.remedy.startswith("raise --max-sessions")
+
+
 def test_without_waiting_sessions_the_check_is_ok() -> None:
     (check,) = seats([report(Sessions())])
     assert (check.grade, check.finding) == (
