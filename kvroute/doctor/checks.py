@@ -92,9 +92,7 @@ def redis(facts: Facts) -> Iterator[Check]:
     if "error" in facts:
         problem = f"is away or refuses writes: {facts['error']}"
         if "timeout" in facts["error"].lower():
-            problem = (
-                f"has not answered in time, it or the router's machine is slow ({facts['error']})"
-            )
+            problem = f"has not answered in time: {facts['error']}"
         finding = f"Redis {problem}; {WITHOUT_REDIS}"
         remedy = RESTARTED_REDIS if facts.get("is_own") else USERS_REDIS
         yield Check("redis", "wrong", finding, remedy)

@@ -1,6 +1,7 @@
 """A cluster in front of vLLM servers that kvroute does not run."""
 
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from kvroute.process.builtin_model import BUILTIN_MODEL, resolve
 from tests.support.attached import BLOCK, NAME, AttachableServer, attachable_servers
 from tests.support.bodies import calls, comparable
 from tests.support.event_streams import Joined
-from tests.support.serving import Cluster, doctor, start_cluster
+from tests.support.serving import KVROUTE, Cluster, doctor, start_cluster
 from tests.support.waiting import wait_until
 
 DOCUMENTS, QUESTIONS = 8, 5
@@ -131,6 +132,14 @@ def test_a_named_prefix_is_computed_before_it_is_used(cluster: Cluster) -> None:
 def test_the_doctor_finds_nothing(cluster: Cluster) -> None:
     finished = doctor(cluster)
     assert finished.returncode == 0, finished.stdout
+
+
+def test_scale_takes_no_server_away(cluster: Cluster) -> None:
+    command = [*KVROUTE, "scale", "1", "--url", cluster.url]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert refused.returncode == 1
+    assert "all replicas are attached servers" in refused.stderr
+    assert len(cluster.titled("kvroute:Replica")) == 2
 
 
 def test_a_replica_needs_little_memory(cluster: Cluster) -> None:
