@@ -180,6 +180,7 @@ OTHERS = {
     "image": Part(
         about="the container image: `make image-test`",
         tests=("slow/image",),
+        options=("--numprocesses", "0"),  # so that the image is built only once
         needs="root, podman, the network",
     ),
     "nodes": Part(

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 
@@ -17,9 +18,10 @@ KEPT = "KVROUTE_IMAGE_FOLDER"
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
+def images() -> Iterator[Images]:
     kept = os.environ.get(KEPT)
-    folder = Path(kept) if kept else tmp_path_factory.mktemp("image")
+    # The paths of podman's own folders in it may have at most 50 characters.
+    folder = Path(kept or mkdtemp(prefix="kvroute-image-", dir="/tmp"))
     folder.mkdir(exist_ok=True)
     if reason := why_no_image(folder):
         pytest.skip(reason)
