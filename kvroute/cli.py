@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvroute.command.batches_command import batch
+from kvroute.command.batch_command import batch
 from kvroute.command.changes.keys_command import keys
 from kvroute.command.doctor_command import doctor
 from kvroute.command.drain_command import drain
@@ -25,6 +25,8 @@ from kvroute.features import FEATURES
 RUN = "Run a cluster"
 WATCH = "Watch a running cluster"
 PLAN = "Plan"
+
+GROUPS = {"keys": keys, "batch": batch}
 
 app = typer_app(no_args_is_help=True)
 
@@ -64,11 +66,14 @@ _add(serve, ServeOptions, RUN)
 _add(attach, AttachOptions, RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(scale)
 app.command(cls=HelpfulCommand, rich_help_panel=RUN)(drain)
-app.add_typer(keys, name="keys", rich_help_panel=RUN)
-app.add_typer(batch, name="batch", rich_help_panel=RUN)
+for name, group in GROUPS.items():
+    app.add_typer(group, name=name, rich_help_panel=RUN)
 for feature in FEATURES:
-    for name, group in feature.commands().items():
-        app.add_typer(group, name=name, rich_help_panel=RUN)
+    for name, commands in feature.commands().items():
+        if name in GROUPS:
+            GROUPS[name].add_typer(commands)
+        else:
+            app.add_typer(commands, name=name, rich_help_panel=RUN)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(status)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(explain)
 app.command(cls=HelpfulCommand, rich_help_panel=WATCH)(doctor)

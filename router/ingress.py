@@ -24,13 +24,10 @@ from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
 from kvroute.router.background.service import BackgroundResponses, background_responses
-from kvroute.router.batches.service import BatchService, Unusable, batch_service
 from kvroute.router.endpoints import (
-    batch_routes,
     cluster_routes,
     conversation_routes,
     docs_routes,
-    file_routes,
     missing_routes,
     openai_routes,
     response_routes,
@@ -57,8 +54,8 @@ log = logging.getLogger("kvroute.ingress")
 LAST_ERRORS_S = 1.0
 
 ROUTE_MODULES = (  # the modules with HTTP routes of the core
-    *(openai_routes, response_routes, conversation_routes, session_routes, file_routes),
-    *(batch_routes, cluster_routes, docs_routes, ui_routes),
+    *(openai_routes, response_routes, conversation_routes, session_routes),
+    *(cluster_routes, docs_routes, ui_routes),
 )
 
 
@@ -101,8 +98,6 @@ class Router:
         self._models = Models(id_, self._all)
         base = self._models.first.base
         self._services = await asyncio.to_thread(_services, base, self._keys)
-        self._file_api = await asyncio.to_thread(batch_service, id_, settings[0], self._keys)
-        self._batches = self._file_api if isinstance(self._file_api, BatchService) else None
         unreadable = self._models.first.unreadable
         self._background = background_responses(id_, settings[0], self._keys, unreadable)
         self._bodies = Bodies(limit_mb=self._models.settings.max_body_mb)
@@ -115,8 +110,6 @@ class Router:
         readings = self._models.first.telemetry.readings
         if readings:
             self._recordings.export(readings)
-        if self._batches:
-            self._batches.start(readings)
         if self._background:
             self._background.start(readings)
         self._services.start(readings)
@@ -130,7 +123,6 @@ class Router:
             self._limits,
             answers=self._answers,
             recordings=self._recordings,
-            batches=self._file_api,
             background=self._background,
             services=self._services,
         )
@@ -152,8 +144,6 @@ class Router:
         """Raise the error of a background task that has ended. Serve then replaces the router."""
         for model in self._all:
             model.lifecycle.check()
-        if self._batches:
-            self._batches.check()
         if self._background:
             self._background.check()
         self._services.check()
@@ -166,8 +156,6 @@ class Router:
         if self._watching:
             self._watching.cancel()
         await self._stop_own_requests()
-        if self._batches:
-            self._batches.close()
         self._services.close()
         await asyncio.gather(
             self._bodies.close(), *(model.lifecycle.close() for model in self._all)
@@ -175,9 +163,9 @@ class Router:
         await asyncio.to_thread(request_spans.close)
 
     async def _stop_own_requests(self) -> None:
-        """Let other routers go on with the batches and background responses of this one."""
+        """Let other routers go on with what the services of this one do."""
         await asyncio.gather(
-            *(service.stop() for service in (self._batches, self._background) if service),
+            *(service.stop() for service in (self._background,) if service),
             self._services.stop(),
         )
 
@@ -223,7 +211,6 @@ def application(
     *,
     answers: RunningAnswers | None = None,
     recordings: Recordings | None = None,
-    batches: BatchService | Unusable | None = None,
     background: BackgroundResponses | None = None,
     services: RouterServices | None = None,
 ) -> FastAPI:
@@ -236,7 +223,6 @@ def application(
         limits: the limits of tenants.
         answers: the running answers, which end when the router stops.
         recordings: reads the bodies of requests with a recording.
-        batches: the Files and Batch API; None: it is off.
         background: the background responses; None: the cluster does not store responses.
         services: the services of features.
     """
@@ -248,12 +234,9 @@ def application(
     http.state.answers = answers
     http.state.keys = keys
     http.state.limits = limits
-    http.state.batches = batches
     http.state.background = background
     http.state.services = services = services or RouterServices()
     services.attach(http)
-    if isinstance(batches, BatchService):
-        batches.application = http
     if background is not None:
         background.application = http
     # Requests that are refused before their model is known count for the first model.

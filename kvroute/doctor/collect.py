@@ -10,7 +10,6 @@ import httpx
 
 from kvroute.client import error_message, key_headers, metrics_headers
 from kvroute.doctor import (
-    batch_checks,
     cache_size,
     checks,
     clocks,
@@ -134,7 +133,6 @@ class _Collection:
                 yield from feature.checks(diagnosis.get(feature.name, ()))
             else:
                 yield from feature.service_checks(diagnosis.get(feature.name))
-        yield from batch_checks.batches(diagnosis.get("batches"))
         yield checks.haproxy(diagnosis["serve"])
         yield checks.access(diagnosis["access"])
         yield from wire_checks.encryption(replicas.get("wire", {}), diagnosis["nodes"])

@@ -5,7 +5,7 @@ A feature is a folder of this package, with an instance of a subclass of `Featur
 folder only inside its methods.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from kvroute.router.serving.router_base import RouterBase
     from kvroute.settings.needs import Need
 
+# Gets the settings of `kvroute serve` (ServeSettings, with the options of features), and raises
+# StartError.
+CheckOptions = Callable[[Any], object]
 State = Mapping[str, Any]  # what RouterFeature.state returns, and the name of the model
 
 
@@ -106,6 +109,10 @@ class Feature:
         """Return which of its options have no effect without another option."""
         return ()
 
+    def before_start(self) -> "Mapping[str, CheckOptions]":
+        """Return checks of its options before `kvroute serve` starts anything, by name."""
+        return {}
+
     # Its sides in the processes.
 
     def router(self, base: "RouterBase") -> "RouterFeature | None":
@@ -139,7 +146,10 @@ class Feature:
         return ()
 
     def commands(self) -> "Mapping[str, typer.Typer]":
-        """Return its groups of commands, by name: `kvroute NAME ...`."""
+        """Return groups of commands by name: `kvroute NAME ...`.
+
+        If the core has a group of this name, the commands are added to it.
+        """
         return {}
 
     # What operators see.

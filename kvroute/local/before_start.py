@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvroute.deployments import OWN_REPLICAS, REPLICAS
+from kvroute.features import FEATURES
 from kvroute.keys import key_file
 from kvroute.local.embedded_redis import RedisAwayError, check_redis, redis_warnings
 from kvroute.local.haproxy.wrapper import check_pair
@@ -30,7 +31,6 @@ from kvroute.process.hub import check_on_hub
 from kvroute.process.metrics_port import NoMetricsError, read_token
 from kvroute.settings.checked_options import CheckedOptions
 from kvroute.settings.encryption import tls_of
-from kvroute.settings.parsers import BUCKETS
 from kvroute.settings.serve import ServeSettings
 from kvroute.store.connection import WITHOUT_REDIS
 from kvroute.wire.tls import TlsError, check_files
@@ -142,22 +142,16 @@ def check_metrics_token(file: Path | None) -> None:
 def check_request_log(request_log: Path | None) -> None:
     """Create the folder for request logs. Raise StartError if it is not writable."""
     if request_log is not None:
-        _check_writable("--request-log", request_log)
-
-
-def check_files_dir(files_dir: str | None) -> None:
-    """Create the folder for files and batches. Raise StartError if it is not writable."""
-    if files_dir and files_dir != "off" and not files_dir.startswith(BUCKETS):
-        _check_writable("--files-dir", Path(files_dir))
+        check_writable("--request-log", request_log)
 
 
 def check_log_dir(log_dir: Path | None) -> None:
     """Create the folder for kept logs. Raise StartError if it is not writable."""
     if log_dir is not None:
-        _check_writable("--log-dir", log_dir)
+        check_writable("--log-dir", log_dir)
 
 
-def _check_writable(option: str, folder: Path) -> None:
+def check_writable(option: str, folder: Path) -> None:
     """Create a folder if it is missing. Raise StartError if it is not writable."""
     try:
         _write_in(folder)
@@ -344,7 +338,9 @@ OF_OPTIONS: Mapping[str, Examine] = {
     "TLS between routers and replicas": final(lambda settings: check_wire_tls(settings)),
     "metrics token": final(lambda settings: check_metrics_token(settings.metrics_token_file)),
     "request log": final(lambda settings: check_request_log(settings.request_log)),
-    "files": final(lambda settings: check_files_dir(settings.files_dir)),
+    **{
+        name: final(check) for feature in FEATURES for name, check in feature.before_start().items()
+    },
     "logs": final(lambda settings: check_log_dir(settings.log_dir)),
 }
 OF_MACHINE: Mapping[str, Examine] = {

@@ -85,11 +85,6 @@ NEEDS = (
         "a store of responses: add --response-store-mb, such as --response-store-mb 256",
     ),
     Need(
-        ("max_file_mb", "files_quota_mb"),
-        lambda options: options.files_dir != "off",
-        "files: set --files-dir to a folder",
-    ),
-    Need(
         ("metrics_port_range", "metrics_token_file"),
         lambda options: options.metrics,
         "metrics: leave out --no-metrics",

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from pydantic_core import PydanticCustomError
 
-BUCKETS = ("s3://", "s3a://", "gs://", "az://")  # beginnings of the URLs of buckets
 CLUSTER = re.compile(r"[\w.-]{1,100}")  # the form of a cluster's id
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # the form of a browser's Origin header
 
@@ -20,19 +19,6 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,]+")  # the form of a browser
 def absolute(path: Path | None) -> Path | None:
     """Make a path absolute, since routers and replicas run in other working folders."""
     return path and path.absolute()
-
-
-def place(text: str | None) -> str | None:
-    """Make a path absolute; return a bucket's URL, or "off", unchanged."""
-    if text is None or text == "off" or text.startswith(BUCKETS):
-        return text
-    if "://" in text:
-        raise PydanticCustomError(
-            "place",
-            "expected a folder, off, or a bucket: {schemes}",
-            {"schemes": " ".join(BUCKETS)},
-        )
-    return str(Path(text).absolute())
 
 
 def cluster_name(name: str | None) -> str | None:

@@ -142,9 +142,7 @@ async def diagnosis(request: Request, models: Served) -> Response:
     """Return the facts for `kvroute doctor`, as this router sees them."""
     _, port = request.scope["server"]
     findings = await models.diagnosis.run(port=port, keys=request.app.state.keys)
-    batches = request.app.state.batches
     findings |= await request.app.state.services.facts()
-    findings["batches"] = await batches.facts() if batches else None
     return JSONResponse({"router": models.router_id} | findings)
 
 

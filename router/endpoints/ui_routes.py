@@ -9,7 +9,6 @@ from fastapi.responses import JSONResponse, RedirectResponse, StreamingResponse
 
 from kvroute.features.router_service import RouterServices
 from kvroute.router.api.errors import ApiError
-from kvroute.router.batches.service import BatchService, Unusable
 from kvroute.router.page.live import Live, State
 from kvroute.router.page.recorder import Recorder
 from kvroute.router.serving.model_router import ModelRouter
@@ -69,13 +68,11 @@ async def live(
     """
     recorder = _recorder(models, model)
 
-    batches: BatchService | Unusable | None = request.app.state.batches
     services: RouterServices = request.app.state.services
 
     def more() -> State:
-        unfinished = msgspec.json.encode(batches.live() if batches else None)
         states = {name: msgspec.json.encode(state) for name, state in services.live().items()}
-        return {"history": recorder.encoded(replica), "batches": unfinished, **states}
+        return {"history": recorder.encoded(replica), **states}
 
     events = await _live(models, model).listen(more)
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}

@@ -35,7 +35,7 @@ SAFE = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 METHODS = ("GET", "HEAD", "POST", "DELETE")  # methods of the router's routes
 NO_JSON = ("text/plain", "multipart/form-data")  # content types that are always rejected
 # The routes whose bodies are multipart/form-data.
-UPLOADS = frozenset({"/v1/files", *AUDIO_ROUTES, *PATHS.forms})
+UPLOADS = frozenset({*AUDIO_ROUTES, *PATHS.forms})
 FORM = "application/x-www-form-urlencoded"
 DEFAULT_PORT = re.compile(r":(80|443)?$")
 PORT = re.compile(r":\d*$")

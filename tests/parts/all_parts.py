@@ -89,8 +89,7 @@ CLUSTERS = {
         about="the queue, batches and responses in the background",
         tests=_in(
             "own_cluster",
-            "queue queue_seen batch_order batch_survival background_survival long_prompt"
-            " idle_connections",
+            "queue queue_seen background_survival long_prompt idle_connections",
         ),
     ),
     "fleets": Part(
@@ -147,7 +146,9 @@ ENGINES = {
     ),
 }
 OTHERS = {
-    "features": Part(about="clusters that use one feature", tests=_of_features()),
+    "features": Part(
+        about="clusters that use one feature", tests=_of_features(), needs="the network, once"
+    ),
     "without-features": Part(
         about="types and tests of copies of this checkout without features",
         tests=("slow/features",),
@@ -158,8 +159,8 @@ OTHERS = {
     ),
     "clients": Part(about="other client libraries, on vLLM engines", tests=("slow/clients",)),
     "suites": Part(
-        about="vLLM's own tests, and those of LangChain, Open Responses and S3",
-        tests=_in("suites", "vllm_suite langchain_suite open_responses_suite s3"),
+        about="vLLM's own tests, and those of LangChain and Open Responses",
+        tests=_in("suites", "vllm_suite langchain_suite open_responses_suite"),
         needs="the network, once",
     ),
     "sdk-suites": Part(

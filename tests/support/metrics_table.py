@@ -1,19 +1,20 @@
 """Generates the table in docs/metrics.md: `python -m tests.support.metrics_table` prints it."""
 
+import os
 import random
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from kvroute.contract.records import Description
 from kvroute.contract.unreadable import Unreadable
-from kvroute.files.folder import Folder
+from kvroute.features import FEATURES
+from kvroute.process.exposition import Readings
 from kvroute.process.logs import DROPPED, FREE
 from kvroute.replica.block_table import BlockTable
 from kvroute.replica.engine_metrics import ReplicaMetrics
@@ -24,11 +25,6 @@ from kvroute.replica.sim_engine.simulated import SimulatedEngine
 from kvroute.router.accounting.accounts import Accounts
 from kvroute.router.accounting.lasting_accounts import LastingAccounts
 from kvroute.router.background.service import BackgroundResponses
-from kvroute.router.batches import report
-from kvroute.router.batches.batches import Batches
-from kvroute.router.batches.files import Files
-from kvroute.router.batches.in_process import client_for
-from kvroute.router.batches.runner import BatchRunner
 from kvroute.router.connections.links import Links
 from kvroute.router.connections.serve_replicas import replicas
 from kvroute.router.dispatch.blamed import PoisonList
@@ -42,8 +38,8 @@ from kvroute.router.observability.request_log import RequestLog
 from kvroute.router.observability.tenant_metrics import TenantMetrics
 from kvroute.router.placement.fleet import Fleet
 from kvroute.router.queueing.queue import Queue
+from kvroute.router.serving.router_base import RouterBase
 from kvroute.store.accounts import DailyAccounts
-from kvroute.store.batch_leases import BatchLeases
 from kvroute.store.connection import connect
 from kvroute.store.conversations.background import BackgroundStore
 from kvroute.store.conversations.responses import Responses
@@ -81,13 +77,14 @@ def router() -> CollectorRegistry:
     metrics.export_links(links)
     pull_metrics.export(HandOver(fleet, links, list, within_s=1.0), metrics.readings)
     metrics.export_blamed(PoisonList())
-    for side in fake_parts(builtin_prompts()).features:
+    parts = fake_parts(builtin_prompts())
+    for side in parts.features:
         side.metrics(registry, metrics.readings)
     nothing: Any = {"unreadable": Unreadable(), "limit_bytes": 0, "ttl_s": 1, "max_bytes": 0}
     responses = Responses(connect(NOWHERE), "m", **nothing)
     metrics.export_responses(responses)
     metrics.export_log(RequestLog(Path("unused"), model="m", block_size=32, ranks=lambda: 1))
-    report.export(_batch_runner(), metrics.readings)
+    _export_services(parts.base, metrics.readings)
     store = BackgroundStore(connect(NOWHERE), **nothing)
     BackgroundResponses("r", store, keys=None, ttl_s=1).export(metrics.readings)
     Recordings(limit_mb=1).export(metrics.readings)
@@ -95,23 +92,13 @@ def router() -> CollectorRegistry:
     return registry
 
 
-def _batch_runner() -> BatchRunner:
-    """Return a runner that runs nothing."""
-    with TemporaryDirectory() as folder:
-        store = Folder(Path(folder))
-    files = Files(store, max_file_bytes=1, quota_bytes=1)
-    return BatchRunner(
-        "r",
-        store,
-        files,
-        Batches(store, files),
-        leases=BatchLeases(connect(NOWHERE), "r"),
-        client=lambda record: client_for(FastAPI(), None),
-        may_run=lambda record: True,
-        max_open=1,
-        max_line_bytes=1,
-        threads=ThreadPoolExecutor(1),
-    )
+def _export_services(base: RouterBase, readings: Readings) -> None:
+    """Export the metrics of the services of features, which do not run."""
+    with TemporaryDirectory() as folder, patch.dict(os.environ, {"XDG_STATE_HOME": folder}):
+        for feature in FEATURES:
+            if service := feature.service(base, None):
+                service.metrics(readings)
+                service.close()
 
 
 def process() -> CollectorRegistry:

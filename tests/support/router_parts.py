@@ -19,17 +19,19 @@ from kvroute.store.index import Index
 NOWHERE = "redis://127.0.0.1:1"  # no Redis listens here
 
 
-def fake_base(tokenizer: Prompts, **settings: Any) -> RouterBase:
+def fake_base(
+    tokenizer: Prompts | None = None, *, cluster: str = "c", **settings: Any
+) -> RouterBase:
     """Return the base of a router with these settings, whose Redis is away."""
     redis, unreadable = connect(NOWHERE), Unreadable()
     return RouterBase(
         "router",
-        RouterSettings(served_model_name="m", redis_url=NOWHERE, cluster="c", **settings),
-        tokenizer,
+        RouterSettings(served_model_name="m", redis_url=NOWHERE, cluster=cluster, **settings),
+        cast("Prompts", tokenizer),
         redis,
         unreadable,
-        Index(redis, "m", cluster="c", unreadable=unreadable),
-        ClusterModel("c", "m", "10.0.0.1:6379", "kvroute"),
+        Index(redis, "m", cluster=cluster, unreadable=unreadable),
+        ClusterModel(cluster, "m", "10.0.0.1:6379", "kvroute"),
     )
 
 

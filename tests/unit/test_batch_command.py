@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 from kvroute.cli import app
-from kvroute.command import batches_command
 from kvroute.local.ports import free_port
 
 NOWHERE = ("--url", "http://127.0.0.1:9")
@@ -54,22 +53,3 @@ def test_lines_are_not_sent_to_another_server(
 
 def not_found(url: str, **_: Any) -> httpx.Response:
     return httpx.Response(404, request=httpx.Request("GET", url))
-
-
-@pytest.mark.parametrize("failed", [0, 2])
-def test_a_batch_with_failed_lines_says_how_to_find_out_why(
-    monkeypatch: pytest.MonkeyPatch, failed: int
-) -> None:
-    usage = {"input_tokens": 0, "output_tokens": 0, "input_tokens_details": {"cached_tokens": 0}}
-    found = {
-        "id": "batch_1",
-        "status": "completed",
-        "usage": usage,
-        "errors": None,
-        "request_counts": {"total": 3, "completed": 3 - failed, "failed": failed},
-        **dict.fromkeys(("input_file_id", "output_file_id", "error_file_id"), "file-1"),
-        **dict.fromkeys(("created_at", "expires_at"), 0),
-    }
-    monkeypatch.setattr(batches_command, "call", lambda *_, **__: found)
-    shown = CliRunner().invoke(app, ["batch", "show", "batch_1", *NOWHERE]).output
-    assert ("kvroute batch results batch_1 --errors -o" in shown) == bool(failed)

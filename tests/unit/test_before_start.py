@@ -204,11 +204,11 @@ def test_options_are_read_as_kvroute_serve_reads_them() -> None:
 def test_the_doctor_lists_problems_first_and_fails_if_one_is_final(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
-    options = ["--engine", "simulated", "--files-dir", str(blocked / "folder")]
+    options = ["--engine", "simulated", "--request-log", str(blocked / "folder")]
     shown = CliRunner().invoke(app, ["doctor", "--before-start", "--json", "--", *options])
     assert shown.exit_code == 1
     wrong = [check for check in json.loads(shown.stdout) if check["grade"] == "wrong"]
-    assert [check["name"] for check in wrong] == ["files"]
+    assert [check["name"] for check in wrong] == ["request log"]
     assert "Not a directory" in wrong[0]["finding"]
 
 

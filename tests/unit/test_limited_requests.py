@@ -3,7 +3,6 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvroute.router.accounting.accounts import MAX_NAMES
 from kvroute.router.admission.limits import Limits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
-from kvroute.router.endpoints import file_routes, openai_routes
+from kvroute.router.endpoints import openai_routes
 from kvroute.router.middleware.access import Access
 from kvroute.router.middleware.limit_headers import duration
 from kvroute.router.observability.metrics import OverLimit
@@ -104,9 +103,7 @@ class Served:
         http.state.bodies = Bodies(limit_mb=1)
         http.state.keys = self.keyring
         http.state.limits = self.limits
-        http.state.batches = SimpleNamespace(problem="")
         http.include_router(openai_routes.routes)
-        http.include_router(file_routes.routes)
 
         async def refuse(request: Any, error: Any) -> Response:
             return response(error, path=request.url.path)
@@ -232,23 +229,6 @@ async def test_requests_to_stateless_routes_count_too() -> None:
         assert (await served.http.post(path, json={"input": "x"})).status_code == 429, path
     served.model.held.set()
     await task
-
-
-async def test_an_upload_counts_while_it_arrives() -> None:
-    served, may_end = Served(TenantLimits(max_requests=1)), asyncio.Event()
-
-    async def half() -> AsyncIterator[bytes]:
-        yield b"--x\r\n"
-        await may_end.wait()
-
-    headers = {"content-type": "multipart/form-data; boundary=x"}
-    upload = served.http.post("/v1/files", content=half(), headers=headers)
-    task = asyncio.create_task(upload)
-    await until(lambda: served.under_way[0] == 1)
-    assert (await served.chat()).status_code == 429
-    may_end.set()
-    assert (await task).status_code == 400  # the form has no file
-    assert (await served.chat()).status_code == 200
 
 
 async def test_anthropics_clients_get_the_error_in_anthropics_format() -> None:

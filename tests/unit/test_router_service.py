@@ -75,7 +75,7 @@ async def test_operators_see_only_services_that_have_something_to_show() -> None
     assert await services.facts() == {"clock": {"hour": 12}}
     assert services.live() == {"clock": None}
     assert isinstance(services.get("silent"), Silent)
-    assert services.get("batches") is None
+    assert services.get("other") is None
 
 
 def test_the_paths_of_several_features_are_one_list_for_each_role() -> None:

@@ -39,8 +39,6 @@ def errors(*command: str, **env: str) -> str:
         (["attach", "nope"], "URL is 'nope'; expected http://HOST:PORT"),
         (["status", "--url", "http://"], "(or the variable KVROUTE_URL) is 'http://'; expected"),
         (["status", "--url", "a:99999"], "(or the variable KVROUTE_URL) is 'a:99999'; expected"),
-        (["batch", "show", ""], "BATCH is ''; expected the id of a batch"),
-        (["batch", "cancel", "../a"], "BATCH is '../a'; expected the id of a batch"),
         (["batch", "run", "a", "-o", ""], "--output is '.'; expected the path of a file"),
         (["keys", "list", "--file", "/no/file"], "kvroute keys add makes a file"),
     ],

@@ -93,31 +93,6 @@ class RouterOptions(CommonOptions):
         Field(gt=0, le=1e9),
         Option(ENDPOINT, "Seconds from a stored response's last use until it expires."),
     ] = 86_400.0
-    files_dir: Annotated[
-        str | None,
-        AfterValidator(parsers.place),
-        Option(
-            ENDPOINT,
-            "Folder for uploaded files, batches and their results, or a bucket, such as "
-            "s3://bucket/prefix. If routers run on several nodes, all of them must share it. off: "
-            "no files and no batches.",
-            example="/shared/files",
-            default="~/.local/state/kvroute/files, on each router's node",
-        ),
-    ] = None
-    max_file_mb: Annotated[
-        int, Positive, Option(ENDPOINT, "Maximum size of an uploaded file in MB.")
-    ] = 512
-    files_quota_mb: Annotated[
-        int | None,
-        Positive,
-        Option(
-            ENDPOINT,
-            "Maximum size of all files together in MB: uploads, and results of batches.",
-            example="100000",
-            default="half of the disk space that files could use",
-        ),
-    ] = None
     request_log: Annotated[
         Path | None,
         AfterValidator(parsers.absolute),

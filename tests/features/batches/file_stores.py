@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from kvroute.files.store import FileStore
+from kvroute.features.batches.stores.file_store import FileStore
 
 Behaviour = Callable[[FileStore], Awaitable[None]]
 

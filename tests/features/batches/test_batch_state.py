@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from kvroute.batch.prepare import Part, Preparation, Prepared, run
-from kvroute.files.folder import Folder
-from kvroute.router.batches.batch_state import BatchState
-from kvroute.router.batches.output import Output
-from kvroute.router.batches.records import KINDS, BatchRecord, Kind, Run, new_batch_id
+from kvroute.features.batches.batch_state import BatchState
+from kvroute.features.batches.output import Output
+from kvroute.features.batches.records import KINDS, BatchRecord, Kind, Run, new_batch_id
+from kvroute.features.batches.stores.folder import Folder
 
 LINES = 8
 CHAT = "/v1/chat/completions"

@@ -2,8 +2,8 @@
 
 from redis.asyncio import Redis
 
-from kvroute.store.batch_leases import BatchLeases
-from kvroute.store.file_places import FilePlaces
+from kvroute.features.batches.batch_leases import BatchLeases
+from kvroute.features.batches.stores.file_places import FilePlaces
 
 
 async def test_one_router_at_a_time_has_a_lease(empty_redis: Redis) -> None:

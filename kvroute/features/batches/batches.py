@@ -9,14 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvroute.batch.lines import PATHS
-from kvroute.files.store import FileStore
-from kvroute.keys.keyring import Caller, tenant_of
-from kvroute.keys.limits import TenantLimits
-from kvroute.router.api.errors import ApiError, invalid, shown
-from kvroute.router.api.parsing import Metadata
-from kvroute.router.batches.batch_state import FOLDER, BatchState, Snapshot
-from kvroute.router.batches.files import Files
-from kvroute.router.batches.records import (
+from kvroute.features.batches.batch_state import FOLDER, BatchState, Snapshot
+from kvroute.features.batches.files import Files
+from kvroute.features.batches.records import (
     BATCH_ID,
     BatchRecord,
     FileRecord,
@@ -24,6 +19,11 @@ from kvroute.router.batches.records import (
     new_batch_id,
     new_file_id,
 )
+from kvroute.features.batches.stores.file_store import FileStore
+from kvroute.keys.keyring import Caller, tenant_of
+from kvroute.keys.limits import TenantLimits
+from kvroute.router.api.errors import ApiError, invalid, shown
+from kvroute.router.api.parsing import Metadata
 
 PURPOSE = "batch"  # purpose of files that are the input of batches
 RESULTS = "batch_output"  # purpose of files with the results of batches

@@ -5,10 +5,10 @@ from operator import attrgetter
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from kvroute.features.batches.batches import BatchBody, as_object
+from kvroute.features.batches.service import Service, needing_store
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.bodies import BodyReader
-from kvroute.router.batches.batches import BatchBody, as_object
-from kvroute.router.batches.service import Service, needing_store
 from kvroute.router.endpoints.limited import limits_of
 from kvroute.router.endpoints.pages import page_of
 from kvroute.router.middleware.access import caller_of

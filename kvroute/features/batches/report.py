@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 from kvroute.batch.usage import TokenUsage
+from kvroute.features.batches.batch_state import Snapshot
+from kvroute.features.batches.batches import Batches
+from kvroute.features.batches.files import Files
+from kvroute.features.batches.runner import BatchRunner
 from kvroute.process.exposition import Readings
-from kvroute.router.batches.batch_state import Snapshot
-from kvroute.router.batches.batches import Batches
-from kvroute.router.batches.files import Files
-from kvroute.router.batches.runner import BatchRunner
 
 MAX_SHOWN = 100  # the most batches in the facts
 MAX_LIVE = 20  # the most batches on the live page

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from kvroute.files.folder import Folder
+from kvroute.features.batches import batches as batches_module
+from kvroute.features.batches import files as files_module
+from kvroute.features.batches.batch_state import BatchState
+from kvroute.features.batches.batches import BatchBody, Batches, as_object
+from kvroute.features.batches.files import Files, FileUpload
+from kvroute.features.batches.records import FileRecord
+from kvroute.features.batches.service import BatchService, batch_service
+from kvroute.features.batches.stores.folder import Folder
 from kvroute.keys.keyring import Caller
 from kvroute.keys.limits import TenantLimits
 from kvroute.local.kept_logs import cluster_id
 from kvroute.router.api.errors import ApiError
-from kvroute.router.batches import batches as batches_module
-from kvroute.router.batches import files as files_module
-from kvroute.router.batches.batch_state import BatchState
-from kvroute.router.batches.batches import BatchBody, Batches, as_object
-from kvroute.router.batches.files import Files, FileUpload
-from kvroute.router.batches.records import FileRecord
-from kvroute.router.batches.service import BatchService, batch_service
-from kvroute.settings.router import RouterSettings
+from tests.support.router_parts import fake_base
 
 CHAT = "/v1/chat/completions"
 NO_REDIS = "redis://127.0.0.1:1"
@@ -286,10 +286,7 @@ async def test_each_cluster_of_a_machine_sees_its_own_files_also_after_a_restart
 
     def files_at(port: int) -> Files:
         cluster = cluster_id("host", port)
-        settings = RouterSettings(
-            model="m", served_model_name="m", redis_url=NO_REDIS, block_size=32, cluster=cluster
-        )
-        service = batch_service("router", settings, None)
+        service = batch_service(fake_base(cluster=cluster), None)
         assert isinstance(service, BatchService)
         return service.files
 

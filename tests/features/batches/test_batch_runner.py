@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvroute.files.folder import Folder
-from kvroute.router.batches import report, runner
-from kvroute.router.batches.batch_state import BatchState
-from kvroute.router.batches.batches import BatchBody, Batches
-from kvroute.router.batches.files import Files, FileUpload
-from kvroute.router.batches.runner import BatchRunner
+from kvroute.features.batches import report, runner
+from kvroute.features.batches.batch_state import BatchState
+from kvroute.features.batches.batches import BatchBody, Batches
+from kvroute.features.batches.files import Files, FileUpload
+from kvroute.features.batches.runner import BatchRunner
+from kvroute.features.batches.stores.folder import Folder
 
 CHAT = "/v1/chat/completions"
 LINE = {"custom_id": "1", "url": CHAT, "body": {"model": "m", "messages": []}}

@@ -3,8 +3,8 @@
 import asyncio
 
 from kvroute.batch.results import result_line, unanswered_line
-from kvroute.router.batches.batch_state import BatchState
-from kvroute.router.batches.records import KINDS, Kind, Run
+from kvroute.features.batches.batch_state import BatchState
+from kvroute.features.batches.records import KINDS, Kind, Run
 
 
 class Output:

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
+from kvroute.features.batches.files import FileUpload
+from kvroute.features.batches.records import FileRecord
+from kvroute.features.batches.service import BatchService, Service, needing_store
 from kvroute.keys.keyring import tenant_of
 from kvroute.router.api.errors import ApiError, invalid, shown
-from kvroute.router.batches.files import FileUpload
-from kvroute.router.batches.records import FileRecord
-from kvroute.router.batches.service import BatchService, Service, needing_store
 from kvroute.router.endpoints.limited import entered, leaving, limits_of
 from kvroute.router.endpoints.pages import in_order, page_of
 from kvroute.router.forms.form import UploadForm

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvroute.doctor.checks import Check, Facts
-from kvroute.files.store import UNLIMITED
+from kvroute.features.batches.stores.file_store import UNLIMITED
 from kvroute.wording import size
 
 STILL_S = 300.0  # seconds without a result after which a batch is reported

@@ -9,9 +9,9 @@ import httpx
 import pytest
 from obstore.store import S3Store
 
-from kvroute.files.bucket import Bucket
+from kvroute.features.batches.stores.bucket import Bucket
 from kvroute.local.ports import free_port
-from tests.support import file_stores
+from tests.features.batches import file_stores
 from tests.support.batches import assert_complete, create, is_final, questions
 from tests.support.clients import openai_client
 from tests.support.environments import environment

@@ -12,12 +12,10 @@ from rich.console import Console
 from rich.status import Status
 
 from kvroute.client import FIND, Url, call, content_of, fail, key_headers, no_cluster
-from kvroute.command.batch_command import RequestsFile, batch
-from kvroute.command.help_page import HelpfulCommand
+from kvroute.command.batch_command import RequestsFile
+from kvroute.command.help_page import HelpfulCommand, typer_app
 from kvroute.command.tables import Column, number, print_lines, print_table
 from kvroute.wording import plural
-
-__all__ = ["batch"]
 
 FINAL = ("completed", "failed", "expired", "cancelled")  # statuses of batches that have ended
 POLL_S = 1.0  # seconds between two requests for the status of a batch
@@ -33,12 +31,14 @@ def _path(id_: str) -> str:
     return quote(id_)
 
 
+commands = typer_app()  # are added to those of `kvroute batch`
+
 Id = Annotated[
     str, typer.Argument(metavar="BATCH", help="The batch's id, as kvroute batch list shows it.")
 ]
 
 
-@batch.command(cls=HelpfulCommand)
+@commands.command(cls=HelpfulCommand)
 def submit(
     file: RequestsFile,
     endpoint: Annotated[
@@ -61,7 +61,7 @@ def submit(
         _wait(created["id"], url)
 
 
-@batch.command(name="list", cls=HelpfulCommand)
+@commands.command(name="list", cls=HelpfulCommand)
 def list_(
     limit: Annotated[int, typer.Option(min=1, max=100, help="How many batches are shown.")] = 20,
     url: Url = FIND,
@@ -78,7 +78,7 @@ def list_(
     print_table(columns, [_row(found) for found in batches])
 
 
-@batch.command(cls=HelpfulCommand)
+@commands.command(cls=HelpfulCommand)
 def show(id: Id, url: Url = FIND) -> None:  # noqa: A002
     """Show a batch."""
     found = call("GET", url, f"/v1/batches/{_path(id)}")
@@ -100,7 +100,7 @@ def show(id: Id, url: Url = FIND) -> None:  # noqa: A002
     _say_why_lines_failed(found)
 
 
-@batch.command(cls=HelpfulCommand)
+@commands.command(cls=HelpfulCommand)
 def results(
     id: Id,  # noqa: A002
     output: Annotated[Path, typer.Option("--output", "-o", help="File for the answers.")],
@@ -133,7 +133,7 @@ def results(
         _say_why_lines_failed(found)
 
 
-@batch.command(cls=HelpfulCommand)
+@commands.command(cls=HelpfulCommand)
 def cancel(id: Id, url: Url = FIND) -> None:  # noqa: A002
     """Cancel a batch. Its answers so far are kept."""
     found = call("POST", url, f"/v1/batches/{_path(id)}/cancel")

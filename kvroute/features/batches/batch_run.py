@@ -20,14 +20,14 @@ from kvroute.batch.prepare import Part, Preparation, Prepared, open_index
 from kvroute.batch.run import Runner, RunProgress
 from kvroute.batch.window import Window
 from kvroute.contract.priority import less_urgent
-from kvroute.files.store import FileStore
+from kvroute.features.batches.batch_state import BatchState, Snapshot
+from kvroute.features.batches.batches import Batches
+from kvroute.features.batches.files import Files
+from kvroute.features.batches.output import Output
+from kvroute.features.batches.records import KINDS, BatchRecord, FinalStatus, Progress, Run
+from kvroute.features.batches.stores.file_store import FileStore
 from kvroute.router.api.errors import ApiError
 from kvroute.router.api.urgency import PRIORITY
-from kvroute.router.batches.batch_state import BatchState, Snapshot
-from kvroute.router.batches.batches import Batches
-from kvroute.router.batches.files import Files
-from kvroute.router.batches.output import Output
-from kvroute.router.batches.records import KINDS, BatchRecord, FinalStatus, Progress, Run
 
 # A run reports its progress, and checks whether it has to end, once per this many seconds.
 REPORT_S = 1.0

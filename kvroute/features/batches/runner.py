@@ -11,13 +11,13 @@ import httpx
 
 from kvroute.batch.usage import TokenUsage
 from kvroute.batch.window import Window
-from kvroute.files.store import FileStore
-from kvroute.router.batches.batch_run import BatchRun, Environment
-from kvroute.router.batches.batch_state import Snapshot
-from kvroute.router.batches.batches import Batches
-from kvroute.router.batches.files import Files
-from kvroute.router.batches.records import BatchRecord
-from kvroute.store.batch_leases import LEASE_S, BatchLeases
+from kvroute.features.batches.batch_leases import LEASE_S, BatchLeases
+from kvroute.features.batches.batch_run import BatchRun, Environment
+from kvroute.features.batches.batch_state import Snapshot
+from kvroute.features.batches.batches import Batches
+from kvroute.features.batches.files import Files
+from kvroute.features.batches.records import BatchRecord
+from kvroute.features.batches.stores.file_store import FileStore
 from kvroute.store.connection import REDIS_ERRORS
 
 log = logging.getLogger("kvroute.batches")

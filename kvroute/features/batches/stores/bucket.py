@@ -19,7 +19,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import ObjectStore, from_url
 
-from kvroute.files.store import CHUNK_BYTES, UNLIMITED
+from kvroute.features.batches.stores.file_store import CHUNK_BYTES, UNLIMITED
 
 READ_AT_ONCE = 8  # parts of a file that are fetched at the same time
 

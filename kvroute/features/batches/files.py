@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from kvroute.contract.records import encode
-from kvroute.files.store import FileStore
+from kvroute.features.batches.batch_state import BatchState, read_record
+from kvroute.features.batches.records import FILE_ID, FileRecord, Segment, new_file_id
+from kvroute.features.batches.stores.file_store import FileStore
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError
-from kvroute.router.batches.batch_state import BatchState, read_record
-from kvroute.router.batches.records import FILE_ID, FileRecord, Segment, new_file_id
 from kvroute.store.connection import SharedClock
 
 log = logging.getLogger("kvroute.batches")

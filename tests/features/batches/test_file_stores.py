@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from obstore.store import MemoryStore
 
-from kvroute.files import folder
-from kvroute.files.bucket import Bucket
-from kvroute.files.folder import UPLOADS, Folder
-from kvroute.files.store import FileStore, StoreFullError
-from tests.support import file_stores
+from kvroute.features.batches.stores import folder
+from kvroute.features.batches.stores.bucket import Bucket
+from kvroute.features.batches.stores.file_store import FileStore, StoreFullError
+from kvroute.features.batches.stores.folder import UPLOADS, Folder
+from tests.features.batches import file_stores
 from tests.support.waiting import until
 
 

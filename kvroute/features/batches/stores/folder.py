@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from kvroute.files.store import CHUNK_BYTES, StoreFullError
+from kvroute.features.batches.stores.file_store import CHUNK_BYTES, StoreFullError
 
 THREADS = 8  # threads that call the operating system; each may hang with the disk
 MODE = 0o600  # only the user who runs kvroute can read the files

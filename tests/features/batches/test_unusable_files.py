@@ -6,21 +6,16 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 
+from kvroute.features.batches.service import Unusable, _service, batch_service
+from kvroute.features.router_service import RouterServices
 from kvroute.router.api.errors import ApiError
-from kvroute.router.batches.service import Unusable, _service, batch_service
-from kvroute.settings.router import RouterSettings
+from tests.support.router_parts import fake_base
 
 
 def test_the_api_says_which_folder_cannot_be_used_and_why(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    settings = RouterSettings(
-        model="m",
-        served_model_name="m",
-        redis_url="",
-        block_size=4,
-        files_dir=str(tmp_path / "file/files"),
-    )
-    service = batch_service("router", settings, None)
+    options = {"files_dir": str(tmp_path / "file/files")}
+    service = batch_service(fake_base(features={"batches": options}), None)
     assert isinstance(service, Unusable)
     facts = asyncio.run(service.facts())
     assert not facts["is_default"]
@@ -37,5 +32,5 @@ def _request_to(service: Unusable) -> Request:
     from fastapi import FastAPI
 
     app = FastAPI()
-    app.state.batches = service
+    app.state.services = RouterServices([service])
     return Request({"type": "http", "app": app})

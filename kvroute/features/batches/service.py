@@ -15,27 +15,28 @@ import httpx
 from fastapi import Depends, Request
 from starlette.types import ASGIApp
 
-from kvroute.files.folder import Folder
-from kvroute.files.store import UNLIMITED, StoreFullError
+from kvroute.features.batches import report
+from kvroute.features.batches.batch_leases import BatchLeases
+from kvroute.features.batches.batch_options import BUCKETS, BatchOptions
+from kvroute.features.batches.batches import Batches
+from kvroute.features.batches.files import Files
+from kvroute.features.batches.records import BatchRecord
+from kvroute.features.batches.runner import BatchRunner
+from kvroute.features.batches.stores.file_places import FilePlaces
+from kvroute.features.batches.stores.file_store import UNLIMITED, StoreFullError
+from kvroute.features.batches.stores.folder import Folder
+from kvroute.features.router_service import RouterService, RouterServices
 from kvroute.keys.keyring import Caller
 from kvroute.keys.watched import WatchedKeys
 from kvroute.process.exposition import Readings
 from kvroute.process.state_folder import state_folder
 from kvroute.router.api.errors import ApiError
-from kvroute.router.batches import report
-from kvroute.router.batches.batches import Batches
-from kvroute.router.batches.files import Files
-from kvroute.router.batches.in_process import client_for
-from kvroute.router.batches.records import BatchRecord
-from kvroute.router.batches.runner import BatchRunner
-from kvroute.settings.parsers import BUCKETS
-from kvroute.settings.router import RouterSettings
-from kvroute.store.batch_leases import BatchLeases
-from kvroute.store.connection import REDIS_ERRORS, connect
-from kvroute.store.file_places import FilePlaces
+from kvroute.router.middleware.in_process import client_for
+from kvroute.router.serving.router_base import RouterBase
+from kvroute.store.connection import REDIS_ERRORS
 
 if TYPE_CHECKING:
-    from kvroute.files.bucket import Bucket
+    from kvroute.features.batches.stores.bucket import Bucket
 
 log = logging.getLogger("kvroute.batches")
 
@@ -48,65 +49,64 @@ QUOTA_SHARE = 0.5
 OPEN_SHARE = 0.5  # share of --max-requests that the lines of batches may use
 
 
-class BatchService:
+class BatchService(RouterService):
     """The files and batches of one router."""
+
+    name = "batches"
 
     def __init__(
         self,
-        router: str,
+        base: RouterBase,
         store: "Folder | Bucket",
-        settings: RouterSettings,
+        options: BatchOptions,
         *,
         keys: WatchedKeys | None,
         quota_bytes: int,
     ) -> None:
-        redis = connect(settings.redis_url)
         # Lines are read in these threads only, so that a disk that hangs blocks no other work.
         self._threads = ThreadPoolExecutor(LINE_THREADS, thread_name_prefix="batch-lines")
         self._store = store
         self._keys = keys
-        self._places = FilePlaces(redis, cluster=settings.cluster)
+        self._places = FilePlaces(base.redis, cluster=base.cluster)
         self._tasks: list[asyncio.Task[None]] = []
-        self.application: ASGIApp | None = None  # set when the router has built it
+        self._application: ASGIApp | None = None  # set when the router has built it
         self._is_stopping = False
         self.problem = ""  # why the API cannot be used; empty: it can
-        self._is_default = settings.files_dir is None  # nobody has chosen the place
+        self._is_default = options.files_dir is None  # nobody has chosen the place
         self.quota_bytes = quota_bytes
         self.files = Files(
             store,
-            max_file_bytes=settings.max_file_mb << 20,
+            max_file_bytes=options.max_file_mb << 20,
             quota_bytes=quota_bytes,
             clock=self._places.clock,
         )
         self.batches = Batches(store, self.files)
         self.runner = BatchRunner(
-            router,
+            base.router_id,
             store,
             self.files,
             self.batches,
-            leases=BatchLeases(redis, router, cluster=settings.cluster),
+            leases=BatchLeases(base.redis, base.router_id, cluster=base.cluster),
             client=self._client,
             may_run=self._may_run,
-            max_line_bytes=settings.max_body_mb << 20,
+            max_line_bytes=base.settings.max_body_mb << 20,
             threads=self._threads,
-            max_open=max(1, round(OPEN_SHARE * settings.max_requests)),
+            max_open=max(1, round(OPEN_SHARE * base.settings.max_requests)),
         )
 
-    def start(self, readings: Readings | None) -> None:
-        """Start to run batches.
+    def attach(self, application: ASGIApp) -> None:
+        self._application = application
 
-        Args:
-            readings: gets the metrics of batches; None: there are no metrics.
-        """
-        if readings:
-            report.export(self.runner, readings)
+    def metrics(self, readings: Readings) -> None:
+        report.export(self.runner, readings)
+
+    def start(self) -> None:
         self._tasks = [
             asyncio.create_task(self._announce()),
             asyncio.create_task(self.runner.run()),
         ]
 
     async def facts(self) -> dict[str, Any]:
-        """Return the state of files and batches for the doctor."""
         problem = self.problem or self.runner.problem
         if not problem:
             try:
@@ -119,11 +119,9 @@ class BatchService:
         return {"problem": problem, "is_default": self._is_default}
 
     def live(self) -> dict[str, Any] | None:
-        """Return the batches for the live page; None if the API cannot be used."""
         return None if self.problem else report.live(self.runner)
 
     def check(self) -> None:
-        """Raise the error of a task that has ended. No task should end by itself."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()
@@ -197,15 +195,17 @@ class BatchService:
         return self._keys is None or self._caller(record) is not None
 
     def _client(self, record: BatchRecord) -> httpx.AsyncClient:
-        assert self.application is not None
-        return client_for(self.application, self._caller(record))
+        assert self._application is not None
+        return client_for(self._application, self._caller(record))
 
 
-class Unusable:
+class Unusable(RouterService):
     """Stands for the service of a router that cannot open the place for files.
 
     The router goes on with everything else, and opens the place when it starts the next time.
     """
+
+    name = BatchService.name
 
     def __init__(self, problem: str, *, is_default: bool) -> None:
         """Keep why the place cannot be used, and whether nobody has chosen it."""
@@ -213,35 +213,27 @@ class Unusable:
         self._is_default = is_default
 
     async def facts(self) -> dict[str, Any]:
-        """Return the state of files and batches for the doctor."""
         return {"problem": self.problem, "is_default": self._is_default}
 
-    def live(self) -> None:
-        """Return the batches for the live page: there are none."""
 
-
-def batch_service(
-    router: str, settings: RouterSettings, keys: WatchedKeys | None
-) -> BatchService | Unusable | None:
-    """Return the service of a router; None if --files-dir is off.
-
-    This waits for the disk: call it in a thread.
-    """
-    if settings.files_dir == "off":
+def batch_service(base: RouterBase, keys: WatchedKeys | None) -> BatchService | Unusable | None:
+    """Return the service of a router; None if --files-dir is off. This waits for the disk."""
+    options = base.settings.of(BatchService.name, BatchOptions)
+    if options.files_dir == "off":
         return None
-    place = f"{settings.files_dir or state_folder() / 'files'}/{quote(settings.cluster, safe='')}"
+    place = f"{options.files_dir or state_folder() / 'files'}/{quote(base.cluster, safe='')}"
     try:
         store = _opened(place)
         space_bytes = store.free_bytes_now() + store.used_bytes_now()
     except OSError as error:
         problem = f"{place} cannot be used ({error}); correct this, then restart the routers"
         log.error("no files and no batches: %s", problem)
-        return Unusable(problem, is_default=settings.files_dir is None)
-    quota_mb = settings.files_quota_mb
+        return Unusable(problem, is_default=options.files_dir is None)
+    quota_mb = options.files_quota_mb
     quota_bytes = space_bytes if space_bytes >= UNLIMITED else round(QUOTA_SHARE * space_bytes)
     if quota_mb is not None:
         quota_bytes = quota_mb << 20
-    return BatchService(router, store, settings, keys=keys, quota_bytes=quota_bytes)
+    return BatchService(base, store, options, keys=keys, quota_bytes=quota_bytes)
 
 
 def _opened(place: str) -> "Folder | Bucket":
@@ -249,7 +241,7 @@ def _opened(place: str) -> "Folder | Bucket":
     if not place.startswith(BUCKETS):
         return Folder(Path(place))
     # Imported late, since most clusters use a folder.
-    from kvroute.files.bucket import open_bucket
+    from kvroute.features.batches.stores.bucket import open_bucket
 
     return open_bucket(place, Path(mkdtemp(prefix="kvroute-files-")))
 
@@ -272,13 +264,15 @@ def needing_store() -> Iterator[None]:
 
 
 async def _service(request: Request) -> BatchService:
-    service: BatchService | Unusable | None = request.app.state.batches
+    services: RouterServices = request.app.state.services
+    service = services.get(BatchService.name)
     if service is None:
         raise ApiError(
             404,
             "this server stores no files and runs no batches, because it was started with "
             "--files-dir off",
         )
+    assert isinstance(service, BatchService | Unusable)
     if service.problem or isinstance(service, Unusable):
         raise ApiError(503, service.problem, code="storage_unavailable")
     return service

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvroute.doctor.batch_checks import batches
+from kvroute.features.batches.batch_checks import batches
 
 GOOD = {"problem": "", "used_bytes": 10, "quota_bytes": 1000, "free_bytes": 1000, "running": []}
 

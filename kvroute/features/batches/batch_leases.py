@@ -3,7 +3,7 @@
 kvroute:{CLUSTER/}:batch:BATCH    string    id of the router; it expires unless the router renews it
 
 A lease only saves work: it keeps two routers from running the same batch. Even without leases, each
-line gets exactly one result (router/batches/batch_state.py).
+line gets exactly one result (batch_state.py).
 """
 
 from typing import Any

@@ -19,8 +19,7 @@ from msgspec import Struct
 
 from kvroute.contract.records import encode
 from kvroute.contract.unreadable import DECODE_ERRORS
-from kvroute.files.store import CHUNK_BYTES, FileStore
-from kvroute.router.batches.records import (
+from kvroute.features.batches.records import (
     BatchRecord,
     Cancelled,
     End,
@@ -31,6 +30,7 @@ from kvroute.router.batches.records import (
     Segment,
     Started,
 )
+from kvroute.features.batches.stores.file_store import CHUNK_BYTES, FileStore
 
 log = logging.getLogger("kvroute.batches")
 

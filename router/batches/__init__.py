@@ -1,1 +1,0 @@
-"""Batches and their files: OpenAI's Files and Batch API, run by the routers."""
