@@ -14,7 +14,6 @@ Kind = Literal[
     "message",
     "change",
     "blocks",
-    "adapter",
     "audit",
     "cluster",
     "response",

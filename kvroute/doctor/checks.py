@@ -44,7 +44,6 @@ UNREADABLE_REMEDIES: dict[str, str] = {  # kind of an unreadable item in Redis -
     "message": f"do all routers have the same version? {FOREIGN}",
     "change": FOREIGN,
     "blocks": FOREIGN,
-    "adapter": "add it again: kvroute adapters add NAME FOLDER",
     "audit": "restart the replica with the router's version",
     "cluster": "nothing to do: the entry is skipped, and it expires",
     "account": f"the usage that it counted is lost; {FOREIGN}",

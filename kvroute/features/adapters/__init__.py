@@ -5,9 +5,10 @@ this feature.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from kvroute.contract.error_codes import FeatureCode
+from kvroute.contract.unreadable import FeatureKind
 from kvroute.features.feature import Feature, Paths
 
 if TYPE_CHECKING:
@@ -21,12 +22,16 @@ if TYPE_CHECKING:
 
 TENANT_ADAPTERS_EXCEEDED = FeatureCode("tenant_adapters_exceeded")
 TOO_MANY_ADAPTERS = FeatureCode("too_many_adapters")
+KIND = FeatureKind("adapter")  # of its records in Redis
 
 
 class AddedLater(Feature):
     """The adapters that operators add and remove. It is off without --lora-root."""
 
     name = "adapters"
+    unreadable: ClassVar[Mapping[FeatureKind, str]] = {
+        KIND: "add it again: kvroute adapters add NAME FOLDER"
+    }
     codes = (TENANT_ADAPTERS_EXCEEDED, TOO_MANY_ADAPTERS)
     paths = Paths(
         read=["/v1/adapters"], manage=["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]

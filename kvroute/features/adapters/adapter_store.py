@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from msgspec.structs import replace
 
 from kvroute.contract.unreadable import DECODE_ERRORS
+from kvroute.features.adapters import KIND
 from kvroute.features.adapters.added import AddedAdapter, decode, encode
 from kvroute.store.connection import with_timeout
 from kvroute.store.revision import RevisedStore, Transaction
@@ -152,7 +153,7 @@ class Adapters(RevisedStore[AddedAdapter]):
         try:
             return decode(packed)
         except DECODE_ERRORS as error:
-            self.unreadable.add("adapter", "", error)
+            self.unreadable.add(KIND, "", error)
             return None
 
 
