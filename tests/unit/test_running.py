@@ -14,6 +14,7 @@ from kvroute.cli import app
 from kvroute.client import LOCAL, find_url
 from kvroute.command import doctor_command
 from kvroute.doctor.checks import Check
+from kvroute.features import FEATURES
 from kvroute.local.launch import first_steps
 from kvroute.local.running import registered, running_urls
 from kvroute.process.state_folder import state_folder
@@ -93,8 +94,8 @@ def test_a_given_url_comes_before_a_running_cluster_and_that_before_the_default(
 @pytest.mark.parametrize(
     "words",
     [
-        *("status", "doctor", "tenants", "explain Hello", "scale 2", "prefixes list"),
-        "adapters list",
+        *("status", "doctor", "tenants", "explain Hello", "scale 2"),
+        *(f"{group} list" for feature in FEATURES for group in feature.commands()),
     ],
 )
 @pytest.mark.parametrize("how", ["variable", "running"])

@@ -34,7 +34,17 @@ def test_the_rest_of_kvroute_needs_no_feature(name: str, tmp_path: Path) -> None
 def test_the_core_without_features_passes_its_tests(tmp_path: Path) -> None:
     copy_without(NAMES, tmp_path)
     ignored = [f"--ignore=tests/unit/test_{name}.py" for name in OF_DOCUMENTS]
-    options = ("-q", "-x", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile")
+    options = (
+        "-q",
+        "--maxfail",
+        "20",
+        "-p",
+        "no:cacheprovider",
+        "--numprocesses",
+        "2",
+        "--dist",
+        "loadfile",
+    )
     python(tmp_path, "-m", "pytest", *options, *ignored, "tests/unit")
 
 
