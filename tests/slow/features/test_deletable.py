@@ -20,7 +20,8 @@ ENTRIES = ("kvroute.cli", "kvroute.router.ingress", "kvroute.replica.deployment"
 # Tests of documents, whose pages about a feature stay, and of this checkout as a whole.
 OF_DOCUMENTS = (
     *("architecture", "containers", "contributing", "dashboards", "documents", "help_pages"),
-    *("mutations", "packaging", "parts", "printed", "test_order", "untested", "without_units"),
+    *("mutations", "names", "packaging", "parts", "printed", "test_order", "untested"),
+    "without_units",
 )
 
 
