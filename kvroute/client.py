@@ -172,6 +172,14 @@ def error_message(content: Any) -> str | None:
     return f"{message}; commands use the key in the variable {KEY}" if needs_key else message
 
 
+def error_code(content: Any) -> str:
+    """Return the code of an error response in OpenAI's format; empty for other responses."""
+    try:
+        return str(content["error"]["code"] or "")
+    except (KeyError, TypeError):
+        return ""
+
+
 def _with_option_names(message: str) -> str:
     """Replace the names of fields, as in `since is ...`, by the options of the running command."""
     names = _option_names.get({})

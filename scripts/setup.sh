@@ -88,7 +88,8 @@ show_progress() {
     local verb name rest count=0 unpacking=
     while read -r verb name rest; do
         case $verb in
-        Collecting) count=$((count + 1)) && show_package $count "$name" ;;
+        # pip calls a package from a folder of this machine "Processing PATH".
+        Collecting | Processing) count=$((count + 1)) && show_package $count "${name##*/}" ;;
         Installing)
             [ $count -lt $progress_step ] || { show_unpacking $count & unpacking=$!; }
             ;;

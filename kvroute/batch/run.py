@@ -29,6 +29,7 @@ REQUEST_ID = "x-request-id"  # header with the id of a request
 # replica.
 TRY_AGAIN = frozenset({408, 502, 503, 504})
 MAX_TRIES = 20  # a line fails after this many answers with a status in TRY_AGAIN
+REPORT_S = 1.0  # longest time between two reports of the progress
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # pause before the next try; it doubles with each try
 SYNC_INTERVAL_S = 1.0  # seconds between two calls of AnswerSink.sync
 
@@ -115,7 +116,10 @@ class Runner:
         return self._waiting + array("Q", self._sent)
 
     async def run(self, report: Callable[[RunProgress], None]) -> None:
-        """Send all lines that have no answer yet; call `report` after each answer.
+        """Send all lines that have no answer yet.
+
+        Args:
+            report: called after each answer, and at least every REPORT_S seconds.
 
         Raises:
             RefusedKeyError: the API key is missing or not valid.
@@ -126,6 +130,7 @@ class Runner:
             while self._waiting or self._running:
                 self._start()
                 wait_s = self._places.wait_s(time.monotonic())
+                wait_s = REPORT_S if wait_s is None else min(wait_s, REPORT_S)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), wait_s)
                 self._changed.clear()

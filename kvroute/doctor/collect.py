@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from kvroute.client import error_message, key_headers, metrics_headers
+from kvroute.client import error_code, error_message, key_headers, metrics_headers
 from kvroute.doctor import (
     cache_size,
     checks,
@@ -61,6 +61,10 @@ class _ForbiddenError(_RefusedError):
     """The user's API key lacks the necessary role."""
 
 
+class _StoppingError(_RefusedError):
+    """The cluster is stopping."""
+
+
 class _Collection:
     """The queries that need the user's API key, and their checks."""
 
@@ -91,6 +95,9 @@ class _Collection:
             if str(error) in self._refusals:  # an earlier part has reported it
                 return []
             self._refusals.add(str(error))
+            if isinstance(error, _StoppingError):
+                remedy = "wait until it has stopped, then start it again"
+                return [Check("cluster", "wrong", "the cluster is stopping", remedy)]
             return [Check(name, "wrong", str(error), "correct this, then run the doctor again")]
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             finding = f"the response did not arrive or cannot be read: {error!r}"
@@ -102,6 +109,8 @@ class _Collection:
         body = response.json()
         if response.is_error:
             refused = _ForbiddenError if response.status_code == 403 else _RefusedError
+            if error_code(body) == "stopping":
+                refused = _StoppingError
             raise refused(error_message(body) or f"{method} {path}: {response.status_code}")
         return body
 

@@ -33,9 +33,11 @@ def resolve(model: str) -> str:
         return str(_converted())
     if not model.startswith(LOCAL_PREFIXES):
         return model
-    if not (Path(model).expanduser() / "config.json").is_file():
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        found = "a folder without config.json" if folder.is_dir() else "and there is no such folder"
         raise ValueError(
-            f"model is {model!r}, a folder without config.json; expected a Hugging Face model "
+            f"model is {model!r}, {found}; expected a Hugging Face model "
             f"folder, a hub name such as Qwen/Qwen3-0.6B, or {BUILTIN_MODEL}"
         )
     return os.path.expanduser(model)

@@ -88,6 +88,23 @@ async def test_a_line_is_sent_until_it_has_an_answer(tmp_path: Path) -> None:
     assert progress.usage == TokenUsage(prompt_tokens=300, cached_tokens=120, answer_tokens=60)
 
 
+async def test_the_progress_says_that_the_cluster_is_away_while_no_line_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "REPORT_S", 0.01)
+    shown = set[str]()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if "nobody listens" not in shown:
+            raise httpx.ConnectError("nobody listens")
+        return httpx.Response(200, json=ANSWER)
+
+    with runner_of(tmp_path, 3, answer) as runner:
+        running = runner.run(lambda progress: shown.add(progress.away))
+        await asyncio.wait_for(running, timeout=60)
+    assert (runner.progress.done, runner.progress.away) == (3, "")
+
+
 async def test_a_line_that_is_never_accepted_fails_and_the_others_do_not(tmp_path: Path) -> None:
     sent = Counter[str]()
 

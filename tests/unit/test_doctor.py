@@ -6,6 +6,7 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from redis.exceptions import OutOfMemoryError
 
@@ -24,7 +25,7 @@ from kvroute.doctor import (
 )
 from kvroute.doctor.cache_size import CacheReading
 from kvroute.doctor.checks import Check
-from kvroute.doctor.collect import collect_checks
+from kvroute.doctor.collect import _Collection, collect_checks
 from kvroute.doctor.metrics_ports import Probe
 from kvroute.features import UNREADABLE
 from kvroute.local.ports import free_port
@@ -624,3 +625,14 @@ def of_queue(
         "all_routers": {"requests": 1},
         "recent": {"window_s": 300, "mean_s": mean_s, "refused": refused or {}},
     }
+
+
+def test_a_cluster_that_is_stopping_is_named_as_such_once() -> None:
+    body = {"error": {"message": "the server is stopping; send the request again"}}
+    body["error"]["code"] = "stopping"
+    transport = httpx.MockTransport(lambda request: httpx.Response(503, json=body))
+    with httpx.Client(transport=transport, base_url="http://cluster") as client:
+        found = [*_Collection(client, lambda text: None).run(has_replicas=True, audit=False)]
+    assert [(check.name, check.finding) for check in found if check.grade == "wrong"] == [
+        ("cluster", "the cluster is stopping")
+    ]

@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 def test_a_start_that_fails_says_why_and_leaves_no_process() -> None:
     with launched("--model", "/nowhere") as cluster:
         assert cluster.process.wait(START_S) == 1
-        assert "model is '/nowhere', a folder without config.json" in cluster.output()
+        assert "model is '/nowhere', and there is no such folder" in cluster.output()
         assert_gone(cluster)
 
 
