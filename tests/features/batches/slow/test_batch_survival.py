@@ -11,10 +11,19 @@ from openai import OpenAI
 
 from tests.support.batches import assert_complete, completed, create, is_final, questions, runs_in
 from tests.support.clients import openai_client
-from tests.support.serving import READY, Cluster, kill_at_once, launched, redis_of, start_cluster
+from tests.support.serving import (
+    READY,
+    START_S,
+    Cluster,
+    kill_at_once,
+    launched,
+    redis_of,
+    start_cluster,
+)
 from tests.support.waiting import wait_until
 
 LINES = 400
+MANY_LINES = 4000  # a batch that has not ended when all processes of the cluster have been found
 OPTIONS = (
     *("--engine", "simulated", "--replicas", "2", "--routers", "2", "--cluster", "batches"),
     *("--simulated-prefill-tokens-per-s", "20000", "--simulated-decode-ms", "1"),
@@ -28,13 +37,13 @@ def running(folder: Path) -> Iterator[tuple[Cluster, OpenAI]]:
         yield cluster, client
 
 
-def new_batch(client: OpenAI) -> str:
-    return create(client, questions(client.models.list().data[0].id, LINES)).id
+def new_batch(client: OpenAI, lines: int = LINES) -> str:
+    return create(client, questions(client.models.list().data[0].id, lines)).id
 
 
-def ends(client: OpenAI, batch: str) -> None:
-    wait_until(lambda: is_final(client, batch))
-    assert_complete(client, batch, LINES)
+def ends(client: OpenAI, batch: str, lines: int = LINES) -> None:
+    wait_until(lambda: is_final(client, batch), within_s=START_S)
+    assert_complete(client, batch, lines)
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
@@ -69,11 +78,11 @@ def test_a_batch_goes_on_after_the_whole_cluster_was_killed(tmp_path: Path) -> N
     options = (*OPTIONS, "--files-dir", str(tmp_path))
     with launched(*options) as cluster, openai_client(cluster) as client:
         cluster.wait_for(READY)
-        batch = new_batch(client)
-        wait_until(lambda: completed(client, batch) >= LINES // 3)
+        batch = new_batch(client, MANY_LINES)
+        wait_until(lambda: completed(client, batch) >= MANY_LINES // 10)
         kill_at_once(cluster.processes())
     with running(tmp_path) as (_, client):
-        ends(client, batch)
+        ends(client, batch, MANY_LINES)
         assert runs_in(tmp_path, batch) == 2
 
 
