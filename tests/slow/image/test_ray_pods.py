@@ -60,7 +60,7 @@ class Pods:
 
     def cluster(self) -> dict[str, str]:
         """Return the replicas in the index: id -> address."""
-        answer = httpx.get(f"{self.head.url}/v1/cluster", timeout=10).raise_for_status()
+        answer = httpx.get(f"{self.head.url}/v1/cluster", timeout=300).raise_for_status()
         return {replica["id"]: replica["node"] for replica in answer.json()["replicas"]}
 
 
