@@ -20,8 +20,8 @@ UNREADABLE: dict[str, str] = {
 REFUSALS: dict[str, RefusalText] = {
     reason: text for feature in FEATURES for reason, text in feature.refusals.items()
 }
-ALL_CODES: tuple[Code | FeatureCode, ...] = (  # of the errors of the core and of the features
+ALL_CODES: tuple[Code | FeatureCode, ...] = (  # all codes of errors, of the core and the features
     *CODES,
     *(code for feature in FEATURES for code in feature.codes),
 )
-PATHS = Paths.joined(feature.paths for feature in FEATURES)  # of all routes of features
+PATHS = Paths.joined(feature.paths for feature in FEATURES)  # all routes of features

@@ -71,17 +71,17 @@ class Feature:
 
     name = ""  # the name of its folder, which is also the key of its data and its states
     refusals: ClassVar[Mapping[str, RefusalText]] = {}  # by the reason that metrics have as label
-    codes: Sequence[FeatureCode] = ()  # of its errors, besides those of the core
+    codes: Sequence[FeatureCode] = ()  # codes of its errors, besides those of the core
     # Kind of its records in Redis that could not be read -> what operators can do.
     unreadable: ClassVar[Mapping[FeatureKind, str]] = {}
     # Cause of cache misses in the ledger (router/placement/ledger.py) -> what operators can do.
     misses: ClassVar[Mapping[str, str]] = {}
-    headers: Sequence[str] = ()  # of requests, for Call.headers
-    fields: Sequence[str] = ()  # of the bodies of generating requests, which the core ignores
+    headers: Sequence[str] = ()  # request headers that Call.headers keeps for it
+    fields: Sequence[str] = ()  # fields of request bodies that the core ignores
     # Whether GET /v1/cluster and the doctor get a list of its states, by model. If not, the doctor
     # gets the facts of its service.
     has_state = False
-    paths = Paths()  # of its routes
+    paths = Paths()  # what is known of its routes
 
     # Headings of its options in --help-all, besides those of kvroute/settings/options/common.py.
     groups: Sequence[str] = ()
