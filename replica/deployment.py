@@ -14,6 +14,7 @@ import ray
 from msgspec.structs import replace
 from ray import serve
 
+from kvroute.contract.adapters import digests
 from kvroute.contract.audit_report import encode_audit
 from kvroute.contract.generation import (
     NO_TOKENS,
@@ -286,7 +287,7 @@ class Replica:
             resolve(settings.model),
             revision=settings.revision,
             block_size=engines[0].facts.block_size,
-            adapters=settings.adapters,
+            variants=digests(settings.adapters),
         )
         return [
             Rank(
@@ -300,6 +301,7 @@ class Replica:
                 ),
                 lease_s=settings.lease_s,
                 pins=partial(self._pins, number),
+                reports=partial(self._reports, number),
             )
             for number, (rank_id, engine) in enumerate(
                 zip(rank_ids(self.id, len(engines)), engines, strict=True)
@@ -309,6 +311,10 @@ class Replica:
     def _pins(self, rank: int) -> Pins:
         """Return which prompts a rank's engine keeps for features, by the name of the pin."""
         return self._features.pins(rank)
+
+    def _reports(self, rank: int) -> dict[str, bytes]:
+        """Return what features report about a rank, by name."""
+        return self._features.reports(rank)
 
     def _location(self) -> ProcessLocation:
         metrics = self._exposition.address if self._exposition else None

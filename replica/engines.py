@@ -123,7 +123,7 @@ def _simulated(settings: ReplicaSettings, folder: str) -> "SimulatedEngine":
         adapters=frozenset(adapter.name for adapter in settings.adapters),
         max_loras=settings.max_loras,
         max_cpu_loras=settings.loras_in_memory,
-        max_lora_rank=settings.max_lora_rank if settings.lora_root else 0,
+        can_add_adapters=settings.lora_root is not None,
     )
     return SimulatedEngine(config, tokenizer=folder if Path(folder).is_dir() else None)
 

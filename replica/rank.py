@@ -43,6 +43,7 @@ class Rank:
         description: Description,
         lease_s: float,
         pins: Callable[[], Pins],
+        reports: Callable[[], dict[str, bytes]],
     ) -> None:
         self.id = rank_id
         self.engine = engine
@@ -57,6 +58,7 @@ class Rank:
         in_tiers = {entry // GROUPS for entry in entries if entry is not None}
         self._groups = len(entries) // max(1, len(in_tiers))
         self._metrics = metrics
+        self._reports = reports
         self._run = tracing.traced(engine.generate) if tracing else engine.generate
         self.publisher = Publisher(
             index,
@@ -102,7 +104,7 @@ class Rank:
             f"{tier.name}_bytes_per_s": copies.bytes_per_s(now_s)
             for tier, copies in self._copies.items()
         }
-        return structs.replace(load, **speeds) if speeds else load
+        return structs.replace(load, features=self._reports(), **speeds)
 
     async def generate(self, request: GenerateRequest, emit: Emit) -> None:
         """Run a request and emit its chunks. Cancelling this call aborts the request."""

@@ -1,4 +1,7 @@
-"""The names of a model's variants: the model with a LoRA adapter.
+"""The variants of a model: their names, and which of them an engine has in memory.
+
+A variant is the model with weights that are added to it, such as a LoRA adapter. Cached blocks
+depend on it (`Scope`), and an engine computes nothing while it loads one.
 
 A variant that is there from the start (--lora) has the name by which clients request it. One that
 is added later has a *key*, which is its name and the digest of its files. Routers and replicas use
@@ -8,10 +11,13 @@ equal.
 """
 
 import re
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}"  # the names of variants that are added
 MAX_NAME = 128  # the most characters of such a name
 DIGEST = "[0-9a-f]{32}"
+SETUP_S = 0.5  # assumed seconds to load a variant, until a load is measured
 # The name of a tenant, if the variant is its own, the separator of tenants, the name, the digest.
 _KEY = re.compile(rf"(?:.*␟)?({NAME})@{DIGEST}", re.DOTALL)
 
@@ -30,3 +36,32 @@ def name_of(variant: str) -> str:
 def digest_in(key: str) -> str:
     """Return the digest that is part of a key."""
     return key.rpartition("@")[2]
+
+
+class VariantCache:
+    """The variants in an engine's memory, at most `capacity`: an LRU cache."""
+
+    def __init__(self, capacity: int, names: Iterable[str] = ()) -> None:
+        self._capacity = capacity
+        self._names = OrderedDict.fromkeys(names)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names, the least recently used one first."""
+        return tuple(self._names)
+
+    def use(self, name: str) -> bool:
+        """Load the variant or mark it as used; return True if it had to be loaded."""
+        is_new = name not in self
+        self._names[name] = None
+        self._names.move_to_end(name)
+        if len(self._names) > self._capacity:
+            self._names.popitem(last=False)
+        return is_new
+
+    def drop(self, name: str) -> None:
+        """Remove the variant from memory, if it is there."""
+        self._names.pop(name, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names

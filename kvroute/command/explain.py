@@ -30,7 +30,7 @@ TERMS = {  # term of the cost of choosing a replica -> what this time is spent o
     "memory": "waiting for free space in the cache",
     "own": "computing what no replica has cached",
     "copy": "computing what another replica has cached",
-    "lora": "loading the LoRA adapter",
+    "setup": "loading the LoRA adapter",
     "rotation": "starting a conversation out of rotation",
     "decode": "slowing the answers that run there",
 }

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from pydantic import BaseModel, ConfigDict
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-LOAD_S = 0.5  # assumed seconds to load an adapter, until a load is measured
 
 
 class Adapter(BaseModel):
@@ -124,32 +122,3 @@ def _config(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not a JSON object; give the folder of a LoRA adapter")
     return config
-
-
-class AdapterCache:
-    """The adapters in an engine's memory, at most `capacity`: an LRU cache."""
-
-    def __init__(self, capacity: int, names: Iterable[str] = ()) -> None:
-        self._capacity = capacity
-        self._names = OrderedDict.fromkeys(names)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Return the names, the least recently used one first."""
-        return tuple(self._names)
-
-    def use(self, name: str) -> bool:
-        """Load the adapter or mark it as used; return True if it had to be loaded."""
-        is_new = name not in self
-        self._names[name] = None
-        self._names.move_to_end(name)
-        if len(self._names) > self._capacity:
-            self._names.popitem(last=False)
-        return is_new
-
-    def drop(self, name: str) -> None:
-        """Remove the adapter from memory, if it is there."""
-        self._names.pop(name, None)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names

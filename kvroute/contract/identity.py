@@ -2,18 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct, field
 
 from kvroute.blocks.fingerprint import FINGERPRINT_VERSION
-from kvroute.contract.adapters import Adapter, digests
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")  # the first file that exists is used
 TEMPLATE_FILE = "chat_template.jinja"  # has priority over the template in CONFIG_FILE
 CONFIG_FILE = "tokenizer_config.json"
+
+NO_VARIANTS: Mapping[str, str] = MappingProxyType({})
 
 Digest = Annotated[str, Meta(max_length=128)]
 
@@ -29,11 +31,12 @@ class Identity(Struct, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=2**48)]  # tokens
     tokenizer_digest: Digest
     template_digest: Digest
-    adapters: dict[str, Digest] = field(default_factory=dict)  # digests of LoRA adapters, by name
+    # Digests of the variants that the model has from the start, by name.
+    variants: dict[str, Digest] = field(default_factory=dict, name="adapters")
 
 
 def identify(
-    model: str, *, revision: str, block_size: int, adapters: Iterable[Adapter] = ()
+    model: str, *, revision: str, block_size: int, variants: Mapping[str, str] = NO_VARIANTS
 ) -> Identity:
     """Return the identity of a model.
 
@@ -41,7 +44,7 @@ def identify(
         model: a folder, or a name on the Hugging Face hub whose files are in the local cache.
         revision: the revision on the hub; empty: the default revision.
         block_size: number of tokens that one fingerprint covers.
-        adapters: the LoRA adapters that the model is served with.
+        variants: digests of the variants that the model has from the start, by name.
     """
     return Identity(
         fingerprint_version=FINGERPRINT_VERSION,
@@ -49,7 +52,7 @@ def identify(
         block_size=block_size,
         tokenizer_digest=_digest(_tokenizer(model, revision)),
         template_digest=_digest(_template(model, revision)),
-        adapters=digests(adapters),
+        variants=dict(variants),
     )
 
 

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 from msgspec.structs import astuple
 
 from kvroute.blocks.cache_groups import Layout
 from kvroute.blocks.tiers import DISK, GPU, HOST, Tier
-from kvroute.contract.adapters import LOAD_S
+from kvroute.blocks.variants import SETUP_S
 from kvroute.contract.identity import Identity
 from kvroute.contract.unreadable import UnreadableError
 
@@ -36,8 +36,10 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     running: Count = 0  # requests in the batch
     waiting: Count = 0  # requests queued in the engine
     used_blocks: Count = 0  # KV blocks that running requests and pins hold
-    loras: tuple[Name, ...] = ()  # LoRA adapters in memory, the next one to be evicted first
-    lora_load_s: Seconds = LOAD_S  # recent mean seconds to load a LoRA adapter
+    # Variants of the model in memory, the next one to be evicted first.
+    variants: tuple[Name, ...] = field(default=(), name="loras")
+    # Recent mean seconds to load a variant. The engine computes nothing meanwhile.
+    setup_s: Seconds = field(default=SETUP_S, name="lora_load_s")
     rendering_differences: Count = 0  # prompts that a router and vLLM have rendered differently
     # Measured speed of copies from host memory; 0: unknown.
     host_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
@@ -47,6 +49,7 @@ class Load(Struct, frozen=True, gc=False, omit_defaults=True):
     # pull_latency_s, and its bytes divided by pull_bytes_per_s. Speed 0: it does not pull.
     pull_latency_s: Seconds = 0.0
     pull_bytes_per_s: Annotated[float, Meta(ge=0, le=1e15)] = 0.0
+    features: dict[str, bytes] = {}  # name of a feature -> what its side in the replica reports
 
     def bytes_per_s(self, tier: Tier) -> float:
         """Return the measured speed of copies from a slower tier; 0: unknown."""
@@ -80,8 +83,8 @@ class EngineFacts(Struct, frozen=True, omit_defaults=True):
     pin_blocks: Count = 0  # blocks of the KV cache that pins may take, without host memory
     max_num_seqs: Count = 0  # maximum number of requests in one batch; 0: unknown
     step_tokens: AtLeastOne = 8192  # maximum tokens in a step: vLLM's max_num_batched_tokens
-    max_cpu_loras: Count = 0  # maximum number of LoRA adapters in memory
-    max_lora_rank: Count = 0  # maximum rank of adapters that are added later; 0: none can be added
+    # Maximum number of variants of the model in memory.
+    max_variants: Count = field(default=0, name="max_cpu_loras")
     # "vllm", "simulated", "unpatched" (vLLM without kvroute's changes) or "attached" (a server that
     # the user runs).
     engine: Name = "vllm"

@@ -4,7 +4,7 @@ The hooks only compute: they use no clock and no socket, and take microseconds. 
 them, too. router_feature.py adds what a feature does besides in a router.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvroute.contract.unreadable import DECODE_ERRORS
@@ -28,6 +28,16 @@ class PlacingFeature:
 
     def updated(self, fleet: "Fleet") -> None:
         """Read the new records of the replicas."""
+
+    def usable(self, variant: str, replica_ids: Sequence[str]) -> Sequence[str]:
+        """Return those of the replicas that can run a variant of the model.
+
+        If none can, the request may go to all of them.
+
+        Args:
+            variant: the variant; never empty.
+        """
+        return replica_ids
 
     # The requests of all routers.
 
@@ -76,6 +86,9 @@ class PlacingFeatures:
         self._on_unreadable = on_unreadable
         self.lines = [each.line for each in features if each.line is not None]
         self.updated: list[Callable[[Fleet], None]] = own_methods(features, PlacingFeature.updated)
+        self.usable: list[Callable[[str, Sequence[str]], Sequence[str]]] = own_methods(
+            features, PlacingFeature.usable
+        )
         self.begun: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.begun)
         self.over: list[Callable[[Attempt], None]] = own_methods(features, PlacingFeature.over)
         self.session_ended: list[Callable[[int], None]] = own_methods(

@@ -65,6 +65,10 @@ class ReplicaFeature:
         """Return which prompts the engine of a rank keeps for it, by the name of the pin."""
         return {}
 
+    def report(self, rank: int) -> bytes | None:
+        """Return what routers should know about a rank, for its record; None: nothing."""
+        return None
+
 
 class ReplicaFeatures:
     """The features of one replica, in the order of kvroute/features/__init__.py."""
@@ -73,6 +77,7 @@ class ReplicaFeatures:
         self._all = tuple(features)
         arounds = own_methods(self._all, ReplicaFeature.around)
         self._pins = own_methods(self._all, ReplicaFeature.pins)
+        self._reports = own_methods(self._all, ReplicaFeature.report)
         self._arounds = {around.__self__.name: around for around in arounds}
 
     async def start(self) -> None:
@@ -90,6 +95,11 @@ class ReplicaFeatures:
     def pins(self, rank: int) -> "dict[str, Warm]":
         """Return which prompts the engine of a rank keeps for them, by the name of the pin."""
         return {name: warm for pins in self._pins for name, warm in pins(rank).items()}
+
+    def reports(self, rank: int) -> dict[str, bytes]:
+        """Return what routers should know about a rank, by the name of the feature."""
+        found = {report.__self__.name: report(rank) for report in self._reports}
+        return {name: data for name, data in found.items() if data is not None}
 
     def around(self, request: "GenerateRequest") -> AbstractAsyncContextManager[None]:
         """Return the context in which the engine runs a request.

@@ -320,7 +320,7 @@ class AttachedEngine(Engine):
         return replace(
             load,
             rendering_differences=self._rendering_differences,
-            loras=self._adapters,
+            variants=self._adapters,
         )
 
     async def check(self) -> None:

@@ -156,6 +156,6 @@ def _facts(url: str, server: ServerFacts, rank: RankFacts, format_: str, unfit: 
         content_format=format_,
         server=url,
         guesses_cache=rank.events is None,
-        max_cpu_loras=len(server.adapters),
+        max_variants=len(server.adapters),
         unfit=unfit,
     )

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Iterable
 
-from kvroute.contract.adapters import Adapter, AdapterCache
+from kvroute.blocks.variants import VariantCache
+from kvroute.contract.adapters import Adapter
 
 
-class ModelledAdapters(AdapterCache):
+class ModelledAdapters(VariantCache):
     """Which adapters an engine knows, and which of them it has in memory."""
 
     def __init__(

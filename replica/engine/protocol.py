@@ -22,6 +22,7 @@ class Engine(Protocol):
     """One data parallel rank of an engine."""
 
     facts: EngineFacts
+    can_add_adapters: bool = False  # whether `admit_adapter` works
     # For each group of the KV cache, the number of its entry in the published layout
     # (blocks/cache_groups.py). None: the group takes no part in prefix caching. With a host tier,
     # the entries of the same groups in host memory follow; their numbers start from HOST_GROUPS.
@@ -65,7 +66,7 @@ class Engine(Protocol):
     def admit_adapter(self, adapter: Adapter, check: AdapterCheck = any_files) -> None:
         """Accept requests for an adapter from now on.
 
-        It is loaded when it is first needed. Engines whose `max_lora_rank` is 0 refuse.
+        It is loaded when it is first needed. Engines without `can_add_adapters` refuse.
 
         Args:
             adapter: The adapter; its name is the variant in requests.

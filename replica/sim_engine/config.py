@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvroute.contract.adapters import LOAD_S
+from kvroute.blocks.variants import SETUP_S
 from kvroute.contract.records import EngineFacts, TierFacts
 from kvroute.replica.engine.pins import pin_budget
 
@@ -35,8 +35,8 @@ class SimulatedConfig:
     adapters: frozenset[str] = frozenset()  # names of the LoRA adapters that can be loaded
     max_loras: int = 4  # maximum number of different adapters in a batch
     max_cpu_loras: int = 16  # maximum number of adapters in memory; at least max_loras
-    max_lora_rank: int = 0  # maximum rank of adapters that are added later; 0: none can be added
-    lora_load_s: float = LOAD_S  # seconds to load an adapter; no step runs meanwhile
+    can_add_adapters: bool = False  # whether adapters can be added after the start
+    lora_load_s: float = SETUP_S  # seconds to load an adapter; no step runs meanwhile
     # Token ids that are generated if the engine has no tokenizer.
     vocabulary: Sequence[int] = range(1000, 1512)
 
@@ -58,8 +58,7 @@ def facts_of(config: SimulatedConfig) -> EngineFacts:
         ),
         max_num_seqs=config.max_running,
         step_tokens=config.max_batched_tokens,
-        max_cpu_loras=config.max_cpu_loras,
-        max_lora_rank=config.max_lora_rank,
+        max_variants=config.max_cpu_loras,
         engine="simulated",
         content_format="string",
         host=config.host,

@@ -55,6 +55,7 @@ class SimulatedEngine(Engine):
         """
         self.config = config
         self.facts = facts_of(config)
+        self.can_add_adapters = config.can_add_adapters
         self._vocabulary = (
             Vocabulary.of_tokenizer(tokenizer)
             if tokenizer
@@ -76,7 +77,7 @@ class SimulatedEngine(Engine):
             config.adapters,
             in_memory=config.max_cpu_loras,
             load_s=config.lora_load_s,
-            can_add=config.max_lora_rank > 0,
+            can_add=config.can_add_adapters,
         )
         self._pins: dict[str, Table] = {}
         self._host_pins: dict[str, int] = {}

@@ -90,6 +90,7 @@ class VllmEngine(Engine):
         pulls: EnginePulls,
     ) -> None:
         self.facts = facts
+        self.can_add_adapters = adapters.can_add
         self.group_entries = group_entries
         self._core = core
         self._llm = core.llm
@@ -141,7 +142,10 @@ class VllmEngine(Engine):
                 await subscription.connect(has_publisher=settings.prefix_caching)
             rank_cores = [RankCore(llm, rank) for rank in ranks]
             divisions = [await _begin(core, settings) for core in rank_cores]
-            adapters = [RankAdapters(core, settings.adapters) for core in rank_cores]
+            can_add = settings.lora_root is not None
+            adapters = [
+                RankAdapters(core, settings.adapters, can_add=can_add) for core in rank_cores
+            ]
             http = await HttpApp.start(
                 llm,
                 front,
@@ -198,7 +202,7 @@ class VllmEngine(Engine):
             self._unfinished -= 1
 
     def admit_adapter(self, adapter: Adapter, check: AdapterCheck = any_files) -> None:
-        if not self.facts.max_lora_rank:
+        if not self.can_add_adapters:
             super().admit_adapter(adapter)
         self._adapters.admit(adapter, check)
 
@@ -302,8 +306,8 @@ class VllmEngine(Engine):
             running=self._stats.running,
             waiting=self._stats.waiting,
             used_blocks=round(self._stats.kv_usage * self.facts.capacity_blocks),
-            loras=tuple(self._adapters.loaded),
-            lora_load_s=self._adapters.load_s,
+            variants=tuple(self._adapters.loaded),
+            setup_s=self._adapters.load_s,
             rendering_differences=self._http.rendering_differences(self._core.rank),
             pull_latency_s=speed.latency_s,
             pull_bytes_per_s=speed.bytes_per_s,

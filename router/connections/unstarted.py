@@ -176,15 +176,15 @@ class Unstarted:
         A replica can if the prompt fits into its cache, and if it computes the prompt sooner than
         in the time by which the request is late.
         """
-        loads, replicas = self._fleet.loads, self._fleet.replicas
-        dispatch = sent.attempt.dispatch
+        loads, dispatch = self._fleet.loads, sent.attempt.dispatch
+        if dispatch.variant:
+            free = self._fleet.usable(dispatch.variant, free)
         late_s, able = self._late_s(sent, now_s), list[str]()
         for id_ in free:
             load = loads.of(id_)
             if (
                 id_ != sent.attempt.replica_id
                 and id_ not in sent.refused
-                and (not dispatch.variant or replicas.can_load(id_, dispatch.variant))
                 and max(load.held_tokens, load.kv.tokens) + dispatch.prompt_tokens
                 <= (load.capacity_tokens or math.inf)
                 and load.backlog_s(load.speed.slowness, now_s)

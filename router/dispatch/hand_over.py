@@ -188,7 +188,7 @@ class HandOver:
             exchange, load = fleet.replicas.exchanges.get(rank_id), fleet.loads.of(rank_id)
             if exchange is None or not exchange.speed or exchange.format != prompt.source.format:
                 continue
-            if prompt.scope.variant and prompt.scope.variant not in load.loras:
+            if prompt.scope.variant and prompt.scope.variant not in load.variants:
                 continue
             hit = hits.get(rank_id, 0)
             blocks, end = len(chain) - hit, len(chain) * size

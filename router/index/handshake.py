@@ -20,7 +20,7 @@ from kvroute.contract.records import ReplicaRecord
 log = logging.getLogger("kvroute.handshake")
 
 # Name of each compared field of an identity -> its name in messages.
-WORDS = {name: name.replace("_", " ") for name in Identity.__struct_fields__ if name != "adapters"}
+WORDS = {name: name.replace("_", " ") for name in Identity.__struct_fields__ if name != "variants"}
 NO_REASONS: Mapping[str, str] = MappingProxyType({})  # no replica has this problem
 REMEDY = "; restart it with the routers' model files and settings"  # end of the log line
 
@@ -73,8 +73,8 @@ def differences(ours: Identity, theirs: Identity | None) -> str:
     """Describe how a replica's identity differs from the router's; return "" if it does not.
 
     Example: "its block size is 16, the router's 32". A replica without an identity counts as equal.
-    A LoRA adapter that only one of them has is no difference, because the router sends requests for
-    an adapter only to replicas that have it.
+    A variant of the model that only one of them has is no difference, because the router sends
+    requests for a variant only to replicas that have it.
     """
     if theirs is None:
         return ""
@@ -83,8 +83,8 @@ def differences(ours: Identity, theirs: Identity | None) -> str:
         mine, its = getattr(ours, name), getattr(theirs, name)
         if its != mine:
             reasons.append(f"its {words} is {its or 'empty'}, the router's {mine or 'empty'}")
-    for name, mine in ours.adapters.items():
-        its = theirs.adapters.get(name, mine)
+    for name, mine in ours.variants.items():
+        its = theirs.variants.get(name, mine)
         if its != mine:
             reasons.append(f"its LoRA adapter {name} is {its or 'empty'}, the router's {mine}")
     return "; ".join(reasons)

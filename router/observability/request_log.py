@@ -60,7 +60,8 @@ class LogLine(msgspec.Struct):
     # Position in a prompt at which a token takes this engine twice as long as the first one.
     attention_tokens: float
     kv_tokens: int | msgspec.UnsetType = msgspec.UNSET  # the replica's KV cache, in tokens
-    lora: str | msgspec.UnsetType = msgspec.UNSET  # requested adapter
+    # The name of the requested variant of the model, such as a LoRA adapter.
+    variant: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name="lora")
     tenant: str | msgspec.UnsetType = msgspec.UNSET  # owner of the API key, if keys are needed
     broken: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # change in the chat's history
     host_tokens: int | msgspec.UnsetType = msgspec.UNSET  # cached tokens reloaded from host memory
@@ -153,7 +154,7 @@ class RequestLog(RequestObserver):
             step_tokens=attempt.load.step_tokens,
             attention_tokens=attempt.load.model.attention_tokens,
             kv_tokens=attempt.load.capacity_tokens or msgspec.UNSET,
-            lora=name_of(placement.variant) or msgspec.UNSET,
+            variant=name_of(placement.variant) or msgspec.UNSET,
             tenant=attempt.context.tenant or msgspec.UNSET,
             broken=_broken(attempt.context.broken, placement) or msgspec.UNSET,
             host_tokens=attempt.reloaded_tokens.get(HOST, msgspec.UNSET),

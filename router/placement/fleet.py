@@ -99,8 +99,8 @@ class Fleet:
     ) -> Placement:
         """Rank replicas for a prompt.
 
-        Replicas that cannot load the prompt's variant of the model are left out. If no replica can
-        load it, all are ranked.
+        Replicas that cannot run the prompt's variant of the model are left out. If no replica can
+        run it, all are ranked.
 
         Args:
             running: the replicas that may get the prompt.
@@ -112,12 +112,17 @@ class Fleet:
         """
         chain = self.caches.chain(token_ids, scope, features) if is_known else []
         if variant := scope.variant:
-            capable = [id_ for id_ in running if self.replicas.can_load(id_, variant)]
-            running = capable or running
+            running = self.usable(variant, running) or running
         placement = self.place_chain(chain, len(token_ids), running, now_s, variant=variant)
         if scope.shared_tokens:
             return replace(placement, shared_tokens=scope.shared_tokens)
         return placement
+
+    def usable(self, variant: str, replica_ids: Sequence[str]) -> Sequence[str]:
+        """Return those of the replicas that can run a variant of the model."""
+        for usable in (self.replicas.usable, *self.features.usable):
+            replica_ids = usable(variant, replica_ids)
+        return replica_ids
 
     def place_chain(
         self,
@@ -207,7 +212,7 @@ class Fleet:
         """Return the candidates of a prompt, in the order of `running`.
 
         Most of the time of a placement is spent here. So the loop passes positional arguments,
-        which are faster, and the lists of reloads and adapter times are filled only if needed.
+        which are faster, and the lists of reloads and setup times are filled only if needed.
 
         Args:
             hits: the blocks of the prompt that each replica has cached.
@@ -250,10 +255,10 @@ class Fleet:
         return candidates
 
     def _setup_s(self, replica_id: str, variant: str) -> float:
-        """Return the seconds to load the adapter; 0 if it is loaded."""
-        if variant in self.loads.of(replica_id).loras:
+        """Return the seconds to load the variant; 0 if it is loaded."""
+        if variant in self.loads.of(replica_id).variants:
             return 0.0
-        return self.replicas.lora_load_s(replica_id)
+        return self.replicas.setup_s(replica_id)
 
     def _memory_s(
         self,

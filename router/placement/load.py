@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from kvroute.blocks.fingerprint import Fingerprint
-from kvroute.contract.adapters import AdapterCache
+from kvroute.blocks.variants import VariantCache
 from kvroute.prefill.prefill_queue import PrefillQueue
 from kvroute.prefill.speed import MIN_SLOWNESS, PrefillModel, PrefillSpeed, Speed
 from kvroute.router.placement.kv_use import KvUse
@@ -23,7 +23,7 @@ NEAR = 0.25
 SLOW = 1.5  # a replica that takes this many times as long as the others is reported as slow
 TYPICAL_STEPS = 2.0  # assumed mean prefill time until requests have come, in full engine steps
 MEAN_SHARE = 0.05  # weight of the newest request in the moving averages
-UNLIMITED = 1 << 30  # assumed capacity for LoRA adapters until a replica has reported its own
+UNLIMITED = 1 << 30  # assumed capacity for variants until a replica has reported its own
 # Time that decoding adds to an engine step, relative to prefill. This ratio is similar on all GPUs,
 # since memory bandwidth and compute grow together: for 8B and 70B models on L4, A100, H100 and
 # H200, a token of context adds 3e-4 to 13e-4 times the prefill time of a token.
@@ -67,7 +67,7 @@ class PendingRequest:
     prompt_tokens: int
     sent_s: float  # time at which it was sent
     variant: str = ""  # the variant of the model; see Scope
-    # True if the replica first loads an adapter or copies blocks back. The time to the first token
+    # True if the replica first loads a variant or copies blocks back. The time to the first token
     # then does not show the speed of prefill.
     loads_first: bool = False
     # Seconds until blocks are copied back from slower tiers, such as host memory. It is 0 for
@@ -86,7 +86,7 @@ class PendingRequest:
     def waits_for_copies(self) -> bool:
         """Return whether the prompt waits for blocks to be copied back.
 
-        The engine computes other prompts meanwhile. While it loads an adapter, it computes nothing.
+        The engine computes other prompts meanwhile. While it loads a variant, it computes nothing.
         """
         return self.reload_s > 0 or self.pull_s > 0 or (self.loads_first and not self.variant)
 
@@ -143,10 +143,11 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
     decode_step_s: float = 0.0  # seconds that the decoding requests add to each engine step
     mean_prefill_s: float = 0.0  # moving average of the requests' predicted prefill times
     prefilled_s: float = 0.0  # predicted prefill time of all requests that got their first token
-    loras: AdapterCache = field(default_factory=lambda: AdapterCache(UNLIMITED))  # loaded adapters
-    # Adapters of the requests that were sent since the replica's latest report, and of the requests
+    # Loaded variants of the model.
+    variants: VariantCache = field(default_factory=lambda: VariantCache(UNLIMITED))
+    # Variants of the requests that were sent since the replica's latest report, and of the requests
     # that were sent between its latest two reports.
-    loras_sent: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    variants_sent: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
     # Maximum of pending_tokens since the latest report, and between the latest two reports.
     peaks: tuple[int, int] = (0, 0)
     mean_tokens: float = 0.0  # moving average of the requests' tokens to compute
@@ -173,24 +174,24 @@ class ReplicaLoad(PrefillQueue[PendingRequest]):
         if sent.reload_s:
             self.reloads.begin(request_id, sent.sent_s + sent.reload_s)
         if sent.variant:
-            self.loras.use(sent.variant)
-            self.loras_sent[0].append(sent.variant)
+            self.variants.use(sent.variant)
+            self.variants_sent[0].append(sent.variant)
         self.pending_tokens += sent.new_tokens
         self.mean_prefill_s += MEAN_SHARE * (sent.prefill_s - self.mean_prefill_s)
         self.mean_tokens += MEAN_SHARE * (sent.new_tokens - self.mean_tokens)
         self.peaks = (max(self.peaks[0], self.pending_tokens), self.peaks[1])
 
-    def report_loras(self, names: Iterable[str], capacity: int) -> None:
-        """Record the adapters that the replica reports as loaded.
+    def report_variants(self, names: Iterable[str], capacity: int) -> None:
+        """Record the variants that the replica reports as loaded.
 
-        The report may describe a state from up to two reporting intervals ago. So the adapters of
+        The report may describe a state from up to two reporting intervals ago. So the variants of
         requests that were sent in this time count as loaded, too.
         """
-        since, before = self.loras_sent
-        self.loras = AdapterCache(capacity, names)
+        since, before = self.variants_sent
+        self.variants = VariantCache(capacity, names)
         for name in (*before, *since):
-            self.loras.use(name)
-        self.loras_sent = ([], since)
+            self.variants.use(name)
+        self.variants_sent = ([], since)
 
     def report(self, pending_tokens: int) -> None:
         """Record how many prompt tokens the replica still has to compute, as it reports.

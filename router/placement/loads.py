@@ -254,7 +254,7 @@ class Loads:
             load.step_tokens = record.facts.step_tokens
             load.held_tokens = record.load.used_blocks * record.facts.block_size
             load.engine_waiting = record.load.waiting
-            load.report_loras(record.load.loras, record.facts.max_cpu_loras)
+            load.report_variants(record.load.variants, record.facts.max_variants)
 
 
 def _kv_share(load: ReplicaLoad) -> float:

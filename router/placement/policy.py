@@ -1,7 +1,7 @@
 """Ranks replicas for a request by cost. This module only computes: no clock, no socket, no Ray.
 
-    cost = waiting + reload + alpha * pull + memory + own + copy + lora
-           + worth * ((alpha - 1) * (own + copy + lora) + COPY_PRICE * copy)
+    cost = waiting + reload + alpha * pull + memory + own + copy + setup
+           + worth * ((alpha - 1) * (own + copy + setup) + COPY_PRICE * copy)
            + rotation + decode
 
 In an idle fleet, copying the common prefix of many conversations costs less (see rotation). The
@@ -21,8 +21,8 @@ terms are in seconds; alpha, worth and COPY_PRICE are factors:
     copy     prefill of the tokens that another replica has cached and this one has not, and does
              not pull. Unlike own, it has the surcharge COPY_PRICE even if the fleet is idle: it
              takes GPU time that other requests could use, and its blocks evict others
-    lora     loading the request's LoRA adapter if it is not loaded. The engine computes nothing
-             meanwhile
+    setup    loading the request's variant of the model, such as a LoRA adapter, if it is not
+             loaded. The engine computes nothing meanwhile
     alpha    the price of congestion. It is 1 while a quarter of the fleet is idle, and rises with
              the lower quartile of the waiting times, since recomputing a prefix delays all requests
              that are queued after it
@@ -190,7 +190,7 @@ class CostTerms(NamedTuple):
     memory: float
     own: float
     copy: float
-    lora: float
+    setup: float
     rotation: float
     decode: float
 

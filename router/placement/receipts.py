@@ -24,7 +24,7 @@ REASONS = {
     "own": "{other} would take {seconds} longer to compute the tokens that no replica has cached",
     "copy": "it has {hits} of {tokens} tokens cached, and {other} has {other_hits}; computing the "
     "difference there would take {seconds}",
-    "lora": "it has loaded the LoRA adapter; loading it on {other} would take {seconds}",
+    "setup": "it has loaded the LoRA adapter; loading it on {other} would take {seconds}",
     "rotation": "new conversations rotate over idle replicas, and this one is next",
     "decode": "this prompt would slow down fewer running answers on it than on {other}",
 }
@@ -37,7 +37,7 @@ SECONDS = {
     "memory": "memory_s",
     "own": "own_s",
     "copy": "copy_s",
-    "lora": "setup_s",
+    "setup": "setup_s",
 }
 
 

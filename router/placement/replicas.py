@@ -1,6 +1,6 @@
 """The replicas with a record in the index: their records and leases, and whose cache is usable."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from kvroute.blocks.cache_groups import UNKNOWN_LAYOUT
 from kvroute.blocks.tiers import HOST, Tier
-from kvroute.blocks.variants import is_key
-from kvroute.contract.adapters import LOAD_S
+from kvroute.blocks.variants import SETUP_S, is_key
 from kvroute.contract.pull import LinkSpeed
 from kvroute.contract.ranks import replica_of
 from kvroute.contract.records import ReplicaRecord, TierFacts
@@ -59,8 +58,8 @@ class ReplicaRegistry:
         self._running = running
         self._records: dict[str, ReplicaRecord] = {}
         self._latest: list[ReplicaRecord] = []  # the latest records that were not none at all
-        # Median of the measured seconds to load a LoRA adapter; LOAD_S until one is measured.
-        self._lora_load_s = LOAD_S
+        # Median of the measured seconds to load a variant; SETUP_S until one is measured.
+        self._setup_s = SETUP_S
         self._ranks: dict[str, list[ReplicaRecord]] = {}  # id in Ray Serve -> records of its ranks
         self._leased: set[str] = set()  # ids of ranks with a valid lease
 
@@ -95,9 +94,9 @@ class ReplicaRegistry:
         self.handshake.check(current, unreadable, unknown_layouts)
         self.exchanges = _exchanges(current, self.degraded)
         self._leased = self._records.keys() - set(unleased)
-        loads_s = [record.load.lora_load_s for record in current]
-        measured_s = [load_s for load_s in loads_s if load_s != LOAD_S]
-        self._lora_load_s = median(measured_s) if measured_s else LOAD_S
+        setups_s = [record.load.setup_s for record in current]
+        measured_s = [setup_s for setup_s in setups_s if setup_s != SETUP_S]
+        self._setup_s = median(measured_s) if measured_s else SETUP_S
         self.free_blocks = {
             record.id: record.facts.capacity_blocks - record.load.used_blocks for record in current
         }
@@ -202,23 +201,27 @@ class ReplicaRegistry:
             return UNKNOWN_SPEED
         return prefill_model(record.facts.prefill_tokens_per_s, record.facts.attention_tokens)
 
-    def can_load(self, replica_id: str, variant: str) -> bool:
-        """Return whether the replica can load the adapter; true if it does not list adapters."""
-        record = self._records.get(replica_id)
-        if record is not None and is_key(variant):  # it was added while the cluster runs
-            return record.facts.max_lora_rank > 0
-        identity = record.identity if record else None
-        return identity is None or variant in identity.adapters
+    def usable(self, variant: str, replica_ids: Sequence[str]) -> Sequence[str]:
+        """Return the replicas that list this variant of the model, or that list none at all.
 
-    def lora_load_s(self, replica_id: str) -> float:
-        """Return the seconds that the replica takes to load an adapter.
+        Replicas list only the variants that they have from the start.
+        """
+        return [id_ for id_ in replica_ids if is_key(variant) or self._lists(id_, variant)]
+
+    def _lists(self, replica_id: str, variant: str) -> bool:
+        record = self._records.get(replica_id)
+        identity = record.identity if record else None
+        return identity is None or variant in identity.variants
+
+    def setup_s(self, replica_id: str) -> float:
+        """Return the seconds that the replica takes to load a variant.
 
         A replica that has loaded none yet is assumed to be as fast as the others. Otherwise, new
-        adapters would go to the first replica that has measured its time.
+        variants would go to the first replica that has measured its time.
         """
         record = self._records.get(replica_id)
-        own_s = record.load.lora_load_s if record else LOAD_S
-        return own_s if own_s != LOAD_S else self._lora_load_s
+        own_s = record.load.setup_s if record else SETUP_S
+        return own_s if own_s != SETUP_S else self._setup_s
 
     def tiers_as_json(self, replica_id: str) -> dict[str, dict[str, float]]:
         """Return the size and copy speed of each of the replica's slower tiers, by tier name."""

@@ -6,6 +6,7 @@ from functools import partial
 
 from ray.serve.handle import DeploymentHandle
 
+from kvroute.contract.adapters import digests
 from kvroute.contract.identity import identify
 from kvroute.features import FEATURES
 from kvroute.features.opening import Opening
@@ -260,7 +261,7 @@ def _handshake(base: RouterBase) -> Handshake:
             base.tokenizer.model,
             revision=settings.revision,
             block_size=settings.block_size,
-            adapters=settings.adapters,
+            variants=digests(settings.adapters),
         )
     )
 

@@ -264,7 +264,7 @@ class Status:
             "capacity_blocks": record.facts.capacity_blocks,
             "running": record.load.running,
             "waiting": record.load.waiting,
-            "loras": [name_of(lora) for lora in record.load.loras],
+            "loras": [name_of(variant) for variant in record.load.variants],
             "unfit": record.facts.unfit,
             "degraded": self._parts.fleet.replicas.degraded.get(record.id),
             "tool_parser": record.facts.tool_parser,

@@ -31,7 +31,7 @@ const TERMS = {
   memory: "waiting for room in the cache",
   own: "computing what no replica holds",
   copy: "computing again what others hold",
-  lora: "loading the LoRA adapter",
+  setup: "loading the LoRA adapter",
   rotation: "rotation of new conversations",
   decode: "slowing running answers",
 };

@@ -66,8 +66,8 @@ def placements(adapters: int) -> Section:
             f"r{number}",
             "1",
             0,
-            facts(max_cpu_loras=16, max_lora_rank=16),
-            Load(loras=tuple(random.Random(number).sample(keys, 16))),
+            facts(max_variants=16),
+            Load(variants=tuple(random.Random(number).sample(keys, 16))),
         )
         for number in range(REPLICAS)
     ]

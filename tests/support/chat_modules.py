@@ -105,7 +105,7 @@ async def _chats(loop: asyncio.AbstractEventLoop, recorders: Iterable[Recorder])
     rank, wired = await there(_started(prompts))
     serve_replicas.register("replicas", wired)
     parts = fake_parts(prompts, model=prompts.model, block_size=BLOCK)
-    identity = identify(prompts.model, revision="", block_size=BLOCK, adapters=())
+    identity = identify(prompts.model, revision="", block_size=BLOCK)
     parts.fleet.update([ReplicaRecord("r", "1", 0, rank.engine.facts, Load(), identity=identity)])
     links = asyncio.create_task(parts.links.run())
     await until(lambda: bool(parts.links.connected()))
@@ -138,6 +138,7 @@ async def _started(prompts: Prompts) -> tuple[Rank, Wired]:
         description=Description(engine.facts),
         lease_s=3.0,
         pins=dict,
+        reports=dict,
     )
     deployment: Any = Replica
     replica = object.__new__(deployment.func_or_class)

@@ -13,7 +13,7 @@ FACTS = EngineFacts(
     max_model_len=4096,
     prefill_tokens_per_s=1000.0,
     attention_tokens=1e9,  # practically no attention, so that prefill times are easy to compute
-    max_cpu_loras=UNLIMITED,
+    max_variants=UNLIMITED,
 )
 LOAD = Load()
 DESCRIPTION = Description(FACTS)

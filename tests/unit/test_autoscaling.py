@@ -146,6 +146,7 @@ def idle_rank() -> Rank:
         description=Description(engine.facts),
         lease_s=3.0,
         pins=dict,
+        reports=dict,
     )
 
 

@@ -46,9 +46,9 @@ def test_a_difference_is_named_with_both_values(fact: str) -> None:
 
 
 def test_an_adapter_with_other_weights_is_a_difference_but_an_additional_adapter_is_not() -> None:
-    ours = msgspec.structs.replace(OURS, adapters={"sql": "1111", "law": "2222"})
-    assert differences(ours, record("a", adapters={"sql": "1111", "poems": "3333"}).identity) == ""
-    reason = differences(ours, record("a", adapters={"sql": "4444"}).identity)
+    ours = msgspec.structs.replace(OURS, variants={"sql": "1111", "law": "2222"})
+    assert differences(ours, record("a", variants={"sql": "1111", "poems": "3333"}).identity) == ""
+    reason = differences(ours, record("a", variants={"sql": "4444"}).identity)
     assert reason == "its LoRA adapter sql is 4444, the router's 1111"
 
 

@@ -80,7 +80,7 @@ def test_a_receipt_without_reloads_has_no_fields_of_host_memory() -> None:
     assert json.dumps(some["replicas"]) == (
         '[{"id": "a", "hit_tokens": 320, "backlog_s": 0.25, "prefill_s": 0.1, "unanswered": 0, '
         '"free_blocks": 0, "cost_s": 1.225, "terms_s": {"waiting": 0.25, "memory": 0.0, '
-        '"own": 0.975, "copy": 0.0, "lora": 0.0, "rotation": 0.0, "decode": 0.0}}]'
+        '"own": 0.975, "copy": 0.0, "setup": 0.0, "rotation": 0.0, "decode": 0.0}}]'
     )
     other = replica("b", hit_blocks=20, reloads=(TierBlocks(HOST, 15),), reload_s=0.25)
     both = receipt(placement(replica("a"), other), policy="kvroute")["replicas"]

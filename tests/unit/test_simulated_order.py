@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvroute.contract.adapters import LOAD_S
+from kvroute.blocks.variants import SETUP_S
 from kvroute.contract.generation import GenerateRequest
 from kvroute.contract.records import Load
 from kvroute.replica.sim_engine.config import SimulatedConfig
@@ -176,5 +176,5 @@ async def test_a_request_that_leaves_removes_its_waiting_choices() -> None:
         other = asyncio.create_task(run(engine, [request(0, 5.0)]))
         async with aclosing(streamed(engine.generate, request(1, n=4, max_tokens=500))) as chunks:
             await anext(chunks)
-            assert engine.load() == Load(running=1, waiting=4, used_blocks=1, lora_load_s=LOAD_S)
+            assert engine.load() == Load(running=1, waiting=4, used_blocks=1, setup_s=SETUP_S)
         assert await other == [0]

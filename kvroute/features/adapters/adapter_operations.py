@@ -22,6 +22,7 @@ from kvroute.features.adapters.added import (
     decode_files,
     encode_order,
     own_name,
+    takes_added,
 )
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.errors import ApiError, invalid, needing_redis, shown
@@ -143,7 +144,7 @@ class AdapterOperations:
         loaded: dict[str, list[str]] = {}
         records = self._replicas.own_records
         for record in records:
-            for key in record.load.loras:
+            for key in record.load.variants:
                 loaded.setdefault(key, []).append(record.id)
         return [
             {
@@ -197,7 +198,7 @@ class AdapterOperations:
 
     def _check_room(self, new: NewAdapter, limits: TenantLimits | None) -> None:
         """Refuse an adapter early, before a replica loads it."""
-        if not any(record.facts.max_lora_rank for record in self._replicas.own_records):
+        if not any(map(takes_added, self._replicas.own_records)):
             raise ApiError(
                 503,
                 "no replica can load adapters: none is ready yet, or their vLLM does not fit "
@@ -233,9 +234,9 @@ class AdapterOperations:
 
         def places(replica_id: str) -> tuple[int, float]:
             record = self._replicas.get(replica_id)
-            if record is None or not record.facts.max_lora_rank:
+            if record is None or not takes_added(record):
                 return -1, 0.0
-            return record.facts.max_cpu_loras - len(record.load.loras), random.random()
+            return record.facts.max_variants - len(record.load.variants), random.random()
 
         return max(running, key=places)
 

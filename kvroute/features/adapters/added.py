@@ -11,9 +11,11 @@ from msgspec import Meta, Struct
 from kvroute.blocks.variants import DIGEST, NAME
 from kvroute.contract.adapters import Adapter
 from kvroute.contract.own_names import own_id
-from kvroute.contract.records import VERSION, Versioned, check_version
+from kvroute.contract.records import VERSION, ReplicaRecord, Versioned, check_version
 
 MAX_PATH = 4096  # characters of a path
+FEATURE = "adapters"  # name of the feature, which is the key of its data in records
+TAKES_ADDED = b"1"  # data in the record of a replica that takes added adapters
 
 Text = Annotated[str, Meta(max_length=MAX_PATH)]
 
@@ -52,6 +54,11 @@ class AdapterFiles(Struct, frozen=True):
     digest: str = ""
     rank: int = 0
     problem: str = ""  # why the adapter cannot be used; empty: it can
+
+
+def takes_added(record: ReplicaRecord) -> bool:
+    """Return whether a replica takes adapters that are added after its start."""
+    return FEATURE in record.load.features
 
 
 def own_name(tenant: str, name: str) -> str:

@@ -36,6 +36,7 @@ class AddedAdapters:
         store: Adapters,
         *,
         root: Path | None,
+        max_rank: int,
         on_change: Callable[[], None],
     ) -> None:
         """Create the adapters of a replica.
@@ -44,11 +45,13 @@ class AddedAdapters:
             engines: The replica's ranks.
             store: The added adapters in Redis.
             root: The folder that has all adapters; None: none can be added.
+            max_rank: The highest rank of an adapter.
             on_change: Called when the list of loaded adapters has changed.
         """
         self._engines = engines
         self._added = Follower(store, restores=False)
         self._root = root
+        self._max_rank = max_rank
         self._on_change = on_change
         self._admitting = asyncio.Lock()
         # Keys of the admitted adapters -> time of the latest use on the monotonic clock.
@@ -76,7 +79,7 @@ class AddedAdapters:
             folder = self._folder(adapter.path)
             assert self._root
             files = await asyncio.to_thread(
-                check_files, folder, self._root, max_rank=engine.facts.max_lora_rank
+                check_files, folder, self._root, max_rank=self._max_rank
             )
             engine.admit_adapter(Adapter(name=name, path=folder))
             try:
@@ -158,7 +161,7 @@ class AddedAdapters:
         """Load each adapter that is to be warm once; the latest ones if memory is too small."""
         warm = [each for each in self._added.values if each.is_warm and not each.is_leaving]
         self._warmed &= {adapter.key for adapter in warm}
-        for adapter in warm[-self._engines[0].facts.max_cpu_loras :]:
+        for adapter in warm[-self._engines[0].facts.max_variants :]:
             if adapter.key not in self._warmed:
                 self._warmed.add(adapter.key)
                 await self._load(adapter)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvroute.contract.generation import GenerateRequest
 from kvroute.features.adapters.adapter_store import Adapters
-from kvroute.features.adapters.added import decode_order, encode_files
+from kvroute.features.adapters.added import FEATURE, TAKES_ADDED, decode_order, encode_files
 from kvroute.features.adapters.added_adapters import AddedAdapters
 from kvroute.features.replica_feature import Method, ReplicaBase, ReplicaFeature
 
@@ -14,7 +14,7 @@ from kvroute.features.replica_feature import Method, ReplicaBase, ReplicaFeature
 class ReplicaAdapters(ReplicaFeature):
     """Checks, admits, warms and drops added adapters."""
 
-    name = "adapters"
+    name = FEATURE
 
     def __init__(self, base: ReplicaBase) -> None:
         settings, self._ranks = base.settings, base.ranks
@@ -23,6 +23,7 @@ class ReplicaAdapters(ReplicaFeature):
             [rank.engine for rank in base.ranks],
             Adapters(base.redis, settings.served_model_name, cluster=settings.cluster),
             root=self._root,
+            max_rank=settings.max_lora_rank,
             on_change=self._renew_soon,
         )
 
@@ -34,6 +35,9 @@ class ReplicaAdapters(ReplicaFeature):
 
     def around(self, request: GenerateRequest, data: bytes) -> AbstractAsyncContextManager[None]:
         return self._added.using(decode_order(data))
+
+    def report(self, rank: int) -> bytes | None:
+        return TAKES_ADDED if self._ranks[rank].engine.can_add_adapters else None
 
     async def _check(self, adapter: bytes, rank: int) -> bytes:
         """Load an adapter that is to be added, and unload it again.

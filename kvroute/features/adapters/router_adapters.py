@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from kvroute.blocks.variants import is_key
 from kvroute.features.adapters.adapter_directory import AdapterDirectory
 from kvroute.features.adapters.adapter_operations import AdapterOperations
 from kvroute.features.adapters.adapter_store import Adapters
-from kvroute.features.adapters.added import AddedAdapter, encode_order
+from kvroute.features.adapters.added import FEATURE, AddedAdapter, encode_order, takes_added
 from kvroute.features.router_feature import RouterFeature
 from kvroute.router.api.calls import Call
 
 if TYPE_CHECKING:
+    from kvroute.router.placement.fleet import Fleet
     from kvroute.router.serving.assembly import Parts
     from kvroute.router.serving.router_base import RouterBase
 
@@ -21,11 +23,13 @@ if TYPE_CHECKING:
 class RouterAdapters(RouterFeature):
     """The variants of the model that operators have added."""
 
-    name = "adapters"
+    name = FEATURE
     operations: AdapterOperations  # what operators do; from `attach` on
 
     def __init__(self, base: "RouterBase") -> None:
         self._settings = base.settings
+        # Replica id -> whether it takes added adapters. True if it has no record.
+        self._able: dict[str, bool] = {}
         self.directory = AdapterDirectory(
             Adapters(base.redis, base.model, cluster=base.cluster, unreadable=base.unreadable),
             base.router_id,
@@ -36,6 +40,14 @@ class RouterAdapters(RouterFeature):
         self.operations = AdapterOperations(
             self.directory, parts.questions, parts.fleet.replicas, self._settings
         )
+
+    def updated(self, fleet: "Fleet") -> None:
+        self._able = {record.id: takes_added(record) for record in fleet.replicas.records}
+
+    def usable(self, variant: str, replica_ids: Sequence[str]) -> Sequence[str]:
+        if not is_key(variant):  # it is one of --lora
+            return replica_ids
+        return [id_ for id_ in replica_ids if self._able.get(id_, True)]
 
     def tasks(self) -> Mapping[str, Coroutine[Any, Any, None]]:
         return {"adapters": self.directory.run()} if self._settings.lora_root else {}

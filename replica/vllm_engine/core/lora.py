@@ -13,8 +13,8 @@ from functools import partial
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from kvroute.blocks.variants import name_of
-from kvroute.contract.adapters import LOAD_S, Adapter
+from kvroute.blocks.variants import SETUP_S, name_of
+from kvroute.contract.adapters import Adapter
 from kvroute.replica.engine.protocol import AdapterCheck
 from kvroute.replica.vllm_engine.core.rank_core import RankCore
 
@@ -22,8 +22,16 @@ from kvroute.replica.vllm_engine.core.rank_core import RankCore
 class RankAdapters:
     """The LoRA adapters that one rank of an engine may load. Each rank loads its own copies."""
 
-    def __init__(self, core: RankCore, adapters: Iterable[Adapter]) -> None:
+    def __init__(self, core: RankCore, adapters: Iterable[Adapter], *, can_add: bool) -> None:
+        """Create the adapters of a rank.
+
+        Args:
+            core: The rank.
+            adapters: The adapters of --lora.
+            can_add: Whether other adapters can be added later.
+        """
         self._core = core
+        self.can_add = can_add
         # All adapters that can be loaded: name -> vLLM's argument.
         self.lora_requests = {
             adapter.name: LoRARequest(adapter.name, number, adapter.path)
@@ -38,7 +46,7 @@ class RankAdapters:
         self._checks: dict[str, Callable[[], None]] = {}  # of the adapters that are added later
         self._loading = asyncio.Lock()
         self.loaded: list[str] = []  # names of loaded adapters; the first one is evicted next
-        self.load_s = LOAD_S  # moving average of the seconds to load an adapter
+        self.load_s = SETUP_S  # moving average of the seconds to load an adapter
 
     async def ready(self, name: str) -> LoRARequest | None:
         """Load the adapter if necessary, and return vLLM's argument for it.
@@ -97,7 +105,7 @@ class RankAdapters:
                 f"{adapter.lora_path}: {error}"
             ) from error
         took_s = time.monotonic() - began_s
-        self.load_s = took_s if self.load_s == LOAD_S else (self.load_s + took_s) / 2
+        self.load_s = took_s if self.load_s == SETUP_S else (self.load_s + took_s) / 2
         resident = await self._core.call("list_loras")  # loading may have evicted another adapter
         self.loaded = [
             name for name in self.loaded if self.lora_requests[name].lora_int_id in resident

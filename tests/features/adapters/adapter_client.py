@@ -8,12 +8,20 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from msgspec.structs import replace
 
+from kvroute.contract.records import Load
 from kvroute.features.adapters import adapter_routes
 from kvroute.features.adapters.adapter_directory import AdapterDirectory
 from kvroute.features.adapters.adapter_operations import AdapterOperations
 from kvroute.features.adapters.adapter_store import Adapters
-from kvroute.features.adapters.added import AdapterFiles, decode_order, encode_files
+from kvroute.features.adapters.added import (
+    FEATURE,
+    TAKES_ADDED,
+    AdapterFiles,
+    decode_order,
+    encode_files,
+)
 from kvroute.keys.limits import TenantLimits
 from kvroute.router.api.bodies import Bodies
 from kvroute.router.api.errors import ApiError, response
@@ -34,7 +42,7 @@ class Model:
             digest=f"{abs(hash(path)):032x}"[:32], rank=8
         )
         self.checked: list[str] = []
-        replica = record("r", max_lora_rank=16, max_cpu_loras=4)
+        replica = replace(record("r", max_variants=4), load=Load(features={FEATURE: TAKES_ADDED}))
         self.replicas: Any = SimpleNamespace(own_records=[replica], get=lambda _: replica)
         self.adapters = AdapterDirectory(store, "router", self._routers)
         parts: list[Any] = [self.adapters, self, self.replicas, self.settings]

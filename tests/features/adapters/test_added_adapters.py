@@ -40,7 +40,7 @@ CONFIG = SimulatedConfig(
     decode_per_seq_s=0,
     lora_load_s=0,
     max_cpu_loras=2,
-    max_lora_rank=16,
+    can_add_adapters=True,
 )
 
 
@@ -211,11 +211,13 @@ class Replica:
     def __init__(self, root: Path, **differs: Any) -> None:
         self.engine = SimulatedEngine(dataclasses.replace(CONFIG, **differs))
         self.store = Listed()
-        self.adapters = AddedAdapters([self.engine], self.store, root=root, on_change=lambda: None)
+        self.adapters = AddedAdapters(
+            [self.engine], self.store, root=root, max_rank=16, on_change=lambda: None
+        )
 
     @property
     def loaded(self) -> list[str]:
-        return [name_of(key) for key in self.engine.load().loras]
+        return [name_of(key) for key in self.engine.load().variants]
 
     async def ask(self, adapter: AddedAdapter) -> str:
         """Ask for the adapter; return the response's model."""
@@ -326,7 +328,7 @@ async def test_the_reason_why_an_adapter_is_broken_is_returned(
 
 
 async def test_an_engine_that_takes_no_adapters_says_so(tmp_path: Path) -> None:
-    replica = Replica(tmp_path, max_lora_rank=0)
+    replica = Replica(tmp_path, can_add_adapters=False)
     sql = added("sql", write_adapter(tmp_path / "sql", seed=1))
     with pytest.raises(ValueError, match="cannot load adapters after its start"):
         await replica.ask(sql)

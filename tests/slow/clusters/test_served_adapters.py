@@ -59,7 +59,7 @@ def test_new_prompts_go_where_their_adapter_is_loaded(client: OpenAI, cluster: C
         assert len(there) == 1
         (receipt,) = route(cluster, name)["receipts"]
         assert receipt["lora"] == name
-        loading = {each["id"]: each["terms_s"]["lora"] for each in receipt["replicas"]}
+        loading = {each["id"]: each["terms_s"]["setup"] for each in receipt["replicas"]}
         assert {id_ for id_, seconds in loading.items() if not seconds} == there
 
 

@@ -77,8 +77,8 @@ async def test_the_adapter_that_was_used_least_recently_makes_room(running: Runn
     for lora in ("sql", "law", "sql", "poems"):
         await running.run(under(lora, prompt_of(40, seed=55)))
     load = running.engine.load()
-    assert set(load.loras) == {"sql", "poems"}
-    assert load.lora_load_s > 0
+    assert set(load.variants) == {"sql", "poems"}
+    assert load.setup_s > 0
 
 
 async def test_more_adapters_at_once_than_one_batch_takes_are_all_answered(
@@ -109,7 +109,7 @@ async def test_an_adapter_that_cannot_be_loaded_costs_its_own_requests_only(
 def late(running: Running) -> AddedAdapter:
     """Return the adapter that is added after the engine's start."""
     folder = running.root / LATE
-    files = check_files(str(folder), running.root, max_rank=running.engine.facts.max_lora_rank)
+    files = check_files(str(folder), running.root, max_rank=16)
     return AddedAdapter(name=LATE, path=str(folder), digest=files.digest, rank=files.rank)
 
 
@@ -126,14 +126,14 @@ async def test_an_adapter_is_added_and_dropped_while_the_engine_runs(running: Ru
         await running.run(request)
     running.engine.admit_adapter(adapter.as_adapter)
     await running.engine.load_adapter(adapter.key)
-    assert adapter.key in running.engine.load().loras
+    assert adapter.key in running.engine.load().variants
     first = await running.run(request)
     assert events_of(first)[0]["model"] == LATE
     assert first[0].cached_tokens == 0
     assert await cached_tokens(running, request) == 192
     await until(lambda: chain_of(prompt, adapter.key) <= set(running.table.held()))
     await running.engine.drop_adapter(adapter.key)
-    assert adapter.key not in running.engine.load().loras
+    assert adapter.key not in running.engine.load().variants
     with pytest.raises(ValueError, match="no LoRA adapter"):
         await running.run(request)
 

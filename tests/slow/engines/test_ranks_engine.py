@@ -122,9 +122,9 @@ async def test_an_adapter_is_loaded_by_the_ranks_that_need_it(ranks: Ranks) -> N
     without = await ranks[1].run(request)
     adapted = await ranks[1].run(replace(request, variant=LORA))
     assert ids_of(adapted) != ids_of(without)
-    assert [running.engine.load().loras for running in ranks] == [(), (LORA,)]
+    assert [running.engine.load().variants for running in ranks] == [(), (LORA,)]
     assert ids_of(await ranks[0].run(replace(request, variant=LORA))) == ids_of(adapted)
-    assert [running.engine.load().loras for running in ranks] == [(LORA,), (LORA,)]
+    assert [running.engine.load().variants for running in ranks] == [(LORA,), (LORA,)]
     for running in ranks:
         assert (await running.compare()).drift == 0
 
